@@ -1,0 +1,106 @@
+"""What the benchmarks share: the model, the machine they ran on, where figures go."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # this fxpar, installed or not
+
+
+def llama(layers: int, *, scale: str = "small") -> Any:
+    """A Llama with random weights: ``small`` runs on a CPU, ``8b`` is for planning."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shapes = {
+        "small": {
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "intermediate_size": 704,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        "8b": {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **shapes[scale])
+    return LlamaForCausalLM(config)
+
+
+def cpu_name() -> str:
+    """As the operating system calls it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The checkout's commit, with a mark if files have changed since."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def conditions() -> dict[str, Any]:
+    """Under what a figure was measured; stored beside every figure."""
+    import torch
+
+    def shown(word: str) -> str:
+        return os.path.relpath(word, ROOT) if os.path.isabs(word) else word
+
+    return {
+        "command": " ".join(["python", *map(shown, sys.argv)]),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "omp_threads": os.environ.get("OMP_NUM_THREADS"),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median with quartiles and extremes."""
+    q1, _, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {
+        "median": statistics.median(values),
+        "q1": q1,
+        "q3": q3,
+        "min": min(values),
+        "max": max(values),
+        "n": len(values),
+    }
+
+
+def write(path: str | None, name: str, data: dict[str, Any]) -> None:
+    """Write figures as JSON; without a path to ``.benchmarks/<name>.json``."""
+    target = Path(path) if path else ROOT / ".benchmarks" / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"wrote {os.path.relpath(target)}")

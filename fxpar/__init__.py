@@ -1,0 +1,51 @@
+"""fxpar: torch.compile for N devices.
+
+The public names; everything else is imported when one of them is first used, so that
+``import fxpar`` stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxpar.errors import FxparError, FxparWarning
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+if TYPE_CHECKING:
+    from fxpar.planning import plan
+    from fxpar.runtime.boundary import constrain
+    from fxpar.runtime.graphs import plans
+    from fxpar.sharding.rules import rule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FxparError",
+    "FxparWarning",
+    "Mesh",
+    "Spec",
+    "constrain",
+    "plan",
+    "plans",
+    "rule",
+]
+
+_LAZY = {
+    "constrain": "fxpar.runtime.boundary",
+    "plan": "fxpar.planning",
+    "plans": "fxpar.runtime.graphs",
+    "rule": "fxpar.sharding.rules",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'fxpar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

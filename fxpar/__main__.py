@@ -1,0 +1,103 @@
+"""The command line, ``python -m fxpar``: thin, each command is a few calls."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from fxpar.errors import FxparError
+
+ABOUT = "Try fxpar, plan for any mesh without devices, see what a run planned."
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; each command's function is its default ``run``."""
+    top = argparse.ArgumentParser(prog="python -m fxpar", description=ABOUT)
+    commands = top.add_subparsers(required=True, metavar="command")
+
+    one = commands.add_parser(
+        "demo", help="train on one device and on a mesh, compare the losses"
+    )
+    one.add_argument("script", nargs="?", help="default: examples/train_llama.py")
+    one.add_argument("--mesh", default="dp=2,tp=2")
+    one.add_argument("--codegen", choices=["inductor", "eager"])
+    one.add_argument("--steps", type=int, default=5)
+    one.add_argument("--timeout", type=float, default=600.0, help="seconds per run")
+    one.set_defaults(run=_demo)
+
+    one = commands.add_parser(
+        "plan", help="plan for a mesh in this process, or show a saved plan"
+    )
+    one.add_argument("target", help="file.py:function, or a file of plan.save()")
+    one.add_argument("--mesh", default=os.environ.get("FXPAR_MESH"))
+    one.add_argument("--mode", help="propagate, replicate; default: FXPAR_PLAN")
+    one.add_argument("--grad", action="store_true", help="plan the backward too")
+    one.add_argument("--why", metavar="NAME", help="why a value has its spec")
+    one.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    one.set_defaults(run=_plan)
+
+    one = commands.add_parser(
+        "run", help="run a script (under torchrun, too), then print its plans"
+    )
+    one.add_argument("script")
+    one.add_argument("arguments", nargs=argparse.REMAINDER)
+    one.set_defaults(run=_run)
+    return top
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from fxpar.explain.demo import demo
+
+    return demo(
+        args.script,
+        args.mesh,
+        codegen=args.codegen,
+        steps=args.steps,
+        timeout=args.timeout,
+    )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import fxpar
+    from fxpar.explain.script import load
+    from fxpar.sharding.plan import Plan
+
+    if args.target.endswith(".json"):
+        plan = Plan.load(args.target)
+    else:
+        function, values, named = load(args.target)
+        options = {"mode": args.mode} if args.mode else {}
+        plan = fxpar.plan(
+            function, *values, mesh=args.mesh, grad=args.grad, **options, **named
+        )
+    print(plan.why(args.why) if args.why else plan)
+    if args.save:
+        plan.save(args.save)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    import fxpar
+    from fxpar.explain.script import run
+
+    run(args.script, args.arguments)
+    if os.environ.get("RANK", "0") == "0":
+        for plan in fxpar.plans():
+            print(plan.summary(), flush=True)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    args = parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except FxparError as error:
+        print(f"fxpar: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

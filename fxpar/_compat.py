@@ -1,0 +1,357 @@
+"""The only file that imports private torch names. Written for torch 2.13; 2.11 works.
+
+Each name is imported where it is used first, since importing fxpar must stay light.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+__all__ = ["Partial", "Replicate", "Shard"]
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """DTensor's placement for a dim that more major axes of later mesh dims split."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def inductor_seeds() -> Any:
+    """Inductor's ``inductor_seeds(count, device)``."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.seeds
+
+
+def inductor_random() -> Any:
+    """Inductor's ``inductor_random(size, seed, mode)``."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.random
+
+
+def inductor_randint() -> Any:
+    """Inductor's ``inductor_randint(low, high, size, seed)``."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.randint
+
+
+def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
+    """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
+    device. Does nothing under Inductor's ``fallback_random``."""
+    from torch._inductor.fx_passes.joint_graph import lazy_init
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+    from torch._inductor.virtualized import V
+
+    lazy_init(None)
+    with V.set_fake_mode(fake_mode):
+        replace_random_passes(gm)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decomposition table Inductor traces with."""
+    import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def fake_mode_of(values: Any) -> Any:
+    """The FakeTensorMode of some fake values, or None."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(values)
+
+
+def new_fake_mode() -> Any:
+    """A FakeTensorMode for tracing with static shapes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def export_joint(
+    stack: Any, module: torch.nn.Module, args: Any, *, grad: bool
+) -> fx.GraphModule:
+    """The joint (``grad``) or inference graph of a module on fake arguments, after
+    Inductor's decompositions; placeholders and output carry ``meta["desc"]``."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with torch.set_grad_enabled(grad):
+        joint = aot_export_joint_with_descriptors(
+            stack, module, args, decompositions=decompositions()
+        )
+    return joint.graph_module
+
+
+def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:
+    """Context in which a module uses ``tensors`` as its parameters and buffers."""
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    return _reparametrize_module(module, tensors, tie_weights=True)
+
+
+def preserve_node_meta() -> Any:
+    """Context in which traced nodes take the metadata set by ``set_stack_trace``."""
+    from torch.fx import traceback
+
+    return traceback.preserve_node_meta()
+
+
+def set_stack_trace(lines: list[str]) -> None:
+    """Stack trace of the nodes traced from here on."""
+    from torch.fx import traceback
+
+    traceback.set_stack_trace(lines)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(tree)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def descriptor(desc: Any) -> tuple[str, Any]:
+    """What an AOTAutograd descriptor says: (kind, payload).
+
+    Inputs: ("parameter", name), ("buffer", name), ("input", index), ("tangent", output
+    desc), ("state", None). Outputs: ("output", index), ("gradient", input desc),
+    ("mutation", input desc), ("state", None).
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if isinstance(desc, d.ParamAOTInput):
+        return "parameter", desc.target
+    if isinstance(desc, d.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, d.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, d.TangentAOTInput):
+        return "tangent", desc.output
+    if isinstance(desc, d.PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, d.GradAOTOutput):
+        return "gradient", desc.grad_of
+    if isinstance(desc, d.InputMutationAOTOutput):
+        return "mutation", desc.mutated_input
+    return "state", None
+
+
+def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A detached fake of ``x`` in ``mode``; a fake one of that mode stays itself."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    x = x.detach()
+    if isinstance(x, FakeTensor) and x.fake_mode is mode:
+        return x
+    with mode:
+        return mode.from_tensor(x)
+
+
+def compile_fx(
+    gm: fx.GraphModule,
+    examples: Any,
+    *,
+    joint_pass: Callable[[fx.GraphModule], fx.Graph | None] | None = None,
+    inner: Callable[..., Any] | None = None,
+    key: str = "",
+    local_border: bool = False,
+) -> Callable[..., Any]:
+    """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
+
+    ``joint_pass(gm)`` returns the graph to compile instead, with the shapes one rank
+    holds; None leaves the graph. ``inner(gm, examples)`` replaces Inductor's codegen.
+    ``key`` enters Inductor's cache keys. ``local_border``: results have the shapes one
+    rank holds, so their gradients may not be forced into the shapes traced.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx as inductor
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    if joint_pass is None:
+        return cast(Callable[..., Any], inductor(gm, examples))
+    parallelize = joint_pass
+
+    class Hook(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            owner = graph.owning_module
+            new = parallelize(owner)
+            if new is not None:
+                new.set_codegen(graph._codegen)
+                owner.graph = new
+                owner.recompile()
+
+        def uuid(self) -> str:
+            return f"{version('fxpar')}|{key}"
+
+    def compile_inner(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
+        local = _local_examples(graph.graph, given)
+        if inner is not None:
+            return inner(graph, local)
+        return compile_fx_inner(graph, local, **kwargs)
+
+    # A hit in AOTAutograd's cache would skip the joint pass, and with it the agreement
+    # of the ranks. Inductor's own cache, keyed by the bound graph, stays.
+    settings = {"enable_autograd_cache": False}
+    if local_border:
+        settings["guess_tangent_strides_as_outputs"] = False
+    with functorch_config.patch(settings):
+        compiled = inductor(
+            gm,
+            examples,
+            inner_compile=compile_inner,
+            config_patches={"joint_custom_pre_pass": Hook()},
+        )
+    return cast(Callable[..., Any], compiled)
+
+
+def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
+    """Example inputs as one rank holds them. Where AOTAutograd's have that shape they
+    know better: saved activations come in the strides the forward gave them."""
+    values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    return [
+        value
+        if isinstance(value, torch.Tensor) and value.shape != example.shape
+        else example
+        for value, example in zip(values, given, strict=True)
+    ]
+
+
+def make_boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` in AOTAutograd's calling convention: one list of arguments."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    return make_boxed_func(fn)
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that compiling may consume; parameters and constants are shared."""
+    copy = fx.GraphModule(gm, fx.Graph())
+    copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+    copy.recompile()
+    return copy
+
+
+def fake_like(x: torch.Tensor, shape: tuple[int, ...], mode: Any) -> torch.Tensor:
+    """A fake tensor like ``x`` in another shape, contiguous."""
+    with mode:
+        made = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return made.requires_grad_(x.requires_grad)
+
+
+def trace_again(reason: str) -> None:
+    """Make Dynamo, which is calling the backend, analyse the frame once more."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+@contextlib.contextmanager
+def as_compiling() -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` holds, as it does under Dynamo, so that
+    code takes the branches it takes when compiled."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def inductor_lowering() -> tuple[Any, Any, Any]:
+    """Inductor's (register_lowering, Pointwise, ops): what a lowering is made of."""
+    from torch._inductor.ir import Pointwise
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import ops
+
+    return register_lowering, Pointwise, ops
+
+
+def triton_random_lanes() -> int:
+    """How many neighbours draw from one Philox counter in Inductor's Triton kernels:
+    four where it packs them (2.13), else one (2.11)."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    packs = hasattr(TritonOverrides, "_can_use_4x_random")
+    return 4 if packs else 1
+
+
+def default_group() -> Any:
+    """The default process group, or None before there is one."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> Any:
+    """The key-value store that the default process group was started with."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> datetime.timedelta:
+    """How long a collective of a process group may take; NCCL's where there are two."""
+    devices = sorted(group._device_types, key=lambda device: device.type != "cuda")
+    for device in devices:
+        try:
+            return group._get_backend(device).options._timeout
+        except (RuntimeError, AttributeError):  # not of this machine, or a fake group
+            continue
+    return datetime.timedelta(minutes=30)
+
+
+OpOverload = torch._ops.OpOverload
+
+
+def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo to keep a dim symbolic, if the program lets it."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
+def is_marked_dynamic(x: torch.Tensor) -> bool:
+    return hasattr(x, "_dynamo_weak_dynamic_indices")
+
+
+def graph_break_line(gm: fx.GraphModule) -> str | None:
+    """The user's line where Dynamo broke the graph that ``gm`` ends, or None."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    if not reason.user_stack:
+        return str(reason.reason).splitlines()[0]
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def is_fake(x: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)

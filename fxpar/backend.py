@@ -1,0 +1,224 @@
+"""The torch.compile entry: options in, a compiled callable out. No algorithms.
+
+``torch.compile(model, backend="fxpar")`` calls ``fxpar`` with each Dynamo graph. The
+graph goes through AOTAutograd and Inductor by ``compile_fx``; in between, on the joint
+graph, ``_Parallelize`` runs the pipeline of ``fxpar.passes`` and leaves this rank's
+graph in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.config import Options
+from fxpar.errors import FxparError, FxparWarning
+from fxpar.explain.dump import report, watcher
+from fxpar.passes import Request, Result, parallelize, random
+from fxpar.passes.signature import read_signature
+from fxpar.runtime import agree, graphs, inputs
+from fxpar.runtime.binding import bind
+from fxpar.runtime.choose import plan_mode
+from fxpar.runtime.groups import Ranks, join
+from fxpar.runtime.names import Named, name_inputs
+from fxpar.runtime.verify import feeds_of, verify
+from fxpar.sharding.hints import load
+from fxpar.sharding.program import Input, Output
+from fxpar.sharding.spec import Spec
+
+
+def fxpar(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph for this rank of the mesh.
+
+    Errors of fxpar are raised when the compiled function is first called, as they are,
+    instead of inside Dynamo's wrapping of backend errors.
+    """
+    try:
+        with _told_to_others(FxparError):
+            asked = Options.read(options)
+            ranks = join(asked)
+            named = name_inputs(gm.graph, examples)
+            local = graphs.local_inputs(named, examples, asked)
+            if local:
+                graphs.require_dynamic_batch(gm, examples, local)
+        if ranks.mesh.size == 1 and asked.codegen == "inductor":
+            return _compat.compile_fx(graphs.without_hints(gm), examples)
+        job = _Job(asked, ranks, named, frozenset(local))
+        if local or graphs.has_symbols(examples):
+            return graphs.PerShape(gm, examples, local, ranks.mesh, job.compile)
+        return job.compile(gm, examples)
+    except FxparError as error:
+        return graphs.raiser(error)
+
+
+@contextlib.contextmanager
+def _told_to_others(kind: type[Exception]) -> Iterator[None]:
+    """A failure on this rank ends the others' wait for it."""
+    try:
+        yield
+    except kind as error:
+        agree.abort(f"{type(error).__name__}: {error}")
+        raise
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One graph to compile: everything but the graph itself. ``local``: positions of
+    the inputs that hold one rank's part of the batch."""
+
+    options: Options
+    ranks: Ranks
+    named: Sequence[Named]
+    local: frozenset[int]
+
+    def compile(
+        self, gm: fx.GraphModule, examples: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The checked, compiled function of a Dynamo graph on concrete shapes.
+
+        A failure is told to the other ranks before it is raised here.
+        """
+        broken_at = _compat.graph_break_line(gm)
+        step = _Parallelize(self, graphs.next_number(), broken_at)
+        if self.options.codegen == "inductor":
+            random.register_lowering()
+        with _told_to_others(Exception):
+            compiled = _compat.compile_fx(
+                gm,
+                examples,
+                joint_pass=step,
+                inner=None if self.options.codegen == "inductor" else _run_op_by_op,
+                key=f"{self.ranks.mesh}|{self.options}",
+                local_border=bool(self.local) or self.options.outputs == "dtensor",
+            )
+        checks = inputs.Checks(self.named, self.options, self.ranks)
+        return graphs.Compiled(
+            compiled,
+            [checks.run, step.verify] if self.options.verify else [checks.run],
+            step.plan,
+            step.results(),
+            self.options,
+            self.ranks,
+        )
+
+
+def _run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    """``codegen="eager"``: the bound graph as it stands."""
+    return _compat.make_boxed(gm.forward)
+
+
+class _Parallelize:
+    """The pass hung on the joint graph: traced in, this rank's bound graph out."""
+
+    def __init__(self, job: _Job, number: int, broken_at: str | None) -> None:
+        self.job, self.number, self.broken_at = job, number, broken_at
+        self.places: list[int | None] = []  # of graph inputs among the arguments
+        self.root = torch.nn.Module()  # holds the graph's constants
+        self.result: Result | None = None
+
+    @property
+    def plan(self) -> Any:
+        return self.result.plan if self.result else None
+
+    def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
+        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
+        options, ranks = self.job.options, self.job.ranks
+        first = next(iter(gm.graph.nodes))
+        if "desc" not in first.meta:
+            return None
+        fake_mode = (
+            _compat.fake_mode_of(
+                [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+            )
+            or _compat.new_fake_mode()
+        )
+        _compat.replace_random(gm, fake_mode)
+        self.root = gm
+        name = f"graph{self.number}"
+        watch = watcher(options, f"rank{ranks.rank}/{name}")
+        signature = read_signature(gm.graph, self._input, self._output)
+        if options.inputs == "local":
+            fed = [self.job.named[i].name for i in self.job.local]
+            signature = graphs.local_batch(signature, fed, ranks.mesh)
+        request = Request(
+            ranks.mesh,
+            signature,
+            load(options.hints),
+            plan_mode(options.plan, name),
+            strict=options.strict,
+            disable=options.disable,
+            watch=watch,
+        )
+        with _said_by_rank_0(ranks.rank):
+            self.result = parallelize(gm.graph, fake_mode, request)
+        agree.agree(name, self.plan.hash, str(self.plan))
+        report(self.plan, options, ranks.rank, name, self.broken_at)
+        bound = bind(
+            self.result.local,
+            ranks.mesh,
+            ranks.rank,
+            ranks.group,
+            fake_mode,
+            inductor=options.codegen == "inductor",
+        )
+        watch("bound", bound)
+        return bound
+
+    def results(self) -> dict[int, Spec]:
+        """Specs of the results, by position among the graph's own results."""
+        if self.result is None:
+            return {}
+        decision = self.result.decision
+        outputs = decision.program.signature.outputs
+        pairs = zip(outputs, decision.edges.outputs, strict=True)
+        return {
+            int(out.name.removeprefix("output_")): spec
+            for out, spec in pairs
+            if out.kind == "output" and spec is not None
+        }
+
+    def verify(self, args: Sequence[Any]) -> None:
+        """``FXPAR_VERIFY``, with the arguments of the first call."""
+        if self.result is not None:
+            verify(self.result, self.root, feeds_of(self.result, args, self.places))
+
+    def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
+        self.places.append(payload if kind == "input" else None)
+        whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
+        if kind == "input":
+            named = self.job.named[payload]
+            return Input(named.name, named.kind, whole, free=True)
+        rest = None if kind == "tangent" else whole
+        return Input(f"{kind}_{node.name}", kind, rest, free=True)
+
+    def _output(self, kind: str, name: str, of: int | None) -> Output:
+        open_ended = self.job.options.outputs == "dtensor" and kind == "output"
+        return Output(name, kind, of, lie="open" if open_ended else "whole")
+
+
+@contextlib.contextmanager
+def _said_by_rank_0(rank: int) -> Iterator[None]:
+    """What planning warns of is the same on every rank: said once per job."""
+    if rank == 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxparWarning)
+        yield
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

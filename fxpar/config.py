@@ -1,0 +1,239 @@
+"""Options of a compilation: one table, read from ``options=`` and FXPAR_* variables.
+
+The fields of ``Options`` are the table: each knows its variable, the values it takes
+and what it does. An entry of ``options=`` beats the variable, the variable the default.
+An empty variable, and an entry that is None, count as not given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fxpar.errors import FxparWarning, OptionError, compose
+
+PREFIX = "FXPAR_"
+
+# Takes what the user wrote, text or not, and returns the value; raises ValueError.
+Reader = Callable[[Any], Any]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word most like ``word``, as ``did you mean 'mesh'?``, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _choice(*known: str) -> Reader:
+    def read(value: Any) -> str:
+        if value in known:
+            return value
+        hint = nearest(str(value), known)
+        raise ValueError(f"{hint} use {' or '.join(known)}".strip())
+
+    return read
+
+
+def _level(value: Any) -> int:
+    if str(value) in ("0", "1", "2", "3", "4") and not isinstance(value, bool):
+        return int(value)
+    raise ValueError("use a number from 0 to 4")
+
+
+def _switch(value: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    try:
+        return words[str(value).lower()]
+    except KeyError:
+        raise ValueError("use 1 or 0") from None
+
+
+def _names(value: Any) -> frozenset[str]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
+        isinstance(part, str) for part in parts
+    ):
+        raise ValueError("use names separated by commas")
+    return frozenset(part.strip() for part in parts if part.strip())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    raise ValueError("use text")
+
+
+def _file(value: Any) -> str:
+    path = _text(value)
+    if not Path(path).is_file():
+        raise ValueError("there is no such file")
+    return path
+
+
+def _hints(value: Any) -> Any:
+    return value if isinstance(value, Mapping) else _file(value)
+
+
+def _mesh(value: Any) -> Any:
+    # Text, Mesh or DeviceMesh: the latter two know their axes by these names.
+    if isinstance(value, str) or any(
+        hasattr(value, name) for name in ("axes", "mesh_dim_names")
+    ):
+        return value
+    raise ValueError('write axes as "dp=2,tp=4", or pass a DeviceMesh')
+
+
+def _plan(value: Any) -> str:
+    modes = ("propagate", "replicate", "search")
+    text = _text(value)
+    if text in modes or Path(text).exists():
+        return text
+    hint = nearest(text, modes) or "there is no such file:"
+    raise ValueError(f"{hint} use propagate, replicate or a saved plan file")
+
+
+def _option(
+    read: Reader, default: Any, values: str, about: str, *, env: bool = True
+) -> Any:
+    metadata = {"read": read, "values": values, "help": about, "env": env}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. ``Options.read`` makes one; ``table`` documents it."""
+
+    mesh: Any = _option(
+        _mesh, None, "dp=2,tp=4", "mesh axes and sizes; unset: one axis dp of all ranks"
+    )
+    plan: str = _option(
+        _plan, "propagate", "propagate, replicate, file", "how the sharding is chosen"
+    )
+    inputs: str = _option(
+        _choice("global", "local"),
+        "global",
+        "global, local",
+        "local: each rank feeds its own part of the batch",
+    )
+    hints: Any = _option(
+        _hints, None, "file.toml", "sharding hints by parameter or value name"
+    )
+    hardware: str | None = _option(
+        _text, None, "h100, ...", "not used yet: the hardware that costs are for"
+    )
+    codegen: str = _option(
+        _choice("inductor", "eager"),
+        "inductor",
+        "inductor, eager",
+        "eager: run the local graph op by op",
+    )
+    debug: int = _option(
+        _level, 0, "0 to 4", "print 1 the summary, 2 the plan, 3 local graph, 4 all"
+    )
+    dump: str | None = _option(
+        _text, None, "directory", "write every stage of every graph there"
+    )
+    disable: frozenset[str] = _option(
+        _names, frozenset(), "names", "passes to leave out, separated by commas"
+    )
+    strict: bool = _option(
+        _switch, False, "0, 1", "raise on an op without a rule instead of warning"
+    )
+    verify: bool = _option(
+        _switch, False, "0, 1", "simulate all ranks beside one device, once per graph"
+    )
+    outputs: str = _option(
+        _choice("global", "dtensor"),
+        "global",
+        "global, dtensor",
+        "dtensor: results are DTensors, as the plan left them",
+        env=False,
+    )
+
+    @classmethod
+    def read(
+        cls,
+        options: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> Options:
+        """From an ``options=`` mapping and the environment.
+
+        Warns of FXPAR_ variables that do not exist. Raises OptionError on unknown keys
+        and on values that an option cannot take.
+        """
+        given = {k: v for k, v in (options or {}).items() if v is not None}
+        known = [row.name for row in fields(cls)]
+        unknown = [key for key in given if key not in known]
+        if unknown:
+            hints = [nearest(str(key), known) for key in unknown]
+            raise OptionError(
+                f"unknown option {', '.join(map(repr, unknown))}",
+                fix=" ".join([*filter(None, hints), f"known are {', '.join(known)}"]),
+            )
+        _warn_unknown(environ)
+        values = {}
+        for row in fields(cls):
+            variable = _variable(row)
+            if row.name in given:
+                value, where = given[row.name], f"option {row.name!r}"
+            elif variable and environ.get(variable):
+                value, where = environ[variable], variable
+            else:
+                continue
+            try:
+                values[row.name] = row.metadata["read"](value)
+            except ValueError as error:
+                raise OptionError(
+                    f"{where} cannot be {value!r}", fix=str(error)
+                ) from None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """What differs from the defaults; the same text in every process."""
+        parts = []
+        for row in fields(self):
+            value = getattr(self, row.name)
+            if value != row.default:
+                shown = sorted(value) if isinstance(value, frozenset) else value
+                parts.append(f"{row.name}={shown}")
+        return ", ".join(parts)
+
+
+def _variable(row: Any) -> str | None:
+    return PREFIX + row.name.upper() if row.metadata["env"] else None
+
+
+def _warn_unknown(environ: Mapping[str, str]) -> None:
+    known = [_variable(row) for row in fields(Options)]
+    for name in environ:
+        if name.startswith(PREFIX) and name not in known:
+            hint = nearest(name, filter(None, known)) or "docs/debugging.md lists them"
+            text = compose(f"variable {name} is not one of fxpar's", fix=hint)
+            warnings.warn(text, FxparWarning, stacklevel=3)
+
+
+def table() -> str:
+    """All options as a Markdown table, for the docs."""
+    lines = ["| variable | option | values | what it does |", "|---|---|---|---|"]
+    for row in fields(Options):
+        variable = _variable(row)
+        default = row.default
+        if isinstance(default, bool):
+            default = int(default)
+        about = row.metadata["help"]
+        if default not in (None, frozenset()):
+            about += f" (default {default})"
+        cells = [
+            f"`{variable}`" if variable else "",
+            f"`{row.name}`",
+            row.metadata["values"],
+            about,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

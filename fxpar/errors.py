@@ -1,0 +1,73 @@
+"""Every error and warning fxpar raises: what is wrong, where in the user's code, what
+to do.
+
+A message has at most three parts, always in this order: the fact, ``at:`` the user's
+own source line where one is known, and ``fix:`` one thing to do. Nothing here knows
+about graphs or meshes.
+"""
+
+from __future__ import annotations
+
+
+def compose(what: str, *, where: str | None = None, fix: str | None = None) -> str:
+    """Join the parts of a message, one per line."""
+    parts = [what]
+    if where:
+        parts.append(f"  at: {where}")
+    if fix:
+        parts.append(f"  fix: {fix}")
+    return "\n".join(parts)
+
+
+class FxparError(RuntimeError):
+    """Base of all errors of fxpar."""
+
+    def __init__(
+        self, what: str, *, where: str | None = None, fix: str | None = None
+    ) -> None:
+        super().__init__(compose(what, where=where, fix=fix))
+        self.what, self.where, self.fix = what, where, fix
+
+
+class MeshError(FxparError, ValueError):
+    """A mesh that cannot be: malformed text, wrong size, unknown axis."""
+
+
+class SpecError(FxparError, ValueError):
+    """A spec that cannot be: axis used twice, indivisible dim, malformed text."""
+
+
+class RuleError(FxparError, ValueError):
+    """A sharding rule that cannot be read or does not fit its operands."""
+
+
+class HintError(FxparError, ValueError):
+    """A hint that does not fit the program or the mesh."""
+
+
+class OptionError(FxparError, ValueError):
+    """An unknown option or a value it cannot take."""
+
+
+class PlanError(FxparError):
+    """A plan that cannot be made, loaded or applied."""
+
+
+class UnknownOpError(FxparError):
+    """An op without a sharding rule, under ``FXPAR_STRICT=1``."""
+
+
+class InputMismatchError(FxparError):
+    """Inputs that should be identical on every rank are not."""
+
+
+class RankMismatchError(FxparError):
+    """Ranks disagree about the program or the plan, or one did not answer."""
+
+
+class DeviceError(FxparError):
+    """Ranks and accelerators do not fit together."""
+
+
+class FxparWarning(UserWarning):
+    """Base of all warnings of fxpar: numbers stay right, something costs more."""

@@ -1,0 +1,140 @@
+"""``FXPAR_DUMP`` and ``FXPAR_DEBUG``: every stage as readable text and runnable Python.
+
+``DUMP/<graph>/<n>_<stage>.txt`` holds one line per node with its shape and the user's
+line; ``.py`` the stage as a module. Debug levels: 1 the plan's summary, 2 the plan,
+3 the local graph, 4 every stage.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, compose
+from fxpar.explain.text import short_dtype
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import user_line
+
+log = logging.getLogger("fxpar")
+
+
+def node_text(node: fx.Node) -> str:
+    """One line for a node: result, shape, call, user line."""
+
+    def shape(val: Any) -> str:
+        if isinstance(val, torch.Tensor):
+            return f"{short_dtype(str(val.dtype))}{[int(n) for n in val.shape]}"
+        if isinstance(val, (tuple, list)):
+            return f"({', '.join(shape(v) for v in val)})"
+        return type(val).__name__
+
+    def argument(arg: Any) -> str:
+        return str(arg)
+
+    name = f"{node.name}: {shape(node.meta.get('val'))}"
+    if node.op == "placeholder":
+        return f"{name} = input"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    args = [argument(a) for a in node.args]
+    args += [f"{k}={argument(v)}" for k, v in node.kwargs.items()]
+    line = user_line(node)
+    cause = node.meta.get("fxpar_cause")
+    note = f"  # {cause or line}" if cause or line else ""
+    target = node.target
+    if inspect.isroutine(target):  # its address would differ between ranks
+        target = target.__name__
+    return f"{name} = {target}({', '.join(args)}){note}"
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """A whole graph, a line per node."""
+    return "\n".join(node_text(node) for node in graph.nodes) + "\n"
+
+
+def graph_python(graph: fx.Graph) -> str:
+    """A graph as a Python module with a function ``forward`` that runs it: a tensor per
+    input, whatever calling convention the graph has; ``self`` holds its constants."""
+    plain = fx.Graph()
+    plain.output(plain.graph_copy(graph, {}))
+    code = plain.python_code("self")
+    imports = "\n".join(
+        f"{name} = None  # bound below" if obj is None else ""
+        for name, obj in code.globals.items()
+        if obj is None
+    )
+    known = {
+        "torch": "import torch",
+        "device": "from torch import device",
+        "inf": "from math import inf",
+        "nan": "from math import nan",
+        "NoneType": "from types import NoneType",
+        "operator": "import operator",
+    }
+    lines = ["import torch", "import operator", "import fxpar.passes.ops"]
+    lines += [known[name] for name in code.globals if name in known]
+    lines += [
+        f"from {obj.__module__} import {obj.__name__} as {name}"
+        for name, obj in code.globals.items()
+        if name not in known and hasattr(obj, "__module__") and hasattr(obj, "__name__")
+    ]
+    return "\n".join(dict.fromkeys(lines)) + "\n" + imports + code.src
+
+
+def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
+    """What ``parallelize`` hands its stages to, as the options ask."""
+    number = itertools.count()
+
+    def watch(stage: str, graph: fx.Graph) -> None:
+        if options.debug >= 4 or (options.debug == 3 and stage == "local"):
+            log.warning("%s: %s\n%s", name, stage, graph_text(graph))
+        if options.dump:
+            folder = Path(options.dump) / name
+            folder.mkdir(parents=True, exist_ok=True)
+            stem = folder / f"{next(number)}_{stage}"
+            stem.with_suffix(".txt").write_text(graph_text(graph))
+            stem.with_suffix(".py").write_text(graph_python(graph))
+
+    return watch
+
+
+def report(
+    plan: Plan, options: Options, rank: int, name: str, broken_at: str | None
+) -> None:
+    """What the plan has to say: warnings once, on rank 0; the plan, if asked for.
+
+    ``broken_at``: the user's line where Dynamo broke the graph, None if it did not.
+    """
+    if rank != 0:
+        return
+    for note in plan.notes:
+        warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
+    if broken_at is not None:
+        made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
+        what = (
+            f"{name} ends in a graph break: its results cross as ordinary tensors, "
+            f"whole on every rank ({sum(c.bytes for c in made_whole)} bytes gathered "
+            f"in {len(made_whole)} collectives)"
+        )
+        fix = "let the code be traced in one piece (torch.compile(fullgraph=True))"
+        warnings.warn(
+            compose(what, where=broken_at, fix=fix), FxparWarning, stacklevel=2
+        )
+    if options.debug >= 2:
+        log.warning("%s\n%s", name, plan)
+    elif options.debug == 1:
+        log.warning("%s\n%s", name, plan.summary())
+    if options.dump:
+        folder = Path(options.dump) / f"rank{rank}" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.save(folder / "plan.json")
+        (folder / "plan.txt").write_text(str(plan))

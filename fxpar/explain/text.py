@@ -1,0 +1,79 @@
+"""A Plan as text: a line per op, then what it communicates and what it noticed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from fxpar.sharding.plan import Collective, NodePlan, Plan
+from fxpar.sharding.spec import Spec
+
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b"}
+
+
+def short_dtype(name: str) -> str:
+    """``f32`` for float32 or torch.float32."""
+    name = name.removeprefix("torch.")
+    for long, short in _DTYPES.items():
+        if name.startswith(long) and name[len(long) :].isdigit():
+            return short + name[len(long) :]
+    return name
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan: ops with specs and user lines, then the summary."""
+    lines = [f"plan {plan.hash} for mesh {plan.mesh}", ""]
+    lines += [_node_line(node) for node in plan.nodes]
+    return "\n".join(lines) + "\n\n" + summary_text(plan)
+
+
+def _tensors(
+    specs: Sequence[Spec], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]
+) -> str:
+    return ", ".join(
+        spec.format(shape, short_dtype(dtype))
+        for spec, shape, dtype in zip(specs, shapes, dtypes, strict=True)
+    )
+
+
+def _node_line(node: NodePlan) -> str:
+    n = len(node.operands)
+    reads = _tensors(node.operands, node.shapes[:n], node.dtypes[:n])
+    makes = _tensors(node.results, node.shapes[n:], node.dtypes[n:])
+    line = f"{node.name} = {node.op}({reads}) -> {makes}"
+    if node.settled != node.results:
+        line += f" => {_tensors(node.settled, node.shapes[n:], node.dtypes[n:])}"
+    return f"{line}  # {node.line}" if node.line else line
+
+
+def summary_text(plan: Plan) -> str:
+    """Mesh, parameters by spec, collectives by kind and axes, notes."""
+    lines = [f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
+    lines += ["parameters:", *_by_spec(plan.parameters)]
+    lines += ["collectives per step and rank:", *_by_kind(plan.collectives)]
+    if plan.unknown:
+        lines.append(f"ops without a rule, made whole: {', '.join(plan.unknown)}")
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
+    named: dict[str, list[str]] = defaultdict(list)
+    for name, spec in parameters:
+        named[str(spec)].append(name)
+    out = []
+    for text, names in named.items():
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        out.append(f"  {text:<16} {len(names):>4}  {shown}")
+    return out or ["  none"]
+
+
+def _by_kind(collectives: Iterable[Collective]) -> list[str]:
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for c in collectives:
+        groups[c.kind, "+".join(c.axes)].append(c.bytes)
+    out = [
+        f"  {kind:<15} {axes:<8} {len(sizes):>4} calls {sum(sizes):>14,} bytes"
+        for (kind, axes), sizes in sorted(groups.items())
+    ]
+    return out or ["  none"]

@@ -1,0 +1,189 @@
+"""The pipeline: from a one-device graph to the graph each rank runs.
+
+traced -> normalized -> planned -> resharded -> local, each a printable, runnable FX
+graph. ``parallelize`` runs it; ``runtime.binding`` puts one rank into the local graph.
+Every stage is handed to ``watch`` by name, which dumps it or draws it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.errors import FxparWarning, UnknownOpError, compose
+from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes import random as _random  # noqa: F401
+from fxpar.passes.local import localize
+from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
+from fxpar.passes.resharded import insert_reshards
+from fxpar.passes.rewrite import Rewriter
+from fxpar.passes.waits import sink_waits
+from fxpar.sharding.decide import Decision, decide, recall
+from fxpar.sharding.describe import describe
+from fxpar.sharding.hints import Entries
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Program, Signature, read, user_line
+
+__all__ = ["Request", "Result", "parallelize"]
+
+Watch = Callable[[str, fx.Graph], None]
+
+
+def _unwatched(stage: str, graph: fx.Graph) -> None:
+    """Nobody looks at the stages."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the pipeline. ``mode``: "propagate", "replicate", or a Plan."""
+
+    mesh: Mesh
+    signature: Signature
+    hints: Mapping[str, Entries] = field(default_factory=dict)
+    mode: str | Plan = "propagate"
+    strict: bool = False
+    disable: frozenset[str] = frozenset()
+    watch: Watch = _unwatched
+
+
+@dataclass(frozen=True)
+class Result:
+    """The plan, the local graph, and the normalized one-device graph it came from."""
+
+    plan: Plan
+    normalized: fx.Graph
+    local: fx.Graph
+    decision: Decision
+
+
+def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """Run all stages on a traced graph (changed in place by normalizing).
+
+    Raises HintError, RuleError, PlanError, and UnknownOpError under ``strict``.
+    """
+    clock = _Clock()
+    request.watch("traced", graph)
+    rewriter = Rewriter(graph, fake_mode)
+    for normalize in NORMALIZE:
+        if normalize.__name__ not in request.disable:
+            normalize(graph, rewriter)
+    graph.eliminate_dead_code()
+    graph.lint()
+    request.watch("normalized", graph)
+    clock.lap("normalize")
+    decision = _plan(graph, rewriter, request)
+    _report_unknown(decision.program, request.strict)
+    request.watch("planned", graph)
+    clock.lap("plan")
+    resharded = insert_reshards(graph, decision)
+    request.watch("resharded", resharded)
+    local = localize(resharded, decision, fake_mode)
+    if "sink_waits" not in request.disable:
+        sink_waits(local)
+    request.watch("local", local)
+    clock.lap("partition")
+    plan = describe(decision)
+    clock.lap("describe")
+    return Result(replace(plan, timings=clock.laps), graph, local, decision)
+
+
+def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
+    """Decide; where a plan splits dims that a moment needs whole, expand it, decide
+    again."""
+    program = read(graph, request.signature)
+    if isinstance(request.mode, Plan):
+        return _recalled(graph, rewriter, program, request.mode, request)
+    decision = _decide(program, request)
+    split = _split_moments(decision)
+    if split and "expand_moments" not in request.disable:
+        expand_moments(split, rewriter)
+        graph.eliminate_dead_code()
+        decision = _decide(read(graph, request.signature), request)
+    return decision
+
+
+def _recalled(
+    graph: fx.Graph,
+    rewriter: Rewriter,
+    program: Program,
+    plan: Plan,
+    request: Request,
+) -> Decision:
+    """Apply a saved plan, expanding the moments that it does not contain."""
+    known = {node.name for node in plan.nodes}
+    gone = [
+        op.node for op in program.ops if op.target in MOMENTS and op.name not in known
+    ]
+    if gone:
+        expand_moments(gone, rewriter)
+        graph.eliminate_dead_code()
+        program = read(graph, request.signature)
+    return recall(program, request.mesh, plan)
+
+
+def _decide(program: Program, request: Request) -> Decision:
+    constraints = [
+        (op.results[0], op.node.args[1].split(","))
+        for op in program.ops
+        if op.target is torch.ops.fxpar.constrain.default
+    ]
+    assert isinstance(request.mode, str)
+    return decide(program, request.mesh, request.hints, constraints, mode=request.mode)
+
+
+def _split_moments(decision: Decision) -> list[fx.Node]:
+    """Moments whose operand lies split over a dim they reduce."""
+    out = []
+    for op in decision.program.ops:
+        if op.target in MOMENTS:
+            spec = decision.settled[op.operands[0]]
+            whole = op.rule.whole
+            dims = zip(op.rule.operands[0], spec.dims, strict=True)
+            if any(axes and any(f in whole for f in dim) for dim, axes in dims):
+                out.append(op.node)
+    return out
+
+
+def _report_unknown(program: Program, strict: bool) -> None:
+    """One warning per unknown op, or UnknownOpError under ``strict``."""
+    seen: dict[Any, list[Any]] = {}
+    for op in program.ops:
+        if not op.known:
+            seen.setdefault(op.target, []).append(op)
+    for target, calls in seen.items():
+        size = sum(program.values[v].nbytes for op in calls for v in op.operands)
+        what = (
+            f"{target} has no sharding rule: its operands are made whole on every rank "
+            f"({len(calls)} calls, {size} bytes)"
+        )
+        where = user_line(calls[0].node)
+        name = target.name() if isinstance(target, _compat.OpOverload) else target
+        fix = f'give it one: fxpar.rule("{name}", "b s d -> b s d")'
+        if strict:
+            raise UnknownOpError(what, where=where, fix=fix)
+        warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
+
+
+class _Clock:
+    """Seconds per stage."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+def placeholders(graph: fx.Graph) -> Sequence[fx.Node]:
+    """The inputs of a graph."""
+    return [node for node in graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,212 @@
+"""resharded -> local: what one rank runs, the same text on every rank.
+
+In: the resharded graph (global shapes). Out: a new graph in local shapes whose reshards
+are ``_c10d_functional`` collectives on symbolic groups and local slices, and whose
+shape arguments are local. The rank enters through ``offset`` ints alone, so the graph
+is equal on all ranks and its size does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.errors import PlanError
+from fxpar.passes.builder import Builder
+from fxpar.passes.local_ops import LOCAL, Call
+from fxpar.passes.lower import lower_steps
+from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.factors import operand_spec, result_spec
+from fxpar.sharding.program import Op
+from fxpar.sharding.rules import row_of
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+
+
+def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
+    """The local graph of a resharded one. Raises PlanError if a shard comes out with
+    another shape than its spec says, naming the op."""
+    return _Localizer(decision, fake_mode).run(graph)
+
+
+def local_like(value: torch.Tensor, spec: Spec, decision: Decision, mode: Any) -> Any:
+    """Fake tensor of one rank's shard, dims laid out in memory as in ``value``."""
+    shape = spec.local_shape(decision.mesh, [int(n) for n in value.shape])
+    if tuple(value.shape) == shape:
+        return value
+    order = sorted(range(value.dim()), key=lambda d: (-int(value.stride()[d]), d))
+    stride = [0] * value.dim()
+    step = 1
+    for d in reversed(order):
+        stride[d] = step
+        step *= max(shape[d], 1)
+    with mode:
+        local = torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=value.device
+        )
+    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
+
+
+def is_own(target: Any) -> bool:
+    """Whether an op of fxpar has to be replaced even where nothing is sharded."""
+    return target in (torch.ops.fxpar.dot.default, torch.ops.fxpar.constrain.default)
+
+
+class _Localizer:
+    def __init__(self, decision: Decision, fake_mode: Any) -> None:
+        self.decision, self.program = decision, decision.program
+        self.mesh = decision.mesh
+        self.graph = fx.Graph()
+        self.mode = fake_mode
+        self.build = Builder(self.graph, fake_mode, self.mesh)
+        self.map: dict[fx.Node, Any] = {}
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        for node, v in zip(nodes, self.program.inputs, strict=True):
+            self.map[node] = self._placeholder(node, v)
+        self._scale_tangents(nodes)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                self._output(node)
+            elif "fxpar_reshard" in node.meta:
+                with self.build.at(node):
+                    self.map[node] = self._reshard(node)
+            elif "fxpar_op" in node.meta:
+                with self.build.at(node):
+                    op = self.program.ops[node.meta["fxpar_op"]]
+                    self.map[node] = self._op(node, op)
+            else:
+                self.map[node] = self._other(node)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
+        copy = self.graph.node_copy(node)
+        copy.meta = dict(node.meta)
+        if v is not None:
+            spec = self.decision.edges.made[v]
+            copy.meta["val"] = local_like(
+                node.meta["val"], spec, self.decision, self.mode
+            )
+            copy.meta.pop("tensor_meta", None)
+        return copy
+
+    def _scale_tangents(self, nodes: list[fx.Node]) -> None:
+        """In local mode each rank differentiates the mean over its own part; the mean
+        over all parts has a gradient smaller by their number."""
+        signature = self.program.signature
+        parts = self.mesh.count(signature.batch)
+        if parts == 1:
+            return
+        for i, _ in signature.tangents:
+            v = self.program.inputs[i]
+            if v is not None and self._on_batch(self.decision.edges.made[v]):
+                with self.build.at(nodes[i]):
+                    self.map[nodes[i]] = self.build.call(
+                        torch.ops.aten.mul.Tensor, self.map[nodes[i]], 1 / parts
+                    )
+
+    def _output(self, node: fx.Node) -> None:
+        """The outputs; gradients of local inputs as a rank alone would see them."""
+        signature = self.program.signature
+        parts = self.mesh.count(signature.batch)
+        results = list(fx.node.map_arg(node.args[0], self.map.__getitem__))
+        for k, out in enumerate(signature.outputs):
+            spec = self.decision.edges.outputs[k]
+            if out.kind == "gradient" and parts > 1 and spec and self._on_batch(spec):
+                with self.build.at(node.args[0][k]):
+                    results[k] = self.build.call(
+                        torch.ops.aten.mul.Tensor, results[k], parts
+                    )
+        copy = self.graph.output(type(node.args[0])(results))
+        copy.meta = dict(node.meta)
+
+    def _on_batch(self, spec: Spec) -> bool:
+        return spec.dims[:1] == (self.program.signature.batch,)
+
+    def _other(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, self.map.__getitem__)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("tensor_meta", None)
+        if node.target is operator.getitem:
+            source, key = copy.args
+            copy.meta["val"] = source.meta["val"][key]
+        return copy
+
+    def _reshard(self, node: fx.Node) -> fx.Node:
+        reshard = node.meta["fxpar_reshard"]
+        before = len(self.graph.nodes)
+        result = lower_steps(
+            self.build, self.map[node.args[0]], route(self.decision, reshard)
+        )
+        added = len(self.graph.nodes) - before
+        for made, _ in zip(reversed(self.graph.nodes), range(added), strict=False):
+            made.meta["fxpar_cause"] = node.meta["fxpar_cause"]
+        return result
+
+    def _op(self, node: fx.Node, op: Op) -> fx.Node:
+        strategy = self.decision.strategies[op.index]
+        operands = tuple(
+            operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
+        )
+        results = tuple(
+            result_spec(op.rule, strategy, i) for i in range(len(op.results))
+        )
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.map.__getitem__)
+        whole = all(s.is_whole for s in operands + results)
+        if whole and not is_own(op.target) and self._laid_out_alike(node):
+            made = self._same(node, args, kwargs)
+        else:
+            shapes = tuple(self.program.values[v].shape for v in op.tensors)
+            call = Call(self.build, node, op.rule, operands, results, shapes)
+            made = self._sharded(call, op, args, kwargs)
+        self._check(made, op, results)
+        return made
+
+    def _laid_out_alike(self, node: fx.Node) -> bool:
+        """Whether what a node reads lies in memory as in the global graph."""
+        pairs = ((n.meta["val"], self.map[n].meta["val"]) for n in node.all_input_nodes)
+        return all(
+            a is b or not isinstance(a, torch.Tensor) or a.stride() == b.stride()
+            for a, b in pairs
+        )
+
+    def _same(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """An op on whole values is the op itself, fake value included."""
+        copy = self.graph.create_node(node.op, node.target, args, kwargs)
+        copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
+        copy.meta["fxpar_origin"] = node.name
+        return copy
+
+    def _sharded(self, call: Call, op: Op, args: Any, kwargs: Any) -> fx.Node:
+        local = LOCAL.get(op.target)
+        if local is None and isinstance(op.target, _compat.OpOverload):
+            local = LOCAL.get(op.target.name())
+        if local is not None:
+            return local(call, *args, **kwargs)
+        row = row_of(op.target)
+        if row is not None and row.shape is not None and row.shape < len(args):
+            shape = list(call.local_shape())
+            args = (*args[: row.shape], shape, *args[row.shape + 1 :])
+        return self.build.call(op.target, *args, **kwargs)
+
+    def _check(self, made: fx.Node, op: Op, results: tuple[Spec, ...]) -> None:
+        got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]
+        want = [
+            spec.local_shape(self.mesh, self.program.values[v].shape)
+            for spec, v in zip(results, op.results, strict=True)
+        ]
+        if got != want:
+            raise PlanError(
+                f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
+                f"{got}, its specs say {want}",
+                fix="its row needs a `shape` mark or a local form (see docs)",
+            )

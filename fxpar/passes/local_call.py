@@ -1,0 +1,60 @@
+"""One op call being made local: what a local form gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.spec import Spec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call being made local.
+
+    ``operands``/``results``: specs of its tensors, in order of the rule; ``shapes``:
+    their global shapes, operands then results.
+    """
+
+    build: Builder
+    node: fx.Node
+    rule: Rule
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def result_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Global shape of result ``i``."""
+        return self.shapes[len(self.operands) + i]
+
+    def local_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Shape one rank holds of result ``i``."""
+        return self.results[i].local_shape(self.build.mesh, self.result_shape(i))
+
+    def operand_shape(self, i: int) -> tuple[int, ...]:
+        """Shape one rank holds of operand ``i``."""
+        return self.operands[i].local_shape(self.build.mesh, self.shapes[i])
+
+    def same(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """The op itself on these arguments."""
+        return self.build.call(self.node.target, *args, **kwargs)
+
+    def where(self, condition: fx.Node, x: fx.Node, other: bool | int | float) -> Any:
+        """``x`` where the condition holds, else the scalar ``other``."""
+        like = x.meta["val"]
+        constant = self.build.call(
+            aten.full.default, [], other, dtype=like.dtype, device=like.device
+        )
+        return self.build.call(aten.where.self, condition, x, constant)
+
+
+# (call, *local args, **local kwargs) -> node
+Localizer = Callable[..., Any]

@@ -1,0 +1,296 @@
+"""Local forms of lookups and updates by index, where the indexed dim is split.
+
+A rank holds rows ``[offset, offset + n)`` of the dim. A lookup reads its own rows and
+gives zero elsewhere, so results add up. An update that accumulates adds zero for rows
+that lie elsewhere; any other update writes those to a spare row, cut off afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.local_call import Call, Localizer
+from fxpar.sharding.rules.indexing import index_dims, is_mask
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An index into this rank's ``n`` rows of dim ``dim``. ``place``: it counted from
+    the first of them; ``inside``: whether it falls on one of them."""
+
+    call: Call
+    dim: int
+    n: int
+    place: fx.Node
+    inside: fx.Node
+
+    def read(self) -> fx.Node:
+        """The place, or a row that may be read."""
+        return self.call.where(self.inside, self.place, 0)
+
+    def fold(self) -> fx.Node:
+        """The place, or a row to add zero to: any, lest all atomic adds of zero queue
+        for the same one."""
+        return self.call.build.call(aten.remainder.Scalar, self.place, self.n)
+
+    def store(self) -> fx.Node:
+        """The place, or the spare row past the end."""
+        return self.call.where(self.inside, self.place, self.n)
+
+
+def _part(
+    call: Call,
+    dim: int,
+    index: fx.Node,
+    *,
+    signed: bool = False,
+    result: bool = False,
+) -> _Part | None:
+    """How ``index`` meets dim ``dim`` of operand 0 (or of the result); None if that dim
+    is not split. ``signed``: an index may be negative and count from the end."""
+    spec = (call.results if result else call.operands)[0]
+    shape = call.result_shape() if result else call.shapes[0]
+    axes = spec.dims[dim]
+    if not axes:
+        return None
+    build, n = call.build, spec.local_shape(call.build.mesh, shape)[dim]
+    if signed:
+        negative = build.call(aten.lt.Scalar, index, 0)
+        from_end = build.call(aten.add.Tensor, index, shape[dim])
+        index = build.call(aten.where.self, negative, from_end, index)
+    place = build.call(aten.sub.Tensor, index, build.offset(axes, n))
+    low = build.call(aten.ge.Scalar, place, 0)
+    high = build.call(aten.lt.Scalar, place, n)
+    inside = build.call(aten.bitwise_and.Tensor, low, high)
+    return _Part(call, dim, n, place, inside)
+
+
+def _trail(call: Call, x: fx.Node, dims: int) -> fx.Node:
+    """``x`` with ``dims`` dims of size 1 appended."""
+    for _ in range(dims):
+        x = call.build.call(aten.unsqueeze.default, x, -1)
+    return x
+
+
+def _spare(call: Call, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """``x`` with a spare row at the end of each dim."""
+    ndim = x.meta["val"].dim()
+    pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
+    return call.build.call(aten.constant_pad_nd.default, x, pad, 0)
+
+
+def _cut(call: Call, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
+    """``x`` without the spare row of each part."""
+    for part in parts:
+        x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
+    return x
+
+
+# Index lists
+
+
+def _meet(call: Call, indices: Sequence[fx.Node | None]) -> dict[int, _Part]:
+    """The split dims that an index list meets."""
+    found = {}
+    for d, index in enumerate(indices):
+        if index is None or is_mask(index.meta["val"]):
+            continue
+        part = _part(call, d, index, signed=True)
+        if part is not None:
+            found[d] = part
+    return found
+
+
+def _inside(call: Call, indices: Sequence[Any], parts: dict[int, _Part], ndim: int):
+    """Whether all indices fall into this rank's part, aligned with ``x[indices]``."""
+    dims, at = index_dims(indices)
+    inside = reduce(
+        lambda a, b: call.build.call(aten.bitwise_and.Tensor, a, b),
+        [part.inside for part in parts.values()],
+    )
+    return _trail(call, inside, ndim - len(dims) - at)
+
+
+def _index(call: Call, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
+    parts = _meet(call, indices)
+    if not parts:
+        return call.same(x, indices)
+    places = [parts[d].read() if d in parts else i for d, i in enumerate(indices)]
+    inside = _inside(call, indices, parts, x.meta["val"].dim())
+    return call.where(inside, call.same(x, places), 0)
+
+
+def _index_put(
+    call: Call,
+    x: fx.Node,
+    indices: Sequence[fx.Node | None],
+    values: fx.Node,
+    accumulate: bool = False,
+) -> fx.Node:
+    parts = _meet(call, indices)
+    if not parts:
+        return call.same(x, indices, values, accumulate)
+    if accumulate:
+        places = [parts[d].fold() if d in parts else i for d, i in enumerate(indices)]
+        inside = _inside(call, indices, parts, x.meta["val"].dim())
+        return call.same(x, places, call.where(inside, values, 0), True)
+    places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
+    put = call.same(_spare(call, x, list(parts)), places, values)
+    return _cut(call, put, list(parts.values()))
+
+
+# One index along one dim
+
+
+def _embedding(call: Call, weight: fx.Node, index: fx.Node, *rest: Any) -> fx.Node:
+    part = _part(call, 0, index)
+    if part is None:
+        return call.same(weight, index, *rest)
+    found = call.same(weight, part.read(), *rest)
+    return call.where(_trail(call, part.inside, 1), found, 0)
+
+
+def _embedding_backward(
+    call: Call, grad: fx.Node, index: fx.Node, rows: int, padding: int, by_count: bool
+) -> fx.Node:
+    part = _part(call, 0, index, result=True)
+    if part is None:
+        return call.same(grad, index, rows, padding, by_count)
+    # The spare row takes the padding as well, so that no local row is taken for it.
+    n, kept = part.n, call.build.call(aten.ne.Scalar, index, padding)
+    kept = call.build.call(aten.bitwise_and.Tensor, kept, part.inside)
+    places = call.where(kept, part.place, n)
+    return _cut(call, call.same(grad, places, n + 1, n, by_count), [part])
+
+
+def _gather(call: Call, x: fx.Node, dim: int, index: fx.Node, **rest: Any) -> fx.Node:
+    part = _part(call, dim, index)
+    if part is None:
+        return call.same(x, dim, index, **rest)
+    return call.where(part.inside, call.same(x, dim, part.read(), **rest), 0)
+
+
+def _index_select(call: Call, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+    part = _part(call, dim, index)
+    if part is None:
+        return call.same(x, dim, index)
+    ndim = x.meta["val"].dim()
+    inside = _trail(call, part.inside, ndim - 1 - dim % ndim)
+    return call.where(inside, call.same(x, dim, part.read()), 0)
+
+
+def _one_per_row(call: Call, x: fx.Node, dim: int, index: fx.Node, src: Any) -> bool:
+    """Whether each row of ``x`` along ``dim`` gets exactly one update."""
+    want = list(x.meta["val"].shape)
+    want[dim] = 1
+    shapes = [list(t.meta["val"].shape) for t in (index, src) if isinstance(t, fx.Node)]
+    return all(shape == want for shape in shapes)
+
+
+def _hit(call: Call, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+    """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
+    scatter, so it fuses with what comes before and after."""
+    like, build = index.meta["val"], call.build
+    spec, n = call.operands[0], x.meta["val"].shape[dim]
+    iota = build.call(
+        prims.iota.default,
+        n,
+        start=build.offset(spec.dims[dim], n),
+        step=1,
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=False,
+    )
+    rows = _trail(call, iota, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
+    return build.call(aten.eq.Tensor, rows, index)
+
+
+def _scatter(
+    call: Call, x: fx.Node, dim: int, index: fx.Node, src: Any, *rest: Any, **named: Any
+) -> fx.Node:
+    if not call.operands[0].dims[dim]:
+        return call.same(x, dim, index, src, *rest, **named)
+    if not rest and not named and _one_per_row(call, x, dim, index, src):
+        hit = _hit(call, x, dim, index)
+        if not isinstance(src, fx.Node):
+            like = x.meta["val"]
+            src = call.build.call(
+                aten.full.default, [], src, dtype=like.dtype, device=like.device
+            )
+        return call.build.call(aten.where.self, hit, src, x)
+    part = _part(call, dim, index)
+    assert part is not None
+    spare = _spare(call, x, [dim % x.meta["val"].dim()])
+    put = call.same(spare, dim, part.store(), src, *rest, **named)
+    return _cut(call, put, [part])
+
+
+def _scatter_add(
+    call: Call, x: fx.Node, dim: int, index: fx.Node, src: fx.Node
+) -> fx.Node:
+    if not call.operands[0].dims[dim]:
+        return call.same(x, dim, index, src)
+    if _one_per_row(call, x, dim, index, src):
+        update = call.where(_hit(call, x, dim, index), src, 0)
+        return call.build.call(aten.add.Tensor, x, update)
+    if index.meta["val"].shape != src.meta["val"].shape:
+        return _scatter(call, x, dim, index, src)
+    part = _part(call, dim, index)
+    assert part is not None
+    return call.same(x, dim, part.fold(), call.where(part.inside, src, 0))
+
+
+def _index_add(
+    call: Call, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **rest: Any
+) -> fx.Node:
+    part = _part(call, dim, index)
+    if part is None:
+        return call.same(x, dim, index, source, **rest)
+    ndim = source.meta["val"].dim()
+    inside = part.inside
+    if ndim:
+        inside = _trail(call, inside, ndim - 1 - dim % ndim)
+    source = call.where(inside, source, 0)
+    return call.same(x, dim, part.fold(), source, **rest)
+
+
+def _index_store(
+    call: Call, x: fx.Node, dim: int, index: fx.Node, *rest: Any, **named: Any
+) -> fx.Node:
+    part = _part(call, dim, index, signed=True)
+    if part is None:
+        return call.same(x, dim, index, *rest, **named)
+    spare = _spare(call, x, [dim % x.meta["val"].dim()])
+    return _cut(call, call.same(spare, dim, part.store(), *rest, **named), [part])
+
+
+LOCAL: dict[Any, Localizer] = {
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.gather.default: _gather,
+    aten.index_select.default: _index_select,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter.reduce: _scatter,
+    aten.scatter.value_reduce: _scatter,
+    aten.scatter_reduce.two: _scatter,
+    aten.scatter_add.default: _scatter_add,
+    aten.index_add.default: _index_add,
+    aten.index_copy.default: _index_store,
+    aten.index_fill.int_Scalar: _index_store,
+    aten.index_fill.int_Tensor: _index_store,
+    aten.index_reduce.default: _index_store,
+}

@@ -1,0 +1,42 @@
+"""Local forms of fxpar's own ops: contractions, constraints, random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_dot import emit_dot
+
+
+def _dot(call: Call, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+    return emit_dot(call.build, lhs, rhs, equation)
+
+
+def _constrain(call: Call, x: fx.Node, spec: Any) -> fx.Node:
+    return x
+
+
+def _random(call: Call, *args: Any) -> fx.Node:
+    """The shard counts by global index: same seed, same numbers as one device."""
+    *rest, size, zeros = args
+    del zeros
+    axes = call.results[0].dims
+    local = list(call.local_shape())
+    offsets = [
+        call.build.offset(a, n) if a else 0 for a, n in zip(axes, local, strict=True)
+    ]
+    if rest and isinstance(rest[0], (list, tuple)):  # fxpar::random: size comes first
+        rest = [local, *rest[1:]]
+    else:  # fxpar::randint: low, high, size, seed
+        rest = [*rest[:2], local, *rest[3:]]
+    return call.build.call(call.node.target, *rest, size, offsets)
+
+
+LOCAL: dict[Any, Localizer] = {
+    "fxpar::dot": _dot,
+    "fxpar::constrain": _constrain,
+    "fxpar::random": _random,
+    "fxpar::randint": _random,
+}

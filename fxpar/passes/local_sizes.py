@@ -1,0 +1,83 @@
+"""Local forms of ops that spell a split size among their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.local_call import Call, Localizer
+
+aten = torch.ops.aten
+
+
+def _convolution(call: Call, *args: Any) -> fx.Node:
+    *rest, transposed, output_padding, groups = args
+    if groups > 1:
+        channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
+        groups = channels // call.operand_shape(1)[1]
+    return call.same(*rest, transposed, output_padding, groups)
+
+
+def _convolution_backward(
+    call: Call, grad: fx.Node, x: fx.Node, weight: fx.Node, bias_sizes: Any, *args: Any
+) -> fx.Node:
+    *rest, transposed, output_padding, groups, mask = args
+    out = call.operand_shape(0)[1]
+    if groups > 1:
+        channels = out if transposed else call.operand_shape(1)[1]
+        groups = channels // call.operand_shape(2)[1]
+    if bias_sizes is not None:
+        bias_sizes = [out]
+    return call.same(
+        grad, x, weight, bias_sizes, *rest, transposed, output_padding, groups, mask
+    )
+
+
+def _group_sizes(
+    call: Call, i: int, channels: int, groups: int
+) -> tuple[int, int, int]:
+    """(N, C, groups) that this rank holds of an input that is operand ``i``."""
+    n, c, *_ = call.operand_shape(i)
+    return n, c, groups * c // channels
+
+
+def _group_norm(
+    call: Call,
+    x: fx.Node,
+    weight: Any,
+    bias: Any,
+    n: int,
+    c: int,
+    hw: int,
+    group: int,
+    eps: float,
+) -> fx.Node:
+    n, c, group = _group_sizes(call, 0, c, group)
+    return call.same(x, weight, bias, n, c, hw, group, eps)
+
+
+def _group_norm_backward(
+    call: Call,
+    grad: fx.Node,
+    x: fx.Node,
+    mean: fx.Node,
+    rstd: fx.Node,
+    weight: Any,
+    n: int,
+    c: int,
+    hw: int,
+    group: int,
+    mask: Any,
+) -> fx.Node:
+    n, c, group = _group_sizes(call, 1, c, group)
+    return call.same(grad, x, mean, rstd, weight, n, c, hw, group, mask)
+
+
+LOCAL: dict[Any, Localizer] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+}

@@ -1,0 +1,122 @@
+"""Local forms of views: a shard may lie in memory as the whole did not.
+
+Its strides can forbid a view that those of the whole allowed, so a change of shape is a
+reshape, which copies only then. A split dim of local size 1 is not a dim of size 1, so
+squeezing names the dims that go. Strides among the arguments are those of the whole:
+the rule says which reshape or permutation they stood for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes.builder import value_of
+from fxpar.passes.local_call import Call, Localizer
+from fxpar.sharding.rules import views
+
+aten = torch.ops.aten
+
+
+def _contiguous(call: Call, x: fx.Node) -> fx.Node:
+    if x.meta["val"].is_contiguous():
+        return x
+    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _reshape(call: Call, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
+    return call.build.call(aten.reshape.default, x, list(call.local_shape()))
+
+
+def _squeeze(call: Call, x: fx.Node, dims: Any = None) -> fx.Node:
+    shape = call.shapes[0]
+    named = range(len(shape)) if dims is None else dims
+    named = [named] if isinstance(named, int) else named
+    gone = [d % len(shape) for d in named if shape and shape[d] == 1]
+    return call.build.call(aten.squeeze.dims, x, gone)
+
+
+def _reread(call: Call, x: fx.Node, *rest: Any) -> fx.Node:
+    """Bits read as another type, of another width: neighbours must lie together."""
+    return call.same(_contiguous(call, x), *rest)
+
+
+def _copy_strided(call: Call, x: fx.Node, stride: Any) -> fx.Node:
+    """A copy with the dims in this order in memory."""
+    shape = call.local_shape()
+    local, step = list(stride), 1
+    for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        local[d], step = step, step * max(shape[d], 1)
+    return call.same(x, local)
+
+
+def _as_strided(
+    call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
+) -> fx.Node:
+    if views.as_strided(*value_of(call.node.args)) is None:
+        return _by_strides(call, x, shape, stride, offset)
+    source, target = call.rule.operands[0], call.rule.results[0]
+    place = {dim: i for i, dim in enumerate(source) if dim}
+    if {dim for dim in target if dim in place} != set(place):
+        return _reshape(call, x)
+    # A permutation: dims of size 1 come and go, dims without an operand are stretched.
+    build, size = call.build, x.meta["val"].shape
+    order = [place[dim] for dim in target if dim in place]
+    order += [i for i in range(len(size)) if i not in order]
+    narrow = [size[place[dim]] if dim in place else 1 for dim in target]
+    x = build.call(aten.permute.default, x, order)
+    x = build.call(aten.reshape.default, x, narrow)
+    return build.call(aten.expand.default, x, list(call.local_shape()))
+
+
+def _by_strides(
+    call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None
+) -> fx.Node:
+    """Any other use of strides: on the whole tensor, laid out as it was."""
+    global_x, build = call.node.args[0].meta["val"], call.build
+    order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    x = build.call(aten.permute.default, x, order)
+    x = build.call(aten.permute.default, _contiguous(call, x), back)
+    if x.meta["val"].stride() != global_x.stride():
+        raise PlanError(
+            f"{call.node.name} reads a tensor by strides that skip over memory",
+            fix="index or slice the tensor instead of torch.as_strided",
+        )
+    if offset is not None:
+        offset -= global_x.storage_offset()
+    return call.same(x, shape, stride, offset or 0)
+
+
+LOCAL: dict[Any, Localizer] = {
+    aten.view.default: _reshape,
+    aten.view_copy.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten._reshape_copy.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten._reshape_alias_copy.default: _reshape,
+    "prims::reshape": _reshape,
+    "prims::collapse": _reshape,
+    "prims::collapse_view": _reshape,
+    "prims::split_dim": _reshape,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.squeeze_copy.default: _squeeze,
+    aten.squeeze_copy.dim: _squeeze,
+    aten.squeeze_copy.dims: _squeeze,
+    "prims::squeeze": _squeeze,
+    aten.view.dtype: _reread,
+    aten.view_copy.dtype: _reread,
+    "prims::view_of_dtype": _reread,
+    aten.view_as_complex.default: _reread,
+    aten.view_as_complex_copy.default: _reread,
+    "prims::copy_strided": _copy_strided,
+    aten.as_strided.default: _as_strided,
+    aten.as_strided_copy.default: _as_strided,
+    "prims::as_strided": _as_strided,
+}

@@ -1,0 +1,313 @@
+"""Runs a local graph for every rank of a mesh, in this process, without communication.
+
+All ranks advance node by node; a collective is computed from the inputs of its group's
+members. What is the same object on several ranks is computed once and stays shared, so
+that a random op on replicated inputs draws once, and a large mesh is cheap where little
+is split. ``scatter`` and ``gather`` convert between global values and one per rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes import ops
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+c10d = torch.ops._c10d_functional
+
+Ranks = list[Any]  # one value per rank
+
+
+def run_lockstep(
+    graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """What each rank returns. ``inputs[r]`` are the placeholders' values on rank r.
+
+    The graph is a local one, its groups symbolic. An op that changes an argument in
+    place does so per rank; where ranks share that argument they get copies of it first.
+    Raises PlanError on a collective it does not know.
+    """
+    module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
+    nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
+    ranks = range(mesh.size)
+    groups = functools.cache(
+        lambda name: list(mesh.groups(ops.group_axes(name)))  # each as a tuple of ranks
+    )
+    env: dict[fx.Node, Ranks] = {}
+    dead = _last_uses(nodes)
+    arguments = iter(range(len(nodes)))
+    for node in nodes:
+        if node.op == "placeholder":
+            i = next(arguments)
+            env[node] = [inputs[r][i] for r in ranks]
+        elif node.op == "get_attr":
+            env[node] = [_attribute(module, node.target)] * mesh.size
+        elif node.op == "output":
+            return [fx.node.map_arg(node.args[0], _on(env, r)) for r in ranks]
+        elif node.op != "call_function":
+            raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
+        elif node.target is ops.offset:
+            env[node] = [_as_rank(node, r) for r in ranks]
+        elif node.target is c10d.wait_tensor.default:
+            env[node] = env[node.args[0]]
+        elif node.target in COLLECTIVES:
+            name = node.kwargs.get("group_name", node.args[-1])
+            env[node] = _collective(node, env, groups(name), mesh.size)
+        elif getattr(node.target, "namespace", "") == "_c10d_functional":
+            raise PlanError(f"cannot simulate {node.target} ({node.name})")
+        else:
+            env[node] = _compute(node, env, mesh.size)
+        for done in dead.get(node, ()):
+            del env[done]
+    raise PlanError("the graph has no output")
+
+
+def _last_uses(nodes: Any) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> nodes nobody reads after it, itself included if nobody reads it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last[node] = node
+        for read in node.all_input_nodes:
+            last[read] = node
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last.items():
+        out.setdefault(reader, []).append(node)
+    return out
+
+
+def _attribute(module: Any, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
+def _on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
+    return lambda node: env[node][rank]
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _on(env, rank))
+    return node.target(*args, **kwargs)
+
+
+def _as_rank(node: fx.Node, rank: int) -> int:
+    with ops.as_rank(rank):
+        return node.target(*node.args, **node.kwargs)
+
+
+def _identity(value: Any) -> Any:
+    """Equal for values that are certainly the same."""
+    if isinstance(value, (int, float, bool)):
+        return type(value), value
+    return id(value)
+
+
+def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
+    """An op that does not communicate: once for each distinct choice of arguments."""
+    reads = [env[read] for read in node.all_input_nodes]
+    keys = [tuple(_identity(values[r]) for values in reads) for r in range(size)]
+    if len(set(keys)) > 1:
+        for changed in _mutated(node):
+            _unshare(env, changed, keys)
+    made: dict[Any, Any] = {}
+    for r, key in enumerate(keys):
+        if key not in made:
+            made[key] = _call(node, env, r)
+    return [made[key] for key in keys]
+
+
+def _mutated(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the op changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    out: list[fx.Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(
+                argument.name, node.args[i] if i < len(node.args) else None
+            )
+            fx.node.map_arg(value, out.append)
+    return out
+
+
+def _unshare(env: dict[fx.Node, Ranks], node: fx.Node, keys: list[Any]) -> None:
+    """Give ranks that will change a shared tensor differently a copy each."""
+    values = env[node]
+    owners: dict[tuple[int, Any], Any] = {}
+    taken: set[int] = set()
+    for r, key in enumerate(keys):
+        value = values[r]
+        if (id(value), key) not in owners:
+            fresh = id(value) not in taken
+            taken.add(id(value))
+            owners[id(value), key] = value if fresh else value.clone()
+    env[node] = [owners[id(values[r]), key] for r, key in enumerate(keys)]
+
+
+def _collective(
+    node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
+) -> Ranks:
+    """Groups whose members hold the same objects are computed once."""
+    run = COLLECTIVES[node.target]
+    out: Ranks = [None] * size
+    made: dict[Any, list[Any]] = {}
+    for group in groups:
+        args = [fx.node.map_arg(node.args, _on(env, r)) for r in group]
+        members = [a[0] for a in args]
+        key = tuple(
+            tuple(map(id, m)) if isinstance(m, (list, tuple)) else id(m)
+            for m in members
+        )
+        if key not in made:
+            made[key] = run(members, *args[0][1:])
+        for r, value in zip(group, made[key], strict=True):
+            out[r] = value
+    return out
+
+
+def _combine(a: Any, b: Any, op: str) -> Any:
+    if op in ("sum", "avg"):
+        return a + b
+    if op == "product":
+        return a * b
+    return torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
+
+
+def _reduce(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    total = functools.reduce(lambda a, b: _combine(a, b, op), values)
+    return total / len(values) if op == "avg" else total
+
+
+def _all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:
+    return [_reduce(members, op)] * len(members)
+
+
+def _reduce_scatter(members: Ranks, op: str, *_: Any) -> Ranks:
+    total = _reduce(members, op)
+    return list(total.split(total.shape[0] // len(members)))
+
+
+def _all_gather(members: Ranks, *_: Any) -> Ranks:
+    return [torch.cat(members)] * len(members)
+
+
+def _all_to_all(members: Ranks, out_sizes: Any, in_sizes: Any, *_: Any) -> Ranks:
+    cut = [x.split(in_sizes) for x in members]
+    return [torch.cat([blocks[i] for blocks in cut]) for i in range(len(members))]
+
+
+def _permute(members: Ranks, sources: Sequence[int], *_: Any) -> Ranks:
+    return [members[i] for i in sources]
+
+
+def _coalesced(run: Callable[..., Ranks]) -> Callable[..., Ranks]:
+    """The same collective on a list of tensors."""
+
+    def each(members: Ranks, *args: Any) -> Ranks:
+        results = [run(list(xs), *args) for xs in zip(*members, strict=True)]
+        return [list(rank) for rank in zip(*results, strict=True)]
+
+    return each
+
+
+# op -> what it computes: (first argument of each member, other arguments) -> results.
+COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_coalesced.default: _coalesced(_all_reduce),
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.reduce_scatter_tensor_coalesced.default: _coalesced(_reduce_scatter),
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_gather_into_tensor_coalesced.default: _coalesced(_all_gather),
+    c10d.all_to_all_single.default: _all_to_all,
+    torch.ops.fxpar.permute.default: _permute,
+}
+
+
+def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
+    """Each rank's part of a global value. Ranks with the same part share the object.
+
+    Along a partial axis the first rank has the value and the others the identity of the
+    reduction; for avg, max and min all have the value.
+    """
+    local = spec.local_shape(mesh, x.shape)
+    masking = [(axis, op) for axis, op in spec.partial if op in ("sum", "product")]
+    made: dict[Any, torch.Tensor] = {}
+    out = []
+    for rank in range(mesh.size):
+        shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
+        masked = next((op for axis, op in masking if mesh.index(rank, [axis])), "")
+        key = shard, masked
+        if key not in made:
+            where = (
+                slice(i * n, (i + 1) * n) for i, n in zip(shard, local, strict=True)
+            )
+            part = x if local == x.shape else x[tuple(where)].clone()
+            if masked:
+                part = torch.full_like(part, int(masked == "product"))
+            made[key] = part
+        out.append(made[key])
+    return out
+
+
+def gather(parts: Sequence[Any], spec: Spec, mesh: Mesh) -> Any:
+    """The global value of one part per rank, partial ones reduced.
+
+    Raises AssertionError unless ranks that hold the same shard agree exactly (NaN
+    equals NaN).
+    """
+    if not isinstance(parts[0], torch.Tensor):
+        if any(part != parts[0] for part in parts):
+            raise AssertionError(f"ranks disagree: {list(parts)}")
+        return parts[0]
+    owners: dict[Any, tuple[int, torch.Tensor]] = {}
+    shards: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+    for rank, part in enumerate(parts):
+        shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
+        summand = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
+        first, seen = owners.setdefault((shard, summand), (rank, part))
+        if not _same(seen, part):
+            raise AssertionError(
+                f"ranks {first} and {rank} hold the same shard {shard} of {spec} on "
+                f"mesh {mesh}, but differ: {_difference(seen, part)}"
+            )
+        shards.setdefault(shard, {})[summand] = seen
+    whole = {shard: _reduced(summands, spec) for shard, summands in shards.items()}
+    if len(whole) == 1:
+        return next(iter(whole.values()))
+    out = parts[0].new_empty(spec.global_shape(mesh, parts[0].shape))
+    for shard, part in whole.items():
+        where = (
+            slice(i * n, (i + 1) * n) for i, n in zip(shard, part.shape, strict=True)
+        )
+        out[tuple(where)] = part
+    return out
+
+
+def _reduced(summands: dict[tuple[int, ...], torch.Tensor], spec: Spec) -> torch.Tensor:
+    """Reduce over partial axes, the last first. Keys: position along each."""
+    for _, op in reversed(spec.partial):
+        lines: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for key in sorted(summands):
+            lines.setdefault(key[:-1], []).append(summands[key])
+        summands = {key: _reduce(values, op) for key, values in lines.items()}
+    return summands[()]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
+    return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"

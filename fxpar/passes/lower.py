@@ -1,0 +1,181 @@
+"""Lowering of reshards: the steps of ``sharding.reshard`` as local ops and collectives.
+
+In: a node with a local value and the steps its spec has to go through. Out: the nodes
+that do so, appended to the graph: ``_c10d_functional`` collectives, each with its wait,
+``fxpar::permute``, and ATen data movement with static sizes. The graph stays the same
+on every rank; where a rank's position matters it enters through ``Builder.offset``.
+
+Collectives join and cut along dim 0, and the members of a group stand in mesh order. A
+step on another dim, or on axes in another order, is brought into that form by moving
+data before or after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder
+from fxpar.passes.ops import group_name
+from fxpar.sharding.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Mask,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+# Values are stored as 0 and 1 in a byte: sum and product would leave that range.
+_BOOL = {"sum": "max", "product": "min"}
+
+
+def lower_steps(build: Builder, node: fx.Node, steps: Iterable[Step]) -> fx.Node:
+    """The value of ``node`` after the steps: ``node`` itself where nothing has to be
+    done, else contiguous, so that every view the one-device graph takes of it holds."""
+    result = node
+    for step in steps:
+        result = _LOWER[type(step)](build, result, step)
+    return node if result is node else _contiguous(build, result)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _contiguous(build: Builder, x: fx.Node) -> fx.Node:
+    if x.meta["val"].is_contiguous():
+        return x
+    return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _to_front(
+    build: Builder, x: fx.Node, dim: int, axes: Sequence[str]
+) -> tuple[fx.Node, tuple[int, ...]]:
+    """``x`` as one block per member of the group, joined along dim 0: block i is the
+    part of ``dim`` that member i shall have. Also the shape of a block."""
+    mesh, shape, m = build.mesh, _shape(x), len(axes)
+    order = mesh.ordered(axes)
+    k = mesh.count(axes)
+    block = _resized(shape, dim, shape[dim] // k)
+    if dim == 0 and order == tuple(axes):
+        return _contiguous(build, x), block
+    sizes = [mesh.axis_size(axis) for axis in axes]
+    split = [*shape[:dim], *sizes, *block[dim:]]
+    front = [dim + axes.index(axis) for axis in order]
+    rest = [*range(dim), *range(dim + m, len(split))]
+    x = build.call(aten.view.default, x, split)
+    x = _contiguous(build, build.call(aten.permute.default, x, front + rest))
+    return build.call(aten.view.default, x, [k * block[0], *block[1:]]), block
+
+
+def _from_front(
+    build: Builder, x: fx.Node, block: Sequence[int], dim: int, axes: Sequence[str]
+) -> fx.Node:
+    """Inverse of ``_to_front``: the blocks of the members, joined along ``dim``."""
+    mesh, m = build.mesh, len(axes)
+    order = mesh.ordered(axes)
+    if dim == 0 and order == tuple(axes):
+        return x
+    sizes = [mesh.axis_size(axis) for axis in order]
+    where = [order.index(axis) for axis in axes]
+    dims = range(m, m + len(block))
+    x = build.call(aten.view.default, x, [*sizes, *block])
+    x = build.call(aten.permute.default, x, [*dims[:dim], *where, *dims[dim:]])
+    shape = _resized(block, dim, block[dim] * mesh.count(axes))
+    return build.call(aten.view.default, _contiguous(build, x), list(shape))
+
+
+def _slice(build: Builder, x: fx.Node, step: Slice) -> fx.Node:
+    size = _shape(x)[step.dim] // build.mesh.count(step.axes)
+    start = build.offset(step.axes, size)
+    end = build.offset(step.axes, size, size)
+    return build.call(aten.slice.Tensor, x, step.dim, start, end)
+
+
+def _mask(build: Builder, x: fx.Node, step: Mask) -> fx.Node:
+    if step.op not in ("sum", "product"):
+        return x  # of equal values, the largest, smallest and mean are that value
+
+    def scalar(value: fx.Node | int, dtype: torch.dtype) -> fx.Node:
+        device = x.meta["val"].device
+        return build.call(aten.full.default, [], value, dtype=dtype, device=device)
+
+    index = scalar(build.offset(step.axes, 1), torch.int64)
+    identity = scalar(int(step.op == "product"), x.meta["val"].dtype)
+    first = build.call(aten.eq.Scalar, index, 0)
+    return build.call(aten.where.self, first, x, identity)
+
+
+def _reduction(x: fx.Node, op: str) -> str:
+    if x.meta["val"].dtype == torch.bool:
+        return _BOOL.get(op, op)
+    # Not every backend knows avg; a division is fused with what follows.
+    return "sum" if op == "avg" else op
+
+
+def _averaged(build: Builder, x: fx.Node, step: AllReduce | ReduceScatter) -> fx.Node:
+    if step.op != "avg":
+        return x
+    return build.call(aten.div.Scalar, x, build.mesh.count(step.axes))
+
+
+def _all_reduce(build: Builder, x: fx.Node, step: AllReduce) -> fx.Node:
+    x, op = _contiguous(build, x), _reduction(x, step.op)
+    group = group_name(build.mesh, step.axes)
+    x = build.wait(build.call(c10d.all_reduce.default, x, op, group))
+    return _averaged(build, x, step)
+
+
+def _reduce_scatter(build: Builder, x: fx.Node, step: ReduceScatter) -> fx.Node:
+    mesh, op = build.mesh, _reduction(x, step.op)
+    x, _ = _to_front(build, x, step.dim, step.axes)
+    k, group = mesh.count(step.axes), group_name(mesh, step.axes)
+    x = build.wait(build.call(c10d.reduce_scatter_tensor.default, x, op, k, group))
+    return _averaged(build, x, step)
+
+
+def _all_gather(build: Builder, x: fx.Node, step: AllGather) -> fx.Node:
+    mesh, block = build.mesh, _shape(x)
+    k, group = mesh.count(step.axes), group_name(mesh, step.axes)
+    x = _contiguous(build, x)
+    x = build.wait(build.call(c10d.all_gather_into_tensor.default, x, k, group))
+    return _from_front(build, x, block, step.dim, step.axes)
+
+
+def _all_to_all(build: Builder, x: fx.Node, step: AllToAll) -> fx.Node:
+    mesh = build.mesh
+    x, block = _to_front(build, x, step.target_dim, step.axes)
+    splits = [block[0]] * mesh.count(step.axes)
+    group = group_name(mesh, step.axes)
+    x = build.call(c10d.all_to_all_single.default, x, splits, splits, group)
+    return _from_front(build, build.wait(x), block, step.source_dim, step.axes)
+
+
+def _permute(build: Builder, x: fx.Node, step: Permute) -> fx.Node:
+    group = group_name(build.mesh, step.axes)
+    sources = list(step.sources(build.mesh))
+    x = _contiguous(build, x)
+    return build.call(torch.ops.fxpar.permute.default, x, sources, group)
+
+
+_LOWER: dict[type[Step], Callable[..., fx.Node]] = {
+    Slice: _slice,
+    Mask: _mask,
+    AllReduce: _all_reduce,
+    ReduceScatter: _reduce_scatter,
+    AllGather: _all_gather,
+    AllToAll: _all_to_all,
+    Permute: _permute,
+}

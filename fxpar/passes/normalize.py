@@ -1,0 +1,180 @@
+"""traced -> normalized: the few shapes that hide sharding from the factor rules undone.
+
+In: a functional ATen graph with global fake values. Out: the same graph, changed in
+place, computing the same values. A pass is one concern; ``NORMALIZE`` is their order.
+``expand_moments`` runs only for the nodes that planning asks for.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.passes.contractions import undo_views_around_matmul
+from fxpar.passes.rewrite import Rewriter, shape_of
+
+aten = torch.ops.aten
+
+CONSTANTS = (
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.empty.memory_format,
+    aten.scalar_tensor.default,
+)
+
+MOMENTS = (aten.var_mean.correction, aten.var.correction)
+
+
+def clone_constants(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """A constant per use, so that it never couples the specs of unrelated users."""
+    for node in list(graph.nodes):
+        if node.target in CONSTANTS and len(node.users) > 1:
+            for user in list(node.users)[1:]:
+                with rewriter.before(user):
+                    twin = rewriter.call(node.target, *node.args, **node.kwargs)
+                twin.meta.update(
+                    {k: v for k, v in node.meta.items() if k not in ("val",)}
+                )
+                user.replace_input_with(node, twin)
+
+
+def split_fused_projections(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """``split(x @ w + b)`` into equal parts becomes a projection with a dim of parts.
+
+    A fused QKV weight holds three matrices side by side; split over an axis, the parts
+    would straddle ranks. With the parts as a dim of their own each is split alike.
+    """
+    for node in list(graph.nodes):
+        if node.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+            continue
+        x, sizes = node.args[0], node.args[1]
+        shape = shape_of(x)
+        dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape)
+        parts = [s[dim] for s in (v.shape for v in node.meta["val"])]
+        if dim != len(shape) - 1 or len(set(parts)) != 1 or len(parts) < 2:
+            continue
+        del sizes
+        widened = _widen(x, len(parts), int(parts[0]), rewriter)
+        if widened is None:
+            continue
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                with rewriter.before(user):
+                    piece = rewriter.call(
+                        aten.select.int, widened, len(shape) - 1, user.args[1]
+                    )
+                rewriter.replace(user, piece)
+
+
+def _widen(x: fx.Node, parts: int, width: int, rewriter: Rewriter) -> fx.Node | None:
+    """``x`` with its last dim as [parts, width], pulled through a bias to the dot."""
+    if x.target is torch.ops.fxpar.dot.default:
+        return _widen_dot(x, parts, width, rewriter)
+    if x.target is aten.add.Tensor and isinstance(x.args[1], fx.Node) and not x.kwargs:
+        product, bias = x.args
+        if product.target is not torch.ops.fxpar.dot.default or shape_of(bias) != (
+            parts * width,
+        ):
+            return None
+        made = _widen_dot(product, parts, width, rewriter)
+        if made is None:
+            return None
+        with rewriter.before(x):
+            wide = rewriter.call(aten.view.default, bias, [parts, width])
+            return rewriter.call(aten.add.Tensor, made, wide)
+    return None
+
+
+def _widen_dot(
+    dot: fx.Node, parts: int, width: int, rewriter: Rewriter
+) -> fx.Node | None:
+    lhs, rhs, equation = dot.args
+    left, right, out = (part.split() for part in equation.replace("->", ",").split(","))
+    last = out[-1]
+    if last not in right or last in left:
+        return None
+    at = right.index(last)
+    shape = list(shape_of(rhs))
+    shape[at : at + 1] = [parts, width]
+    right[at : at + 1] = ["part", last]
+    words = (
+        f"{' '.join(left)}, {' '.join(right)} -> {' '.join([*out[:-1], 'part', last])}"
+    )
+    with rewriter.before(dot):
+        wide = rewriter.call(aten.view.default, rhs, shape)
+        return rewriter.call(torch.ops.fxpar.dot.default, lhs, wide, words)
+
+
+def random_by_index(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """Random ops become functions of a seed and the global index, as Inductor makes
+    them on one device, so that a shard of a mask is the mask's own shard."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is _compat.inductor_seeds():
+            new, rest = torch.ops.fxpar.seeds.default, node.args
+        elif node.target is _compat.inductor_random():
+            size, seed, mode = node.args[:3]
+            new = torch.ops.fxpar.random.default
+            rest = (size, seed, mode, list(size), [0] * len(size))
+        elif node.target is _compat.inductor_randint():
+            low, high, size, seed = node.args[:4]
+            new = torch.ops.fxpar.randint.default
+            rest = (low, high, size, seed, list(size), [0] * len(size))
+        else:
+            continue
+        with rewriter.before(node):
+            made = rewriter.call(new, *rest)
+        rewriter.replace(node, made)
+
+
+def expand_moments(nodes: Iterable[fx.Node], rewriter: Rewriter) -> None:
+    """``var``/``var_mean`` over dims that a plan splits, as two sums.
+
+    The one-pass (Welford) form needs its dims whole; mean and centered squares are
+    plain sums, partial over any axis, and as stable.
+    """
+    for node in nodes:
+        with rewriter.before(node):
+            variance, mean = _two_pass(node, rewriter)
+        if node.target is aten.var.correction:
+            rewriter.replace(node, variance)
+            continue
+        for user in list(node.users):
+            rewriter.replace(user, (variance, mean)[user.args[1]])
+        rewriter.graph.erase_node(node)
+
+
+def _two_pass(node: fx.Node, rewriter: Rewriter) -> tuple[fx.Node, fx.Node]:
+    x, call = node.args[0], rewriter.call
+    shape = shape_of(x)
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = [d % len(shape) for d in (dims if dims else range(len(shape)))]
+    correction = node.kwargs.get("correction")
+    correction = 1 if correction is None else correction
+    keep = bool(node.kwargs.get("keepdim", False))
+    count = math.prod(shape[d] for d in dims)
+    total = call(aten.sum.dim_IntList, x, dims, True)
+    mean = call(aten.div.Tensor, total, count)
+    centered = call(aten.sub.Tensor, x, mean)
+    squares = call(aten.mul.Tensor, centered, centered)
+    second = call(aten.sum.dim_IntList, squares, dims, True)
+    variance = call(aten.div.Tensor, second, max(count - correction, 0))
+    if keep:
+        return variance, mean
+    kept = [n for d, n in enumerate(shape) if d not in dims]
+    return tuple(call(aten.view.default, t, kept) for t in (variance, mean))
+
+
+NORMALIZE = (
+    random_by_index,
+    undo_views_around_matmul,
+    split_fused_projections,
+    clone_constants,
+)

@@ -1,0 +1,126 @@
+"""The few ops fxpar adds to a graph. Each runs as it stands, so every stage runs.
+
+``fxpar::reshard(x, source, target, mesh)``: change of spec, still in global shapes: the
+identity on the one-device value. ``offset``: the only way the rank enters a local
+graph; an int that binding folds to a constant. ``fxpar::permute``: a collective that
+gives each member of a group the tensor of one other member. Collectives of a local
+graph name their group by axes, ``"fxpar:dp+tp"`` in mesh order; binding puts the
+process group's own name there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from fxpar.sharding.mesh import Mesh
+
+_RANK: ContextVar[int] = ContextVar("fxpar_rank", default=0)
+
+GROUP_PREFIX = "fxpar:"
+
+
+@contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """Run what is inside as this rank of the mesh: fixes what ``offset`` returns."""
+    token = _RANK.set(rank)
+    try:
+        yield
+    finally:
+        _RANK.reset(token)
+
+
+def offset(mesh: str, axes: Sequence[str], stride: int, base: int = 0) -> int:
+    """``base + stride * i``, i being the shard of ``axes`` (major to minor) this rank
+    holds. ``mesh``: text as in Mesh.parse."""
+    return base + stride * Mesh.parse(mesh).index(_RANK.get(), tuple(axes))
+
+
+def group_name(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Symbolic group of ``axes`` (or sub-axes); members stand in mesh order."""
+    return GROUP_PREFIX + "+".join(mesh.ordered(axes))
+
+
+def group_axes(name: str) -> tuple[str, ...]:
+    """Inverse of ``group_name``."""
+    return tuple(name.removeprefix(GROUP_PREFIX).split("+"))
+
+
+@torch.library.custom_op("fxpar::reshard", mutates_args=())
+def reshard(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tensor:
+    """The identity on the global value; lowering makes it collectives and slices."""
+    return x.clone()
+
+
+@reshard.register_fake
+def _(x: torch.Tensor, source: str, target: str, mesh: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fxpar::permute", mutates_args=())
+def permute(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
+    """Member i of the group receives the ``x`` of member ``sources[i]``.
+
+    Exists only until binding, which makes it one ``all_to_all_single``.
+    """
+    raise RuntimeError("fxpar::permute runs bound to a process group, or simulated")
+
+
+@permute.register_fake
+def _(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def letters(equation: str) -> str:
+    """``"b s h, h o -> b s o"`` as torch.einsum writes it."""
+    words = equation.replace(",", " , ").replace("->", " -> ").split()
+    known: dict[str, str] = {}
+    out = []
+    for word in words:
+        if word in (",", "->"):
+            out.append(word)
+        else:
+            out.append(known.setdefault(word, chr(ord("a") + len(known))))
+    return "".join(out)
+
+
+@torch.library.custom_op("fxpar::dot", mutates_args=())
+def dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
+    """A contraction by named factors, ``"b s h, h o -> b s o"``. Planning sees every
+    dim apart; localizing makes it views around one mm or bmm."""
+    return torch.einsum(letters(equation), lhs, rhs).contiguous()
+
+
+@dot.register_fake
+def _(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> torch.Tensor:
+    left, right = equation.split("->")
+    size: dict[str, int] = {}
+    for operand, tensor in zip(left.split(","), (lhs, rhs), strict=True):
+        size.update(zip(operand.split(), tensor.shape, strict=True))
+    return lhs.new_empty([size[f] for f in right.split()])
+
+
+@torch.library.custom_op("fxpar::constrain", mutates_args=())
+def constrain(x: torch.Tensor, spec: str) -> torch.Tensor:
+    """A hint on a value, entries per dim joined by commas as in ``sharding.hints``; an
+    identity."""
+    return x.clone()
+
+
+@constrain.register_fake
+def _(x: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _constrain_backward(ctx, grad: torch.Tensor):
+    return torch.ops.fxpar.constrain(grad, ctx.spec), None
+
+
+def _constrain_context(ctx, inputs, output) -> None:
+    ctx.spec = inputs[1]
+
+
+constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)

@@ -1,0 +1,328 @@
+"""Random numbers that do not depend on the mesh.
+
+Inductor draws element i of a tensor as a function of a seed and of i. The ops here draw
+a slice of that tensor: same seed, index in the *global* tensor. So a shard of a dropout
+mask is the slice of the one-device mask, bit for bit.
+
+``fxpar::random`` and ``fxpar::randint`` run as they stand (Philox 4x32 in int64
+arithmetic) and, once ``register_lowering`` was called, are compiled by Inductor.
+``fxpar::seeds`` draws the seeds as compiled code does.
+
+``rand`` and ``randint`` on CPU equal Inductor's to the last bit; ``randn`` up to one
+unit in the last place in half a percent of the numbers, where libm's ``logf`` is not
+correctly rounded. On CUDA Inductor itself has two streams: one-dimensional kernels of
+torch 2.13 take four neighbours from one Philox counter, others one. Compiled here is
+the former, whatever the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpar import _compat
+
+_WORD = 0xFFFFFFFF
+_SCALE = 4.6566127342e-10  # the largest float32 that keeps 2**31 - 1 below 1
+
+
+@torch.library.custom_op(
+    "fxpar::seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def seeds(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` seeds from the default generator, as code that Inductor compiled draws
+    them; ``prims.inductor_seeds`` run eagerly draws from another range."""
+    limits = torch.iinfo(torch.int64)
+    return torch.randint(limits.min, limits.max, [count], device=device)
+
+
+@seeds.register_fake
+def _(count, device):
+    return torch.empty([count], dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("fxpar::random", mutates_args=())
+def random(
+    size: Sequence[int],
+    seed: torch.Tensor,
+    mode: str,
+    global_size: Sequence[int],
+    offset: Sequence[int],
+) -> torch.Tensor:
+    """The slice of ``size`` at ``offset`` of Inductor's
+    ``inductor_random(global_size, seed, mode)``.
+
+    ``mode``: "rand" or "randn". ``seed``: one int64. The result is float32, on the
+    seed's device.
+    """
+    linear = _linear(size, global_size, offset, seed.device)
+    return _stream(seed.device.type).draw(_Eager, mode, linear, seed)
+
+
+@random.register_fake
+def _(size, seed, mode, global_size, offset):
+    return torch.empty(size, dtype=torch.float32, device=seed.device)
+
+
+@torch.library.custom_op("fxpar::randint", mutates_args=())
+def randint(
+    low: int,
+    high: int,
+    size: Sequence[int],
+    seed: torch.Tensor,
+    global_size: Sequence[int],
+    offset: Sequence[int],
+) -> torch.Tensor:
+    """The slice of ``size`` at ``offset`` of Inductor's
+    ``inductor_randint(low, high, global_size, seed)``."""
+    linear = _linear(size, global_size, offset, seed.device)
+    key = _stream(seed.device.type).key(seed)
+    first, second, *_ = _philox(linear & _WORD, *key)
+    return _modulo(first | (second << 32), high - low) + low
+
+
+@randint.register_fake
+def _(low, high, size, seed, global_size, offset):
+    return torch.empty(size, dtype=torch.int64, device=seed.device)
+
+
+def _strides(size: Sequence[Any]) -> list[Any]:
+    """Strides of a contiguous tensor."""
+    strides = [1] * len(size)
+    for i in range(len(size) - 2, -1, -1):
+        strides[i] = strides[i + 1] * size[i + 1]
+    return strides
+
+
+def _linear(
+    size: Sequence[int],
+    global_size: Sequence[int],
+    offset: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor:
+    """Index of each element in the flat global tensor."""
+    out = torch.zeros(list(size), dtype=torch.int64, device=device)
+    for dim, stride in enumerate(_strides(global_size)):
+        steps = torch.arange(size[dim], device=device) + offset[dim]
+        out += (steps * stride).view([-1] + [1] * (len(size) - dim - 1))
+    return out
+
+
+class _Eager:
+    """Arithmetic on tensors, for code shared with the lowering."""
+
+    where = staticmethod(torch.where)
+    log, sqrt = staticmethod(torch.log), staticmethod(torch.sqrt)
+    cos, sin = staticmethod(torch.cos), staticmethod(torch.sin)
+
+    @staticmethod
+    def real(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float32)
+
+
+def _philox(counter: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
+    """Four random words; words are int64 between 0 and 2**32 - 1.
+
+    The product of two words fits 64 bits, so that wrapped int64 products hold the right
+    bits, and what a shift brings in from the sign is masked away.
+    """
+    c0, c1, c2, c3 = counter, counter & 0, counter & 0, counter & 0
+    for _ in range(10):
+        p0, p2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = (p2 >> 32 & _WORD) ^ c1 ^ key0, (p0 >> 32 & _WORD) ^ c3 ^ key1
+        c1, c3 = p2 & _WORD, p0 & _WORD
+        key0, key1 = key0 + 0x9E3779B9 & _WORD, key1 + 0xBB67AE85 & _WORD
+    return c0, c1, c2, c3
+
+
+def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
+    """``x % n``, the bits of ``x`` read as unsigned."""
+    half = x >> 1 & 0x7FFFFFFFFFFFFFFF
+    rest = x - half // n * 2 * n
+    return torch.where((rest < 0) | (rest >= n), rest - n, rest)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """How a device's generated code turns Philox words into numbers.
+
+    ``wide``: all 64 bits of the seed count, not 32. ``lanes``: neighbours that share a
+    counter. ``rand``, ``randn``: (arithmetic, words, lane) -> numbers.
+    """
+
+    wide: bool
+    lanes: int
+    rand: Callable[[Any, Sequence[Any], Any], Any]
+    randn: Callable[[Any, Sequence[Any], Any], Any]
+
+    def key(self, seed: Any) -> tuple[Any, Any]:
+        low = seed & _WORD
+        return low, (seed >> 32 & _WORD) if self.wide else low & 0
+
+    def draw(self, xp: Any, mode: str, linear: Any, seed: Any) -> Any:
+        """Numbers for flat indices; what is above 32 bits wraps, as in kernels."""
+        counter = (linear & _WORD) >> int(math.log2(self.lanes))
+        words = _philox(counter, *self.key(seed))
+        return getattr(self, mode)(xp, words, linear & (self.lanes - 1))
+
+
+def _pick(xp: Any, lane: Any, values: Sequence[Any]) -> Any:
+    """``values[lane]``, where there are as many values as lanes."""
+    out = values[0]
+    for i, value in enumerate(values[1:], 1):
+        out = xp.where(lane == i, value, out)
+    return out
+
+
+def _cpp_uniform(xp: Any, word: Any) -> Any:
+    return xp.real(word & 0x7FFFFFFF) * _SCALE
+
+
+def _cpp_rand(xp: Any, words: Sequence[Any], lane: Any) -> Any:
+    return _cpp_uniform(xp, words[0])
+
+
+def _cpp_randn(xp: Any, words: Sequence[Any], lane: Any) -> Any:
+    """The logarithm is float32, rounded from float64 here; the rest is float64."""
+    u, v = 1 - _cpp_uniform(xp, words[0]), 1 - _cpp_uniform(xp, words[1])
+    log = xp.real(xp.log(u.double())).double()
+    return xp.real(xp.sqrt(-2.0 * log) * xp.cos(2.0 * math.pi * v.double()))
+
+
+def _triton_uniform(xp: Any, word: Any) -> Any:
+    return xp.real(xp.where(word >= 1 << 31, word ^ _WORD, word)) * _SCALE
+
+
+def _triton_rand(lanes: int) -> Callable[[Any, Sequence[Any], Any], Any]:
+    return lambda xp, words, lane: _triton_uniform(xp, _pick(xp, lane, words[:lanes]))
+
+
+def _triton_randn(lanes: int) -> Callable[[Any, Sequence[Any], Any], Any]:
+    def randn(xp: Any, words: Sequence[Any], lane: Any) -> Any:
+        uniform = [_triton_uniform(xp, word) for word in words]
+        u = _pick(xp, lane >> 1, [uniform[0], uniform[2]][: max(lanes // 2, 1)])
+        v = _pick(xp, lane >> 1, [uniform[1], uniform[3]][: max(lanes // 2, 1)])
+        radius = xp.sqrt(xp.log(xp.where(u < 1e-7, u * 0 + 1e-7, u)) * -2.0)
+        turn = v * (2 * math.pi)
+        waves = [xp.cos(turn), xp.sin(turn)][: min(lanes, 2)]
+        return radius * _pick(xp, lane & 1, waves)
+
+    return randn
+
+
+def _triton(lanes: int) -> _Stream:
+    return _Stream(True, lanes, _triton_rand(lanes), _triton_randn(lanes))
+
+
+_CPP = _Stream(False, 1, _cpp_rand, _cpp_randn)
+
+
+@functools.cache
+def _stream(device: str) -> _Stream:
+    return _CPP if device == "cpu" else _triton(_compat.triton_random_lanes())
+
+
+class _Value:
+    """An Inductor value with the operators of a tensor that the shared code uses."""
+
+    def __init__(self, ops: Any, value: Any, dtype: torch.dtype = torch.int64) -> None:
+        self.ops, self.value, self.dtype = ops, value, dtype
+
+    def _with(self, name: str, other: Any, dtype: torch.dtype | None = None) -> _Value:
+        if not isinstance(other, _Value):
+            other = _Value(self.ops, self.ops.constant(other, self.dtype), self.dtype)
+        made = getattr(self.ops, name)(self.value, other.value)
+        return _Value(self.ops, made, dtype or self.dtype)
+
+    def __add__(self, other: Any) -> _Value:
+        return self._with("add", other)
+
+    def __mul__(self, other: Any) -> _Value:
+        return self._with("mul", other)
+
+    def __and__(self, other: Any) -> _Value:
+        return self._with("bitwise_and", other)
+
+    def __xor__(self, other: Any) -> _Value:
+        return self._with("bitwise_xor", other)
+
+    def __rshift__(self, other: Any) -> _Value:
+        return self._with("bitwise_right_shift", other)
+
+    def __lt__(self, other: Any) -> _Value:
+        return self._with("lt", other, torch.bool)
+
+    def __ge__(self, other: Any) -> _Value:
+        return self._with("ge", other, torch.bool)
+
+    def __eq__(self, other: Any) -> Any:
+        return self._with("eq", other, torch.bool)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Lowered:
+    """Arithmetic on Inductor's values, as ``_Eager`` on tensors."""
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+
+    def __getattr__(self, name: str) -> Callable[[_Value], _Value]:
+        fn = getattr(self.ops, name)
+        return lambda x: _Value(self.ops, fn(x.value), x.dtype)
+
+    def where(self, condition: _Value, x: _Value, y: _Value) -> _Value:
+        made = self.ops.where(condition.value, x.value, y.value)
+        return _Value(self.ops, made, x.dtype)
+
+    def real(self, x: _Value) -> _Value:
+        made = self.ops.to_dtype(x.value, torch.float32)
+        return _Value(self.ops, made, torch.float32)
+
+
+@functools.cache
+def register_lowering() -> None:
+    """Teach Inductor both ops; needed before it first compiles one of them."""
+    register, pointwise, ops = _compat.inductor_lowering()
+
+    def lower(size, seed, global_size, offset, dtype, draw):
+        """One realized buffer: a consumer that drew anew could index differently."""
+        strides, load = _strides(global_size), seed.make_loader()
+
+        def inner(index):
+            steps = zip(index, offset, strides, strict=True)
+            return draw(load([]), sum((i + o) * s for i, o, s in steps))
+
+        made = pointwise.create(
+            device=seed.get_device(), dtype=dtype, inner_fn=inner, ranges=[*size]
+        )
+        made.realize()
+        return made
+
+    @register(torch.ops.fxpar.random.default, type_promotion_kind=None)
+    def lower_random(size, seed, mode, global_size, offset):
+        stream = _stream(seed.get_device().type)
+
+        def draw(seed, linear):
+            if stream.lanes == 1:
+                return getattr(ops, mode)(seed, ops.index_expr(linear, torch.int32))
+            # Inductor's own op takes neighbours of a kernel for neighbours in the
+            # global tensor, which those of a slice are not.
+            at = _Value(ops, ops.index_expr(linear, torch.int64))
+            return stream.draw(_Lowered(ops), mode, at, _Value(ops, seed)).value
+
+        return lower(size, seed, global_size, offset, torch.float32, draw)
+
+    @register(torch.ops.fxpar.randint.default, type_promotion_kind=None)
+    def lower_randint(low, high, size, seed, global_size, offset):
+        def draw(seed, linear):
+            at = ops.index_expr(linear, torch.int32)
+            bounds = (ops.value_expr(n, torch.int64) for n in (low, high))
+            return ops.randint64(seed, at, *bounds)
+
+        return lower(size, seed, global_size, offset, torch.int64, draw)

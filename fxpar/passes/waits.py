@@ -1,0 +1,45 @@
+"""local -> local: the result of a collective is waited for where it is first needed.
+
+In: a local graph. Out: the same nodes, changed in place only in their order: a wait,
+and what only rearranges its result, stands right before its first reader. A collective
+so runs beside whatever does not depend on it; a gradient's reduction beside the rest of
+the backward. It never moves a collective, so all ranks keep one order of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+# What may follow a wait without computing anything new.
+_REARRANGE = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.clone.default,
+    aten.slice.Tensor,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+}
+
+
+def sink_waits(graph: fx.Graph) -> None:
+    """Move every wait, and views of its result, before their first readers."""
+    waited = _waited(graph)
+    for node in reversed(list(graph.nodes)):
+        if node in waited and node.users:
+            min(node.users).prepend(node)
+    graph.lint()
+
+
+def _waited(graph: fx.Graph) -> set[fx.Node]:
+    """Waits, and nodes that only rearrange a waited result."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is WAIT or (node.target in _REARRANGE and node.args[0] in found):
+            found.add(node)
+    return found

@@ -1,0 +1,161 @@
+"""``fxpar.plan``: trace a function on one process and plan it for any mesh.
+
+Needs no process group and no accelerator; tensors may be on the meta device or fake.
+The result is the Plan with the traced program attached: ``simulate`` runs the local
+graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxpar.config import Options
+from fxpar.errors import HintError, PlanError
+from fxpar.explain.dump import watcher
+from fxpar.passes import Request, Result, parallelize
+from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.passes.signature import read_signature
+from fxpar.runtime.choose import plan_mode
+from fxpar.runtime.tracing import Call, Outcome
+from fxpar.sharding.hints import Entries, load
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan, asdict_shallow
+from fxpar.sharding.program import Input, Output
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class TracedPlan(Plan):
+    """A Plan with the program it was made for."""
+
+    result: Result | None = field(default=None, compare=False, repr=False)
+    call: Call | None = field(default=None, compare=False, repr=False)
+    module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
+
+    def simulate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the local graph on every rank of the mesh, in lockstep in this process.
+
+        Arguments are global values of the traced shapes. Returns what the function
+        returns, in global values; planned with ``grad=True``, ``(result, gradients)``:
+        by parameter or argument name, of the sum of all results. Raises AssertionError
+        if ranks that must agree do not.
+        """
+        return self._returned(self.outcome(*args, **kwargs))
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``simulate`` must return: the traced one-device graph, run."""
+        return self._returned(self.reference_outcome(*args, **kwargs))
+
+    def outcome(self, *args: Any, **kwargs: Any) -> Outcome:
+        """As ``simulate``, with gradients and buffers changed in place."""
+        result, call = self._traced()
+        edges, program = result.decision.edges, result.decision.program
+        specs = [None if v is None else edges.made[v] for v in program.inputs]
+        parts = [
+            [x] * self.mesh.size if spec is None else scatter(x, spec, self.mesh)
+            for x, spec in zip(call.inputs(args, kwargs), specs, strict=True)
+        ]
+        ranks = [[part[r] for part in parts] for r in range(self.mesh.size)]
+        local = fx.GraphModule(self.module, result.local)
+        outs = run_lockstep(local, self.mesh, ranks)
+        merged = [
+            outs[0][k]
+            if spec is None
+            else gather([o[k] for o in outs], spec, self.mesh)
+            for k, spec in enumerate(edges.outputs)
+        ]
+        return call.outcome(program.signature, merged)
+
+    def reference_outcome(self, *args: Any, **kwargs: Any) -> Outcome:
+        """As ``reference``, with gradients and buffers changed in place."""
+        result, call = self._traced()
+        whole = fx.GraphModule(self.module, result.normalized)
+        values = list(whole(*call.inputs(args, kwargs)))
+        return call.outcome(result.decision.program.signature, values)
+
+    def _returned(self, outcome: Outcome) -> Any:
+        _, call = self._traced()
+        return (outcome.result, outcome.gradients) if call.grad else outcome.result
+
+    def _traced(self) -> tuple[Result, Call]:
+        if self.result is None or self.call is None:
+            raise PlanError(
+                "a loaded plan has no program to run",
+                fix="plan again with fxpar.plan(fn, *args, mode=path)",
+            )
+        return self.result, self.call
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: str | Mesh,
+    in_specs: Sequence[Any] | None = None,
+    out_specs: Sequence[Any] | None = None,
+    hints: Mapping[str, Entries] | str | None = None,
+    mode: str | None = None,
+    grad: bool = False,
+    **kwargs: Any,
+) -> TracedPlan:
+    """Plan ``fn(*args, **kwargs)`` for ``mesh`` and return the plan.
+
+    fn: a module, or a function; modules it closes over keep their parameters.
+    in_specs, out_specs: one entry per tensor argument or result: a Spec, a tuple as in
+      ``Spec(...)``, or None for open.
+    hints: pattern -> entries per dim, or a TOML file (``fxpar.sharding.hints``).
+    mode: as FXPAR_PLAN. grad: plan forward and backward together; gradients are of the
+      parameters and of the arguments that require grad (all floating ones, if nothing
+      does).
+
+    Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
+    """
+    options = Options.read(None)
+    mesh = Mesh.parse(mesh)
+    call = Call(fn, args, kwargs, grad)
+    module, fake_mode = call.trace()
+    given = _given(in_specs, call.count, "in_specs", "tensor arguments")
+
+    def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
+        return call.declare(kind, payload, node, given)
+
+    results = _given(out_specs, call.result_count, "out_specs", "tensor results")
+
+    def make_output(kind: str, name: str, of: int | None) -> Output:
+        k = int(name.removeprefix("output_")) if kind == "output" else None
+        rest = results[k] if k is not None else None
+        return Output(name, kind, of, rest)
+
+    signature = read_signature(module.graph, make_input, make_output)
+    request = Request(
+        mesh,
+        signature,
+        load(hints if hints is not None else options.hints),
+        plan_mode(mode or options.plan),
+        strict=options.strict,
+        disable=options.disable,
+        watch=watcher(options, "plan"),
+    )
+    result = parallelize(module.graph, fake_mode, request)
+    return TracedPlan(
+        **asdict_shallow(result.plan), result=result, call=call, module=module
+    )
+
+
+def _given(
+    specs: Sequence[Any] | None, count: int, name: str, what: str
+) -> list[Spec | None]:
+    if specs is None:
+        return [None] * count
+    if len(specs) != count:
+        raise HintError(
+            f"{name} has {len(specs)} entries for {count} {what}",
+            fix="give one entry per tensor; None leaves it open",
+        )
+    return [
+        spec if spec is None or isinstance(spec, Spec) else Spec(*spec)
+        for spec in specs
+    ]

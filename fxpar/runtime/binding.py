@@ -1,0 +1,146 @@
+"""local -> bound: one rank's coordinates folded into the local graph.
+
+In: the local graph, equal on all ranks. Out: the same nodes in a new graph in which
+``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and groups are
+those of this rank. Random ops that turned out whole become Inductor's own again, so
+that what is not sharded compiles as on one device; seeds come from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.passes import ops
+from fxpar.passes.builder import Builder
+from fxpar.sharding.mesh import Mesh
+
+GroupOf = Callable[[tuple[str, ...]], str]
+
+
+def bind(
+    graph: fx.Graph,
+    mesh: Mesh,
+    rank: int,
+    group_of: GroupOf,
+    fake_mode: Any,
+    *,
+    inductor: bool,
+) -> fx.Graph:
+    """The bound graph of ``rank``. ``group_of``: axes -> name of the process group."""
+    new = fx.Graph()
+    build = Builder(new, fake_mode, mesh)
+    done: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
+        args = _with_group(args, group_of)
+        if node.target is ops.offset:
+            with ops.as_rank(rank):
+                done[node] = ops.offset(*node.args)
+            continue
+        if node.target is torch.ops.fxpar.permute.default:
+            with build.at(node):
+                done[node] = _permute(build, mesh, rank, node, *args)
+            continue
+        if inductor and _is_bool_gather(node):
+            with build.at(node):
+                done[node] = _gather_bytes(build, node, *args)
+            continue
+        target = node.target
+        if inductor and node.op == "call_function":
+            target, args = _as_inductor(node, args)
+        copy = new.create_node(node.op, target, args, kwargs, node.name)
+        copy.meta = dict(node.meta)
+        done[node] = copy
+        if node.target is torch.ops.fxpar.seeds.default:
+            with build.at(node):
+                done[node] = _same_seeds(build, copy, mesh, group_of)
+    new.lint()
+    return new
+
+
+def _with_group(args: Any, group_of: GroupOf) -> Any:
+    """Arguments with symbolic group names replaced."""
+    return tuple(
+        group_of(ops.group_axes(a))
+        if isinstance(a, str) and a.startswith(ops.GROUP_PREFIX)
+        else a
+        for a in args
+    )
+
+
+def _is_bool_gather(node: fx.Node) -> bool:
+    """Whether a node is an all-gather of bools, or its wait."""
+    c10d = torch.ops._c10d_functional
+    if node.target is c10d.wait_tensor.default:
+        node = node.args[0]
+    gathers = node.target is c10d.all_gather_into_tensor.default
+    return gathers and node.meta["val"].dtype is torch.bool
+
+
+def _gather_bytes(build: Builder, node: fx.Node, x: fx.Node, *rest: Any) -> fx.Node:
+    """Bools are gathered as bytes: Inductor (2.13) takes the group size for an operand
+    that promotes bools to int64."""
+    convert = torch.ops.prims.convert_element_type.default
+    if not rest:
+        return build.call(convert, build.wait(x), torch.bool)
+    return build.call(node.target, build.call(convert, x, torch.uint8), *rest)
+
+
+def _permute(
+    build: Builder,
+    mesh: Mesh,
+    rank: int,
+    node: fx.Node,
+    x: fx.Node,
+    sources: list[int],
+    group: str,
+) -> fx.Node:
+    """Member i receives from ``sources[i]``: an all-to-all of one piece a rank."""
+    members = mesh.group(rank, ops.group_axes(node.args[2]))
+    me = members.index(rank)
+    aten = torch.ops.aten
+    shape = list(x.meta["val"].shape)
+    flat = build.call(aten.reshape.default, x, [-1])
+    n = flat.meta["val"].shape[0]
+    receive = [n if i == sources[me] else 0 for i in range(len(members))]
+    send = [n if source == me else 0 for source in sources]
+    c10d = torch.ops._c10d_functional
+    moved = build.call(c10d.all_to_all_single.default, flat, receive, send, group)
+    return build.call(aten.view.default, build.wait(moved), shape)
+
+
+def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
+    """Inductor's own op, where the whole tensor is drawn as Inductor would.
+
+    Not so on CUDA: there Inductor's numbers depend on how it tiles a kernel, ours count
+    by global index alone.
+    """
+    target, value = node.target, node.meta.get("val")
+    if target is torch.ops.fxpar.seeds.default:
+        return _compat.inductor_seeds(), args
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return target, args
+    if target is torch.ops.fxpar.random.default:
+        size, seed, mode, whole, _ = args
+        if list(size) == list(whole):
+            return _compat.inductor_random(), (size, seed, mode)
+    elif target is torch.ops.fxpar.randint.default:
+        low, high, size, seed, whole, _ = args
+        if list(size) == list(whole):
+            return _compat.inductor_randint(), (low, high, size, seed)
+    return target, args
+
+
+def _same_seeds(build: Builder, seeds: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
+    """Rank 0's seeds for all: generators of ranks may have drifted apart (a data loader
+    that augments, a print of a random number), masks may not."""
+    if mesh.size == 1:
+        return seeds
+    c10d = torch.ops._c10d_functional
+    group = group_of(mesh.names)
+    return build.wait(build.call(c10d.broadcast.default, seeds, 0, group))

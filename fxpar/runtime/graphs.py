@@ -1,0 +1,235 @@
+"""What surrounds a compiled graph: checks at its first call, variants per shape.
+
+Nothing here changes a graph. A ``Compiled`` is what Dynamo calls; ``PerShape`` compiles
+a graph with symbolic sizes once per concrete sizes, which is also how local mode gets
+the global batch size into a graph that was traced with one rank's part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.config import Options
+from fxpar.errors import FxparError, PlanError
+from fxpar.runtime.groups import Ranks
+from fxpar.runtime.inputs import LOCAL_MARK
+from fxpar.runtime.names import Named
+from fxpar.sharding.conventions import batch_axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Signature
+from fxpar.sharding.spec import Spec
+
+_NUMBER = itertools.count()
+_PLANS: list[Plan] = []
+
+
+def next_number() -> int:
+    """Number of a graph; ranks that run the same program count alike."""
+    return next(_NUMBER)
+
+
+def plans() -> list[Plan]:
+    """The plans ``torch.compile(backend="fxpar")`` made in this process, in order."""
+    return list(_PLANS)
+
+
+def raiser(error: FxparError) -> Callable[..., Any]:
+    """A compiled function that can only say why there is none.
+
+    It says so once: Dynamo forgets it, so that the next call compiles again, with the
+    options and the environment of then.
+    """
+
+    def fail(*_: Any) -> Any:
+        torch.compiler.reset()
+        raise error
+
+    return fail
+
+
+class Compiled:
+    """A compiled graph; at its first call the ranks compare what they feed it.
+
+    ``results``: the specs of its results, by position.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        checks: Sequence[Callable[[Sequence[Any]], None]],
+        plan: Plan | None,
+        results: Mapping[int, Spec],
+        options: Options,
+        ranks: Ranks,
+    ) -> None:
+        self.compiled, self.checks = compiled, checks
+        self.results, self.options, self.ranks = results, options, ranks
+        if plan is not None:
+            _PLANS.append(plan)
+        self._first = True
+        self._plain = options.outputs == "global" and options.inputs == "global"
+
+    def __call__(self, *args: Any) -> Any:
+        if self._first:
+            for check in self.checks:
+                check(args)
+            self._first = False
+        out = self.compiled(*args)
+        return out if self._plain else self._dressed(out)
+
+    def _dressed(self, out: Any) -> Any:
+        """Results as DTensors, or marked as local or global. One that the graph does
+        not compute (an input handed through) is a global value."""
+        results = []
+        for i, x in enumerate(out):
+            if isinstance(x, torch.Tensor):
+                spec = self.results.get(i) or Spec.whole(x.dim())
+                if self.options.outputs == "dtensor":
+                    x = self.ranks.dtensor(x, spec)
+                elif i in self.results:
+                    setattr(x, LOCAL_MARK, not spec.is_whole)
+            results.append(x)
+        return type(out)(results)
+
+
+def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
+    """A Dynamo graph for one device: ``fxpar.constrain`` says nothing there."""
+    for node in list(gm.graph.nodes):
+        if str(node.target).startswith("fxpar.constrain"):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def has_symbols(examples: Sequence[Any]) -> bool:
+    """Whether Dynamo traced with symbolic sizes."""
+    return any(isinstance(x, torch.SymInt) for x in examples)
+
+
+def local_inputs(
+    named: Sequence[Named], examples: Sequence[Any], options: Options
+) -> tuple[int, ...]:
+    """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
+    save those another graph returned whole."""
+    if options.inputs != "local":
+        return ()
+    return tuple(
+        i
+        for i, (name, x) in enumerate(zip(named, examples, strict=True))
+        if name.kind == "input"
+        and isinstance(x, torch.Tensor)
+        and x.dim() > 0
+        and getattr(x, LOCAL_MARK, True)
+    )
+
+
+def local_batch(signature: Signature, local: Sequence[str], mesh: Mesh) -> Signature:
+    """The signature of a graph that is fed parts of the batch: the inputs named in
+    ``local`` rest split over the batch axes, results that follow them stay local."""
+    axes = batch_axes(mesh)
+    inputs = tuple(
+        replace(x, rest=Spec.of([axes, *x.rest.dims[1:]]), free=False)
+        if x.name in local and x.rest is not None
+        else x
+        for x in signature.inputs
+    )
+    gradients = {i for i, x in enumerate(inputs) if x.name in local}
+    outputs = tuple(
+        replace(x, lie="batch")
+        if x.kind == "output" or (x.kind == "gradient" and x.of in gradients)
+        else x
+        for x in signature.outputs
+    )
+    return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
+
+
+class PerShape:
+    """Compiles a Dynamo graph once for each set of concrete sizes it is called with.
+
+    In local mode sizes that come from a batch dim are those of the global batch.
+    Raises PlanError if the program fixed the batch size while it was traced.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        local: Sequence[int],
+        mesh: Mesh,
+        compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    ) -> None:
+        self.gm, self.compile = gm, compile_graph
+        self.local = frozenset(local)
+        self.parts = mesh.count(batch_axes(mesh)) if local else 1
+        self.batch_sizes = self._batch_sizes(examples)
+        self.variants: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
+        if key not in self.variants:
+            self.variants[key] = self.compile(
+                _compat.copy_graph(self.gm), self._global(args)
+            )
+        return self.variants[key](*args)
+
+    def _batch_sizes(self, examples: Sequence[Any]) -> frozenset[int]:
+        """Positions of the symbolic ints that are the size of a local batch dim."""
+        nodes = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+        symbols = {str(values[i].shape[0]) for i in self.local}
+        return frozenset(
+            i
+            for i, (x, value) in enumerate(zip(examples, values, strict=True))
+            if isinstance(x, torch.SymInt) and str(value) in symbols
+        )
+
+    def _global(self, args: Sequence[Any]) -> list[Any]:
+        """Arguments as the global program sees them: local parts as fakes in full."""
+        if not self.local:
+            return list(args)
+        mode, out = _compat.new_fake_mode(), []
+        for i, x in enumerate(args):
+            if i in self.local:
+                x = _compat.fake_like(x, (x.shape[0] * self.parts, *x.shape[1:]), mode)
+            elif i in self.batch_sizes:
+                x = x * self.parts
+            out.append(x)
+        return out
+
+
+def require_dynamic_batch(
+    gm: fx.GraphModule, examples: Sequence[Any], local: Sequence[int]
+) -> None:
+    """In local mode make Dynamo trace again with the batch dim symbolic, so that the
+    global size can be put in its place.
+
+    Raises PlanError if the program fixes the size anyway.
+    """
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    fixed = []
+    for i in local:
+        value = nodes[i].meta.get("example_value")
+        if value is not None and not isinstance(value.shape[0], torch.SymInt):
+            fixed.append((nodes[i].name, examples[i]))
+    if not fixed:
+        return
+    if any(_compat.is_marked_dynamic(x) for _, x in fixed):
+        name, x = fixed[0]
+        raise PlanError(
+            f"with FXPAR_INPUTS=local the batch size must stay open while tracing, but "
+            f"the program fixes dim 0 of {name} to {x.shape[0]}",
+            fix="feed at least 2 samples a rank and do not branch on the batch size, "
+            "or feed the global batch (FXPAR_INPUTS=global)",
+        )
+    for _, x in fixed:
+        _compat.maybe_mark_dynamic(x, 0)
+    _compat.trace_again("fxpar: local batch dims become symbolic")

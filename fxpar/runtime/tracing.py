@@ -1,0 +1,305 @@
+"""Tracing a plain call to one ATen graph, on one process, with fake tensors.
+
+A ``Call`` knows how the arguments and results of a function map to the flat tensors of
+its graph: parameters and buffers of every module the function uses are graph inputs,
+with ``grad`` the graph is forward and backward in one. Nodes carry the user's lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from fxpar import _compat
+from fxpar.errors import PlanError
+from fxpar.sharding.program import Input, Signature
+from fxpar.sharding.spec import Spec
+
+TENSOR = object()  # stands for a tensor among the leaves of a result
+
+# In paths of code that is not the user's: torch, fxpar, and code made from text.
+_NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of a traced program gives. ``gradients``: by parameter or argument
+    name. ``mutations``: new values of buffers and arguments changed in place."""
+
+    result: Any
+    gradients: dict[str, torch.Tensor]
+    mutations: dict[str, torch.Tensor]
+
+
+class UserLines(TorchFunctionMode):
+    """Gives every traced node the user's line that called the torch function."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        frame: FrameType | None = sys._getframe(1)
+        lines: list[str] = []
+        while frame is not None and len(lines) < 8:
+            path = frame.f_code.co_filename
+            if not any(part in path for part in _NOT_THE_USERS):
+                code = linecache.getline(path, frame.f_lineno).strip()
+                name = frame.f_code.co_name
+                lines.insert(
+                    0,
+                    f'  File "{path}", line {frame.f_lineno}, in {name}\n    {code}\n',
+                )
+            frame = frame.f_back
+        _compat.set_stack_trace(lines)
+        return func(*args, **(kwargs or {}))
+
+
+def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
+    """Modules a callable is, belongs to, or closes over, by the name it uses."""
+    if isinstance(fn, nn.Module):
+        return {"": fn}
+    found: dict[str, nn.Module] = {}
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module):
+        found[""] = owner
+    code = getattr(fn, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, fn.__closure__ or (), strict=False)
+        names = {name: cell.cell_contents for name, cell in cells}
+        scope = fn.__globals__
+        names |= {n: scope[n] for n in code.co_names if n in scope}
+        found |= {n: m for n, m in names.items() if isinstance(m, nn.Module)}
+    return found
+
+
+class _Program(nn.Module):
+    """The traced callable as a module of flat tensors: tensor arguments in, tensor
+    results out. Parameters and buffers of all modules it uses are its own, each once,
+    so that a tied weight is one input with one gradient."""
+
+    def __init__(self, call: Call, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.call = call
+        self.modules_used = [Held(name, module) for name, module in modules.items()]
+        self.names: dict[str, str] = {}
+        for held in self.modules_used:
+            for name, parameter in held.module.named_parameters():
+                self.register_parameter(self._key(held.full(name)), parameter)
+            for name, buffer in held.module.named_buffers():
+                self.register_buffer(self._key(held.full(name)), buffer)
+
+    def _key(self, name: str) -> str:
+        key = f"t{len(self.names)}"
+        self.names[key] = name
+        return key
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        args, kwargs = self.call.unflatten(tensors)
+        keys = {name: key for key, name in self.names.items()}
+        with contextlib.ExitStack() as stack:
+            for held in self.modules_used:
+                own = {
+                    name: getattr(self, keys[held.full(name)])
+                    for name in held.tensor_names()
+                }
+                stack.enter_context(_compat.reparametrize(held.module, own))
+            stack.enter_context(UserLines())
+            out = self.call.fn(*args, **kwargs)
+        leaves, self.call.out_tree = _compat.tree_flatten(out)
+        self.call.out_leaves = [
+            TENSOR if isinstance(x, torch.Tensor) else x for x in leaves
+        ]
+        results = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if self.call.grad:
+            results = _apart(results, [*tensors, *self.parameters()])
+        return tuple(results)
+
+
+def _apart(
+    results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results as tensors of their own, so that each has a gradient of its own: those
+    that are views of an input or of an earlier result are copied."""
+
+    def base(x: torch.Tensor) -> int:
+        return id(x if x._base is None else x._base)
+
+    seen = {base(x) for x in inputs}
+    out = []
+    for x in results:
+        out.append(x.clone() if base(x) in seen else x)
+        seen.add(base(x))
+    return out
+
+
+@dataclass(frozen=True)
+class Held:
+    """A module the callable uses, by the name it uses ("" for the callable itself)."""
+
+    name: str
+    module: nn.Module
+
+    def full(self, name: str) -> str:
+        """A parameter's name as the user knows it."""
+        return f"{self.name}.{name}" if self.name else name
+
+    def tensor_names(self) -> list[str]:
+        return [
+            *dict(self.module.named_parameters()),
+            *dict(self.module.named_buffers()),
+        ]
+
+
+class Call:
+    """How a call's arguments and results map to the flat tensors of its graph."""
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple, kwargs: dict, grad: bool
+    ) -> None:
+        self.fn, self.grad = fn, grad
+        self.leaves, self.tree = _compat.tree_flatten((args, kwargs))
+        self.places = [
+            i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)
+        ]
+        self.names = self._argument_names(args, kwargs)
+        self.program = _Program(self, modules_of(fn))
+        self.out_tree: Any = None
+        self.out_leaves: list[Any] = []
+        self.feeds: list[tuple[str, Any, Any]] = []
+
+    @property
+    def count(self) -> int:
+        """Number of tensor arguments."""
+        return len(self.places)
+
+    @property
+    def result_count(self) -> int:
+        return sum(leaf is TENSOR for leaf in self.out_leaves)
+
+    def _argument_names(self, args: tuple, kwargs: dict) -> list[str]:
+        try:
+            fn = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
+            bound = inspect.signature(fn).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            bound = {f"arg{i}": a for i, a in enumerate(args)} | kwargs
+        named: dict[int, str] = {}
+        for name, value in bound.items():
+            tensors = [
+                t for t in _compat.tree_leaves(value) if isinstance(t, torch.Tensor)
+            ]
+            for i, tensor in enumerate(tensors):
+                named.setdefault(
+                    id(tensor), name if len(tensors) == 1 else f"{name}_{i}"
+                )
+        return [
+            named.get(id(self.leaves[i]), f"arg{k}") for k, i in enumerate(self.places)
+        ]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.places, tensors, strict=True):
+            leaves[i] = tensor
+        return _compat.tree_unflatten(leaves, self.tree)
+
+    def trace(self) -> tuple[fx.GraphModule, Any]:
+        """The traced graph on fake tensors, flat in and out, and their mode."""
+        mode = _compat.fake_mode_of(self.leaves) or _compat.new_fake_mode()
+        tensors = [self.leaves[i] for i in self.places]
+        state = dict(self.program.named_parameters())
+        asked = any(t.requires_grad for t in [*tensors, *state.values()])
+
+        def fake(x: torch.Tensor, needs_grad: bool) -> torch.Tensor:
+            made = _compat.as_fake(x, mode)
+            return made.requires_grad_(needs_grad and x.is_floating_point())
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mode)
+            arguments = tuple(
+                fake(t, self.grad and (t.requires_grad or not asked)) for t in tensors
+            )
+            fakes: dict[str, torch.Tensor] = {
+                name: nn.Parameter(fake(p, False), p.requires_grad and self.grad)
+                for name, p in state.items()
+            }
+            for name, buffer in self.program.named_buffers():
+                fakes[name] = fake(buffer, False)
+            stack.enter_context(_compat.reparametrize(self.program, fakes))
+            stack.enter_context(_compat.preserve_node_meta())
+            stack.enter_context(_compat.as_compiling())
+            module = _compat.export_joint(
+                stack, self.program, arguments, grad=self.grad
+            )
+            _compat.replace_random(module, mode)
+        module.graph.set_codegen(fx.graph.CodeGen())
+        module.recompile()
+        return module, mode
+
+    def declare(
+        self, kind: str, payload: Any, node: fx.Node, given: Sequence[Spec | None]
+    ) -> Input:
+        """The Input of the next placeholder; remembers what to feed it."""
+        value = node.meta.get("val")
+        self.feeds.append((kind, payload, value))
+        if kind == "input":
+            return Input(self.names[payload], kind, given[payload])
+        if kind in ("parameter", "buffer"):
+            return Input(self.program.names[payload], kind)
+        return Input(f"{kind}_{len(self.feeds)}", kind)
+
+    def inputs(self, args: tuple, kwargs: dict) -> list[Any]:
+        """Values of all placeholders for a call; tangents are ones.
+
+        Raises PlanError if the arguments are not like those traced.
+        """
+        leaves, tree = _compat.tree_flatten((args, kwargs))
+        if tree != self.tree:
+            raise PlanError("the arguments are structured unlike those planned with")
+        state = {
+            **dict(self.program.named_parameters()),
+            **dict(self.program.named_buffers()),
+        }
+        out: list[Any] = []
+        for kind, payload, value in self.feeds:
+            if kind == "input":
+                given = leaves[self.places[payload]]
+                if given.shape != value.shape or given.dtype != value.dtype:
+                    raise PlanError(
+                        f"argument {self.names[payload]} is {given.dtype} "
+                        f"{list(given.shape)}, planned with {value.dtype} "
+                        f"{list(value.shape)}",
+                        fix="plan again for these shapes",
+                    )
+                out.append(given.detach())
+            elif kind in ("parameter", "buffer"):
+                out.append(state[payload].detach())
+            elif kind == "tangent":
+                strides = value.shape, value.stride()
+                out.append(torch.empty_strided(*strides, dtype=value.dtype).fill_(1))
+            else:
+                raise PlanError(f"cannot run a graph with an input of kind {kind!r}")
+        return out
+
+    def outcome(self, signature: Signature, values: Sequence[Any]) -> Outcome:
+        """Flat graph outputs as the user's result, gradients and new buffers."""
+        tensors, gradients, mutations = {}, {}, {}
+        for declared, value in zip(signature.outputs, values, strict=True):
+            if declared.kind == "output":
+                tensors[int(declared.name.removeprefix("output_"))] = value
+            elif value is None or declared.of is None:
+                continue
+            elif declared.kind == "gradient":
+                gradients[declared.name] = value
+            elif declared.kind == "mutation":
+                mutations[declared.name] = value
+        flat = iter(tensors[i] for i in sorted(tensors))
+        leaves = [next(flat) if held is TENSOR else held for held in self.out_leaves]
+        result = _compat.tree_unflatten(leaves, self.out_tree)
+        return Outcome(result, gradients, mutations)

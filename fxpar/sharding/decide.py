@@ -1,0 +1,196 @@
+"""Deciding: from a Program, a Mesh and hints to a Decision.
+
+Propagate what is given, choose a strategy per op, place the reductions, connect. A
+saved plan is applied to a program again by ``recall``. Nothing here knows about graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpar.errors import PlanError
+from fxpar.sharding import conventions
+from fxpar.sharding.edges import Edges, Reshard, connect
+from fxpar.sharding.factors import Strategy
+from fxpar.sharding.hints import Entries, make_seed, match
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.partials import place_reductions
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Program
+from fxpar.sharding.propagate import Origin, Propagation, Seed, State
+from fxpar.sharding.reshard import steps
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.steps import Step
+from fxpar.sharding.strategies import choose
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about a Program. ``origins``: per value, why each axis."""
+
+    program: Program
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    settled: tuple[Spec, ...]
+    edges: Edges
+    origins: tuple[Mapping[str, Origin], ...]
+    notes: tuple[str, ...] = ()
+
+
+def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
+    """The steps a reshard is lowered to."""
+    value = decision.program.values[reshard.value]
+    return steps(
+        reshard.source,
+        reshard.target,
+        decision.mesh,
+        value.shape,
+        value.dtype.itemsize,
+    )
+
+
+def decide(
+    program: Program,
+    mesh: Mesh,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]] = (),
+    *,
+    mode: str = "propagate",
+) -> Decision:
+    """Propagate hints (and conventions for axes no hint names), then choose strategies,
+    place reductions and connect. ``constraints``: (value, entries) found in the code.
+
+    Raises HintError for hints that do not fit.
+    """
+    engine = Propagation(program, mesh)
+    notes: list[str] = []
+    for a, b in _ties(program):
+        engine.tie(a, b)
+    if mode != "replicate":
+        seeds = _resting_inputs(program, mesh) + match(program, hints, mesh)
+        for value, entries in constraints:
+            name = program.values[value].name
+            what = f"fxpar.constrain at {name}"
+            seeds.append(make_seed(program, value, entries, mesh, "value", what))
+        _seed_all(engine, seeds + _resting_outputs(program, mesh), notes)
+    state = engine.state
+    strategies = choose(program, state, mesh)
+    strategies, settled = place_reductions(program, state, strategies, mesh)
+    edges = connect(program, strategies, settled, mesh)
+    notes += _indivisible_notes(state, program, mesh)
+    return Decision(
+        program,
+        mesh,
+        tuple(strategies),
+        tuple(settled),
+        edges,
+        tuple(state.origins),
+        tuple(notes),
+    )
+
+
+def _seed_all(engine: Propagation, seeds: list[Seed], notes: list[str]) -> None:
+    """The given seeds, then conventions for what they leave open. A batch axis that
+    only parameters name (ZeRO) still splits the batch."""
+    program, mesh = engine.program, engine.mesh
+    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
+    named, named_on_values = _named(seeds), _named(s for s in seeds if s.priority == 0)
+    batch = [
+        axis
+        for axis in conventions.batch_axes(mesh)
+        if axis in axes and axis not in named_on_values
+    ]
+    taken = {seed.value for seed in seeds}
+    extra = conventions.batch_seeds(program, mesh, batch, notes)
+    engine.seed(seeds + [seed for seed in extra if seed.value not in taken])
+    for axis in axes:
+        if axis not in batch and axis not in named:
+            conventions.seed_weights(engine, axis)
+
+
+def _named(seeds: Iterable[Seed]) -> set[str]:
+    return {axis for seed in seeds for dim in seed.dims for axis in dim}
+
+
+def _resting_inputs(program: Program, mesh: Mesh) -> list[Seed]:
+    """Seeds of inputs that rest in a spec given by the user."""
+    seeds = []
+    for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
+        if v is not None and declared.rest is not None and not declared.free:
+            what = f"spec given for {declared.name}"
+            rest = declared.rest.without_partial()
+            seeds.append(make_seed(program, v, rest, mesh, declared.kind, what))
+    return seeds
+
+
+def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
+    """Seeds of outputs that must have a spec. Of an input that is an output too, or a
+    value with two specs, one seed holds; the outputs are resharded."""
+    seeds = []
+    for result, v in zip(program.signature.outputs, program.outputs, strict=True):
+        if v is not None and result.rest is not None:
+            what = f"spec given for {result.name}"
+            seeds.append(make_seed(program, v, result.rest, mesh, "value", what))
+    return seeds
+
+
+def _ties(program: Program) -> list[tuple[int, int]]:
+    """Gradients follow their parameters, tangents their outputs."""
+    signature, out = program.signature, []
+    for k, result in enumerate(signature.outputs):
+        if result.of is not None:
+            a, b = program.inputs[result.of], program.outputs[k]
+            if a is not None and b is not None and a != b:
+                out.append((a, b))
+    for i, k in signature.tangents:
+        a, b = program.inputs[i], program.outputs[k]
+        if a is not None and b is not None:
+            out.append((a, b))
+    return out
+
+
+def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
+    out: dict[tuple, str] = {}
+    for (v, d, axis), origin in state.indivisible.items():
+        value = program.values[v]
+        key = (origin.seed, axis, value.shape, d)
+        out.setdefault(
+            key,
+            f"{value.name}: dim {d} of {list(value.shape)} does not divide over {axis} "
+            f"(from {origin.seed}): it stays whole there, "
+            f"{value.nbytes * (1 - 1 / mesh.sizes[axis]):.0f} bytes more per rank",
+        )
+    return list(out.values())
+
+
+def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
+    """Apply a saved plan to a program.
+
+    Raises PlanError where the plan is for another mesh or another program.
+    """
+    if plan.mesh.axes != mesh.axes:
+        raise PlanError(
+            f"the plan is for mesh {plan.mesh}, this run has {mesh}",
+            fix="plan again for this mesh",
+        )
+    if [op.name for op in program.ops] != [node.name for node in plan.nodes]:
+        raise PlanError(
+            "the plan is for another program: its ops differ",
+            fix="plan again: a plan fits the code, shapes and versions it was made for",
+        )
+    strategies = [Strategy(node.factors, node.passes) for node in plan.nodes]
+    settled = [Spec.whole(len(v.shape)) for v in program.values]
+    known = dict(plan.values)
+    for value in program.values:
+        settled[value.index] = known[value.name]
+    edges = connect(program, strategies, settled, mesh)
+    return Decision(
+        program,
+        mesh,
+        tuple(strategies),
+        tuple(settled),
+        edges,
+        tuple({} for _ in program.values),
+        plan.notes,
+    )

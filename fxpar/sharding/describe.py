@@ -1,0 +1,120 @@
+"""From a Decision to the Plan users see: specs by name, collectives, reasons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.edges import Reshard
+from fxpar.sharding.plan import Collective, NodePlan, Plan
+from fxpar.sharding.program import Op, user_line
+
+
+def describe(decision: Decision) -> Plan:
+    """The Plan of a Decision."""
+    program, edges = decision.program, decision.edges
+    signature = program.signature
+    nodes = tuple(_node_plan(decision, op) for op in program.ops)
+
+    fed = [
+        (declared, v)
+        for declared, v in zip(signature.inputs, program.inputs, strict=True)
+        if v is not None
+    ]
+    plain = [
+        decision.settled[v] if declared.rest is None else edges.made[v]
+        for declared, v in fed
+        if declared.kind == "input"
+    ]
+    parameters = [
+        (declared.name, decision.settled[v])
+        for declared, v in fed
+        if declared.kind in ("parameter", "buffer")
+    ]
+    results = list(zip(signature.outputs, edges.outputs, strict=True))
+    return Plan(
+        decision.mesh,
+        tuple(plain),
+        tuple(s for out, s in results if out.kind == "output" and s is not None),
+        tuple(parameters),
+        tuple((o.name, s) for o, s in results if o.kind == "gradient" and s),
+        tuple((v.name, decision.settled[v.index]) for v in program.values),
+        nodes,
+        collectives_of(decision),
+        tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
+        tuple(_reasons(decision)),
+        decision.notes,
+    )
+
+
+def _node_plan(decision: Decision, op: Op) -> NodePlan:
+    program, edges = decision.program, decision.edges
+    strategy = decision.strategies[op.index]
+    values = [program.values[v] for v in op.tensors]
+    return NodePlan(
+        op.name,
+        str(op.target),
+        strategy.factors,
+        strategy.passes,
+        tuple(edges.reads[op.index, i] for i in range(len(op.operands))),
+        tuple(edges.made[v] for v in op.results),
+        tuple(decision.settled[v] for v in op.results),
+        tuple(v.shape for v in values),
+        tuple(str(v.dtype).removeprefix("torch.") for v in values),
+        str(op.rule),
+        user_line(op.node),
+    )
+
+
+def collectives_of(decision: Decision) -> tuple[Collective, ...]:
+    """Every collective of the plan in program order of the reshards."""
+    program, mesh, out = decision.program, decision.mesh, []
+    for reshard in decision.edges.reshards:
+        value = program.values[reshard.value]
+        before, source = reshard.source, cause(decision, reshard)
+        for step in route(decision, reshard):
+            if not step.local:
+                shards = min(
+                    mesh.count(spec.sharded_axes) for spec in (before, step.spec)
+                )
+                size = value.nbytes // shards
+                out.append(Collective(step.kind, step.axes, size, source))
+            before = step.spec
+    return tuple(out)
+
+
+def cause(decision: Decision, reshard: Reshard) -> str:
+    """Node and user line that made a reshard necessary."""
+    program = decision.program
+    if reshard.early and reshard.value in program.producers:
+        op = program.ops[program.producers[reshard.value][0]]
+    elif reshard.output is not None:
+        return f"output {program.signature.outputs[reshard.output].name}"
+    else:
+        assert reshard.reader is not None, "a reshard has a reader or an output"
+        op = program.ops[reshard.reader]
+    line = user_line(op.node)
+    return f"{op.name} ({line})" if line else op.name
+
+
+def _reasons(decision: Decision) -> list[tuple[str, str]]:
+    program, out = decision.program, []
+    for value in program.values:
+        origins = decision.origins[value.index]
+        if origins:
+            lines = [_chain(decision, value.index, axis) for axis in origins]
+            out.append((value.name, "\n".join(lines)))
+    return out
+
+
+def _chain(decision: Decision, v: int, axis: str) -> str:
+    """The way an axis came to a value, at most a few steps of it."""
+    origin = decision.origins[v][axis]
+    hops: list[str] = []
+    while origin.op is not None and origin.source is not None and len(hops) < 4:
+        source = decision.program.values[origin.source]
+        hops.append(f"{source.name} through {origin.op}")
+        origin = decision.origins[origin.source].get(axis, replace(origin, op=None))
+    way = "".join(f"\n    from {hop}" for hop in hops)
+    more = "\n    ..." if origin.op is not None else ""
+    return f"  {axis}: {decision.origins[v][axis].seed}{way}{more}"

@@ -1,0 +1,330 @@
+"""Factor rules: an op's sharding behaviour as an einsum-like row.
+
+``"m k, k n -> m n"`` names the factors of every dim of every tensor operand and result.
+A mesh axis given to a factor splits every dim that has it. From that alone follow the
+specs of operands and results:
+
+- a factor missing from an operand: that operand is whole over the axis;
+- a factor missing from a result: that result is partial over the axis, reduced by the
+  factor's reduction (``sum`` unless the row says otherwise);
+- ``k!``: the factor must stay whole; ``_``: a dim without a factor (size 1, or whole);
+- ``(a b)``: a compound dim, major to minor, as views make it. A minor factor may be
+  split only where every factor above it is split completely, else a rank would hold
+  strided pieces of the dim, which a Spec does not express;
+- ``+ m n, m k, k n -> m n``: an operand marked ``+`` is added into the result. Over the
+  axes of a contracted factor it lacks (here ``k``) it must itself be partial, else each
+  rank would add it once more;
+- ``c ~k`` in a result: the result lacks ``k`` without reducing over it; every rank
+  along ``k`` computes it alike. ``~`` as the last result stands for any further results
+  (a seed, a reserve, an empty tensor): whole, and alike over every factor.
+
+A partial operand may pass *through* an op instead of being reduced before it where a
+``Passage`` says so: every operand of the group is partial, all others are whole, and
+every result is then partial with the same reduction.
+
+Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its factors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxpar.errors import RuleError
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+Dims = tuple[tuple[str, ...], ...]
+Axes = tuple[str, ...]
+
+# Reductions that may pass through an op of each kind.
+LINEAR = ("sum", "avg")
+MONOTONE = ("max", "min")
+MOVEMENT = ("sum", "avg", "max", "min", "product")
+
+_TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z]\w*!?|_)|~([A-Za-z]\w*)|(\S)")
+_FORM = 'write factors as in "m k, k n -> m n"; `k!` whole, `_` none, `(a b)` compound'
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Operands that, partial together, make every result partial alike."""
+
+    operands: tuple[int, ...]
+    reductions: tuple[str, ...] = LINEAR
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The factors of one op call. Operands and results are its tensors, in order."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    whole: frozenset[str] = frozenset()
+    reductions: tuple[tuple[str, str], ...] = ()
+    passages: tuple[Passage, ...] = ()
+    # Operands added into the result: partial where a contracted factor they lack is
+    # split.
+    accumulates: tuple[int, ...] = ()
+    # (result, factor): the result lacks the factor, yet is not partial over it.
+    alike: frozenset[tuple[int, str]] = frozenset()
+    # Whether the op may have further results, whole and alike over every factor.
+    open: bool = False
+
+    @cached_property
+    def size(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    @cached_property
+    def reduction(self) -> dict[str, str]:
+        return dict(self.reductions)
+
+    @cached_property
+    def tensors(self) -> tuple[Dims, ...]:
+        """Operands, then results."""
+        return self.operands + self.results
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        """Every factor once, in order of appearance."""
+        return tuple(dict.fromkeys(f for t in self.tensors for d in t for f in d))
+
+    @cached_property
+    def free(self) -> tuple[str, ...]:
+        """Factors an axis may split."""
+        return tuple(f for f in self.factors if f not in self.whole)
+
+    @cached_property
+    def contracted(self) -> frozenset[str]:
+        """Factors of operands that some result lacks: those make results partial."""
+        return frozenset().union(*self.contracted_by)
+
+    @cached_property
+    def contracted_by(self) -> tuple[frozenset[str], ...]:
+        """For each result, the factors whose axes make it partial."""
+        have = frozenset(f for t in self.operands for d in t for f in d)
+        return tuple(
+            have - {f for d in result for f in d} - {f for j, f in self.alike if i == j}
+            for i, result in enumerate(self.results)
+        )
+
+    @cached_property
+    def where(self) -> dict[str, tuple[int, ...]]:
+        """Factor -> positions in ``tensors`` that have it."""
+        out: dict[str, list[int]] = {}
+        for i, dims in enumerate(self.tensors):
+            for factor in dict.fromkeys(f for dim in dims for f in dim):
+                out.setdefault(factor, []).append(i)
+        return {factor: tuple(places) for factor, places in out.items()}
+
+    def with_sizes(self, shapes: Sequence[Sequence[int]]) -> Rule:
+        """Fill in factor sizes from the shapes of operands and results.
+
+        Raises RuleError if ranks or sizes disagree with the rule.
+        """
+        if self.open and len(shapes) > len(self.tensors):
+            return self._closed(shapes).with_sizes(shapes)
+        if len(shapes) != len(self.tensors):
+            raise RuleError(
+                f"rule '{self}' has {len(self.tensors)} tensors, the op {len(shapes)}"
+            )
+        sizes = dict(self.sizes)
+        for dims, shape in zip(self.tensors, shapes, strict=True):
+            if len(dims) != len(shape):
+                raise RuleError(f"rule '{self}': {len(dims)} dims for {list(shape)}")
+            for dim, n in zip(dims, shape, strict=True):
+                _solve(sizes, dim, int(n), self)
+        return replace(self, sizes=tuple(sizes.items()))
+
+    def _closed(self, shapes: Sequence[Sequence[int]]) -> Rule:
+        """With the further results that an open rule leaves unnamed."""
+        more = tuple(((),) * len(shape) for shape in shapes[len(self.tensors) :])
+        n = len(self.results)
+        alike = {(n + i, f) for i in range(len(more)) for f in self.factors}
+        return replace(
+            self, results=self.results + more, alike=self.alike | alike, open=False
+        )
+
+    def __str__(self) -> str:
+        def tensor(dims: Dims) -> str:
+            words = []
+            for dim in dims:
+                names = [f + "!" * (f in self.whole) for f in dim]
+                words.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
+            return " ".join(word if word != "()" else "_" for word in words)
+
+        left = [
+            f"+ {tensor(t)}" if i in self.accumulates else tensor(t)
+            for i, t in enumerate(self.operands)
+        ]
+        right = [
+            " ".join(
+                [tensor(t), *(f"~{f}" for f in self.factors if (i, f) in self.alike)]
+            )
+            for i, t in enumerate(self.results)
+        ]
+        return f"{', '.join(left)} -> {', '.join(right + ['~'] * self.open)}"
+
+
+def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> None:
+    """Enter the factor sizes that one dim of size ``n`` fixes."""
+    unknown = [f for f in dim if f not in sizes]
+    known = 1
+    for f in dim:
+        known *= sizes.get(f, 1)
+    if not dim:
+        return
+    if len(unknown) > 1:
+        raise RuleError(f"rule '{rule}': sizes of {unknown} cannot be told apart")
+    if unknown:
+        if known == 0 or n % known:
+            raise RuleError(f"rule '{rule}': {n} is no multiple of {known}")
+        sizes[unknown[0]] = n // known
+    elif known != n:
+        raise RuleError(f"rule '{rule}': factors {dim} make {known}, the dim is {n}")
+
+
+def parse_rule(text: str) -> Rule:
+    """Read a rule; sizes stay open. Raises RuleError naming the malformed part."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f"rule {text!r} has no '->'", fix=_FORM)
+    whole: set[str] = set()
+
+    def factor(word: str) -> str:
+        if word.endswith("!"):
+            whole.add(word[:-1])
+        return word.rstrip("!")
+
+    def tensor(part: str, unreduced: set[str]) -> Dims:
+        dims: list[tuple[str, ...]] = []
+        for group, name, mark, junk in _TOKEN.findall(part):
+            if junk:
+                raise RuleError(f"rule {text!r}: unexpected {junk!r}", fix=_FORM)
+            if mark:
+                unreduced.add(mark)
+            elif name:
+                dims.append(() if name == "_" else (factor(name),))
+            else:
+                dims.append(tuple(factor(word) for word in group.split()))
+        names = [f for dim in dims for f in dim]
+        for name in names:
+            if names.count(name) > 1:
+                raise RuleError(f"rule {text!r}: {name!r} twice in one tensor")
+        return tuple(dims)
+
+    operands, accumulates = [], []
+    for i, part in enumerate(left.split(",") if left.strip() else []):
+        marked = part.strip().startswith("+")
+        accumulates += [i] * marked
+        unreduced: set[str] = set()
+        operands.append(tensor(part.replace("+", "", 1) if marked else part, unreduced))
+        if unreduced:
+            raise RuleError(f"rule {text!r}: `~` marks results only", fix=_FORM)
+    results, alike = [], set()
+    parts = right.split(",")
+    further = parts[-1].strip() == "~"
+    for i, part in enumerate(parts[:-1] if further else parts):
+        unreduced = set()
+        results.append(tensor(part, unreduced))
+        alike |= {(i, f) for f in unreduced}
+    return Rule(
+        tuple(operands),
+        tuple(results),
+        whole=frozenset(whole),
+        accumulates=tuple(accumulates),
+        alike=frozenset(alike),
+        open=further,
+    )
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Which axes split which factor, and which axes pass through as partial.
+
+    ``factors``: (factor, axes major to minor). ``passes``: (axis, reduction, index into
+    ``rule.passages``).
+    """
+
+    factors: tuple[tuple[str, Axes], ...] = ()
+    passes: tuple[tuple[str, str, int], ...] = ()
+
+    @cached_property
+    def axes_of(self) -> dict[str, Axes]:
+        return dict(self.factors)
+
+
+def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
+    """Spec that operand ``i`` must have under a strategy."""
+    axes = strategy.axes_of
+    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.operands[i]]
+    partial = [
+        (axis, op) for axis, op, p in strategy.passes if i in rule.passages[p].operands
+    ]
+    if i in rule.accumulates:
+        have = {f for dim in rule.operands[i] for f in dim}
+        partial += [
+            (axis, rule.reduction.get(f, "sum"))
+            for f, split in strategy.factors
+            if f in rule.contracted and f not in have
+            for axis in split
+        ]
+    return Spec.of(dims, partial)
+
+
+def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
+    """Spec that result ``i`` has under a strategy, before any reduction."""
+    axes = strategy.axes_of
+    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.results[i]]
+    partial = [
+        (axis, rule.reduction.get(f, "sum"))
+        for f, split in strategy.factors
+        if f in rule.contracted_by[i]
+        for axis in split
+    ]
+    partial += [(axis, op) for axis, op, _ in strategy.passes]
+    return Spec.of(dims, partial)
+
+
+def project(
+    dims: Dims, spec: Spec | Sequence[Axes], size: Mapping[str, int], mesh: Mesh
+) -> dict[str, Axes]:
+    """Axes per factor that a tensor's spec implies, as far as factors express it.
+
+    A dim's axes are dealt major to minor: a factor takes axes while they divide what is
+    left of it; the next factor may take more only once this one is used up.
+    """
+    out: dict[str, Axes] = {}
+    entries = spec.dims if isinstance(spec, Spec) else spec
+    for dim, axes in zip(dims, entries, strict=True):
+        rest = list(axes)
+        for factor in dim:
+            left, taken = size[factor], []
+            while rest and left % mesh.sizes[rest[0]] == 0:
+                left //= mesh.sizes[rest[0]]
+                taken.append(rest.pop(0))
+            if taken:
+                out[factor] = tuple(taken)
+            if left != 1:
+                break
+    return out
+
+
+def expressible(
+    dims: Dims, axes_of: Mapping[str, Axes], size: Mapping[str, int], mesh: Mesh
+) -> bool:
+    """Whether an assignment of axes to factors gives each dim contiguous shards."""
+    for dim in dims:
+        complete = True
+        for factor in dim:
+            axes = axes_of.get(factor, ())
+            if axes and not complete:
+                return False
+            count = mesh.count(axes)
+            if size[factor] % count:
+                return False
+            complete = complete and count == size[factor]
+    return True

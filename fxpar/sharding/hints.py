@@ -1,0 +1,157 @@
+"""Hints: the user's specs for parameters, buffers, inputs and values of a program.
+
+A hint table maps name patterns (``fnmatch``) to entries per dim: an axis, a tuple of
+axes, ``None``/``"_"`` (closed: whole on this dim), ``"?"`` (open), ``"tp?"`` (split and
+open to more). Dims left out are open. A table comes from ``hints=`` or, as TOML, from
+``FXPAR_HINTS``:
+
+    "layers.*.up.weight" = ["tp", "_"]
+
+A hint that does not fit raises HintError naming it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxpar.errors import HintError
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program
+from fxpar.sharding.propagate import Seed
+from fxpar.sharding.spec import Spec
+
+# Batch first, then parameters, so that where both name an axis activations keep it.
+PRIORITY = {"input": 0, "tangent": 0, "value": 0, "buffer": 1, "parameter": 1}
+
+Entries = Sequence[Any] | Spec | str
+
+
+def load(source: str | Path | Mapping[str, Entries] | None) -> dict[str, Entries]:
+    """A hint table from a mapping or a TOML file. Raises HintError if unreadable."""
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return dict(source)
+    try:
+        table = tomllib.loads(Path(source).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise HintError(
+            f"cannot read the hints file {source}: {error}",
+            fix='write TOML lines such as "*.up.weight" = ["tp", "_"]',
+        ) from error
+    return dict(_flatten(table))
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """TOML reads unquoted ``a.b = ...`` as nested tables; names join them again."""
+    for key, entry in table.items():
+        if isinstance(entry, Mapping):
+            yield from _flatten(entry, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", entry
+
+
+def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tuple]:
+    """(axes per dim, closed per dim) of a hint on a tensor of ``ndim`` dims.
+
+    Raises HintError on unreadable entries or more entries than dims.
+    """
+    if isinstance(hint, str):
+        hint = Spec.parse(hint)
+    if isinstance(hint, Spec):
+        if hint.partial:
+            raise HintError(f"{what}: a hint cannot be partial, got {hint}")
+        hint = hint.dims
+    if len(hint) > ndim:
+        raise HintError(
+            f"{what}: {len(hint)} entries for a tensor of {ndim} dims",
+            fix="give at most one entry per dim; dims left out are open",
+        )
+    dims: list[Axes] = []
+    closed: list[bool] = []
+    axes: Axes
+    for entry in hint:
+        if entry is None or entry in ("_", "", ()):
+            axes, shut = (), True
+        elif entry == "?":
+            axes, shut = (), False
+        elif isinstance(entry, str):
+            axes, shut = tuple(entry.rstrip("?").split("+")), not entry.endswith("?")
+        elif isinstance(entry, Iterable):
+            names = tuple(entry)
+            axes, shut = tuple(n for n in names if n != "?"), "?" not in names
+        else:
+            raise HintError(f"{what}: cannot read entry {entry!r}")
+        dims.append(axes)
+        closed.append(shut)
+    open_dims = ndim - len(dims)
+    return (*dims, *[()] * open_dims), (*closed, *[False] * open_dims)
+
+
+def check(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str) -> None:
+    """Raise HintError if axes are unknown, used twice, or do not divide their dim."""
+    used: list[str] = []
+    for d, axes in enumerate(dims):
+        for axis in axes:
+            if axis not in mesh.sizes:
+                raise HintError(
+                    f"{what}: mesh {mesh} has no axis {axis!r}",
+                    fix=f"use one of {', '.join(mesh.names)}",
+                )
+            if axis in used:
+                raise HintError(
+                    f"{what}: axis {axis!r} is used twice",
+                    fix="an axis may split one dim of a tensor only",
+                )
+            used.append(axis)
+        if shape[d] % mesh.count(axes):
+            raise HintError(
+                f"{what}: dim {d} of size {shape[d]} does not divide over "
+                f"{'+'.join(axes)} ({mesh.count(axes)} shards)",
+                fix="hint another dim or choose mesh sizes that divide it",
+            )
+
+
+def make_seed(
+    program: Program, value: int, hint: Entries, mesh: Mesh, kind: str, what: str
+) -> Seed:
+    """The seed of one hint. Raises HintError if it does not fit."""
+    shape = program.values[value].shape
+    dims, closed = entries(hint, len(shape), what)
+    check(dims, shape, mesh, what)
+    batch = kind == "input" and bool(dims) and bool(dims[0])
+    return Seed(value, dims, closed, what, PRIORITY.get(kind, 0), batch)
+
+
+def match(program: Program, table: Mapping[str, Entries], mesh: Mesh) -> list[Seed]:
+    """Seeds of a table's patterns; a later matching line overrides an earlier one.
+
+    Patterns match names of inputs, parameters, buffers, and of values in the graph.
+    Raises HintError for a pattern without match, naming similar names.
+    """
+    found: dict[int, Seed] = {}
+    named: dict[str, list[tuple[int, str]]] = {}
+    for declared, value in zip(program.signature.inputs, program.inputs, strict=True):
+        if value is not None and declared.kind != "tangent":
+            named.setdefault(declared.name, []).append((value, declared.kind))
+    inputs = set(program.inputs)
+    for inner in program.values:
+        if inner.index not in inputs:
+            named.setdefault(inner.name, []).append((inner.index, "value"))
+    for pattern, hint in table.items():
+        hits = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+        if not hits:
+            raise HintError(
+                f"hint {pattern!r} matches no parameter, buffer or input",
+                fix=f"names are such as {', '.join(list(named)[:6])}",
+            )
+        for name in hits:
+            for value, kind in named[name]:
+                what = f"hint {pattern!r} on {name}"
+                found[value] = make_seed(program, value, hint, mesh, kind, what)
+    return list(found.values())

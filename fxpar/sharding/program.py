@@ -1,0 +1,325 @@
+"""A graph as sharding sees it: values, ops with rules, inputs and outputs.
+
+``read`` takes an ATen graph with global fake values (``meta["val"]``) and returns a
+Program; it never changes the graph. A value is one tensor: the result of a node, or one
+element of a tuple result (``getitem`` nodes are names for those, not ops).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import RuleError
+from fxpar.sharding.factors import Axes, Rule
+from fxpar.sharding.rules import row_of
+from fxpar.sharding.rules.table import evaluate, tensors_of
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Input:
+    """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
+
+    ``kind``: "input", "parameter", "buffer", "tangent" or "state". ``free``: a resting
+    spec says nothing about how the program should use the value.
+    """
+
+    name: str
+    kind: str = "input"
+    rest: Spec | None = None
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One graph output. ``kind``: "output", "gradient" or "mutation"; ``of``: the input
+    that the latter two belong to. ``rest``: the spec it must have; without one ``lie``
+    says: "open" as the plan has it, "whole", or "batch", split over the batch axes of
+    the Signature on dim 0 if the plan has it so, else whole."""
+
+    name: str
+    kind: str = "output"
+    of: int | None = None
+    rest: Spec | None = None
+    lie: str = "open"
+
+    def spec(self, settled: Spec, batch: Axes) -> Spec:
+        """Where the output rests, given the spec its value settled in."""
+        if self.rest is not None:
+            return self.rest
+        if self.lie == "open":
+            return settled.without_partial()
+        whole = Spec.whole(len(settled.dims))
+        if self.lie == "batch" and settled.dims[:1] == (batch,):
+            return Spec.of([batch, *whole.dims[1:]])
+        return whole
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the inputs and outputs of a graph are, in graph order.
+
+    ``tangents``: for each "tangent" input its index and the output it belongs to.
+    ``batch``: in local mode the axes over which ranks feed parts of the batch; what
+    crosses the border on them is scaled so that gradients are of the global mean.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    tangents: tuple[tuple[int, int], ...] = ()
+    batch: Axes = ()
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of the program, in global shape."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One call. ``operands``/``results``: indices of values, in order of the rule.
+
+    ``known`` is False where the table has no rule: ``rule`` then keeps all dims whole.
+    """
+
+    index: int
+    name: str
+    target: Any
+    rule: Rule
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    node: fx.Node = field(repr=False)
+    known: bool = True
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        return self.operands + self.results
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the op makes a constant zero, which is its own partial sum."""
+        target, args = self.node.target, self.node.args
+        if target is torch.ops.aten.full.default:
+            return args[1] == 0
+        return target is torch.ops.aten.zeros.default
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """All values and ops in topological order, and where each value is used.
+
+    ``inputs``: value index per tensor input (None: not a tensor). ``outputs``: value
+    index per output (None: not a tensor). ``uses[v]``: (op index, operand position).
+    """
+
+    values: list[Value]
+    ops: list[Op]
+    inputs: list[int | None]
+    outputs: list[int | None]
+    signature: Signature
+    producers: dict[int, tuple[int, int]]
+    uses: list[list[tuple[int, int]]]
+    value_of: dict[tuple[fx.Node, int], int]
+
+    def named(self, name: str) -> int | None:
+        """Index of the value with this name."""
+        return next((v.index for v in self.values if v.name == name), None)
+
+
+def user_line(node: fx.Node) -> str | None:
+    """The user's own source line a node comes from, as ``file:line: code``.
+
+    Innermost frame outside torch and site-packages' machinery; None if unknown.
+    """
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = trace.strip().splitlines()
+    found = None
+    for i, line in enumerate(lines):
+        line = line.strip()
+        if line.startswith("File "):
+            parts = line.split('"')
+            path = parts[1] if len(parts) > 1 else "?"
+            if "/torch/" in path and "site-packages" in path:
+                continue
+            number = line.split("line ")[-1].split(",")[0]
+            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+            found = f"{path}:{number}: {code}"
+    return found
+
+
+def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
+    dims = [
+        tuple((f"t{i}d{d}",) for d in range(len(shape)))
+        for i, shape in enumerate(shapes)
+    ]
+    sizes = tuple(
+        (f"t{i}d{d}", n) for i, shape in enumerate(shapes) for d, n in enumerate(shape)
+    )
+    return Rule(
+        tuple(dims[:operands]),
+        tuple(dims[operands:]),
+        sizes,
+        frozenset(name for name, _ in sizes),
+    )
+
+
+def _key(target: Any, args: Any, kwargs: Any) -> Any:
+    """Hashable description of a call, tensors by shape and dtype."""
+
+    def freeze(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return ("T", tuple(x.shape), x.dtype, tuple(x.stride()))
+        if isinstance(x, (list, tuple)):
+            return tuple(freeze(y) for y in x)
+        if isinstance(x, dict):
+            return tuple((k, freeze(y)) for k, y in x.items())
+        return (type(x), x)
+
+    return target, freeze(args), freeze(kwargs)
+
+
+class RuleReader:
+    """Rules of calls, shared by calls of equal op, shapes and attributes."""
+
+    def __init__(self) -> None:
+        self._cache: dict[Any, tuple[Rule, bool]] = {}
+
+    def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
+        """(rule, known). Raises RuleError naming the node if a row does not fit."""
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: n.meta["val"]
+        )
+        key = _key(node.target, args, kwargs)
+        try:
+            if key in self._cache:
+                return self._cache[key]
+        except TypeError:
+            key = None
+        made = self._make(node, args, kwargs)
+        if key is not None:
+            self._cache[key] = made
+        return made
+
+    def _make(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Rule, bool]:
+        row, rule = row_of(node.target), None
+        if row is not None:
+            try:
+                rule = evaluate(row, args, dict(kwargs), node.meta["val"])
+            except RuleError as error:
+                raise RuleError(
+                    f"the rule of {node.target} does not fit: {error.what}",
+                    where=user_line(node),
+                    fix='correct the rule given to fxpar.rule("...")',
+                ) from error
+        if rule is not None:
+            return rule, True
+        operands = tensors_of((args, kwargs))
+        shapes = [tuple(t.shape) for t in operands + tensors_of(node.meta["val"])]
+        return _whole_rule(shapes, len(operands)), False
+
+
+def read(graph: fx.Graph, signature: Signature) -> Program:
+    """The Program of an ATen graph with fake values on every node.
+
+    Raises RuleError if a rule does not fit its call.
+    """
+    values: list[Value] = []
+    ops: list[Op] = []
+    inputs: list[int | None] = []
+    outputs: list[int | None] = []
+    producers: dict[int, tuple[int, int]] = {}
+    uses: list[list[tuple[int, int]]] = []
+    value_of: dict[tuple[fx.Node, int], int] = {}
+    rules = RuleReader()
+    taken = {node.name for node in graph.nodes if node.op != "placeholder"}
+
+    def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
+        index = len(values)
+        values.append(Value(index, name, tuple(map(int, tensor.shape)), tensor.dtype))
+        uses.append([])
+        value_of[node, i] = index
+        return index
+
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            name = signature.inputs[len(inputs)].name
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            tensor = isinstance(val, torch.Tensor)
+            inputs.append(new_value(node, 0, val, name) if tensor else None)
+        elif node.op == "get_attr":
+            if isinstance(val, torch.Tensor):
+                new_value(node, 0, val, node.name)
+        elif node.op == "output":
+            for arg in node.args[0]:
+                found = value_of.get((arg, 0)) if isinstance(arg, fx.Node) else None
+                outputs.append(found)
+        elif node.target is operator.getitem:
+            source, key = node.args
+            position = _flat_position(source.meta["val"], key)
+            if position is not None and (source, position) in value_of:
+                value_of[node, 0] = value_of[source, position]
+        else:
+            tensors = tensors_of(val)
+            if not tensors:
+                continue
+            rule, known = rules(node)
+            operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
+            single = isinstance(val, torch.Tensor)
+            results = tuple(
+                new_value(node, i, t, node.name if single else f"{node.name}.{i}")
+                for i, t in enumerate(tensors)
+            )
+            op = Op(
+                len(ops), node.name, node.target, rule, operands, results, node, known
+            )
+            ops.append(op)
+            for position, v in enumerate(operands):
+                uses[v].append((op.index, position))
+            for position, v in enumerate(results):
+                producers[v] = (op.index, position)
+    return Program(values, ops, inputs, outputs, signature, producers, uses, value_of)
+
+
+def tensor_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a call's tensor operands, positional then keyword, repeats kept."""
+    found: list[fx.Node] = []
+
+    def visit(arg: fx.Node) -> fx.Node:
+        if isinstance(arg.meta.get("val"), torch.Tensor):
+            found.append(arg)
+        return arg
+
+    fx.node.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def _flat_position(val: Any, key: int) -> int | None:
+    """Index among the tensors of a tuple value, for its element ``key``."""
+    if not isinstance(val, (list, tuple)) or not isinstance(val[key], torch.Tensor):
+        return None
+    return sum(isinstance(x, torch.Tensor) for x in val[:key])

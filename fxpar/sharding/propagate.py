@@ -1,0 +1,363 @@
+"""Propagation: from seeds to a spec for every value, by factor rules, to a fixed point.
+
+In: a Program, a Mesh, seeds (hints and conventions). Out: a ``State`` with the axes of
+every dim of every value and, for each axis, its origin. The graph is never changed.
+
+Each op projects the axes of its tensors onto factors; a factor's axes flow to every
+tensor that has the factor, as far as the dim is open, the axis unused in that tensor,
+and the sizes divide. Work is done in order of trust, a lower level always first:
+
+0. ops that keep all factors (pointwise, views), from their large tensors only;
+1. every op, but only factors that no result lacks;
+2. contracted factors as well;
+3. conflicts: where two factors want one axis, the axis that came from a batch dim
+   stays, else the larger tensor keeps its axis (the smaller one is cheaper to move);
+   small tensors may now push into large ones (broadcasts).
+
+Seeds of a lower ``priority`` number propagate to their fixed point before the next ones
+are looked at. Axes are only ever added, so it ends. Sources: GSPMD section 3.5
+(levels), Shardy's propagation (factors, user > op > basic > aggressive priority).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fxpar.sharding.factors import Axes, Dims, project
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program
+from fxpar.sharding.spec import Spec
+
+LEVELS = 4
+PASS, KEPT, ALL, RESOLVE = range(LEVELS)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Why an axis is on a value: the seed it came from and the last step it took.
+
+    ``batch``: the seed split dim 0 of an input, so this axis is data parallel.
+    """
+
+    seed: str
+    batch: bool = False
+    op: str | None = None  # the op that brought it here
+    source: int | None = None  # the value it came from
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A spec given to a value: ``dims`` axes per dim; ``closed`` dims take no more."""
+
+    value: int
+    dims: tuple[Axes, ...]
+    closed: tuple[bool, ...]
+    origin: str
+    priority: int = 0
+    batch: bool = False
+
+
+@dataclass
+class State:
+    """Axes per dim of each value, and the origin of each axis on it."""
+
+    program: Program
+    mesh: Mesh
+    dims: list[list[Axes]]
+    closed: list[list[bool]]
+    origins: list[dict[str, Origin]]
+    active: list[bool]
+    # (value, dim, axis): an axis that wanted this dim but does not divide it.
+    indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)
+
+    def spec(self, value: int) -> Spec:
+        return Spec.of(self.dims[value])
+
+
+class Propagation:
+    """The fixed-point engine; ``seed`` and ``run`` may be called repeatedly."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        values = program.values
+        self.program, self.mesh = program, mesh
+        self.state = State(
+            program,
+            mesh,
+            [[()] * len(v.shape) for v in values],
+            [[False] * len(v.shape) for v in values],
+            [{} for _ in values],
+            [True] * len(values),
+        )
+        self._heaps: list[list[int]] = [[] for _ in range(LEVELS)]
+        self._queued: list[set[int]] = [set() for _ in range(LEVELS)]
+        self._touching: list[list[int]] = [[] for _ in values]
+        for op in program.ops:
+            for v in dict.fromkeys(op.tensors):
+                self._touching[v].append(op.index)
+        self._large = [self._large_tensors(op) for op in program.ops]
+        self._keeps = [not op.rule.contracted for op in program.ops]
+        self._ties: dict[int, list[int]] = {}
+
+    def tie(self, a: int, b: int) -> None:
+        """Make two values of equal shape (a parameter, its gradient) share axes."""
+        self._ties.setdefault(a, []).append(b)
+        self._ties.setdefault(b, []).append(a)
+
+    def seed(self, seeds: Iterable[Seed]) -> None:
+        """Pin all seeds, then propagate them priority by priority."""
+        seeds = list(seeds)
+        for seed in seeds:
+            self._pin(seed)
+            self.state.active[seed.value] = False
+        for priority in sorted({seed.priority for seed in seeds}):
+            for seed in seeds:
+                if seed.priority == priority:
+                    self.state.active[seed.value] = True
+                    self._changed(seed.value)
+            self.run()
+
+    def _pin(self, seed: Seed) -> None:
+        """Give a value its seed; where an earlier seed took a dim or an axis, that one
+        stands."""
+        state, v = self.state, seed.value
+        for d, axes in enumerate(seed.dims):
+            if state.dims[v][d] or state.closed[v][d]:
+                continue
+            origin = Origin(seed.origin, seed.batch and d == 0)
+            for axis in axes:
+                if axis in state.origins[v]:
+                    break
+                state.dims[v][d] = (*state.dims[v][d], axis)
+                state.origins[v][axis] = origin
+            state.closed[v][d] = seed.closed[d]
+
+    def run(self) -> None:
+        """Work off the queues, lowest level first."""
+        while True:
+            level = next((i for i in range(LEVELS) if self._heaps[i]), None)
+            if level is None:
+                return
+            index = heapq.heappop(self._heaps[level])
+            self._queued[level].discard(index)
+            self._apply(self.program.ops[index], level)
+
+    def _changed(self, v: int) -> None:
+        for index in self._touching[v]:
+            first = PASS if self._keeps[index] else KEPT
+            for level in range(first, LEVELS):
+                if index not in self._queued[level]:
+                    self._queued[level].add(index)
+                    heapq.heappush(self._heaps[level], index)
+        for other in self._ties.get(v, ()):
+            self._follow(v, other)
+
+    def _follow(self, v: int, other: int) -> None:
+        """Bring the axes of a tied value over."""
+        if not (self.state.active[v] and self.state.active[other]):
+            return
+        moved = False
+        for d, axes in enumerate(self.state.dims[v]):
+            have = self.state.dims[other][d]
+            if axes[: len(have)] == have and len(axes) > len(have):
+                moved |= self._extend(
+                    other, d, axes[len(have) :], v, "gradient of its parameter"
+                )
+        if moved:
+            self._changed(other)
+
+    def _extend(self, v: int, d: int, axes: Axes, source: int, op: str) -> bool:
+        """Append axes to dim ``d`` of ``v`` while they fit. True if any was added."""
+        state, added = self.state, False
+        for axis in axes:
+            if state.closed[v][d] or axis in state.origins[v]:
+                break
+            size = self.program.values[v].shape[d]
+            split = self.mesh.count(state.dims[v][d]) * self.mesh.sizes[axis]
+            origin = state.origins[source][axis]
+            if size % split:
+                state.indivisible.setdefault((v, d, axis), origin)
+                break
+            state.dims[v][d] = (*state.dims[v][d], axis)
+            state.origins[v][axis] = Origin(origin.seed, origin.batch, op, source)
+            added = True
+        return added
+
+    def _large_tensors(self, op: Op) -> list[bool]:
+        sizes = [self.program.values[v].numel for v in op.tensors]
+        top = max(sizes, default=0)
+        return [2 * size >= top for size in sizes]
+
+    def _apply(self, op: Op, level: int) -> None:
+        rule, state = op.rule, self.state
+        tensors = op.tensors
+        views: list[dict[str, Axes]] = [
+            project(dims, state.dims[v], rule.size, self.mesh)
+            if state.active[v] and state.origins[v]
+            else {}
+            for dims, v in zip(rule.tensors, tensors, strict=True)
+        ]
+        if level == RESOLVE:
+            self._note_lost(op, views)
+        wanted = self._wanted(op, level, views)
+        if not wanted:
+            return
+        for i, v in enumerate(tensors):
+            if not state.active[v]:
+                continue
+            changed = False
+            for factor, (axes, source) in self._fitting(
+                op, i, wanted, views[i], level
+            ).items():
+                changed |= self._grow(op, i, factor, axes, source, views[i])
+            if changed:
+                self._changed(v)
+
+    def _note_lost(self, op: Op, views: list[dict[str, Axes]]) -> None:
+        """Remember axes that end at this op, since no factor of a dim takes them."""
+        for dims, v, view in zip(op.rule.tensors, op.tensors, views, strict=True):
+            if not view and not self.state.origins[v]:
+                continue
+            for d, (dim, axes) in enumerate(zip(dims, self.state.dims[v], strict=True)):
+                dealt = sum(len(view.get(factor, ())) for factor in dim)
+                for axis in axes[dealt:] if len(dim) > 1 else ():
+                    origin = self.state.origins[v][axis]
+                    self.state.indivisible.setdefault((v, d, axis), origin)
+
+    def _wanted(
+        self, op: Op, level: int, views: list[dict[str, Axes]]
+    ) -> dict[str, tuple[Axes, int]]:
+        """Per factor the axes its tensors agree on, and the tensor they come from."""
+        rule, out = op.rule, {}
+        restrict = level < RESOLVE and self._keeps[op.index]
+        for factor in rule.free:
+            if level < ALL and factor in rule.contracted:
+                continue
+            best: Axes = ()
+            source = -1
+            for i in rule.where[factor]:
+                axes = views[i].get(factor, ())
+                if not axes or (restrict and not self._large[op.index][i]):
+                    continue
+                n = min(len(axes), len(best))
+                if axes[:n] == best[:n]:
+                    if len(axes) > len(best):
+                        best, source = axes, i
+                elif level == RESOLVE:
+                    if self._rank(op, i, axes[0]) < self._rank(op, source, best[0]):
+                        best, source = axes, i
+                else:
+                    shared = next(k for k in range(n) if axes[k] != best[k])
+                    best = best[:shared]
+            if best:
+                out[factor] = (best, source)
+        return out
+
+    def _rank(self, op: Op, i: int, axis: str) -> tuple[bool, int, int]:
+        """Sort key of a claim on an axis; the smallest wins."""
+        v = op.tensors[i]
+        origin = self.state.origins[v].get(axis)
+        batch = origin is not None and origin.batch
+        return (not batch, -self.program.values[v].nbytes, i)
+
+    def _fitting(
+        self,
+        op: Op,
+        i: int,
+        wanted: dict[str, tuple[Axes, int]],
+        view: dict[str, Axes],
+        level: int,
+    ) -> dict[str, tuple[Axes, int]]:
+        """What of ``wanted`` tensor ``i`` can take: each axis for one factor only."""
+        have = self.state.origins[op.tensors[i]]
+        own = dict.fromkeys(f for dim in op.rule.tensors[i] for f in dim)
+        claims: dict[str, list[str]] = {}
+        for factor in own:
+            for axis in wanted.get(factor, ((), -1))[0]:
+                claims.setdefault(axis, []).append(factor)
+        out = {}
+        for factor in own:
+            if factor not in wanted:
+                continue
+            axes, source = wanted[factor]
+            mine = view.get(factor, ())
+            if axes[: len(mine)] != mine or len(axes) <= len(mine):
+                continue
+            take = []
+            for axis in axes[len(mine) :]:
+                rivals = claims[axis]
+                if axis in have or (len(rivals) > 1 and level < RESOLVE):
+                    break
+                if len(rivals) > 1 and factor != min(
+                    rivals, key=lambda f: self._rank(op, wanted[f][1], axis)
+                ):
+                    break
+                take.append(axis)
+            if take:
+                out[factor] = (tuple(take), source)
+        return out
+
+    def _grow(
+        self,
+        op: Op,
+        i: int,
+        factor: str,
+        axes: Axes,
+        source: int,
+        view: dict[str, Axes],
+    ) -> bool:
+        """Add axes to a factor of tensor ``i`` if its dim can express them."""
+        v, dims = op.tensors[i], op.rule.tensors[i]
+        d = next(d for d, dim in enumerate(dims) if factor in dim)
+        if not self._at_minor_end(op, dims, d, factor, v, view):
+            return False
+        size = op.rule.size[factor]
+        room = size // self.mesh.count(view.get(factor, ()))
+        fit: list[str] = []
+        for axis in axes:
+            n = self.mesh.sizes[axis]
+            if room % n:
+                origin = self.state.origins[op.tensors[source]][axis]
+                self.state.indivisible.setdefault((v, d, axis), origin)
+                break
+            room //= n
+            fit.append(axis)
+        if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):
+            return False
+        view[factor] = view.get(factor, ()) + tuple(fit)
+        return True
+
+    def _at_minor_end(
+        self,
+        op: Op,
+        dims: Dims,
+        d: int,
+        factor: str,
+        v: int,
+        view: dict[str, Axes],
+    ) -> bool:
+        """Whether appending to dim ``d`` of ``v`` appends to this factor of it."""
+        expressed = 0
+        for f in dims[d]:
+            axes = view.get(f, ())
+            expressed += len(axes)
+            if f == factor:
+                return expressed == len(self.state.dims[v][d])
+            if self.mesh.count(axes) != op.rule.size[f]:
+                return False
+        return False
+
+
+def propagate(
+    program: Program,
+    mesh: Mesh,
+    seeds: Sequence[Seed],
+    ties: Iterable[tuple[int, int]] = (),
+) -> Propagation:
+    """Propagate ``seeds`` to a fixed point; the engine can take more seeds after."""
+    engine = Propagation(program, mesh)
+    for a, b in ties:
+        engine.tie(a, b)
+    engine.seed(seeds)
+    return engine

@@ -1,0 +1,396 @@
+"""Change of spec: which steps make it, and what they cost.
+
+``steps`` finds the cheapest route from one spec to another; ``price`` and
+``bytes_moved`` say what it costs. A route is made of the steps of Shardy's
+reshard-to-collectives (slice, permute, all-to-alls, all-gather) and of GSPMD's
+reductions; a cheapest-first search over them orders and places each, so that nothing is
+replicated that need not be, and gathering stays an alternative where it is cheaper.
+
+An axis moves in pieces (as sub-axes) where sizes make that necessary, e.g.
+``[x, y] -> [y, x]`` for x=4, y=2.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from fxpar.errors import SpecError
+from fxpar.sharding.layout import (
+    Dims,
+    Token,
+    Tokens,
+    agree,
+    arrange,
+    count,
+    cut,
+    involved,
+    joined,
+    missing,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Mask,
+    Permute,
+    Rate,
+    ReduceScatter,
+    Slice,
+    Step,
+    rate,
+)
+
+# Routes are searched at a size where latency decides and one where bandwidth does; at
+# the size asked for the cheaper of the two is taken.
+_SIZES = (1.0, 2.0**44)
+
+# With more axes out of place than this, distance to the goal guides the search: tens of
+# milliseconds rather than seconds, for routes a few percent dearer on average.
+_EXACT = 6
+
+# Partial axes may be reduced in any order if their reductions are of one kind.
+_COMMUTES = {"avg": "sum"}
+
+Pending = tuple[tuple[Token, str], ...]  # partial axes to be reduced, with their op
+State = tuple[Dims, Pending]
+Moves = tuple["Move", ...]
+
+
+def steps(
+    source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int = 4
+) -> tuple[Step, ...]:
+    """The cheapest steps from ``source`` to ``target`` for a global ``shape``.
+
+    Deterministic; empty if nothing has to be done. Raises SpecError if a spec does not
+    fit mesh and shape evenly, or a partial axis is to change its reduction.
+    """
+    return _route(source, target, mesh, tuple(shape), itemsize)[0]
+
+
+def price(
+    source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int = 4
+) -> float:
+    """Predicted seconds of ``steps``. Cached: costs a dictionary look-up."""
+    if source == target:
+        return 0.0
+    return _route(source, target, mesh, tuple(shape), itemsize)[1]
+
+
+def bytes_moved(
+    source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int = 4
+) -> float:
+    """Bytes that each rank sends in ``steps``."""
+    return _route(source, target, mesh, tuple(shape), itemsize)[2]
+
+
+@lru_cache(maxsize=1 << 18)
+def _route(
+    source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
+) -> tuple[tuple[Step, ...], float, float]:
+    """Steps, seconds and bytes sent per rank."""
+    source.check(mesh, shape)
+    target.check(mesh, shape)
+    nbytes = float(math.prod(shape) * itemsize)
+    room = tuple(math.gcd(size, mesh.size) for size in shape)
+    routes = _routes(source, target, mesh, room)
+    best = min(routes, key=lambda route: route.total.seconds(nbytes))
+    total = best.total
+    return best.steps, total.seconds(nbytes), nbytes * total.sent_per_byte
+
+
+@dataclass(frozen=True)
+class Route:
+    """Steps and their cost per byte of the global value."""
+
+    steps: tuple[Step, ...]
+    total: Rate
+
+
+@lru_cache(maxsize=1 << 16)
+def _routes(
+    source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...]
+) -> tuple[Route, ...]:
+    """A few routes, one of which is cheapest at any size. ``room``: the most shards
+    each dim can be cut into (the part of its size that a mesh can divide)."""
+    before, after = dict(source.partial), dict(target.partial)
+    for spec, ops in ((source, before), (target, after)):
+        if len({_COMMUTES.get(op, op) for op in ops.values()}) > 1:
+            raise SpecError(
+                f"{spec} does not say which reduction comes first",
+                fix="reduce one of them before the other arises",
+            )
+    for axis in before.keys() & after.keys():
+        if before[axis] != after[axis]:
+            raise SpecError(
+                f"axis {axis!r} is partial({before[axis]}) in {source}, but "
+                f"partial({after[axis]}) in {target}",
+                fix="reduce it first: reshard to a spec without that partial axis",
+            )
+    position = {name: i for i, name in enumerate(mesh.names)}
+
+    def tokens(axes: Sequence[str]) -> Tokens:
+        named = ((position[a], 1, mesh.sizes[a]) for a in axes)
+        return tuple(token for token in named if token[2] > 1)
+
+    start, goal = tuple(map(tokens, source.dims)), tuple(map(tokens, target.dims))
+    kept = [axis for axis in before if axis in after]
+    pending = tuple(
+        (token, op)
+        for a, op in source.partial
+        if a not in after
+        for token in tokens([a])
+    )
+    busy = frozenset(position[axis] for axis in kept)
+    dims = _concerned(start, goal, room, pending, mesh)
+    # Dims in a fixed order and without those that stay: what is alike is searched once.
+    problem = _Problem(
+        mesh,
+        tuple(start[d] for d in dims),
+        tuple(goal[d] for d in dims),
+        tuple(room[d] for d in dims),
+        pending,
+        busy,
+    )
+    found = dict.fromkeys(_solve(problem, size) for size in _SIZES)
+    return tuple(_as_route(moves, dims, source, target, mesh) for moves in found)
+
+
+def _concerned(
+    start: Dims, goal: Dims, room: Sequence[int], pending: Pending, mesh: Mesh
+) -> list[int]:
+    """Dims a search has to look at: those that change. A reduction over unlike links
+    gets one more, so that it can scatter on it, reduce, and gather."""
+    dims = [d for d in range(len(start)) if start[d] != goal[d]]
+    rest = [d for d in range(len(start)) if start[d] == goal[d]]
+    links = {mesh.links[token[0]] for token, _ in pending}
+    if rest and len(links) > 1:
+        dims.append(max(rest, key=lambda d: room[d] // count(start[d])))
+    return sorted(dims, key=lambda d: (start[d], goal[d], room[d]))
+
+
+@dataclass(frozen=True)
+class Move:
+    """A step while searching: dims are those of the problem, axes are tokens."""
+
+    make: type[Step]
+    tokens: Tokens
+    dim: int = 0
+    to: int = 0
+    op: str = ""
+    dims: Dims = ()  # of the problem, after the move
+    pending: Pending = ()
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Reach ``goal`` from ``start`` with nothing pending. ``busy``: positions of axes
+    that stay partial, along which values differ."""
+
+    mesh: Mesh
+    start: Dims
+    goal: Dims
+    room: tuple[int, ...]
+    pending: Pending
+    busy: frozenset[int]
+
+    @cached_property
+    def bandwidth(self) -> float:
+        return max(link.bandwidth for link in self.mesh.links)
+
+    def misplaced(self, dims: Dims, pending: Pending) -> int:
+        """How many axes are not where they should be."""
+        out = len(pending)
+        for have, want in zip(dims, self.goal, strict=True):
+            out += len(have) + len(want) - 2 * agree(have, want)
+        return out
+
+    def moves(self, dims: Dims, pending: Pending) -> Iterator[Move]:
+        """Every move from a state that may lead to the goal."""
+        yield from self._reductions(dims, pending)
+        taken = {token[0] for token, _ in pending}
+        for token in missing(dims, self.goal):
+            if token[0] not in taken:
+                yield from self._slices(token, dims, pending)
+        better = arrange(dims, self.goal, self.busy | taken)
+        if better is not None and better != dims:
+            tokens = involved(dims, better)
+            yield Move(Permute, tokens, 0, 0, "", better, pending)
+        for d, have in enumerate(dims):
+            for i in range(agree(have, self.goal[d]), len(have)):
+                left, suffix = have[:i], have[i:]
+                shorter = _replace(dims, d, left)
+                for e in range(len(dims)):
+                    if e != d and self._fits(e, dims, count(suffix)):
+                        new = _replace(shorter, e, joined((*dims[e], *suffix)))
+                        yield Move(AllToAll, suffix, d, e, "", new, pending)
+                yield Move(AllGather, suffix, d, 0, "", shorter, pending)
+
+    def _slices(self, token: Token, dims: Dims, pending: Pending) -> Iterator[Move]:
+        """An unused axis on any dim: all of it, or as much as the dim shall have more
+        shards, the rest going elsewhere."""
+        for d, have in enumerate(dims):
+            more = math.gcd(count(self.goal[d]) // count(have), token[2])
+            for size in dict.fromkeys((token[2], more)):
+                if size > 1 and self._fits(d, dims, size):
+                    part, _ = cut(token, size)
+                    new = _replace(dims, d, joined((*have, part)))
+                    yield Move(Slice, (part,), d, 0, "", new, pending)
+
+    def _reductions(self, dims: Dims, pending: Pending) -> Iterator[Move]:
+        wanted = {token for want in self.goal for token in want}
+        for op in dict.fromkeys(op for _, op in pending):
+            every = tuple(token for token, o in pending if o == op)
+            idle = tuple(token for token in every if token not in wanted)
+            for some in dict.fromkeys((every, idle, *((token,) for token in every))):
+                if some:
+                    left = tuple(p for p in pending if p[0] not in some)
+                    yield Move(AllReduce, some, 0, 0, op, dims, left)
+            for d, have in enumerate(dims):
+                runs: list[Tokens] = [(token,) for token in every]
+                rest = self.goal[d][agree(have, self.goal[d]) :]
+                for n in range(2, len(rest) + 1):
+                    if set(rest[:n]) <= set(every):
+                        runs.append(rest[:n])
+                for run in runs:
+                    if self._fits(d, dims, count(run)):
+                        new = _replace(dims, d, joined((*have, *run)))
+                        left = tuple(p for p in pending if p[0] not in run)
+                        yield Move(ReduceScatter, run, d, 0, op, new, left)
+
+    def _fits(self, d: int, dims: Dims, more: int) -> bool:
+        return self.room[d] % (count(dims[d]) * more) == 0
+
+
+def _replace(dims: Dims, d: int, axes: Tokens) -> Dims:
+    return (*dims[:d], axes, *dims[d + 1 :])
+
+
+@lru_cache(maxsize=1 << 16)
+def _solve(problem: _Problem, nbytes: float) -> Moves:
+    """Cheapest moves for a value of ``nbytes``: A* search, the bound being the bytes
+    that still have to be gathered. Among equals the fewest moves, then the first."""
+    start, goal = (problem.start, problem.pending), (problem.goal, ())
+    whole = math.prod(map(count, problem.goal))
+    latency = min(link.latency for link in problem.mesh.links)
+    nudge = 1e-9 * (nbytes / problem.bandwidth + latency)
+    haste = 0.0
+    if problem.misplaced(*start) > _EXACT:
+        haste = 0.25 * (latency + nbytes / problem.mesh.size / problem.bandwidth)
+
+    def local(dims: Dims) -> float:
+        return nbytes / math.prod(map(count, dims))
+
+    def bound(dims: Dims, pending: Pending) -> float:
+        out = max(0.0, nbytes / whole - local(dims)) / problem.bandwidth
+        if pending or any(
+            agree(h, w) < len(h) for h, w in zip(dims, problem.goal, strict=True)
+        ):
+            out += latency
+        return out + haste * problem.misplaced(dims, pending)
+
+    best: dict[State, float] = {start: 0.0}
+    came: dict[State, tuple[State, Move]] = {}
+    order = 0
+    queue: list[tuple[float, int, int, float, State]]
+    queue = [(bound(*start), 0, order, 0.0, start)]
+    while (state := queue[0][-1]) != goal:
+        spent = heapq.heappop(queue)[-2]
+        if spent > best[state]:
+            continue
+        for move in problem.moves(*state):
+            new = (move.dims, move.pending)
+            total = spent + nudge + _seconds(move, problem.mesh, local(state[0]))
+            if total < best.get(new, math.inf):
+                best[new], came[new] = total, (state, move)
+                order += 1
+                rank = problem.misplaced(*new)
+                heapq.heappush(queue, (total + bound(*new), rank, order, total, new))
+    path: list[Move] = []
+    while state != start:
+        state, move = came[state]
+        path.append(move)
+    return tuple(reversed(path))
+
+
+def _seconds(move: Move, mesh: Mesh, nbytes: float) -> float:
+    """Cost of a move from ``nbytes`` on each rank."""
+    if move.make.local:
+        return 0.0
+    links = [mesh.links[token[0]] for token in move.tokens]
+    sent = nbytes * move.make.sent(count(move.tokens))
+    return max(link.latency for link in links) + sent / min(
+        link.bandwidth for link in links
+    )
+
+
+def _merged(moves: Moves) -> Iterator[Move]:
+    """Neighbouring slices of one dim as one move."""
+    last: Move | None = None
+    for move in moves:
+        if last and (move.make, last.make, move.dim) == (Slice, Slice, last.dim):
+            move = replace(move, tokens=joined(last.tokens + move.tokens))
+        elif last:
+            yield last
+        last = move
+    if last:
+        yield last
+
+
+def _as_route(
+    moves: Moves, dims: Sequence[int], source: Spec, target: Spec, mesh: Mesh
+) -> Route:
+    """Moves with the names of axes and the numbers of dims, masks at the end; and the
+    cost of all, per byte of the global value."""
+    kept = {axis: op for axis, op in source.partial if axis in target.partial_axes}
+    out: list[Step] = []
+    spec = source
+    for move in _merged(moves):
+        entries = list(spec.dims)
+        for d, tokens in zip(dims, move.dims, strict=True):
+            entries[d] = _named(tokens, mesh)
+        partial = kept | {mesh.names[token[0]]: op for token, op in move.pending}
+        before, spec = spec, Spec(*entries, partial=partial)
+        out.append(_step(move, dims, before, spec, mesh))
+    masks: dict[str, list[str]] = {}
+    for axis, op in target.partial:
+        if axis not in kept and mesh.sizes[axis] > 1:
+            masks.setdefault(op, []).append(axis)
+    for op, axes in masks.items():
+        partial = dict(spec.partial) | dict.fromkeys(axes, op)
+        spec = Spec(*spec.dims, partial=partial)
+        out.append(Mask(spec, mesh.ordered(axes), op))
+    if out:
+        # Axes of size 1 were left out on the way.
+        out[-1] = replace(out[-1], spec=target)
+    total, share = Rate(), 1 / mesh.count(source.sharded_axes)
+    for step in out:
+        total += rate(step, mesh).per(share)
+        share *= step.growth(mesh.count(step.axes))
+    return Route(tuple(out), total)
+
+
+def _named(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(mesh.sub_axis(mesh.names[i], above, n) for i, above, n in tokens)
+
+
+def _step(
+    move: Move, dims: Sequence[int], before: Spec, spec: Spec, mesh: Mesh
+) -> Step:
+    axes = _named(move.tokens, mesh)
+    if move.make is Permute:
+        return Permute(spec, axes, before)
+    if move.make is AllReduce:
+        return AllReduce(spec, mesh.ordered(axes), move.op)
+    if move.make is AllToAll:
+        return AllToAll(spec, axes, dims[move.dim], dims[move.to])
+    if move.make is ReduceScatter:
+        return ReduceScatter(spec, axes, dims[move.dim], move.op)
+    if move.make is AllGather:
+        return AllGather(spec, axes, dims[move.dim])
+    return Slice(spec, axes, dims[move.dim])

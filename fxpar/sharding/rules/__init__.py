@@ -1,0 +1,97 @@
+"""The table: ATen overload -> row. Looked up with ``rule_of``; users add with ``rule``.
+
+One module per family of ops, each a dict ``ROWS``. Ops that are registered only once
+some part of torch is imported stand under their name, ``"prims::inductor_random"``.
+A missing row is not an error here: ``rule_of`` returns None and the planner makes the
+op's operands whole, or raises under ``FXPAR_STRICT=1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fxpar import _compat
+from fxpar.errors import RuleError
+from fxpar.sharding.factors import Rule, parse_rule
+from fxpar.sharding.rules import (
+    attention,
+    convolution,
+    indexing,
+    matmul,
+    normalization,
+    own,
+    pointwise,
+    reduction,
+    slicing,
+    sources,
+    views,
+)
+from fxpar.sharding.rules.table import Row, evaluate
+
+TABLE: dict[Any, Row] = {
+    op: row
+    for module in (
+        pointwise,
+        matmul,
+        reduction,
+        views,
+        slicing,
+        indexing,
+        normalization,
+        convolution,
+        attention,
+        sources,
+        own,
+    )
+    for op, row in module.ROWS.items()
+}
+
+_USER: dict[str, Row] = {}
+
+
+def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
+    """Give a custom op a rule: ``fxpar.rule("mylib::op", "b s d, d -> b s d")``.
+
+    ``name``: the op as registered with torch.library, with or without an overload.
+    ``factors``: the rule, or a function of the op's arguments that returns it.
+    ``marks``: fields of ``Row`` (``linear``, ``monotone``, ``movement``, ``reduce``,
+    ``shape``). Raises RuleError on a malformed name or rule.
+    """
+    namespace, colons, op = name.partition("::")
+    if not (colons and namespace and op):
+        raise RuleError(f"op name {name!r} is malformed", fix='write "namespace::op"')
+    if isinstance(factors, str):
+        parse_rule(factors)
+    unknown = set(marks) - set(Row.__dataclass_fields__)
+    if unknown:
+        raise RuleError(
+            f"unknown marks {sorted(unknown)} for {name}",
+            fix=f"use {sorted(set(Row.__dataclass_fields__) - {'rule'})}",
+        )
+    _USER[name] = Row(factors, **marks)
+
+
+def row_of(target: Any) -> Row | None:
+    """The row of an op overload, the user's before the table's."""
+    if target in TABLE and not _USER:
+        return TABLE[target]
+    if isinstance(target, _compat.OpOverload):
+        full = target.name()
+        found = _USER.get(full) or _USER.get(full.partition(".")[0])
+        return found or TABLE.get(target) or TABLE.get(full)
+    return TABLE.get(target)
+
+
+def rule_of(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Rule | None:
+    """The sized rule of one call, or None if there is none.
+
+    Arguments and result are the call's own with fake tensors. Raises RuleError if a
+    row does not fit the call it is given.
+    """
+    found = row_of(target)
+    if found is None:
+        return None
+    return evaluate(found, args, dict(kwargs), result)

@@ -1,0 +1,355 @@
+"""Rows of fused attention, forward and backward, in every form ATen has.
+
+Batch and heads are free; where query heads share key heads (GQA) they are a compound,
+and a gradient of the keys is partial over the query heads that share one. Queries may
+be split along the sequence where the kernel keeps exactly one log-sum-exp per query and
+no causal mask counts positions; keys and values are whole along it. Seeds, reserves and
+empty results are alike on every rank.
+
+With dropout a kernel draws its mask by local position, so such a call has no rule and
+stays whole; so do calls with ragged sequences and those that return a debug mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule, parse_rule
+from fxpar.sharding.rules.table import row, text
+
+aten = torch.ops.aten
+
+Maybe = torch.Tensor | None
+
+_FURTHER = ["~"]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Words per tensor of one call. ``sizes``: of the scores; ``groups``: query heads
+    per key head."""
+
+    query: list[str]
+    key: list[str]
+    value: list[str]
+    out: list[str]
+    scores: list[str]
+    sizes: list[int]
+    groups: int
+
+    @property
+    def inputs(self) -> tuple[list[str], list[str], list[str]]:
+        return self.query, self.key, self.value
+
+    @property
+    def logsumexp(self) -> list[str]:
+        return self.scores[:3]
+
+    @property
+    def padded(self) -> list[str]:
+        """A log-sum-exp whose last dim is not the queries'."""
+        return [*self.scores[:2], "_"]
+
+    def bias(self, x: Maybe) -> list[list[str]]:
+        """A mask or bias that broadcasts to the scores, if there is one."""
+        if not isinstance(x, torch.Tensor):
+            return []
+        if x.dim() < 2:
+            return [_loose(x)]
+        skip = 4 - x.dim()
+        return [
+            [
+                word if n == size else "_"
+                for word, n, size in zip(
+                    self.scores[skip:], x.shape, self.sizes[skip:], strict=True
+                )
+            ]
+        ]
+
+    def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
+        rule = parse_rule(text(*operands, results=results))
+        return replace(rule, sizes=(("g", self.groups),) if self.groups > 1 else ())
+
+
+def _loose(x: torch.Tensor) -> list[str]:
+    return ["_"] * x.dim()
+
+
+def _heads(
+    q: torch.Tensor, k: torch.Tensor, *, seq_first: bool = False, split: bool = False
+) -> _Heads | None:
+    """``seq_first``: tensors are [batch, sequence, heads, dim]; ``split``: queries may
+    be split along the sequence."""
+    h, s = (2, 1) if seq_first else (1, 2)
+    if q.dim() != 4 or q.shape[h] % k.shape[h]:
+        return None
+    groups = int(q.shape[h] // k.shape[h])
+    heads, places = "(h g)" if groups > 1 else "h", "s" if split else "s!"
+
+    def words(head: str, place: str, last: str) -> list[str]:
+        return ["b", place, head, last] if seq_first else ["b", head, place, last]
+
+    return _Heads(
+        query=words(heads, places, "d!"),
+        key=words("h", "t!", "d!"),
+        value=words("h", "t!", "e!"),
+        out=words(heads, places, "e!"),
+        scores=["b", heads, places, "t!"],
+        sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
+        groups=groups,
+    )
+
+
+def _ragged(*starts: Maybe) -> bool:
+    """Whether sequences are packed, their starts given."""
+    return any(isinstance(x, torch.Tensor) and x.numel() for x in starts)
+
+
+def _given(*tensors: Maybe) -> list[list[str]]:
+    return [_loose(x) for x in tensors if isinstance(x, torch.Tensor)]
+
+
+# Flash
+
+
+def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    words = _heads(q, k, split=not is_causal)
+    if dropout_p or debug or words is None:
+        return None
+    return words.rule(*words.inputs, results=[words.out, words.logsumexp, _FURTHER])
+
+
+def _flash_backward(
+    grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
+    seed, offset, *, scale=None,
+):  # fmt: skip
+    words = _heads(q, k, split=not is_causal)
+    if dropout_p or words is None or _ragged(starts_q, starts_k):
+        return None
+    given = _given(starts_q, starts_k, seed, offset)
+    return words.rule(
+        words.out, *words.inputs, words.out, words.logsumexp, *given,
+        results=words.inputs,
+    )  # fmt: skip
+
+
+def _flash_forward(
+    q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, debug, **rest: Any
+):
+    words = _heads(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
+    extra = any(isinstance(x, torch.Tensor) for x in rest.values())
+    if dropout_p or debug or extra or words is None or _ragged(starts_q, starts_k):
+        return None
+    given = _given(starts_q, starts_k)
+    results = [words.out, words.logsumexp, _FURTHER]
+    return words.rule(*words.inputs, *given, results=results)
+
+
+def _flash_forward_backward(
+    grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
+    seed, unused, **rest: Any,
+):  # fmt: skip
+    words = _heads(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
+    if dropout_p or words is None or _ragged(starts_q, starts_k):
+        return None
+    given = _given(starts_q, starts_k, seed, unused)
+    return words.rule(
+        words.out, *words.inputs, words.out, words.logsumexp, *given,
+        results=words.inputs,
+    )  # fmt: skip
+
+
+def _windowed(rest: dict[str, Any]) -> bool:
+    """Whether a sliding window counts positions."""
+    return any(
+        rest.get(f"window_size_{side}") is not None for side in ("left", "right")
+    )
+
+
+def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    words = _heads(q, k, split=not is_causal)
+    if dropout_p or words is None:
+        return None
+    return words.rule(
+        *words.inputs, *words.bias(attn_mask), results=[words.out, words.logsumexp]
+    )
+
+
+def _flash_cpu_backward(
+    grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
+):
+    words = _heads(q, k, split=not is_causal)
+    if dropout_p or words is None:
+        return None
+    return words.rule(
+        words.out, *words.inputs, words.out, words.logsumexp, *words.bias(attn_mask),
+        results=words.inputs,
+    )  # fmt: skip
+
+
+# Memory-efficient
+
+
+def _efficient(
+    q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None
+):
+    words = _heads(q, k)
+    if dropout_p or words is None:
+        return None
+    return words.rule(
+        *words.inputs, *words.bias(bias), results=[words.out, words.padded, _FURTHER]
+    )
+
+
+def _efficient_backward(
+    grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *,
+    scale=None,
+):  # fmt: skip
+    words = _heads(q, k)
+    if dropout_p or words is None:
+        return None
+    biases = words.bias(bias)
+    # The mask tells only of the bias: the other gradients are always made.
+    results = [*words.inputs, *(biases if mask[3] else [])]
+    return words.rule(
+        words.out, *words.inputs, *biases, words.out, words.padded,
+        *_given(seed, offset), results=results,
+    )  # fmt: skip
+
+
+def _efficient_forward(
+    q, k, v, bias, starts_q, starts_k, max_q, max_k, dropout_p, mask_type,
+    compute_lse=False, *, scale=None, seqlen_k=None, window_size=None,
+):  # fmt: skip
+    words = _heads(q, k, seq_first=True)
+    if dropout_p or words is None or _given(starts_q, starts_k, seqlen_k):
+        return None
+    return words.rule(
+        *words.inputs, *words.bias(bias), results=[words.out, words.padded, _FURTHER]
+    )
+
+
+def _efficient_forward_backward(
+    grad, q, k, v, bias, out, starts_q, starts_k, max_q, max_k, lse, dropout_p, seed,
+    offset, mask_type, bias_requires_grad, **rest: Any,
+):  # fmt: skip
+    words = _heads(q, k, seq_first=True)
+    if dropout_p or words is None or _given(starts_q, starts_k):
+        return None
+    biases = words.bias(bias)
+    grads = biases if bias_requires_grad and biases else [_FURTHER]
+    return words.rule(
+        words.out, *words.inputs, *biases, words.out, words.padded,
+        *_given(seed, offset), results=[*words.inputs, *grads],
+    )  # fmt: skip
+
+
+# cuDNN, and the form that other devices override
+
+
+def _cudnn(
+    q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *,
+    scale=None,
+):  # fmt: skip
+    words = _heads(q, k)
+    if dropout_p or debug or words is None:
+        return None
+    results = [words.out, [*words.padded, "_"], _FURTHER]
+    return words.rule(*words.inputs, *words.bias(bias), results=results)
+
+
+def _cudnn_backward(
+    grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
+    dropout_p, is_causal, *, scale=None,
+):  # fmt: skip
+    words = _heads(q, k)
+    if dropout_p or words is None or _ragged(starts_q, starts_k):
+        return None
+    return words.rule(
+        words.out, *words.inputs, words.out, [*words.padded, "_"],
+        *_given(seed, offset), *words.bias(bias), *_given(starts_q, starts_k),
+        results=words.inputs,
+    )  # fmt: skip
+
+
+def _overrideable(
+    q, k, v, bias=None, dropout_p=0.0, is_causal=False, debug=False, *, scale=None
+):
+    words = _heads(q, k)
+    if dropout_p or debug or words is None:
+        return None
+    results = [words.out, words.padded, _FURTHER]
+    return words.rule(*words.inputs, *words.bias(bias), results=results)
+
+
+def _overrideable_backward(
+    grad, q, k, v, bias, mask, out, lse, starts_q, starts_k, max_q, max_k, dropout_p,
+    is_causal, seed, offset, *, scale=None,
+):  # fmt: skip
+    words = _heads(q, k)
+    if dropout_p or words is None or _ragged(starts_q, starts_k):
+        return None
+    biases = words.bias(bias)
+    return words.rule(
+        words.out, *words.inputs, *biases, words.out, words.padded,
+        *_given(starts_q, starts_k, seed, offset), results=[*words.inputs, *biases],
+    )  # fmt: skip
+
+
+# Written out
+
+
+def _math(
+    q, k, v, mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *,
+    scale=None, enable_gqa=False,
+):  # fmt: skip
+    words = _heads(q, k, split=not is_causal)
+    if dropout_p or dropout_mask is not None or words is None:
+        return None
+    results = [words.out, words.scores]
+    return words.rule(*words.inputs, *words.bias(mask), results=results)
+
+
+def _plain(
+    q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    words = _heads(q, k, split=not is_causal)
+    if dropout_p or words is None:
+        return None
+    return words.rule(*words.inputs, *words.bias(mask), results=[words.out])
+
+
+_FORMS = {
+    "scaled_dot_product_attention": row(_plain),
+    "_scaled_dot_product_attention_math": row(_math),
+    "_scaled_dot_product_flash_attention_for_cpu": row(_flash_cpu),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": row(
+        _flash_cpu_backward, linear="0"
+    ),
+    "_scaled_dot_product_flash_attention": row(_flash),
+    "_scaled_dot_product_flash_attention_backward": row(_flash_backward, linear="0"),
+    "_flash_attention_forward": row(_flash_forward),
+    "_flash_attention_backward": row(_flash_forward_backward, linear="0"),
+    "_scaled_dot_product_efficient_attention": row(_efficient),
+    "_scaled_dot_product_efficient_attention_backward": row(
+        _efficient_backward, linear="0"
+    ),
+    "_efficient_attention_forward": row(_efficient_forward),
+    "_efficient_attention_backward": row(_efficient_forward_backward, linear="0"),
+    "_scaled_dot_product_cudnn_attention": row(_cudnn),
+    "_scaled_dot_product_cudnn_attention_backward": row(_cudnn_backward, linear="0"),
+    "_scaled_dot_product_fused_attention_overrideable": row(_overrideable),
+    "_scaled_dot_product_fused_attention_overrideable_backward": row(
+        _overrideable_backward, linear="0"
+    ),
+}
+
+ROWS = {
+    getattr(aten, name).default: entry
+    for name, entry in _FORMS.items()
+    if hasattr(aten, name)
+}

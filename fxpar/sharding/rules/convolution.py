@@ -1,0 +1,224 @@
+"""Rows of convolutions, pooling and resampling: spatial dims stay whole.
+
+Batch and channels are free. Of a convolution, input channels are contracted and groups
+are a compound of their own; the bias is added once, so where input channels are split
+it is partial as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.rules.table import Row, names, row, tensors_of, text
+
+aten = torch.ops.aten
+
+
+# Convolution
+
+
+def _channels(transposed: bool, groups: int) -> tuple[str, str, str, str]:
+    """Words of the channel dim of input and output, and of the weight's dims 0, 1."""
+    if groups == 1:
+        return ("ci", "co", "ci", "co") if transposed else ("ci", "co", "co", "ci")
+    first, second = ("ci", "co") if transposed else ("co", "ci")
+    return "(g ci)", "(g co)", f"(g {first})", second
+
+
+def _sized(rule: str, groups: int) -> Rule:
+    sizes = (("g", groups),) if groups > 1 else ()
+    return replace(parse_rule(rule), sizes=sizes)
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Rule | None:
+    if x.dim() != weight.dim():
+        return None
+    k = x.dim() - 2
+    ci, co, first, second = _channels(transposed, groups)
+    window = [f"{w}!" for w in names(k, "k")]
+    made = [f"{w}!" for w in names(k, "o")]
+    rule = _sized(
+        text(
+            ["n", ci, *["_"] * k],
+            [first, second, *window],
+            *([["+", co]] if bias is not None else []),
+            results=[["n", co, *made]],
+        ),
+        groups,
+    )
+    summed = (2,) if bias is not None else ()
+    return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
+
+
+def _convolution_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> Rule | None:
+    if x.dim() != weight.dim():
+        return None
+    k = x.dim() - 2
+    ci, co, first, second = _channels(transposed, groups)
+    window = [f"{w}!" for w in names(k, "k")]
+    made = [f"{w}!" for w in names(k, "o")]
+    given = ["n", ci, *["_"] * k]
+    weights = [first, second, *window]
+    # The bias is not in the product, so a split of input channels leaves it complete.
+    results = [given, weights, [co, "~ci"]]
+    results = [words for words, wanted in zip(results, mask, strict=True) if wanted]
+    return _sized(text(["n", co, *made], given, weights, results=results), groups)
+
+
+# Windows
+
+
+def _spatial(k: int) -> Callable[..., str]:
+    """Every tensor has the same leading dims; the last ``k`` are whole."""
+
+    def factors(*args: Any, **kwargs: Any) -> str:
+        words = [*names(args[0].dim() - k), *["_"] * k]
+        return text(*[words] * len(tensors_of((args, kwargs))), results=[words])
+
+    return factors
+
+
+def _spatial_pair(k: int) -> Callable[..., str]:
+    """As ``_spatial`` with two results: values and where they come from."""
+
+    def factors(x: torch.Tensor, *_: Any, **__: Any) -> str:
+        words = [*names(x.dim() - k), *["_"] * k]
+        return text(words, results=[words, words])
+
+    return factors
+
+
+def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> str:
+    return _spatial_pair(len(kernel))(x)
+
+
+def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> str:
+    return _spatial(len(kernel))(x)
+
+
+def _columns(to_image: bool) -> Callable[..., Rule]:
+    """Patches of an image as columns, ``[n, c * window, columns]``."""
+
+    def factors(x: torch.Tensor, *args: Any) -> Rule:
+        kernel = args[1] if to_image else args[0]
+        lead = ["n"] if x.dim() == (3 if to_image else 4) else []
+        image, columns = [*lead, "c", "_", "_"], [*lead, "(c k!)", "_"]
+        here, there = (columns, image) if to_image else (image, columns)
+        window = math.prod(kernel) if len(kernel) == 2 else kernel[0] ** 2
+        rule = parse_rule(text(here, results=[there]))
+        return replace(rule, sizes=(("k", window),))
+
+    return factors
+
+
+def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *_: Any) -> str:
+    k = x.dim() - 2
+    places = names(k)
+    return text(
+        ["n", "c", *["_"] * k], ["n", *places, "_"], results=[["n", "c", *places]]
+    )
+
+
+def _grid_sampler_backward(
+    grad: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *args: Any
+) -> str:
+    k = x.dim() - 2
+    places = names(k)
+    image, at = ["n", "c", *["_"] * k], ["n", *places, "_"]
+    results = [
+        words for words, wanted in zip([image, at], args[3], strict=True) if wanted
+    ]
+    return text(["n", "c", *places], image, at, results=results)
+
+
+def _rows(entry: Row, *ops: str, overloads: Sequence[str] = ("default",)) -> dict:
+    """The same row for several ops, as far as this version of torch has them."""
+    packets = [getattr(aten, op) for op in ops if hasattr(aten, op)]
+    return {
+        getattr(packet, overload): entry
+        for packet in packets
+        for overload in overloads
+        if overload in packet.overloads()
+    }
+
+
+def _by_rank(pattern: str, ranks: Sequence[int], **marks: Any) -> dict:
+    """Rows of ``_spatial`` for ``pattern`` with each number of spatial dims put in."""
+    out: dict = {}
+    for k in ranks:
+        op = pattern.format(k)
+        out |= _rows(row(_spatial(k), **marks), op, overloads=("default", "vec"))
+    return out
+
+
+_RESAMPLED = (
+    ("upsample_nearest{}d", (1, 2, 3)),
+    ("_upsample_nearest_exact{}d", (1, 2, 3)),
+    ("upsample_linear{}d", (1,)),
+    ("upsample_bilinear{}d", (2,)),
+    ("upsample_bicubic{}d", (2,)),
+    ("upsample_trilinear{}d", (3,)),
+    ("_upsample_bilinear{}d_aa", (2,)),
+    ("_upsample_bicubic{}d_aa", (2,)),
+    ("_upsample_lanczos{}d_aa", (2,)),
+)
+
+ROWS = {
+    aten.convolution.default: row(_convolution),
+    aten.convolution_backward.default: row(_convolution_backward, linear="0"),
+    aten.max_pool2d_with_indices.default: row(_spatial_pair(2)),
+    aten.max_pool3d_with_indices.default: row(_spatial_pair(3)),
+    **_by_rank("max_pool{}d_with_indices_backward", (2, 3), linear="0"),
+    "prims::_low_memory_max_pool_with_offsets": row(_low_memory_pool),
+    "prims::_low_memory_max_pool_offsets_to_indices": row(_low_memory_indices),
+    **_by_rank("avg_pool{}d", (1, 2, 3), linear="0"),
+    **_by_rank("avg_pool{}d_backward", (2, 3), linear="0"),
+    **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), linear="0"),
+    **_by_rank("_adaptive_avg_pool{}d", (2, 3), linear="0"),
+    **_by_rank("_adaptive_avg_pool{}d_backward", (2, 3), linear="0"),
+    aten.adaptive_max_pool2d.default: row(_spatial_pair(2)),
+    aten.adaptive_max_pool3d.default: row(_spatial_pair(3)),
+    **_by_rank("adaptive_max_pool{}d_backward", (2, 3), linear="0"),
+    **{
+        op: entry
+        for pattern, ranks in _RESAMPLED
+        for op, entry in {
+            **_by_rank(pattern, ranks, linear="0"),
+            **_by_rank(pattern + "_backward", ranks, linear="0", shape=2),
+        }.items()
+    },
+    aten.im2col.default: row(_columns(False), linear="0"),
+    aten.col2im.default: row(_columns(True), linear="0"),
+    aten.grid_sampler_2d.default: row(_grid_sampler, linear="0"),
+    aten.grid_sampler_3d.default: row(_grid_sampler, linear="0"),
+    aten.grid_sampler_2d_backward.default: row(_grid_sampler_backward, linear="0"),
+    aten.grid_sampler_3d_backward.default: row(_grid_sampler_backward, linear="0"),
+}

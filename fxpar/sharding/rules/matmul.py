@@ -1,0 +1,165 @@
+"""Rows of contractions: each is its own einsum, linear in every operand.
+
+A contracted factor makes the result partial. Where a bias is added inside the op it
+stays whole: every rank would add the bias to its summand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.rules.table import row
+from fxpar.sharding.rules.words import make, rows, words_of
+
+aten = torch.ops.aten
+
+# Partial values that pass an op that adds a bias: the bias with one of the two others.
+BIASED = "0+1|0+2"
+
+
+def _biased(*tensors: str) -> Callable[..., Rule]:
+    """A contraction of operands 1 and 2 added to operand 0, which may be broadcast."""
+    *operands, result = [t.split() for t in tensors]
+
+    def made(bias: torch.Tensor, *_: Any, **__: Any) -> Rule:
+        last = [w.rstrip("!") for w in result[len(result) - bias.ndim :]]
+        words = [
+            "_" if size == 1 else word
+            for size, word in zip(bias.shape, last, strict=True)
+        ]
+        return make([words, *operands], [result])
+
+    return made
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Rule:
+    batch = words_of(x.shape[:-1])
+    result = batch + ["n"] * (weight.ndim == 2)
+    if bias is None:
+        tensors = [[*batch, "k"], ["n", "k"][-weight.ndim :]]
+        return make(tensors, [result], passages=[Passage((0,)), Passage((1,))])
+    tensors = [[*batch, "k!"], ["n", "k!"][-weight.ndim :], ["n"][: bias.ndim]]
+    return make(tensors, [result], passages=[Passage((0, 2)), Passage((1, 2))])
+
+
+def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
+    """Batch dims are aligned from the right; a matrix may be a vector."""
+    left = ["m", "k"][-x.ndim :]
+    right = ["k", "n"][: y.ndim]
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    words = words_of(batch)
+
+    def broadcast(shape: Sequence[int]) -> list[str]:
+        last = len(batch) - len(shape)
+        return [
+            word if size == full else "_"
+            for word, size, full in zip(words[last:], shape, batch[last:], strict=True)
+        ]
+
+    result = [*words, *left[:-1], *right[1:]]
+    return make(
+        [broadcast(x.shape[:-2]) + left, broadcast(y.shape[:-2]) + right], [result]
+    )
+
+
+def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | None:
+    """Letters are factors; the dims of ``...`` align from the right, as in torch.
+
+    A letter twice in one operand takes a diagonal, for which there is no rule.
+    """
+    left, arrow, right = equation.replace(" ", "").replace("...", "@").partition("->")
+    terms = left.split(",")
+    extra = [
+        t.ndim - len(term.replace("@", ""))
+        for t, term in zip(tensors, terms, strict=True)
+    ]
+    most = max((n for n, t in zip(extra, terms, strict=True) if "@" in t), default=0)
+    if not arrow:
+        letters = "".join(terms).replace("@", "")
+        once = sorted(c for c in set(letters) if letters.count(c) == 1)
+        right = "@" * ("@" in left) + "".join(once)
+
+    def spell(term: str, n: int) -> list[str]:
+        dots = [f"e{i}" for i in range(most - n, most)]
+        return [w for c in term for w in (dots if c == "@" else [c])]
+
+    operands = [spell(term, n) for term, n in zip(terms, extra, strict=True)]
+    if any(len(set(words)) < len(words) for words in operands):
+        return None
+    size: dict[str, int] = {}
+    for words, t in zip(operands, tensors, strict=True):
+        for word, n in zip(words, t.shape, strict=True):
+            if size.get(word, 1) == 1:
+                size[word] = n
+    stretched = [
+        ["_" if n == 1 else word for word, n in zip(words, t.shape, strict=True)]
+        for words, t in zip(operands, tensors, strict=True)
+    ]
+    result = ["_" if size[w] == 1 else w for w in spell(right, most)]
+    passages = [Passage((i,)) for i in range(len(tensors))]
+    return make(stretched, [result], passages=passages)
+
+
+def dot_rule(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> Rule:
+    """``fxpar::dot``: the equation is the rule."""
+    rule = parse_rule(equation)
+    return replace(rule, results=rule.results or ((),))
+
+
+def _scaled_mm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *_: Any,
+    **__: Any,
+) -> Rule | None:
+    """Scales of the whole tensor or of its rows and columns; blocks have no rule."""
+    m, n = x.shape[0], y.shape[1]
+    scales = []
+    for scale, shape, words in (
+        (scale_x, (m, 1), ["m", "_"]),
+        (scale_y, (1, n), ["_", "n"]),
+    ):
+        if scale.numel() == 1:
+            scales.append(["_"] * scale.ndim)
+        elif tuple(scale.shape) == shape and scale.dtype == torch.float32:
+            scales.append(words)
+        else:
+            return None
+    # A summand cannot be rounded to fp8, nor be given the bias of the sum.
+    sums = bias is None and scale_result is None and (out_dtype or x.dtype).itemsize > 1
+    k = "k" if sums else "k!"
+    more = [["n"]] * (bias is not None)
+    more += [["_"] * scale_result.ndim] if scale_result is not None else []
+    return make([["m", k], [k, "n"], *scales, *more], [["m", "n"]])
+
+
+MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
+
+ROWS = {
+    **rows("mm mm.dtype _int_mm", MM, linear="0|1"),
+    **rows("bmm bmm.dtype", BMM, linear="0|1"),
+    **rows("addmm addmm.dtype", _biased("m k!", "k! n", "m n"), linear=BIASED),
+    **rows("_addmm_activation", _biased("m k!", "k! n", "m n")),
+    **rows("baddbmm", _biased("b m k!", "b k! n", "b m n"), linear=BIASED),
+    **rows("addbmm", _biased("b! m k!", "b! k! n", "m n"), linear=BIASED),
+    **rows("addmv", _biased("m k!", "k!", "m"), linear=BIASED),
+    **rows("addr", _biased("m", "n", "m n"), linear=BIASED),
+    **rows("mv", "m k, k -> m", linear="0|1"),
+    **rows("dot vdot", _matmul, linear="0|1"),
+    **rows("matmul", _matmul, linear="0|1"),
+    **rows("linear", _linear),
+    aten.einsum.default: row(_einsum),
+    **rows("_scaled_mm", _scaled_mm),
+}

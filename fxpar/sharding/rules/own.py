@@ -1,0 +1,39 @@
+"""Rows of fxpar's own ops, by name: they are registered by passes and runtime; and of
+the one op by which a graph writes to its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.rules.pointwise import broadcast
+from fxpar.sharding.rules.table import Row, names, row
+from fxpar.sharding.rules.words import make, words_of
+
+
+def _dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> str:
+    return equation
+
+
+def _random(*args: Any) -> Rule:
+    """A scalar seed in; every dim of the result is free: it counts by global index."""
+    return make([[]], [names(len(args[-1]))])
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
+    """An input is written where it rests, in whole."""
+    ndim = target.dim()
+    words = [f"{name}!" for name in names(ndim)]
+    return make([words, words_of(source, range(source.dim()), "s")], [words])
+
+
+ROWS: dict[Any, Row] = {
+    torch.ops.aten.copy_.default: row(_write),
+    "fxpar::dot": row(_dot, linear="0|1"),
+    "fxpar::seeds": row("-> n!"),
+    "fxpar::random": row(_random),
+    "fxpar::randint": row(_random),
+    "fxpar::constrain": row(broadcast, movement="0"),
+}

@@ -1,0 +1,276 @@
+"""Rows of reductions, scans, sorts and softmax: ops along some dims of one tensor.
+
+A reduced dim that is split leaves the result partial with the op's own reduction, where
+there is one. Where shards cannot be combined by one of those (variance, argmax, scans,
+softmax) the touched dims are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Passage, Rule
+from fxpar.sharding.rules.pointwise import align
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.rules.words import all_at, at, make, rows, words_of
+
+Dim = int | Sequence[int] | None
+
+
+def _reduced(
+    x: torch.Tensor,
+    dims: frozenset[int],
+    keepdim: bool = False,
+    *,
+    whole: bool = True,
+    results: int = 1,
+    passes: tuple[str, ...] = (),
+) -> Rule:
+    """``x`` with ``dims`` gone, or ``_`` if kept."""
+    words = words_of(x, dims if whole else ())
+    kept = [
+        "_" if i in dims else word
+        for i, word in enumerate(words)
+        if keepdim or i not in dims
+    ]
+    passages = (Passage((0,), passes),) if passes else ()
+    return make([words], [kept] * results, passages=passages)
+
+
+def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, dim, keepdim=False)``; ``how`` as in _reduced."""
+
+    def made(
+        x: torch.Tensor, dim: Dim = default, keepdim: bool = False, **_: Any
+    ) -> Rule:
+        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
+
+    return made
+
+
+def truth(reduction: str) -> Callable[..., Rule]:
+    """Any and all. A partial operand passes only as bools: a partial integer may be
+    zero where the whole one is not. An empty list of dims reduces none."""
+
+    def made(x: torch.Tensor, dim: Dim = None, keepdim: bool = False) -> Rule:
+        dims = frozenset() if dim == [] or dim == () else all_at(dim, x.ndim)
+        passes = (reduction,) if x.dtype == torch.bool else ()
+        return _reduced(x, dims, keepdim, whole=False, passes=passes)
+
+    return made
+
+
+def over_all(**how: Any) -> Callable[..., Rule]:
+    """Reduction of all dims, whatever the other arguments."""
+
+    def made(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
+        return _reduced(x, all_at(None, x.ndim), **how)
+
+    return made
+
+
+def over_third(**how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, dim, unbiased, keepdim)``."""
+
+    def made(
+        x: torch.Tensor, dim: Dim, unbiased: bool = True, keepdim: bool = False
+    ) -> Rule:
+        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
+
+    return made
+
+
+def over_last(**how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, k, dim=-1, keepdim=False)``."""
+
+    def made(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
+        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
+
+    return made
+
+
+def over_prims(**how: Any) -> Callable[..., Rule]:
+    """Reduction called as ``(x, dims, ...)``."""
+
+    def made(x: torch.Tensor, dims: Sequence[int] | None, *_: Any, **__: Any) -> Rule:
+        return _reduced(x, all_at(dims, x.ndim), **how)
+
+    return made
+
+
+# The norms that shards combine to without a root, by order.
+_NORM_REDUCTION = {math.inf: "max", -math.inf: "min", 1: "sum", 0: "sum"}
+
+
+def norm(
+    x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
+) -> Rule:
+    """Vector norm over dims."""
+    reduction = _NORM_REDUCTION.get(2 if order is None else order)
+    dims = all_at(dim, x.ndim)
+    words = words_of(x, () if reduction else dims)
+    reductions = {f"d{i}": reduction for i in dims if reduction and x.shape[i] != 1}
+    kept = [
+        "_" if i in dims else w for i, w in enumerate(words) if keepdim or i not in dims
+    ]
+    return make([words], [kept], reductions=reductions)
+
+
+def power_sum(
+    x: torch.Tensor, order: Any = 2, dim: Dim = None, keepdim: bool = False, **_: Any
+) -> Rule:
+    return _reduced(x, all_at(dim, x.ndim), keepdim, whole=False)
+
+
+def along(*, results: int = 1) -> Callable[..., Rule]:
+    """Ops called as ``(x, dim, ...)`` that keep the shape and need ``dim`` whole."""
+
+    def made(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
+        words = words_of(x, {at(dim, x.ndim)})
+        return make([words], [words] * results)
+
+    return made
+
+
+def sort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
+    return along(results=2)(x, dim)
+
+
+def argsort_stable(x: torch.Tensor, *, dim: int = -1, **_: Any) -> Rule:
+    return along()(x, dim)
+
+
+def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
+    return _reduced(x, all_at(dim, x.ndim), True, results=2)
+
+
+def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
+    dim = at(dim, x.ndim)
+    words = words_of(x, {dim})
+    kept = ["_" if i == dim else w for i, w in enumerate(words)]
+    return make([words], [kept, kept])
+
+
+def histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Rule:
+    """Counts add up, unless the bins depend on the least and largest element."""
+    dims = range(x.ndim) if low == high else ()
+    return make([words_of(x, dims)], [["_"]])
+
+
+def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
+    """Fourier transforms; the last dim may change its size."""
+    words = words_of(x, all_at(dims, x.ndim))
+    last = at(dims[-1], x.ndim)
+    return make([words], [["_" if i == last else w for i, w in enumerate(words)]])
+
+
+def trace(x: torch.Tensor) -> Rule:
+    return make([words_of(x, (0, 1))], [[]])
+
+
+def glu(x: torch.Tensor, dim: int = -1) -> Rule:
+    """The dim is halved: its two halves lie in different shards."""
+    dim = at(dim, x.ndim)
+    words = words_of(x, {dim})
+    return make([words], [[*words[:dim], "_", *words[dim + 1 :]]])
+
+
+def glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> Rule:
+    rule = glu(x, dim)
+    return replace(rule, operands=rule.results + rule.operands, results=rule.operands)
+
+
+def loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any) -> Rule:
+    """Element by element, then the mean (1), the sum (2) or nothing (0)."""
+    return _weighted((x, target), reduction)
+
+
+def weighted_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1
+) -> Rule:
+    return _weighted((x, target, weight), reduction)
+
+
+def logits_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: Any = None,
+    positive: Any = None,
+    reduction: int = 1,
+) -> Rule:
+    return _weighted((x, target, weight, positive), reduction)
+
+
+def _weighted(args: Sequence[Any], reduction: int) -> Rule:
+    rule = align([t.shape for t in tensors_of(args)])
+    if reduction == 0:
+        return rule
+    reductions = dict.fromkeys(rule.free, "avg") if reduction == 1 else {}
+    return Rule(rule.operands, ((),), (), rule.whole, tuple(reductions.items()))
+
+
+SUM, MEAN = {"linear": "0"}, {"linear": "0", "reduce": "avg"}
+ADDED: dict[str, Any] = {"whole": False}
+MAX: dict[str, Any] = {"whole": False, "passes": ("max",)}
+MIN: dict[str, Any] = {"whole": False, "passes": ("min",)}
+PRODUCT: dict[str, Any] = {"whole": False, "passes": ("product",)}
+
+ROWS = {
+    **rows("sum", over_all(**ADDED), **SUM),
+    **rows("sum.dim_IntList", over(**ADDED), **SUM),
+    **rows("mean", over_all(**ADDED), **MEAN),
+    **rows("mean.dim", over(**ADDED), **MEAN),
+    **rows("nansum count_nonzero count_nonzero.dim_IntList", over(**ADDED)),
+    **rows("amax", over(**MAX), reduce="max"),
+    **rows("amin", over(**MIN), reduce="min"),
+    **rows("max", over_all(**MAX), reduce="max"),
+    **rows("min", over_all(**MIN), reduce="min"),
+    **rows("any any.dim any.dims", truth("max"), reduce="max"),
+    **rows("all all.dim all.dims", truth("min"), reduce="min"),
+    **rows("prod", over_all(**PRODUCT), reduce="product"),
+    **rows("prod.dim_int", over(**PRODUCT), reduce="product"),
+    **rows("max.dim min.dim median.dim nanmedian.dim", over(results=2)),
+    **rows("aminmax", over(results=2)),
+    **rows("argmax argmin logsumexp", over()),
+    **rows("var.correction std.correction", over()),
+    **rows("var_mean.correction std_mean.correction", over(results=2)),
+    **rows("median nanmedian", over_all()),
+    **rows("var.dim std.dim", over_third()),
+    **rows("var_mean.dim std_mean.dim", over_third(results=2)),
+    **rows("var std", over_all()),
+    **rows("var_mean std_mean", over_all(results=2)),
+    **rows("kthvalue", over_last(results=2)),
+    **rows("mode", over(-1, results=2)),
+    **rows("linalg_vector_norm norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", norm),
+    **rows("norm.Scalar norm.ScalarOpt_dtype", norm),
+    **rows("linalg__powsum", power_sum),
+    **rows("cumsum", along(), linear="0"),
+    **rows("cumprod logcumsumexp _softmax _log_softmax _safe_softmax", along()),
+    **rows("cummax cummin sort", along(results=2)),
+    **rows("argsort", along()),
+    **rows("sort.stable", sort_stable),
+    **rows("argsort.stable", argsort_stable),
+    **rows("topk", topk),
+    **rows("histc", histc),
+    **rows("trace", trace, linear="0"),
+    **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0"),
+    **rows("glu", glu),
+    **rows("glu_backward", glu_backward, linear="0"),
+    **rows("mse_loss huber_loss smooth_l1_loss", loss),
+    **rows("binary_cross_entropy", weighted_loss),
+    **rows("binary_cross_entropy_with_logits", logits_loss),
+}
+
+ROWS |= {
+    **rows("sum", over_prims(**ADDED), "prims", **SUM),
+    **rows("amax", over_prims(**MAX), "prims", reduce="max"),
+    **rows("amin", over_prims(**MIN), "prims", reduce="min"),
+    **rows("prod", over_prims(**PRODUCT), "prims", reduce="product"),
+    **rows("var xor_sum", over_prims(), "prims"),
+    **rows("prepare_softmax_online", softmax_parts, "prims"),
+}

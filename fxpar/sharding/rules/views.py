@@ -1,0 +1,256 @@
+"""Rows of views that keep every element: reshapes, permutations, expansion.
+
+A reshape is the common factorisation of its two shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.rules.words import Word, at, make, rows, words_of
+
+Shape = Sequence[int]
+
+
+def moves(names: str, rule: Callable[..., Rule | None], **marks: Any) -> dict:
+    """Rows of ops that only move elements: every partial value may pass."""
+    return rows(names, rule, movement="0", **marks)
+
+
+# Views of the same elements in the same order
+
+
+def regroup(source: Shape, target: Shape) -> Rule:
+    """The common factorisation of two shapes of equally many elements.
+
+    From the left, the greatest common divisor of the two open dims is a factor of both.
+    Where they have none in common, dims are joined until the products meet; what is
+    left of those dims is whole, and so is all that is minor to it in the same dim.
+    """
+    sizes: dict[str, int] = {}
+
+    def factor(n: int, whole: bool = False) -> str:
+        name = f"f{len(sizes)}"
+        sizes[name] = n
+        return name + "!" * whole
+
+    if 0 in source or 0 in target:
+        before, after = ([factor(n, True) for n in s] for s in (source, target))
+        return make([before], [after], sizes)
+
+    left: list[list[str]] = [[] for _ in source]
+    right: list[list[str]] = [[] for _ in target]
+    i = j = 0
+    a = b = 1
+    while True:
+        while a == 1 and i < len(source):
+            a, i = source[i], i + 1
+        while b == 1 and j < len(target):
+            b, j = target[j], j + 1
+        if a == 1 and b == 1:
+            break
+        common = math.gcd(a, b)
+        if common > 1:
+            name = factor(common)
+            left[i - 1].append(name)
+            right[j - 1].append(name)
+            a, b = a // common, b // common
+            if a == 1 or b == 1:
+                continue
+        # No further divisor in common: the rest is whole until the products meet.
+        rest_left, rest_right = a, b
+        left[i - 1].append(factor(a, True))
+        right[j - 1].append(factor(b, True))
+        while rest_left != rest_right:
+            if rest_left < rest_right:
+                left[i].append(factor(source[i], True))
+                rest_left, i = rest_left * source[i], i + 1
+            else:
+                right[j].append(factor(target[j], True))
+                rest_right, j = rest_right * target[j], j + 1
+        a = b = 1
+
+    def words(dims: list[list[str]]) -> list[Word]:
+        return [tuple(dim) if dim else "_" for dim in dims]
+
+    return make([words(left)], [words(right)], sizes)
+
+
+def _complete(numel: int, shape: Shape) -> list[int]:
+    """A shape with its -1 filled in."""
+    known = math.prod(n for n in shape if n != -1)
+    return [numel // max(known, 1) if n == -1 else n for n in shape]
+
+
+def view(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
+    return regroup(x.shape, _complete(x.numel(), shape))
+
+
+def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule:
+    """Bits read as another type; a change of width rescales the last dim."""
+    words = words_of(x)
+    if x.element_size() == dtype.itemsize:
+        return make([words], [words])
+    return make([[*words[:-1], "bits!"]], [[*words[:-1], "_"]])
+
+
+def collapse(x: torch.Tensor, start: int, end: int) -> Rule:
+    """Dims ``start`` to ``end``, inclusive, become one."""
+    shape = list(x.shape)
+    joined = [math.prod(shape[start : end + 1])]
+    return regroup(shape, shape[:start] + joined + shape[end + 1 :])
+
+
+def split_dim(x: torch.Tensor, dim: int, outer: int) -> Rule:
+    words = words_of(x, {dim})
+    return make([words], [[*words[:dim], "_", "_", *words[dim + 1 :]]])
+
+
+# Views in another order or with dims of size 1 more or less
+
+
+def permute(x: torch.Tensor, dims: Sequence[int]) -> Rule:
+    words = words_of(x)
+    return make([words], [[words[at(d, x.ndim)] for d in dims]])
+
+
+def transpose(x: torch.Tensor, first: int, second: int) -> Rule:
+    order = list(range(x.ndim))
+    if order:
+        a, b = at(first, x.ndim), at(second, x.ndim)
+        order[a], order[b] = b, a
+    return permute(x, order)
+
+
+def t(x: torch.Tensor) -> Rule:
+    return permute(x, range(x.ndim)[::-1])
+
+
+def squeeze(x: torch.Tensor, dims: int | Sequence[int] | None = None) -> Rule:
+    """Only dims of size 1 go, also of those named. A dim of another size that is split
+    into shards of size 1 stays, which partitioning must see to."""
+    named = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {at(d, x.ndim) for d in named}
+    words = words_of(x)
+    kept = [w for i, w in enumerate(words) if not (i in gone and x.shape[i] == 1)]
+    return make([words], [kept])
+
+
+def unsqueeze(x: torch.Tensor, dim: int) -> Rule:
+    words = words_of(x)
+    dim = at(dim, x.ndim + 1)
+    return make([words], [[*words[:dim], "_", *words[dim:]]])
+
+
+def expand(x: torch.Tensor, shape: Shape, **_: Any) -> Rule:
+    """A stretched dim is a factor of the result alone."""
+    new = len(shape) - x.ndim
+    source = [1] * new + list(x.shape)
+    result = [m if n == -1 else n for n, m in zip(shape, source, strict=True)]
+    return _stretch(x, result, range(new, len(shape)))
+
+
+def broadcast_in_dim(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
+    return _stretch(x, shape, places)
+
+
+def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
+    words = words_of(shape)
+    operand = [
+        words[p] if n == shape[p] else "_" for p, n in zip(places, x.shape, strict=True)
+    ]
+    return make([operand], [words])
+
+
+def as_strided(
+    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
+) -> Rule | None:
+    """Only where it is a reshape of a contiguous tensor, or a permutation of all dims
+    with some stretched."""
+    if offset is not None and offset != x.storage_offset():
+        return None
+    numel = math.prod(shape)
+    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
+    if plain and numel == x.numel() and x.is_contiguous():
+        return regroup(x.shape, shape)
+    words = words_of(x)
+    left = {i for i, n in enumerate(x.shape) if n != 1}
+    result = []
+    for j, (n, step) in enumerate(zip(shape, stride, strict=True)):
+        match = next((i for i in left if (x.shape[i], x.stride(i)) == (n, step)), None)
+        if match is not None:
+            left.remove(match)
+        elif n != 1 and step != 0:
+            return None
+        result.append(words[match] if match is not None else "_" if n == 1 else f"s{j}")
+    return None if left else make([words], [result])
+
+
+def add_pair(x: torch.Tensor) -> Rule:
+    """Complex numbers as pairs of real ones."""
+    words = words_of(x)
+    return make([words], [[*words, "two!"]])
+
+
+def drop_pair(x: torch.Tensor) -> Rule:
+    words = words_of(x.shape[:-1])
+    return make([[*words, "two!"]], [words])
+
+
+def pixel_shuffle(x: torch.Tensor, r: int) -> Rule:
+    """Blocks of ``r`` by ``r`` channels become pixels."""
+    return _pixels(x, r, x.shape[-3] // (r * r) if r else 1, x.shape[-2], x.shape[-1])
+
+
+def pixel_unshuffle(x: torch.Tensor, r: int) -> Rule:
+    rule = _pixels(x, r, x.shape[-3], x.shape[-2] // r, x.shape[-1] // r)
+    return replace(rule, operands=rule.results, results=rule.operands)
+
+
+def _pixels(x: torch.Tensor, r: int, c: int, h: int, w: int) -> Rule:
+    batch: list[Word] = [*words_of(x.shape[:-3])]
+    deep: list[Word] = [*batch, ("c", "i!", "j!"), "h", "w"]
+    wide: list[Word] = [*batch, "c", ("h", "i!"), ("w", "j!")]
+    return make([deep], [wide], {"c": c, "h": h, "w": w, "i": r, "j": r})
+
+
+ROWS = {
+    **moves("view view_copy _unsafe_view reshape _reshape_copy", view, shape=1),
+    **moves("_reshape_alias _reshape_alias_copy", view, shape=1),
+    **rows("view.dtype view_copy.dtype", view_dtype),
+    **moves("permute permute_copy", permute),
+    **moves("transpose.int transpose_copy.int", transpose),
+    **moves("t t_copy", t),
+    **moves("expand expand_copy", expand, shape=1),
+    **moves("squeeze squeeze.dim squeeze.dims", squeeze),
+    **moves("squeeze_copy squeeze_copy.dim squeeze_copy.dims", squeeze),
+    **moves("unsqueeze unsqueeze_copy", unsqueeze),
+    **moves("as_strided as_strided_copy", as_strided),
+    **rows("view_as_real view_as_real_copy", add_pair, linear="0"),
+    **rows("view_as_complex view_as_complex_copy", drop_pair, linear="0"),
+    **moves("pixel_shuffle", pixel_shuffle),
+    **moves("pixel_unshuffle", pixel_unshuffle),
+}
+
+
+def _prims(names: str, rule: Callable[..., Rule | None], **marks: Any) -> dict:
+    return moves(names, rule, namespace="prims", **marks)
+
+
+ROWS |= {
+    **_prims("broadcast_in_dim", broadcast_in_dim, shape=1),
+    **_prims("reshape", view, shape=1),
+    **_prims("collapse collapse_view", collapse),
+    **_prims("split_dim", split_dim),
+    **_prims("squeeze", squeeze),
+    **_prims("transpose", permute),
+    **_prims("as_strided", as_strided),
+    **rows("view_of_dtype", view_dtype, "prims"),
+}

@@ -1,0 +1,224 @@
+"""How one tensor lies on the mesh: per dim an ordered tuple of axes, plus partial axes.
+
+Written as JAX writes a PartitionSpec: ``Spec("dp", None, ("tp", "sp"))``. Axes on one
+dim go major to minor. A partial axis means that each rank along it holds a summand (or
+another unreduced operand) of the value. DTensor placements exist only at the border:
+``Spec.to_placements`` and ``Spec.from_placements``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpar.errors import SpecError
+from fxpar.sharding.mesh import Mesh
+
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
+
+Entry = str | Iterable[str] | None
+
+
+def _entry(entry: Entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Spec:
+    """Immutable and hashable. ``Spec("dp", None, partial={"tp": "sum"})``.
+
+    ``dims``: one tuple of axes per tensor dim. ``partial``: (axis, reduction) pairs,
+    sorted by axis. Raises SpecError if an axis is used twice or a reduction is unknown.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...]
+
+    def __init__(
+        self, *dims: Entry, partial: Mapping[str, str] | Iterable = ()
+    ) -> None:
+        pairs = partial.items() if isinstance(partial, Mapping) else partial
+        object.__setattr__(self, "dims", tuple(_entry(entry) for entry in dims))
+        object.__setattr__(self, "partial", tuple(sorted(tuple(p) for p in pairs)))
+        used = self.axes
+        for axis in used:
+            if used.count(axis) > 1:
+                raise SpecError(
+                    f"axis {axis!r} is used twice in {self}",
+                    fix="an axis may split one dim only, or be partial",
+                )
+        for _, op in self.partial:
+            if op not in REDUCTIONS:
+                raise SpecError(f"unknown reduction {op!r}", fix=f"use {REDUCTIONS}")
+
+    @classmethod
+    def of(cls, dims: Iterable[Iterable[str]], partial: Iterable = ()) -> Spec:
+        """From axis tuples; the inverse of ``.dims``, ``.partial``."""
+        return cls(*dims, partial=partial)
+
+    @classmethod
+    def whole(cls, ndim: int) -> Spec:
+        """The same full value on every rank."""
+        return cls(*([None] * ndim))
+
+    @cached_property
+    def sharded_axes(self) -> tuple[str, ...]:
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.partial)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis used, on dims or partial."""
+        return tuple(axis for dim in self.dims for axis in dim) + tuple(
+            axis for axis, _ in self.partial
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.axes
+
+    def without_partial(self) -> Spec:
+        return Spec(*self.dims)
+
+    def check(self, mesh: Mesh, shape: Sequence[int]) -> None:
+        """Raise SpecError unless the spec fits this mesh and shape evenly."""
+        if len(self.dims) != len(shape):
+            raise SpecError(f"{self} has {len(self.dims)} dims, tensor {list(shape)}")
+        for axis in self.axes:
+            if axis not in mesh.sizes:
+                raise SpecError(
+                    f"{self} names axis {axis!r}, which mesh {mesh} does not have",
+                    fix=f"use one of {mesh.names}",
+                )
+        for i, (axes, size) in enumerate(zip(self.dims, shape, strict=True)):
+            if size % mesh.count(axes):
+                raise SpecError(
+                    f"dim {i} of size {size} does not divide over "
+                    f"{'+'.join(axes)} ({mesh.count(axes)} shards)"
+                )
+
+    def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape one rank holds of a global ``shape``. Raises SpecError if uneven."""
+        self.check(mesh, shape)
+        return tuple(
+            size // mesh.count(axes)
+            for axes, size in zip(self.dims, shape, strict=True)
+        )
+
+    def global_shape(self, mesh: Mesh, local: Sequence[int]) -> tuple[int, ...]:
+        """Inverse of ``local_shape``."""
+        return tuple(
+            size * mesh.count(axes) for axes, size in zip(self.dims, local, strict=True)
+        )
+
+    def format(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
+        """Text. Without a shape ``[dp, _, tp+sp]``, with one ``f32[8@dp, 64]``."""
+        entries = []
+        for i, axes in enumerate(self.dims):
+            names = "+".join(axes)
+            if shape is None:
+                entries.append(names or "_")
+            else:
+                entries.append(f"{shape[i]}@{names}" if names else f"{shape[i]}")
+        text = f"{dtype}[{', '.join(entries)}]"
+        if self.partial:
+            by_op: dict[str, list[str]] = {}
+            for axis, op in self.partial:
+                by_op.setdefault(op, []).append(axis)
+            inside = ", ".join(f"{op}: {'+'.join(a)}" for op, a in by_op.items())
+            text += f" partial({inside})"
+        return text
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Read either form of ``format``. Raises SpecError on anything else."""
+        match = re.fullmatch(r"\s*\w*\[([^\]]*)\](?:\s*partial\(([^)]*)\))?\s*", text)
+        if not match:
+            raise SpecError(f"cannot read spec {text!r}", fix="write [dp, _, tp+sp]")
+        dims: list[tuple[str, ...]] = []
+        for entry in match[1].split(",") if match[1].strip() else []:
+            entry = entry.strip()
+            size, at, names = entry.rpartition("@")
+            whole = not at and (entry == "_" or entry.isdigit())
+            axes = () if whole else tuple(names.split("+"))
+            if not all(axis.isidentifier() for axis in axes) or (
+                at and not size.isdigit()
+            ):
+                raise SpecError(f"cannot read {entry!r} in spec {text!r}")
+            dims.append(axes)
+        partial = {}
+        for clause in match[2].split(",") if match[2] else []:
+            op, _, names = clause.partition(":")
+            for axis in names.strip().split("+"):
+                if not axis.isidentifier():
+                    raise SpecError(f"cannot read {clause!r} in spec {text!r}")
+                partial[axis] = op.strip()
+        return cls(*dims, partial=partial)
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        dims = [repr(a[0]) if len(a) == 1 else repr(a or None) for a in self.dims]
+        partial = f"partial={dict(self.partial)}" if self.partial else ""
+        return f"Spec({', '.join(dims + [partial] * bool(partial))})"
+
+    def to_placements(self, mesh: Mesh) -> tuple:
+        """DTensor placements, one per mesh axis, for a DeviceMesh of the same axes.
+
+        DTensor splits a dim by mesh order, major first. Where this spec has an axis
+        more major than the order of the mesh implies, the earlier mesh axis becomes a
+        strided shard whose split factor is the number of shards the later, but more
+        major, axes make.
+        """
+        from fxpar._compat import Partial, Replicate, Shard, strided_shard
+
+        order = {name: i for i, name in enumerate(mesh.names)}
+        where = {
+            axis: (d, i) for d, a in enumerate(self.dims) for i, axis in enumerate(a)
+        }
+        reductions = dict(self.partial)
+        out = []
+        for axis in mesh.names:
+            if axis in where:
+                dim, i = where[axis]
+                above = [a for a in self.dims[dim][:i] if order[a] > order[axis]]
+                split = mesh.count(above)
+                out.append(strided_shard(dim, split) if split > 1 else Shard(dim))
+            elif axis in reductions:
+                out.append(Partial(reductions[axis]))
+            else:
+                out.append(Replicate())
+        return tuple(out)
+
+    @classmethod
+    def from_placements(cls, placements: Sequence, mesh: Mesh, ndim: int) -> Spec:
+        """Inverse of ``to_placements``. Raises SpecError on a strided shard whose
+        split factor is no product of later axes on the same dim."""
+        dims: list[list[str]] = [[] for _ in range(ndim)]
+        partial = {}
+        for axis, placement in reversed(list(zip(mesh.names, placements, strict=True))):
+            if placement.is_partial():
+                partial[axis] = placement.reduce_op
+            elif not placement.is_replicate():
+                dim = dims[placement.dim % ndim]
+                split = getattr(placement, "split_factor", 1)
+                # Later axes already stand in `dim`; those this one strides over are
+                # a major prefix of it.
+                at = next(
+                    (i for i in range(len(dim) + 1) if mesh.count(dim[:i]) == split),
+                    None,
+                )
+                if at is None:
+                    raise SpecError(f"no axis order expresses placement {placement}")
+                dim.insert(at, axis)
+        return cls(*dims, partial=partial)

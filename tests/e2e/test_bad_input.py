@@ -1,0 +1,396 @@
+"""What users get wrong: an error that says what, where and what to do, on every rank,
+or a warning and right numbers. Never a hang."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxpar
+from fxpar.errors import (
+    FxparError,
+    FxparWarning,
+    HintError,
+    InputMismatchError,
+    MeshError,
+    OptionError,
+    RankMismatchError,
+    UnknownOpError,
+)
+from fxpar.sharding import rules
+from tests.spawn import run_script, shared_pool
+
+WIDTH = 16
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def made(seed: int = 0) -> tuple[MLP, torch.Tensor]:
+    torch.manual_seed(seed)
+    return MLP(), torch.randn(8, WIDTH)
+
+
+def compiled(fn: Any, **options: Any) -> Any:
+    return torch.compile(fn, backend="fxpar", options={"codegen": "eager"} | options)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def call(options: dict[str, Any] | None = None) -> torch.Tensor:
+    """The ordinary program, with whatever is wrong around it."""
+    model, x = made()
+    return compiled(model, **(options or {}))(x).detach()
+
+
+def raised(fn: Any, *args: Any, kind: type = FxparError, **how: Any) -> list[str]:
+    """The texts of what every rank must raise."""
+    errors = shared_pool(4).errors(fn, *args, **how)
+    assert [type(error) for error in errors] == [kind] * 4, errors
+    return [str(error) for error in errors]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+# Meshes
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("dp=2;tp=2", "dp=2;tp=2"),
+        ("dp", "'dp'"),
+        ("dp=2,tp=two", "two"),
+        ("dp=2,dp=2", "dp"),
+        ("dp=4,tp=0", "0"),
+    ],
+)
+def test_malformed_mesh(mesh: str, said: str) -> None:
+    for text in raised(call, kind=MeshError, env={"FXPAR_MESH": mesh}):
+        assert said in text and "fix:" in text
+
+
+@pytest.mark.multiprocess
+def test_mesh_of_another_size_than_the_world() -> None:
+    for text in raised(call, kind=MeshError, env={"FXPAR_MESH": "dp=2,tp=4"}):
+        assert "mesh dp=2,tp=4 has 8 ranks, but 4 processes run" in text
+        assert "--nproc-per-node 8" in text
+
+
+def test_mesh_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_MESH", "dp=4")
+    with pytest.raises(MeshError, match="4 ranks, but 1 process runs"):
+        call()
+
+
+# Options
+
+
+def test_an_error_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made()
+    program = compiled(model)
+    monkeypatch.setenv("FXPAR_MESH", "dp=4")
+    with pytest.raises(MeshError):
+        program(x)
+    monkeypatch.setenv("FXPAR_MESH", "dp=1")
+    torch.testing.assert_close(program(x), model(x))
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(OptionError, match="unknown option 'messh'\n.*'mesh'"):
+        call({"messh": "dp=1"})
+
+
+def test_value_an_option_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_PLAN", "propogate")
+    with pytest.raises(OptionError, match="FXPAR_PLAN .*\n.*'propagate'"):
+        call()
+
+
+def test_unknown_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_MESHES", "dp=1")
+    with pytest.warns(FxparWarning, match="FXPAR_MESHES(.|\n)*'FXPAR_MESH'"):
+        call()
+
+
+# Ranks that are not alike
+
+
+def other_parameters() -> tuple[list[str], torch.Tensor, list[torch.Tensor]]:
+    """One training step of models that were built from the rank as seed."""
+    model, _ = made(rank())
+    _, x = made()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = compiled(model, mesh="dp=2,tp=2")(x)
+        out.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    texts = [str(w.message) for w in caught if w.category is FxparWarning]
+    return texts, out.detach(), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.multiprocess
+def test_parameters_that_differ_are_those_of_rank_0() -> None:
+    model, x = made()
+    want = model(x)
+    want.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for me, (texts, out, parameters) in enumerate(shared_pool(4).run(other_parameters)):
+        torch.testing.assert_close(out, want.detach())
+        for p, q in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach())
+        warned = [text for text in texts if "parameters differ between ranks" in text]
+        assert len(warned) == (me == 0)
+        if me == 0:
+            assert "up.weight, up.bias, down.weight, down.bias" in warned[0]
+            assert "manual_seed" in warned[0]
+
+
+def other_inputs(by_name: bool) -> None:
+    model, _ = made()
+    x = torch.full((8, WIDTH), float(rank() == 2))
+    program = compiled(model, mesh="dp=2,tp=2")
+    program(x=x) if by_name else program(x)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("by_name", [False, True])
+def test_inputs_that_differ(by_name: bool) -> None:
+    for text in raised(other_inputs, by_name, kind=InputMismatchError):
+        assert "input x differs between ranks: rank 2 does not feed what rank 0" in text
+        assert "feed the same batch on every rank" in text
+        assert "FXPAR_INPUTS=local" in text
+
+
+def other_shapes() -> None:
+    model, _ = made()
+    compiled(model)(torch.ones(8 if rank() else 4, WIDTH))
+
+
+def other_code() -> None:
+    model, x = made()
+    act = torch.sigmoid if rank() == 1 else torch.relu
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return act(model(x))
+
+    compiled(program)(x)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fn", [other_code, other_shapes])
+def test_programs_that_differ(fn: Any) -> None:
+    for text in raised(fn, kind=RankMismatchError):
+        assert "ranks disagree about the program: rank" in text
+        assert "--- rank 0\n+++ rank 1" in text
+        assert "fix:" in text
+        if fn is other_code:
+            assert re.search(r"\n-.*relu", text) and re.search(r"\n\+.*sigmoid", text)
+
+
+def fails_while_compiling() -> None:
+    hints = {"up.weight": ["nowhere", "_"]} if rank() == 1 else None
+    call({"hints": hints})
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_fails_while_compiling() -> None:
+    errors = shared_pool(4).errors(fails_while_compiling)
+    kinds = [RankMismatchError, HintError, RankMismatchError, RankMismatchError]
+    assert [type(error) for error in errors] == kinds
+    assert "no axis 'nowhere'" in str(errors[1])
+    for me in (0, 2, 3):
+        assert "rank 1 failed:\nHintError" in str(errors[me])
+        assert "no axis 'nowhere'" in str(errors[me])
+    for out in shared_pool(4).run(call):  # the ranks go on
+        torch.testing.assert_close(out, call())
+
+
+DIES = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+step = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+x = torch.randn(8, 16)
+step(x).sum().backward()
+dist.barrier()
+loss = step(x).sum()
+if dist.get_rank() == 1:
+    os._exit(7)
+print("alive", flush=True)
+loss.backward()
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_dies_within_a_step() -> None:
+    survivor, dead = run_script(DIES, ranks=2)
+    assert dead.code == 7
+    assert survivor.code not in (0, None)
+    assert "alive" in survivor.output and "went on" not in survivor.output
+    assert "Error" in survivor.output
+
+
+# Hints
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        ({"up.weight": ["nowhere", "_"]}, "mesh dp=2,tp=2 has no axis 'nowhere'"),
+        ({"up.weight": ["tp", "tp"]}, "axis 'tp' is used twice"),
+        ({"up.*": ["_", "tp", "_"]}, "3 entries for a tensor of 2 dims"),
+        ({"left.weight": ["tp"]}, "matches no parameter, buffer or input"),
+        ({"odd": ["tp"]}, "dim 0 of size 3 does not divide over tp"),
+    ],
+)
+def test_hints_that_do_not_fit(hint: dict[str, Any], said: str) -> None:
+    model, x = made()
+
+    def program(x: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() + odd.sum()
+
+    hints = {f"model.{k}" if k != "odd" else k: v for k, v in hint.items()}
+    with pytest.raises(HintError, match=re.escape(said)) as caught:
+        fxpar.plan(program, x, torch.ones(3), mesh="dp=2,tp=2", hints=hints)
+    assert "fix:" in str(caught.value)
+    assert next(iter(hints)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (("nowhere",), "no axis 'nowhere'"),
+        (("tp", "tp"), "axis 'tp' is used twice"),
+        ((None, None, "tp"), "3 entries for a tensor of 2 dims"),
+    ],
+)
+def test_constraints_that_do_not_fit(entries: tuple, said: str) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return fxpar.constrain(x * 2, *entries)
+
+    with pytest.raises(HintError, match=re.escape(said)):
+        fxpar.plan(program, torch.ones(8, 8), mesh="dp=2,tp=2")
+
+
+def test_specs_for_another_number_of_arguments() -> None:
+    with pytest.raises(HintError, match="in_specs has 2 entries for 1 tensor"):
+        fxpar.plan(torch.relu, torch.ones(4), mesh="dp=2", in_specs=[None, None])
+
+
+def test_hints_file_that_cannot_be_read(tmp_path: Any) -> None:
+    path = tmp_path / "hints.toml"
+    path.write_text("up.weight = tp")
+    with pytest.raises(HintError, match="cannot read the hints file"):
+        fxpar.plan(torch.relu, torch.ones(4), mesh="dp=2", hints=str(path))
+
+
+# Ops without a rule
+
+
+@torch.library.custom_op("fxpar_tests::double", mutates_args=())
+def double_it(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double_it.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def uses_own_op(x: torch.Tensor) -> torch.Tensor:
+    y = torch.ops.fxpar_tests.double(x + 1)  # first
+    return torch.ops.fxpar_tests.double(y) - 1
+
+
+@pytest.fixture
+def own_rule() -> Iterator[None]:
+    fxpar.rule("fxpar_tests::double", "b n -> b n", linear="0")
+    yield
+    del rules._USER["fxpar_tests::double"]
+
+
+X = torch.arange(64.0).reshape(8, 8)
+
+
+def plan_own_op() -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = fxpar.plan(uses_own_op, X, mesh="dp=2,tp=2", in_specs=[("dp", "tp")])
+    texts = [str(w.message) for w in caught if w.category is FxparWarning]
+    torch.testing.assert_close(plan.simulate(X), uses_own_op(X))
+    return plan, texts
+
+
+def test_unknown_op_warns_once() -> None:
+    plan, texts = plan_own_op()
+    assert len(texts) == 1
+    assert "fxpar_tests.double" in texts[0] and "no sharding rule" in texts[0]
+    assert f"2 calls, {2 * X.nbytes} bytes" in texts[0]
+    line = uses_own_op.__code__.co_firstlineno + 1
+    assert f"test_bad_input.py:{line}" in texts[0]
+    assert 'fxpar.rule("fxpar_tests::double' in texts[0]
+    assert plan.unknown and any(c.kind == "all_gather" for c in plan.collectives)
+
+
+def test_unknown_op_raises_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_STRICT", "1")
+    line = uses_own_op.__code__.co_firstlineno + 1
+    with pytest.raises(UnknownOpError, match=f"test_bad_input.py:{line}"):
+        fxpar.plan(uses_own_op, X, mesh="dp=2,tp=2")
+
+
+def test_a_rule_shards_the_op(own_rule: None) -> None:
+    plan, texts = plan_own_op()
+    assert not texts and not plan.unknown
+    ops = [node for node in plan.nodes if "double" in node.op]
+    assert len(ops) == 2
+    assert all(node.results == (fxpar.Spec("dp", "tp"),) for node in ops)
+    assert not any(c.kind == "all_gather" for c in plan.collectives[:-1])
+
+
+def own_op_on_ranks(strict: bool, ruled: bool) -> tuple[list[str], torch.Tensor]:
+    if ruled:
+        fxpar.rule("fxpar_tests::double", "b n -> b n", linear="0")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = compiled(uses_own_op, strict=strict, mesh="dp=4")(X)
+    finally:
+        rules._USER.pop("fxpar_tests::double", None)
+    return [str(w.message) for w in caught if w.category is FxparWarning], out
+
+
+@pytest.mark.multiprocess
+def test_own_op_on_ranks() -> None:
+    pool = shared_pool(4)
+    for ruled in (False, True):
+        for me, (texts, out) in enumerate(pool.run(own_op_on_ranks, False, ruled)):
+            torch.testing.assert_close(out, uses_own_op(X))
+            said = [text for text in texts if "no sharding rule" in text]
+            assert len(said) == (me == 0 and not ruled)
+    for text in raised(own_op_on_ranks, True, False, kind=UnknownOpError):
+        assert "fxpar_tests.double" in text

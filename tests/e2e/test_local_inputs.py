@@ -1,0 +1,169 @@
+"""``inputs="local"``: every rank feeds its part of the batch, as with a
+DistributedSampler; losses and gradients are those of the global batch mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxpar import FxparError
+from tests.models import build, build_loss
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+MESHES = {"dp=4": 4, "dp=2,tp=2": 2}
+
+
+def part(batch: dict[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
+    """This rank's part; ranks that differ on other axes feed the same one."""
+    rank = torch.distributed.get_rank()
+    i = rank * parts // torch.distributed.get_world_size()
+    return {k: v.chunk(parts)[i].clone() for k, v in batch.items()}
+
+
+def options(mesh: str) -> dict[str, str]:
+    return {"mesh": mesh, "codegen": "eager", "inputs": "local"}
+
+
+def loss_inside(name: str, mesh: str | None) -> tuple[float, dict]:
+    model, batch = build_loss(name)
+    run = model
+    if mesh is not None:
+        torch._dynamo.reset()
+        batch = part(batch, MESHES[mesh])
+        run = torch.compile(model, backend="fxpar", options=options(mesh))
+    loss = run(**batch)
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def loss_outside(name: str, mesh: str | None) -> tuple[float, dict]:
+    """The loss is taken by each rank of its own part, outside the compiled graph."""
+    model, batch = build(name)
+    run = model
+    if mesh is not None:
+        torch._dynamo.reset()
+        batch = part(batch, MESHES[mesh])
+        run = torch.compile(model, backend="fxpar", options=options(mesh))
+    labels = batch.pop("labels")
+    logits = run(**batch).logits
+    assert logits.shape[0] == labels.shape[0]
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def close(got: dict, want: dict) -> None:
+    largest = max(x.abs().max() for x in want.values())
+    for name, x in want.items():
+        error = (got[name] - x).abs().max()
+        assert error <= max(1e-4 * x.abs().max(), 1e-6 * largest), name
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_loss_in_the_graph_is_the_global_mean(mesh) -> None:
+    loss, gradients = loss_inside("llama", None)
+    for got, grads in shared_pool(4).run(loss_inside, "llama", mesh, timeout=200.0):
+        assert got == pytest.approx(loss, rel=1e-5)
+        close(grads, gradients)
+
+
+def test_loss_outside_the_graph_gives_the_gradients_of_the_mean() -> None:
+    loss, gradients = loss_outside("llama", None)
+    runs = shared_pool(4).run(loss_outside, "llama", "dp=2,tp=2", timeout=200.0)
+    assert sum(got for got, _ in runs) / 4 == pytest.approx(loss, rel=1e-5)
+    assert runs[0][0] != runs[3][0]
+    for _, grads in runs:
+        close(grads, gradients)
+
+
+class Broken(nn.Module):
+    """Two graphs with a break between them, and an input that wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return self.b(h).square().mean()
+
+
+def across_a_break(local: bool) -> tuple[float, torch.Tensor, torch.Tensor]:
+    model = Broken()
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    run = model
+    if local:
+        torch._dynamo.reset()
+        x = part({"x": x}, 4)["x"]
+        run = torch.compile(model, backend="fxpar", options=options("dp=4"))
+    x.requires_grad_()
+    loss = run(x)
+    loss.backward()
+    return loss.item(), model.a.weight.grad.clone(), x.grad.clone()
+
+
+def test_values_stay_local_across_a_graph_break() -> None:
+    loss, weight, x = across_a_break(False)
+    for rank, (got, grad, own) in enumerate(
+        shared_pool(4).run(across_a_break, True, timeout=100.0)
+    ):
+        assert got == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(grad, weight)
+        # of the rank's own mean, as DistributedDataParallel would show it
+        torch.testing.assert_close(own, x.chunk(4)[rank] * 4)
+
+
+def sizes() -> list[float]:
+    """A batch size more than one: the graph is compiled for each."""
+    torch._dynamo.reset()
+    model = Broken()
+    run = torch.compile(model, backend="fxpar", options=options("dp=4"))
+    out = []
+    for n in (8, 16, 8):
+        x = torch.arange(n * 8.0).view(n, 8) / 100
+        out.append(run(part({"x": x}, 4)["x"]).item() - model(x).item())
+    return out
+
+
+def test_other_batch_sizes_are_compiled_anew() -> None:
+    for errors in shared_pool(4).run(sizes, timeout=100.0):
+        assert max(map(abs, errors)) < 1e-6
+
+
+def one_sample() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(Broken(), backend="fxpar", options=options("dp=4"))
+    run(torch.randn(1, 8))
+
+
+def test_a_fixed_batch_size_is_an_error_that_says_so() -> None:
+    for error in shared_pool(4).errors(one_sample, timeout=100.0):
+        assert isinstance(error, FxparError) or "must stay open" in str(error)
+        assert "feed at least 2 samples a rank" in str(error)
+
+
+def handed_through() -> list[bool]:
+    """One result is an input, one a part of the batch, one a global value."""
+    torch._dynamo.reset()
+
+    def fn(x, scale):
+        return x, x * scale, x.sum()
+
+    run = torch.compile(fn, backend="fxpar", options=options("dp=4"))
+    x, scale = part({"x": torch.arange(8.0).view(8, 1)}, 4)["x"], torch.tensor(2.0)
+    same, scaled, total = run(x, scale)
+    return [
+        torch.equal(same, x),
+        torch.equal(scaled, x * 2),
+        torch.equal(total, torch.tensor(28.0)),
+    ]
+
+
+def test_results_are_told_apart() -> None:
+    assert all(map(all, shared_pool(4).run(handed_through, timeout=100.0)))

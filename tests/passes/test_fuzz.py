@@ -1,0 +1,109 @@
+"""Random programs on random meshes: what the ranks compute together is what one device
+computes. A failure prints the program; ``Case(seed)`` makes it again."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxpar.errors import FxparWarning
+from fxpar.passes import lower
+from fxpar.passes.lockstep import COLLECTIVES
+from fxpar.sharding.steps import AllReduce
+from tests.passes.random_programs import Case
+
+QUICK, ALL = 100, 2000
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "all_to_all_single": "all_to_all",
+    "permute": "permute",
+}
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Gradients by name; one that is missing is zero."""
+    for name in got.keys() | want.keys():
+        a, b = got.get(name), want.get(name)
+        x = torch.zeros_like(b) if a is None else a
+        close(x, torch.zeros_like(x) if b is None else b)
+
+
+def collectives(graph: torch.fx.Graph) -> Counter:
+    """Collectives of a local graph by kind."""
+    sent = [node.target for node in graph.nodes if node.target in COLLECTIVES]
+    return Counter(_KINDS[target.overloadpacket.__name__] for target in sent)
+
+
+def check(case: Case) -> None:
+    """The plan of a case computes what its one-device graph computes and, unless it
+    draws random numbers, what eager mode does. Its collectives are those it lists."""
+    plan = case.plan()
+    torch.manual_seed(0)
+    got = plan.outcome(*case.tensors())
+    torch.manual_seed(0)
+    want = plan.reference_outcome(*case.tensors())
+    close(got.result, want.result)
+    close(got.gradients, want.gradients)
+    close(got.mutations, want.mutations)
+    assert collectives(plan.result.local) == Counter(c.kind for c in plan.collectives)
+    if not case.draws:
+        result, gradients, buffers = case.eager()
+        close(want.result, result)
+        agree(want.gradients, gradients)
+        close({**case.buffers, **want.mutations}, buffers)
+
+
+def run(seed: int) -> None:
+    case = Case(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FxparWarning)  # dims that do not divide
+            check(case)
+    except Exception as error:
+        error.add_note(str(case))
+        raise
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_random_program(seed: int) -> None:
+    run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(QUICK, ALL, 100))
+def test_many_random_programs(start: int) -> None:
+    for seed in range(start, start + 100):
+        run(seed)
+
+
+@pytest.mark.parametrize("seed", range(0, QUICK, 10))
+def test_a_saved_plan_gives_the_same_program(seed: int, tmp_path: Path) -> None:
+    case = Case(seed)
+    plan = case.plan()
+    plan.save(tmp_path / "plan.json")
+    case.mode = str(tmp_path / "plan.json")
+    again = case.plan()
+    assert again.hash == plan.hash, plan.diff(again)
+    assert str(again.result.local) == str(plan.result.local)
+
+
+def test_a_missing_reduction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduces(seed: int) -> bool:
+        return any(c.kind == "all_reduce" for c in Case(seed).plan().collectives)
+
+    seed = next(seed for seed in range(QUICK) if reduces(seed))
+    monkeypatch.setitem(lower._LOWER, AllReduce, lambda build, x, step: x)
+    with pytest.raises(AssertionError):
+        run(seed)

@@ -1,0 +1,116 @@
+"""Options: one table, read from options= and the environment."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fxpar import config
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, OptionError
+from fxpar.sharding.mesh import Mesh
+
+
+def test_defaults() -> None:
+    options = Options.read(None, {})
+    assert options == Options()
+    assert (options.plan, options.inputs, options.outputs) == (
+        "propagate",
+        "global",
+        "global",
+    )
+    assert str(options) == ""
+
+
+def test_every_variable_is_read(tmp_path: Path) -> None:
+    hints = tmp_path / "hints.toml"
+    hints.write_text("")
+    environ = {
+        "FXPAR_MESH": "dp=2",
+        "FXPAR_PLAN": "replicate",
+        "FXPAR_INPUTS": "local",
+        "FXPAR_HINTS": str(hints),
+        "FXPAR_HARDWARE": "h100",
+        "FXPAR_CODEGEN": "eager",
+        "FXPAR_DEBUG": "3",
+        "FXPAR_DUMP": "somewhere",
+        "FXPAR_DISABLE": "one, two",
+        "FXPAR_STRICT": "1",
+        "FXPAR_VERIFY": "yes",
+    }
+    read = Options.read({}, environ)
+    assert read == Options(
+        mesh="dp=2",
+        plan="replicate",
+        inputs="local",
+        hints=str(hints),
+        hardware="h100",
+        codegen="eager",
+        debug=3,
+        dump="somewhere",
+        disable=frozenset({"one", "two"}),
+        strict=True,
+        verify=True,
+    )
+    named = {row.name for row in fields(Options) if row.metadata["env"]}
+    assert {"FXPAR_" + name.upper() for name in named} == set(environ)
+    assert named == {row.name for row in fields(Options)} - {"outputs"}
+
+
+def test_options_beat_variables_and_empty_is_not_given() -> None:
+    environ = {"FXPAR_DEBUG": "1", "FXPAR_CODEGEN": "eager", "FXPAR_PLAN": ""}
+    options = Options.read({"debug": 2, "codegen": None}, environ)
+    assert (options.debug, options.codegen, options.plan) == (2, "eager", "propagate")
+
+
+def test_the_environment_is_read_at_call_time(monkeypatch) -> None:
+    monkeypatch.setenv("FXPAR_DEBUG", "2")
+    assert Options.read().debug == 2
+
+
+def test_typed_values() -> None:
+    mesh = Mesh.parse("dp=2")
+    options = Options.read(
+        {"mesh": mesh, "strict": True, "disable": ["b", "a"], "hints": {"x": ["dp"]}},
+        {},
+    )
+    assert options.mesh is mesh and options.strict and options.hints == {"x": ["dp"]}
+    assert "disable=['a', 'b']" in str(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mehs": "dp=2"}, "unknown option 'mehs'\n  fix: did you mean 'mesh'"),
+        ({"zzz": 1, "plam": 2}, "unknown option 'zzz', 'plam'.*did you mean 'plan'"),
+        ({"plan": "replcate"}, "did you mean 'replicate'"),
+        ({"plan": "/no/such/plan.json"}, "no such file"),
+        ({"inputs": "globl"}, "did you mean 'global'.*use global or local"),
+        ({"debug": 5}, "option 'debug' cannot be 5\n  fix: use a number from 0 to 4"),
+        ({"debug": True}, "from 0 to 4"),
+        ({"strict": "maybe"}, "use 1 or 0"),
+        ({"disable": 3}, "separated by commas"),
+        ({"hints": "/no/such/hints.toml"}, "no such file"),
+        ({"mesh": 4}, "dp=2,tp=4"),
+        ({"outputs": "local"}, "use global or dtensor"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=f"(?s){message}"):
+        Options.read(options, {})
+
+
+def test_bad_variables_are_named() -> None:
+    with pytest.raises(OptionError, match="FXPAR_CODEGEN cannot be 'triton'"):
+        Options.read(None, {"FXPAR_CODEGEN": "triton"})
+    with pytest.warns(FxparWarning, match="FXPAR_MEHS.*\n.*'FXPAR_MESH'"):
+        Options.read(None, {"FXPAR_MEHS": "dp=2"})
+
+
+def test_table_has_a_row_for_each_option() -> None:
+    rows = config.table().splitlines()[2:]
+    assert [row.split("|")[2].strip(" `") for row in rows] == [
+        row.name for row in fields(Options)
+    ]

@@ -1,0 +1,248 @@
+"""One op call, forced into any strategy: what the test of the rule table runs.
+
+``OneOp`` holds a sample call as a graph of one node. ``check`` localizes it under a
+strategy with the real passes, runs every rank on random summands and shards of the
+operands, joins the results and compares them with the op's own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree
+
+from fxpar import _compat
+from fxpar.passes.local import localize
+from fxpar.passes.lockstep import gather, run_lockstep
+from fxpar.passes.resharded import insert_reshards
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.edges import connect
+from fxpar.sharding.factors import (
+    Rule,
+    Strategy,
+    expressible,
+    operand_spec,
+    result_spec,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input, Output, Signature, read
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+
+# Relative and absolute tolerance by the coarsest dtype involved.
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 5e-2,
+    torch.float8_e4m3fn: 2e-1,
+}
+
+
+class OneOp:
+    """The call ``target(*args, **kwargs)`` as a graph of global fake values."""
+
+    def __init__(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.target, self.args, self.kwargs = target, args, kwargs
+        self.operands = tensors_of((args, kwargs))
+        self.mode = _compat.new_fake_mode()
+        self.graph = fx.Graph()
+        inputs = []
+        for i, x in enumerate(self.operands):
+            inputs.append(self.graph.placeholder(f"x{i}"))
+            inputs[-1].meta["val"] = self.mode.from_tensor(x)
+        nodes = iter(inputs)
+        node = self.graph.call_function(
+            target,
+            *_pytree.tree_map_only(torch.Tensor, lambda _: next(nodes), (args, kwargs)),
+        )
+        fakes = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            val = target(*fakes[0], **fakes[1])
+        node.meta["val"] = val
+        self.graph.output(tuple(self._results(node, val)))
+        signature = Signature(
+            tuple(Input(n.name) for n in inputs),
+            tuple(Output(f"y{i}") for i in range(len(tensors_of(val)))),
+        )
+        self.program = read(self.graph, signature)
+
+    def _results(self, node: fx.Node, val: Any) -> list[fx.Node]:
+        if isinstance(val, torch.Tensor):
+            return [node]
+        found = []
+        for i, x in enumerate(val):
+            if isinstance(x, torch.Tensor):
+                found.append(self.graph.call_function(operator.getitem, (node, i)))
+                found[-1].meta["val"] = x
+        return found
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of the call, sized; None where its row has none."""
+        op = self.program.ops[0]
+        return op.rule if op.known else None
+
+    def expected(self) -> list[torch.Tensor]:
+        """The results on one device."""
+        copies = _pytree.tree_map_only(
+            torch.Tensor, lambda x: x.clone(), (self.args, self.kwargs)
+        )
+        return tensors_of(self.target(*copies[0], **copies[1]))
+
+    def localized(self, strategy: Strategy, mesh: Mesh) -> fx.Graph:
+        """The local graph under a strategy that needs no reshard."""
+        op, specs = self.program.ops[0], self.specs(strategy)
+        settled = [Spec.whole(len(v.shape)) for v in self.program.values]
+        for v, spec in zip(op.tensors, specs, strict=True):
+            settled[v] = spec
+        n, signature = len(op.operands), self.program.signature
+        program = replace(
+            self.program,
+            signature=Signature(
+                tuple(
+                    replace(x, rest=spec)
+                    for x, spec in zip(signature.inputs, specs[:n], strict=True)
+                ),
+                tuple(
+                    replace(x, rest=spec)
+                    for x, spec in zip(signature.outputs, specs[n:], strict=True)
+                ),
+            ),
+        )
+        edges = connect(program, [strategy], settled, mesh)
+        assert not edges.reshards, edges.reshards
+        decision = Decision(program, mesh, (strategy,), tuple(settled), edges, ())
+        return localize(insert_reshards(self.graph, decision), decision, self.mode)
+
+    def specs(self, strategy: Strategy) -> list[Spec]:
+        """Specs of operands, then results."""
+        rule = self.program.ops[0].rule
+        specs = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
+        return specs + [
+            result_spec(rule, strategy, i) for i in range(len(rule.results))
+        ]
+
+    def check(
+        self,
+        strategy: Strategy,
+        mesh: Mesh,
+        expected: Sequence[torch.Tensor] | None,
+        generator: torch.Generator,
+    ) -> None:
+        """Raise unless all ranks together compute what the op computes. ``expected``
+        None: the values mean nothing, only shapes are compared."""
+        local = self.localized(strategy, mesh)
+        if any(x.is_meta for x in self.operands):
+            return  # no kernel: localizing has compared the shapes
+        specs = self.specs(strategy)
+        n = len(self.operands)
+        parts = [
+            summands(x, spec, mesh, generator)
+            for x, spec in zip(self.operands, specs[:n], strict=True)
+        ]
+        ranks = [[part[r] for part in parts] for r in range(mesh.size)]
+        outs = run_lockstep(local, mesh, ranks)
+        for i, spec in enumerate(specs[n:]):
+            if expected is None:
+                shapes = {tuple(out[i].shape) for out in outs}
+                assert shapes == {spec.local_shape(mesh, self._shape(i))}
+                continue
+            got = gather([out[i] for out in outs], spec, mesh)
+            close(got, expected[i], [*self.operands, *expected])
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        return self.program.values[self.program.ops[0].results[i]].shape
+
+
+def close(
+    got: torch.Tensor, want: torch.Tensor, involved: Sequence[torch.Tensor]
+) -> None:
+    """Compare up to the rounding of the coarsest dtype involved."""
+    assert got.dtype == want.dtype, f"{got.dtype} instead of {want.dtype}"
+    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:
+        got, want = got.float(), want.float()
+    dtypes = {x.dtype for x in involved if x.is_floating_point()}
+    tolerance = max((TOLERANCE[dtype] for dtype in dtypes), default=1e-9)
+    torch.testing.assert_close(
+        got, want, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def is_expressible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether every tensor can lie as the strategy wants it."""
+    return all(
+        expressible(dims, strategy.axes_of, rule.size, mesh) for dims in rule.tensors
+    )
+
+
+def summands(
+    x: torch.Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Each rank's part of a global value: its shard of random summands of it. Ranks
+    with the same part share the object."""
+    parts: dict[tuple[int, ...], torch.Tensor] = {(): x}
+    for axis, reduction in spec.partial:
+        parts = {
+            (*key, i): part
+            for key, value in parts.items()
+            for i, part in enumerate(
+                decomposed(value, reduction, mesh.axis_size(axis), generator)
+            )
+        }
+    local = spec.local_shape(mesh, x.shape)
+    made: dict[Any, torch.Tensor] = {}
+    out = []
+    for rank in range(mesh.size):
+        key = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
+        shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
+        if (key, shard) not in made:
+            where = tuple(
+                slice(i * n, (i + 1) * n) for i, n in zip(shard, local, strict=True)
+            )
+            made[key, shard] = parts[key][where].clone()
+        out.append(made[key, shard])
+    return out
+
+
+def decomposed(
+    x: torch.Tensor, reduction: str, count: int, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """``count`` random operands that ``reduction`` combines to ``x``."""
+    exact = not (x.is_floating_point() or x.is_complex())
+    whole = exact and x.dtype != torch.bool
+
+    def noise() -> torch.Tensor:
+        drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        if x.dtype == torch.bool:
+            return drawn < 0.5
+        return (drawn * 4 if exact else drawn).to(x.dtype)
+
+    if reduction == "sum" and (whole or not exact):
+        others = [noise() for _ in range(count - 1)]
+        return [x - sum(others), *others] if others else [x]
+    if reduction == "avg":
+        others = [noise() for _ in range(count - 1)]
+        return [x - sum(others), *(x + other for other in others)]
+    if reduction == "product" and not exact:
+        others = [0.5 + noise() for _ in range(count - 1)]
+        return [x / math.prod(others), *others]
+    # One rank, another for each element, has the value; the others what cannot win.
+    owner = torch.randint(0, count, x.shape, generator=generator)
+    weaker = {
+        "max": (lambda: x & noise())
+        if x.dtype == torch.bool
+        else (lambda: x - noise()),
+        "min": (lambda: x | noise())
+        if x.dtype == torch.bool
+        else (lambda: x + noise()),
+        "sum": lambda: x & noise(),  # of booleans: whether there is one
+        "product": lambda: x | noise() if x.dtype == torch.bool else torch.ones_like(x),
+    }[reduction]
+    return [torch.where(owner == i, x, weaker()) for i in range(count)]

@@ -1,0 +1,502 @@
+"""Sample calls for every row of the pointwise, matmul, reduction, views, slicing and
+sources tables: ``SAMPLES[op] = [(args, kwargs), ...]``, small float64 tensors whose
+dims divide by 2 and mostly by 4.
+
+``UNRUNNABLE`` holds, on the meta device, the ops that no CPU kernel computes.
+``SHAPES_ONLY`` names the ops whose values are random or undefined, so that shards of
+them cannot be compared. Keys are overloads, or names of ops that torch registers late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxpar.sharding.rules import pointwise
+from fxpar.sharding.rules.words import keys
+
+_generator = torch.Generator().manual_seed(3)
+
+Sample = tuple[tuple, dict[str, Any]]
+
+SAMPLES: dict[Any, list[Sample]] = {}
+UNRUNNABLE: dict[Any, list[Sample]] = {}
+SHAPES_ONLY: set[Any] = set()
+
+CPU = torch.device("cpu")
+F32, F64, I32, I64 = torch.float32, torch.float64, torch.int32, torch.int64
+
+
+def _f(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_generator, dtype=F64)
+
+
+def _u(*shape: int) -> torch.Tensor:
+    """Between 0.1 and 0.9, where every function is defined, but arcosh."""
+    return 0.1 + 0.8 * torch.rand(shape, generator=_generator, dtype=F64)
+
+
+def _i(*shape: int, low: int = 1, high: int = 6) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=_generator)
+
+
+def _b(*shape: int) -> torch.Tensor:
+    return _i(*shape, low=0, high=2).bool()
+
+
+def _c(*shape: int) -> torch.Tensor:
+    return torch.complex(_f(*shape), _f(*shape))
+
+
+def _m(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _s(*args: Any, **kwargs: Any) -> Sample:
+    return args, kwargs
+
+
+def _add(names: str, *calls: Sample, namespace: str = "aten") -> None:
+    for key in keys(names, namespace):
+        SAMPLES.setdefault(key, []).extend(calls)
+
+
+def _only_shapes(names: str, *calls: Sample, namespace: str = "aten") -> None:
+    _add(names, *calls, namespace=namespace)
+    SHAPES_ONLY.update(keys(names, namespace))
+
+
+# Pointwise: rows without attributes take their operands from the schema
+
+_X, _Y, _ROW, _COLUMN, _SCALAR = _u(4, 8), _u(4, 8), _u(8), _u(4, 1), _u()
+_LAYOUTS = [
+    [_X, _Y, _u(4, 8), _u(4, 8)],
+    [_X, _ROW, _COLUMN, _SCALAR],
+    [_COLUMN, _u(2, 4, 8), _SCALAR, _ROW],
+    [_u(3, 1, 8), _u(4, 1), _u(3, 1, 1), _u(1, 8)],
+]
+
+_WHOLE_NUMBERS = """
+    gcd lcm bitwise_and.Scalar bitwise_and.Scalar_Tensor bitwise_and.Tensor
+    bitwise_left_shift.Scalar_Tensor bitwise_left_shift.Tensor
+    bitwise_left_shift.Tensor_Scalar bitwise_not bitwise_or.Scalar
+    bitwise_or.Scalar_Tensor bitwise_or.Tensor bitwise_right_shift.Scalar_Tensor
+    bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar
+    bitwise_xor.Scalar_Tensor bitwise_xor.Tensor __lshift__.Scalar __lshift__.Tensor
+    __rshift__.Scalar __rshift__.Tensor
+"""
+
+
+def _by_schema(op: Any, layout: list[torch.Tensor]) -> Sample:
+    """Tensors in turn, 0.5 or 2 for numbers; arguments with a default are left out."""
+    tensors, args = iter(layout), []
+    whole = op in _INTEGER
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if argument.has_default_value() or argument.kwarg_only:
+            break
+        if kind == "Tensor":
+            value = next(tensors)
+            args.append((value * 8).long() if whole else value)
+        else:
+            args.append(2 if whole or kind == "int" else 0.5)
+    return _s(*args)
+
+
+_INTEGER = set(keys(_WHOLE_NUMBERS))
+_SIGNED = set(keys(pointwise.INCREASING + " leaky_relu gelu silu mish hardswish"))
+_PLAIN = " ".join(
+    (
+        *(pointwise.NONLINEAR, pointwise.TESTS, pointwise.POLYNOMIALS),
+        *(pointwise.INCREASING, pointwise.PLAIN, pointwise.COPIES, "leaky_relu"),
+        "maximum minimum add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor",
+        "addcmul addcdiv lerp.Scalar lerp.Tensor complex polar frexp.Tensor",
+    )
+)
+_OWN = keys(
+    """
+    acosh clamp clamp.Tensor imag real round.decimals where.Scalar _conj _conj_copy
+    _conj_physical
+    """
+)
+
+for _op in keys(_PLAIN):
+    if _op not in _OWN:
+        _layouts = _LAYOUTS
+        if _op in _SIGNED:
+            _layouts = [[4 * x - 2 for x in layout] for layout in _LAYOUTS]
+        SAMPLES[_op] = [_by_schema(_op, layout) for layout in _layouts]
+
+_add("acosh", _s(1 + _u(4, 8)))
+_add("real imag _conj_physical _conj _conj_copy", _s(_c(4, 8)))
+_add("clamp", _s(_f(4, 8), -0.5, 0.5), _s(_f(8), None, 0.5))
+_add("clamp.Tensor", _s(_f(4, 8), _f(8) - 1, _f(8) + 1), _s(_f(4, 8), None, _f(8)))
+_add("round.decimals", _s(_f(4, 8), decimals=1))
+_add("where.Scalar", _s(_b(4, 8), 1.0, 2.0))
+_add("gelu", _s(_f(4, 8), approximate="tanh"))
+_add("add.Tensor sub.Tensor rsub.Tensor", _s(_f(4, 8), _f(8), alpha=3))
+_add("add.Tensor sub.Tensor mul.Tensor div.Tensor", _s(_f(4, 8), 3.0))
+_add("add.Tensor mul.Tensor maximum minimum", _s(_i(4, 8), _i(4, 8)))
+_add("addcmul addcdiv", _s(_f(4, 8), _f(4, 8), _u(4, 8), value=2.0))
+_add("div.Tensor_mode", _s(_f(4, 8), _u(8), rounding_mode="floor"))
+_add("div.Tensor_mode", _s(_f(4, 8), _u(8), rounding_mode=None))
+_add("div.Scalar_mode", _s(_f(4, 8), 3.0, rounding_mode="trunc"))
+_add("div.Scalar_mode", _s(_f(4, 8), 3.0, rounding_mode=None))
+_add("leaky_relu", _s(_f(4, 8), -0.5))
+_add("where.self", _s(_b(4, 8), _f(4, 8), _f(4, 8)), _s(_b(8), _f(4, 1), _f()))
+_add("where.ScalarOther", _s(_b(4, 8), _f(4, 8), 0), _s(_b(8), _f(4, 8), 1.0))
+_add("where.ScalarSelf", _s(_b(4, 8), 0, _f(4, 8)), _s(_b(8), 1.0, _f(4, 8)))
+_add("masked_fill.Scalar", _s(_f(4, 8), _b(8), 0), _s(_f(4, 8), _b(4, 8), -9.0))
+_add("masked_fill.Tensor", _s(_f(4, 8), _b(8), _f()))
+_add("log_sigmoid_forward", _s(_f(4, 8)))
+_add("log_sigmoid_backward", _s(_f(4, 8), _f(4, 8), _u(4, 8)))
+_add("_prelu_kernel", _s(_f(4, 8), _f(1, 8)))
+_add("_prelu_kernel_backward", _s(_f(4, 8), _f(4, 8), _f(4, 8)))
+_add(
+    "rrelu_with_noise_backward", _s(_f(4, 8), _f(4, 8), _u(4, 8), 0.1, 0.3, True, False)
+)
+_add("copy", _s(_f(4, 8), _f(8)), _s(_i(4, 8), _f(4, 8)))
+_add("fill.Tensor", _s(_f(4, 8), _f()))
+_add("clone", _s(_f(4, 8), memory_format=torch.contiguous_format))
+
+_G, _V = _f(4, 8), _f(4, 8)
+_add("elu_backward", _s(_G, 1.0, 1.0, 1.0, False, _V))
+_add("gelu_backward silu_backward mish_backward hardswish_backward", _s(_G, _V))
+_add("hardsigmoid_backward", _s(_G, _V))
+_add("sigmoid_backward tanh_backward", _s(_G, _u(4, 8)), _s(_f(8), _u(8)))
+_add("hardtanh_backward softplus_backward", _s(_G, _V, 1.0, 20.0))
+_add("hardshrink_backward softshrink_backward threshold_backward", _s(_G, _V, 0.5))
+_add("leaky_relu_backward", _s(_G, _V, 0.1, False))
+_add("logit_backward", _s(_G, _u(4, 8)))
+_add("native_dropout_backward", _s(_G, _b(4, 8), 2.0))
+for _mode in (0, 1, 2):
+    _grad = _f(4, 8) if _mode == 0 else _f()
+    _add("mse_loss_backward", _s(_grad, _V, _X, _mode))
+    _add("huber_loss_backward smooth_l1_loss_backward", _s(_grad, _V, _X, _mode, 1.0))
+    _add("binary_cross_entropy_backward", _s(_grad, _X, _Y, None, _mode))
+    _add("mse_loss huber_loss smooth_l1_loss", _s(_V, _X, _mode))
+    _add("binary_cross_entropy", _s(_X, _Y, None, _mode), _s(_X, _Y, _ROW, _mode))
+    _add("binary_cross_entropy_with_logits", _s(_V, _Y, _ROW, None, _mode))
+
+_CASTS = [
+    *[(_f(4, 8), to) for to in (F64, F32, torch.float16, I64, torch.bool)],
+    *[(_i(4, 8), to) for to in (F64, F32, I32, I64)],
+    *[(_i(4, 8).int(), I64), (_b(4, 8), F64), (_b(4, 8), I64), (_c(4, 8), F64)],
+    *[(_f(4, 8), torch.complex128), (_f(), F32), (_f(4, 1), F32)],
+]
+_add("_to_copy", *[_s(x, dtype=to) for x, to in _CASTS if not x.is_complex()])
+_add("_to_copy", _s(_f(4, 8)), _s(_f(4, 8), device=CPU))
+
+# Prims take no broadcast operands
+
+_UNARY = """
+    abs acos asin atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1
+    cos cosh digamma erf_inv erfc erfcx isfinite lgamma log log10 log1p log2 ndtri
+    reciprocal rsqrt sign signbit sin spherical_bessel_j0 sqrt tan asinh atan cbrt ceil
+    erf exp exp2 expm1 floor round sinh tanh trunc frexp neg clone view_of
+"""
+_BINARY = """
+    atan2 eq fmax fmin fmod ge gt hypot igamma igammac le lt ne nextafter pow remainder
+    zeta maximum minimum add sub mul div
+"""
+_add(_UNARY, _s(_X), _s(4 * _u(3, 8) - 2), namespace="prims")
+_add(_BINARY, _s(_X, _Y), _s(_u(3, 8), _u(3, 8)), namespace="prims")
+_add("acosh", _s(1 + _u(4, 8)), namespace="prims")
+_add("bitwise_not", _s(_i(4, 8)), namespace="prims")
+_add(
+    "bitwise_and bitwise_or bitwise_xor gcd shift_left shift_right_arithmetic",
+    _s(_i(4, 8), _i(4, 8)),
+    namespace="prims",
+)
+_add("real imag conj conj_physical", _s(_c(4, 8)), namespace="prims")
+_add("fma", _s(_f(4, 8), _f(4, 8), _f(4, 8)), namespace="prims")
+_add("where", _s(_b(4, 8), _f(4, 8), _f(4, 8)), namespace="prims")
+_add(
+    "copy_strided", _s(_f(4, 8), [1, 4]), _s(_f(2, 4, 8), [8, 16, 1]), namespace="prims"
+)
+_add("device_put", _s(_f(4, 8), CPU), namespace="prims")
+_add("convert_element_type", *[_s(x, to) for x, to in _CASTS], namespace="prims")
+
+# Contractions
+
+_A, _B3 = _f(4, 8), _f(2, 4, 8)
+_add("mm", _s(_A, _f(8, 4)), _s(_f(1, 8), _f(8, 6)), _s(_i(4, 8), _i(8, 4)))
+_add("bmm", _s(_B3, _f(2, 8, 4)), _s(_f(4, 1, 8), _f(4, 8, 1)))
+_add("_int_mm", _s(_i(32, 16).to(torch.int8), _i(16, 8).to(torch.int8)))
+for _bias in (_f(4, 12), _f(12), _f(4, 1), _f()):
+    _add("addmm", _s(_bias, _A, _f(8, 12), alpha=2.0, beta=0.5))
+    _add("baddbmm", _s(_bias, _B3, _f(2, 8, 12)), _s(_f(2, 4, 12), _B3, _f(2, 8, 12)))
+    _add("addbmm", _s(_bias, _B3, _f(2, 8, 12)))
+_add("_addmm_activation", _s(_f(12), _A, _f(8, 12)))
+_add("addmv", _s(_f(4), _A, _f(8), beta=2), _s(_f(), _A, _f(8)))
+_add("addr", _s(_f(4, 8), _f(4), _f(8), alpha=3), _s(_f(8), _f(4), _f(8)))
+_add("mv", _s(_A, _f(8)))
+_add("dot vdot", _s(_f(8), _f(8)))
+_add(
+    "matmul",
+    *[_s(_f(8), _f(8)), _s(_A, _f(8)), _s(_f(8), _f(8, 4)), _s(_A, _f(8, 4))],
+    *[_s(_f(2, 1, 4, 8), _f(4, 8, 4)), _s(_f(8), _B3.mT), _s(_B3, _f(8))],
+)
+_add("linear", _s(_B3, _f(12, 8)), _s(_B3, _f(12, 8), _f(12)), _s(_f(8), _f(12, 8)))
+_add(
+    "einsum",
+    _s("b q h, bkh -> bqk", [_B3, _f(2, 8, 8)]),
+    _s("ij,jk", [_A, _f(8, 4)]),
+    _s("...ij,...jk->...ik", [_f(2, 1, 4, 8), _f(4, 8, 4)]),
+    _s("bhqd,bhkd->bhqk", [_f(2, 2, 4, 8), _f(2, 1, 4, 8)]),
+    _s("i,i->", [_f(8), _f(8)]),
+    _s("ij->ji", [_A]),
+    _s("ij,j", [_A, _f(8)]),
+    _s("abc,cd,de->abe", [_B3, _f(8, 4), _f(4, 2)]),
+    _s("ii->i", [_f(4, 4)]),
+)
+for _names, _call in (
+    ("mm.dtype", _s(_m(4, 8), _m(8, 4), F32)),
+    ("bmm.dtype", _s(_m(2, 4, 8), _m(2, 8, 4), F32)),
+    ("addmm.dtype", _s(_m(4), _m(4, 8), _m(8, 4), F32)),
+):
+    UNRUNNABLE |= {key: [_call] for key in keys(_names)}
+
+
+def _scaled(*scales: torch.Tensor, **how: Any) -> Sample:
+    x, y = _f(32, 64).to(torch.float8_e4m3fn), _f(48, 64).to(torch.float8_e4m3fn).t()
+    return _s(x, y, *scales, **how)
+
+
+_ones = torch.ones
+_add(
+    "_scaled_mm",
+    _scaled(_ones(()), _ones(()), out_dtype=F32),
+    _scaled(_ones(()), _ones(()), _f(48).bfloat16(), out_dtype=torch.bfloat16),
+    _scaled(_u(32, 1).float(), _u(1, 48).float(), out_dtype=torch.bfloat16),
+)
+
+# Reductions
+
+_T = _f(2, 4, 8)
+_ALL = [_s(_T), _s(_f(8)), _s(_f())]
+_DIMS = [_s(_T, [1]), _s(_T, [0, -1], True), _s(_f(4, 1, 8), [1, 2])]
+_DIM = [_s(_T, 1), _s(_T, -1, True), _s(_f(4, 1), 1)]
+
+_add("sum mean max min prod nansum count_nonzero median nanmedian", *_ALL)
+_add("var std var_mean std_mean", _s(_T), _s(_T, False))
+_add("sum.dim_IntList mean.dim amax amin nansum logsumexp", *_DIMS)
+_add("amax amin linalg_vector_norm", _s(_T))
+_add("sum", _s(_b(4, 8)), _s(_i(4, 8)))
+_add("sum.dim_IntList", _s(_i(4, 8), [0]), _s(_T, None), _s(_T, []))
+_add("count_nonzero.dim_IntList", _s(_b(4, 8), [0]), _s(_T, [1, 2]))
+_add("count_nonzero", _s(_b(4, 8), 1))
+_add("any all", _s(_b(4, 8)), _s(_b()), _s(_i(4, 8, low=-1, high=2)))
+_add("any.dim all.dim", _s(_b(4, 8), 1), _s(_b(4, 8), 0, True), _s(_i(4, 8), 0))
+_add("any.dims all.dims", _s(_b(4, 8), [1]), _s(_b(4, 8), None), _s(_b(4, 8), []))
+_add("prod.dim_int max.dim min.dim median.dim nanmedian.dim", *_DIM)
+_add("argmax argmin", *_ALL, *_DIM)
+_add("mode", *_DIM, _s(_T))
+_add("kthvalue", _s(_T, 2), _s(_T, 2, 1, True))
+_add("topk", _s(_T, 2), _s(_T, 2, 1), _s(_f(4, 1), 1))
+_add("aminmax", _s(_T), _s(_T, dim=1), _s(_T, dim=0, keepdim=True))
+for _how in ({}, {"correction": 0}, {"keepdim": True}):
+    _add("var.correction std.correction", _s(_T, [1], **_how), _s(_T, **_how))
+    _add("var_mean.correction std_mean.correction", _s(_T, [0, 2], **_how))
+_add("var.dim std.dim var_mean.dim std_mean.dim", _s(_T, [1]), _s(_T, [1], False, True))
+for _order in (2, 1, 0, float("inf"), -float("inf"), 3):
+    _add("linalg_vector_norm", _s(_T, _order, [1]), _s(_T, _order, [0, 2], True))
+    _add("norm.Scalar", _s(_T, _order))
+    _add("norm.ScalarOpt_dim", _s(_T, _order, [1]), _s(_T, _order, [2], True))
+    _add("norm.ScalarOpt_dim_dtype", _s(_T, _order, [1], True, dtype=F64))
+    _add("norm.ScalarOpt_dtype", _s(_T, _order, dtype=F64))
+_add("linalg__powsum", _s(_T, 2, [1]), _s(_T, 3, [0, 2], True))
+_add("cumsum cumprod logcumsumexp cummax cummin", _s(_T, 1), _s(_f(4, 1), 1))
+_add("_softmax _log_softmax", _s(_T, -1, False), _s(_T, 1, False))
+_add("_safe_softmax", _s(_T, -1), _s(_T, 1))
+_add("sort argsort", _s(_T), _s(_T, 1, True))
+_add("sort.stable argsort.stable", _s(_T, stable=True, dim=1), _s(_T, stable=True))
+_add("histc", _s(_T, 8), _s(_T, 8, -1, 1))
+_add("trace", _s(_f(4, 8)))
+_add("_fft_c2c", _s(_c(2, 4, 8), [2], 0, True), _s(_c(2, 4, 8), [1, 2], 1, False))
+_add("_fft_r2c", _s(_T, [2], 0, True), _s(_T, [1, 2], 0, True))
+_add("_fft_c2r", _s(_c(2, 4, 5), [2], 0, 8))
+_add("glu", _s(_T, 1), _s(_T))
+_add("glu_backward", _s(_f(2, 2, 8), _T, 1), _s(_f(2, 4, 4), _T, -1))
+for _names, _dims in (("sum amax amin prod", [1]), ("sum amax amin prod", [0, 2])):
+    _add(_names, _s(_T, _dims), namespace="prims")
+_add("var", _s(_T, [1], 1), _s(_T, [0, 2], 0), namespace="prims")
+UNRUNNABLE["prims::xor_sum"] = [_s(_m(4, 8, dtype=I64), [1])]
+_add("prepare_softmax_online", _s(_T, 1), _s(_T, -1), namespace="prims")
+
+# Views and data movement
+
+_Z = torch.empty(2, 0, 4, dtype=F64)
+_VIEWS = [
+    *[_s(_T, [8, 8]), _s(_T, [-1]), _s(_T, [2, 4, 2, 4]), _s(_T, [2, 1, 4, 8])],
+    *[_s(_f(4, 6), [6, 4]), _s(_f(2, 4, 1), [8]), _s(_f(1), []), _s(_f(), [1, 1])],
+    *[_s(_Z, [0, 8]), _s(_f(16, 12), [2, 8, 3, 4]), _s(_f(3, 4), [2, 6])],
+    *[_s(_f(8, 4).t(), [4, 2, 4]), _s(_f(4, 2, 8).transpose(0, 1), [2, 2, 2, 8])],
+]
+_add("view view_copy _unsafe_view reshape _reshape_copy", *_VIEWS)
+_add("_reshape_alias _reshape_alias_copy", _s(_T, [8, 8], [8, 1]))
+_add("view.dtype view_copy.dtype", _s(_T, I64), _s(_T, I32), _s(_T, torch.complex128))
+_add("permute permute_copy", _s(_T, [2, 0, 1]), _s(_T, [-1, 1, 0]), _s(_f(), []))
+_add("transpose.int transpose_copy.int", _s(_T, 1, -1), _s(_f(), 0, 0))
+_add("t t_copy", _s(_A), _s(_f(8)), _s(_f()))
+_add(
+    "expand expand_copy",
+    *[_s(_f(4, 1), [4, 8]), _s(_f(4, 1), [2, -1, 8]), _s(_f(8), [4, 8])],
+    *[_s(_f(), [4, 8]), _s(_A, [4, 8])],
+)
+_FLAT = _f(2, 1, 4, 1)
+_add("squeeze squeeze_copy", _s(_FLAT), _s(_T), _s(_f(1)), _s(_f()))
+_add("squeeze.dim squeeze_copy.dim", _s(_FLAT, 1), _s(_FLAT, 0), _s(_FLAT, -1))
+_add("squeeze.dims squeeze_copy.dims", _s(_FLAT, [1, 3]), _s(_FLAT, [0, 1]))
+_add("unsqueeze unsqueeze_copy", _s(_T, 0), _s(_T, -1), _s(_T, 2), _s(_f(), 0))
+_add(
+    "as_strided as_strided_copy",
+    *[_s(_A, [8, 4], [1, 8]), _s(_A, [32], [1]), _s(_A, [4, 2, 4], [8, 4, 1], 0)],
+    *[_s(_A, [4, 2, 8], [8, 0, 1]), _s(_A, [4, 4], [8, 1])],
+)
+_add("view_as_real view_as_real_copy", _s(_c(4, 8)))
+_add("view_as_complex view_as_complex_copy", _s(_f(4, 8, 2)))
+_SLICES = [
+    *[_s(_T, 2, 2, 6), _s(_T, 1, 0, 2), _s(_T, 2, 0, 9223372036854775807)],
+    *[_s(_T, 2, 1, 8, 2), _s(_T, 1, -2, 4), _s(_T, 1, -4), _s(_T)],
+]
+_add("slice.Tensor slice_copy.Tensor", *_SLICES)
+_add("slice_backward", _s(_f(2, 4, 4), [2, 4, 8], 2, 2, 6, 1))
+_add("slice_backward", _s(_T, [2, 4, 8], 2, 0, 9223372036854775807, 1))
+_add("slice_scatter", _s(_T, _f(2, 4, 4), 2, 2, 6), _s(_T, _f(2, 4, 8), 1))
+_add("select.int select_copy.int", _s(_T, 1, 2), _s(_T, -1, -1), _s(_f(8), 0, 1))
+_add("select_backward", _s(_f(2, 8), [2, 4, 8], 1, 2), _s(_f(), [8], 0, 1))
+_add("select_scatter", _s(_T, _f(2, 8), 1, 2))
+_add("narrow_copy", _s(_T, 2, 2, 4), _s(_T, 1, 0, 4))
+_add("split.Tensor split_copy.Tensor unsafe_split.Tensor", _s(_T, 3, 2), _s(_T, 2))
+for _names in ("split_with_sizes split_with_sizes_copy unsafe_split_with_sizes",):
+    _add(_names, _s(_T, [2, 6], 2), _s(_T, [1, 1]), _s(_T, [0, 4], 1))
+_add("unbind.int unbind_copy.int", _s(_T), _s(_T, -1))
+_add("cat", _s([_T, _f(2, 4, 8)], 1), _s([_T, _f(2, 4, 2)], -1), _s([_A]))
+_add("cat", _s([torch.empty(0, dtype=F64), _A], 1))
+_add("stack _stack", _s([_A, _f(4, 8)]), _s([_A, _f(4, 8)], -1), _s([_f(), _f()]))
+_add("diagonal diagonal_copy", _s(_T), _s(_T, 1, 1, 2), _s(_A, 0, -1, 0))
+_add("diagonal_backward", _s(_f(2, 4), [2, 4, 8], 0, 1, 2))
+_add("diagonal_scatter", _s(_T, _f(2, 4), 0, 1, 2), _s(_T, _f(8, 2)))
+_add("diag_embed", _s(_A), _s(_A, 1, 0, 2), _s(_f(8)))
+_add("tril triu", _s(_T), _s(_f(4, 4), 1))
+_add("unfold unfold_copy", _s(_T, 2, 4, 2), _s(_T, 1, 2, 1))
+_add("unfold_backward", _s(_f(2, 4, 3, 4), [2, 4, 8], 2, 4, 2))
+_add("flip", _s(_T, [1]), _s(_T, [0, -1]))
+_add("roll", _s(_T, [1], [1]), _s(_T, [3]), _s(_T, [1, 2], [0, 2]))
+_add("rot90", _s(_T, 1, [0, 1]), _s(_T, 2, [1, 2]), _s(_T, 3, [0, 2]))
+_add("repeat", _s(_A, [1, 2]), _s(_A, [3, 1, 1]), _s(_f(4, 1), [1, 8]))
+_add("pixel_shuffle", _s(_f(2, 8, 4, 4), 2), _s(_f(36, 2, 4), 3))
+_add("pixel_unshuffle", _s(_f(2, 2, 4, 8), 2))
+_add("constant_pad_nd", _s(_T, [1, 2]), _s(_T, [0, 0, 1, 0], 3.0), _s(_T, [-1, 1]))
+for _n, _space in ((1, [8]), (2, [4, 8]), (3, [4, 4, 8])):
+    _x, _pad = _f(2, 4, *_space), [1, 2] + [0, 0] * (_n > 1) + [1, 0] * (_n > 2)
+    for _kind in ("reflection", "replication"):
+        _op = keys(f"{_kind}_pad{_n}d")[0]
+        _add(f"{_kind}_pad{_n}d", _s(_x, _pad))
+        _add(
+            f"{_kind}_pad{_n}d_backward", _s(torch.randn_like(_op(_x, _pad)), _x, _pad)
+        )
+
+_add("broadcast_in_dim", _s(_f(4, 1), [2, 4, 8], [1, 2]), namespace="prims")
+_add("broadcast_in_dim", _s(_f(), [4, 8], []), namespace="prims")
+_add("reshape", _s(_T, [8, 8]), _s(_A, [2, 2, 8]), namespace="prims")
+_add("collapse collapse_view", _s(_T, 0, 1), _s(_T, 1, 2), namespace="prims")
+_add("split_dim", _s(_T, 2, 2), namespace="prims")
+_add("squeeze", _s(_FLAT, [1, 3]), namespace="prims")
+_add("transpose", _s(_T, [2, 0, 1]), namespace="prims")
+_add("rev", _s(_T, [1]), namespace="prims")
+_add("cat", _s([_A, _f(4, 2)], 1), namespace="prims")
+_add("as_strided", _s(_A, [8, 4], [1, 8], 0), namespace="prims")
+_add("view_of_dtype", _s(_T, I64), namespace="prims")
+
+# Sources
+
+_LIKE = {"dtype": F64, "device": CPU, "requires_grad": False}
+_add("full", _s([4, 8], 2.5), _s([], 1), _s([2, 1, 4], True))
+_add("zeros ones _efficientzerotensor", _s([4, 8]), _s([]), _s([1, 8]))
+_add("zeros_like ones_like", _s(_A), _s(_f()))
+_add("full_like fill.Scalar", _s(_A, 2.5))
+_add("new_full", _s(_A, [4, 8], 2.5), _s(_A, [8], 1), _s(_f(8), [4, 8], 1))
+_add("new_zeros new_ones", _s(_A, [4, 8]), _s(_A, [4, 2]), _s(_A, []))
+_add("scalar_tensor", _s(2.5, dtype=F64))
+_add("arange", _s(8))
+_only_shapes("randperm", _s(8))
+_add("arange.start", _s(2, 10))
+_add("arange.start_step", _s(2, 10, 2))
+_add("linspace logspace", _s(0.0, 1.0, 8))
+_add("eye", _s(8))
+_add("eye.m tril_indices triu_indices", _s(4, 8))
+_only_shapes("empty.memory_format", _s([4, 8]), _s([]))
+_only_shapes("empty_permuted", _s([4, 8], [1, 0]))
+_only_shapes("empty_strided", _s([4, 8], [8, 1]))
+_only_shapes("empty_like rand_like randn_like", _s(_A), _s(_f()))
+_only_shapes("new_empty", _s(_A, [4, 8]), _s(_A, [8]))
+_only_shapes("new_empty_strided", _s(_A, [4, 8], [8, 1]))
+_only_shapes("rand randn", _s([4, 8]), _s([]))
+_only_shapes("rand.generator randn.generator", _s([4, 8], generator=None))
+_only_shapes("randint", _s(9, [4, 8]))
+_only_shapes("randint.generator", _s(9, [4, 8], generator=None))
+_only_shapes("randint.low", _s(2, 9, [4, 8]))
+_only_shapes("randint.low_generator", _s(2, 9, [4, 8], generator=None))
+_only_shapes("normal.float_float", _s(0.0, 1.0, [4, 8]))
+_only_shapes("normal.Tensor_Tensor", _s(_A, _u(8)))
+_only_shapes("normal.float_Tensor", _s(0.0, _u(4, 8)))
+_only_shapes("normal.Tensor_float normal_functional", _s(_A))
+_only_shapes("randint_like", _s(_A, 9))
+_only_shapes("randint_like.low_dtype", _s(_A, 2, 9))
+_only_shapes("seeds", _s(5, CPU), namespace="fxpar")
+_only_shapes("bernoulli poisson", _s(_u(4, 8)))
+_only_shapes("bernoulli.p", _s(_A, 0.5))
+_only_shapes("exponential uniform cauchy log_normal random", _s(_A))
+_only_shapes("geometric", _s(_A, 0.5))
+_only_shapes("random.from", _s(_A, 1, 9))
+_only_shapes("random.to", _s(_A, 9))
+_only_shapes("native_dropout", _s(_A, 0.5, True), _s(_A, 0.5, False), _s(_A, 0.0, None))
+
+_add("full", _s([4, 8], 2.5, **_LIKE), namespace="prims")
+_add("full_like", _s(_A, 2.5, **_LIKE), namespace="prims")
+_add("fill", _s(_A, 2.5), namespace="prims")
+_add("scalar_tensor", _s(2.5, dtype=F64, device=CPU), namespace="prims")
+_add("iota", _s(8, start=0, step=1, **{**_LIKE, "dtype": I64}), namespace="prims")
+_only_shapes("empty", _s([4, 8], **_LIKE), namespace="prims")
+_only_shapes("empty_permuted", _s([4, 8], [1, 0], **_LIKE), namespace="prims")
+_only_shapes("empty_strided", _s([4, 8], [8, 1], **_LIKE), namespace="prims")
+_only_shapes("normal", _s([4, 8], mean=0.0, std=1.0, **_LIKE), namespace="prims")
+_only_shapes(
+    "uniform",
+    _s([4, 8], low=0.0, high=1.0, dtype=F64, device=CPU, stride=[8, 1]),
+    namespace="prims",
+)
+_SEED = torch.tensor(5)
+_only_shapes("inductor_seed", _s(CPU), namespace="prims")
+_only_shapes("inductor_seeds", _s(4, CPU), namespace="prims")
+_add("inductor_lookup_seed", _s(_i(4), 2), namespace="prims")
+_only_shapes("inductor_random", _s([4, 8], _SEED, "rand"), namespace="prims")
+_only_shapes("inductor_randint", _s(0, 9, [4, 8], _SEED), namespace="prims")
+_only_shapes("inductor_rand_eager_offset", _s(4, CPU), namespace="prims")
+_only_shapes("inductor_rand_eager_offsets", _s([4, 4], CPU), namespace="prims")
+
+# fxpar's own, and the one op that writes to an input
+
+_add("copy_", _s(_f(4, 8), _f(8)))
+_add(
+    "dot",
+    _s(_f(4, 8), _f(8, 4), "m k, k n -> m n"),
+    _s(_f(2, 4, 8), _f(2, 8, 4), "b s h, b h o -> b o s"),
+    _s(_f(2, 4, 8), _f(4, 8, 4), "b s h, s h o -> b o"),
+    _s(_f(4, 2, 8), _f(2, 4, 8), "a b c, b a d -> b c d a"),
+    _s(_f(4), _f(8), "m, n -> m n"),
+    _s(_f(8), _f(8), "k, k ->"),
+    namespace="fxpar",
+)
+_add("constrain", _s(_f(4, 8), "dp,_"), namespace="fxpar")
+_add(
+    "random",
+    _s([4, 8], _SEED, "rand", [4, 8], [0, 0]),
+    _s([4, 1, 8], _SEED, "randn", [4, 1, 8], [0, 0, 0]),
+    _s([], _SEED, "rand", [], []),
+    namespace="fxpar",
+)
+_add("randint", _s(-3, 9, [4, 8], _SEED, [4, 8], [0, 0]), namespace="fxpar")

@@ -1,0 +1,531 @@
+"""Sample calls for every row of the indexing, normalization, convolution and attention
+tables: ``SAMPLES[op] = [(args, kwargs), ...]``, small float64 tensors whose dims divide
+by 2 and mostly by 4. ``UNRUNNABLE`` holds, on the meta device, the ops that no CPU
+kernel computes; of those only rule and shapes are checked. Keys are overloads, or names
+of ops that torch registers late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_generator = torch.Generator().manual_seed(7)
+
+Sample = tuple[tuple, dict[str, Any]]
+
+SAMPLES: dict[Any, list[Sample]] = {}
+UNRUNNABLE: dict[Any, list[Sample]] = {}
+
+
+def _f(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_generator, dtype=torch.float64)
+
+
+def _i(high: int, *shape: int, low: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=_generator)
+
+
+def _b(*shape: int) -> torch.Tensor:
+    return _i(2, *shape).bool()
+
+
+def _perm(n: int, dim: int, *shape: int) -> torch.Tensor:
+    """Indices below ``n``, no two alike along ``dim``."""
+    keys = list(shape)
+    keys[dim] = n
+    order = torch.rand(*keys, generator=_generator).argsort(dim)
+    return order.narrow(dim, 0, shape[dim]).contiguous()
+
+
+def _s(*args: Any, **kwargs: Any) -> Sample:
+    return args, kwargs
+
+
+# Indexing
+
+_LISTS = [
+    (_f(8, 4), [_i(8, 4, low=-8)]),
+    (_f(8, 4), [_i(8, 4, 8)]),
+    (_f(8, 4), [None, _i(4, 8)]),
+    (_f(8, 4), [_i(8)]),
+    (_f(8), [_i(8)]),
+    (_f(4, 8, 4), [None, _i(8, 4, 4, low=-8)]),
+    (_f(4, 8, 4), [None, _i(8, 4, 4), _i(4, 4)]),
+    (_f(4, 8, 4), [_i(4, 8), None, _i(4, 8, low=-4)]),
+    (_f(4, 8, 4), [_i(4, 4, 1), _i(8, 1, 8)]),
+    (_f(4, 8, 4), [_i(4, 4, 1), None, _i(4, 8)]),
+    (_f(4, 4, 8, 4), [None, _i(4, 8), None, _i(4, 4, 8)]),
+]
+
+for op in (aten.index.Tensor, aten._unsafe_index.Tensor):
+    SAMPLES[op] = [_s(x, indices) for x, indices in _LISTS]
+SAMPLES[aten.index.Tensor] += [
+    _s(_b(8, 4), [_i(8, 4)]),
+    _s(_i(9, 8, 4), [_i(8, 4)]),
+]
+
+
+def _read(x: torch.Tensor, indices: list) -> torch.Tensor:
+    return _f(*aten.index.Tensor(x, indices).shape)
+
+
+for op in (aten.index_put.default, aten._unsafe_index_put.default):
+    SAMPLES[op] = [
+        *(_s(x, indices, _read(x, indices), True) for x, indices in _LISTS),
+        _s(_f(8, 4), [_i(8, 4, 8)], _f(1, 4), True),
+        _s(_f(8, 4), [_i(8, 4, 8)], _f(8, 1), True),
+        _s(_f(8, 4), [_i(8, 4)], _f(), True),
+        _s(_f(8, 4), [_perm(8, 0, 4)], _f(4, 4)),
+        _s(_f(8, 4), [_perm(8, 0, 4) - 8], _f(4, 4), False),
+        _s(_f(4, 8, 4), [None, _perm(8, 0, 4)], _f(4, 4, 4)),
+        _s(_f(4, 8, 4), [_perm(4, 0, 4), None, _i(4, 4)], _f(4, 8)),
+        _s(_f(4, 8, 4), [_perm(4, 0, 4), _i(8, 4)], _f(1, 1)),
+        _s(_f(8, 4), [_b(8, 4)], _f()),
+        _s(_f(8, 4), [_b(8, 4)], _f(1), True),
+        _s(_f(8, 4), [_b(8)], _f(4)),
+        _s(_f(4, 8, 4), [None, _b(8)], _f(4)),
+        _s(_f(8, 4), [torch.tensor([True, False] * 4)], _f(4, 4)),
+    ]
+
+SAMPLES[aten._unsafe_masked_index.default] = [
+    _s(_f(4, 8, 4), _b(8, 1), [None, _i(8, 8, 1), _i(4, 4)], 0),
+    _s(_f(4, 8), _b(8), [None, _i(8, 8)], 2.5),
+    _s(_f(4, 8), _b(4, 8), [None, _i(8, 8, low=-3)], 0.0),
+]
+SAMPLES[aten._unsafe_masked_index_put_accumulate.default] = [
+    _s(_f(4, 8, 4), _b(8, 1), [None, _i(8, 8, 1), _i(4, 4)], _f(4, 8, 4)),
+    _s(_f(4, 8), _b(8), [None, _i(8, 4, 8)], _f(4, 4, 8)),
+]
+
+SAMPLES[aten.gather.default] = [
+    _s(_f(4, 8), 1, _i(8, 4, 4)),
+    _s(_f(4, 8), -1, _i(8, 4, 1)),
+    _s(_f(8, 4), 0, _i(8, 4, 4)),
+    _s(_f(8, 4), 0, _i(8, 4, 2)),
+    _s(_f(4, 8, 4), 1, _i(8, 4, 4, 4)),
+    _s(_b(4, 8), 1, _i(8, 4, 4)),
+]
+SAMPLES[aten.index_select.default] = [
+    _s(_f(4, 8), 1, _i(8, 4)),
+    _s(_f(8, 4, 4), -3, _i(8, 4)),
+    _s(_f(8, 4), 0, _i(8)),
+]
+SAMPLES[aten.take.default] = [_s(_f(4, 8), _i(32, 4, 4)), _s(_f(8), _i(8, 4))]
+
+SAMPLES[aten.scatter.src] = [
+    _s(_f(4, 8), 1, _perm(8, 1, 4, 4), _f(4, 4)),
+    _s(_f(4, 8), -1, _i(8, 4, 1), _f(4, 1)),
+    _s(_f(8, 4), 0, _perm(8, 0, 4, 4), _f(8, 8)),
+    _s(_f(8, 4), 0, _perm(8, 0, 4, 2), _f(4, 2)),
+    _s(_f(4, 8, 4), 1, _perm(8, 1, 4, 8, 4), _f(4, 8, 4)),
+]
+SAMPLES[aten.scatter.value] = [
+    _s(_f(4, 8), 1, _i(8, 4, 1), -1.0),
+    _s(_f(4, 8, 4), 1, _i(8, 4, 1, 4), 3),
+    _s(_f(4, 8), 1, _i(8, 4, 4), 2.0),
+    _s(_f(8, 4), 0, _i(8, 2, 4), 0),
+]
+_ADDED = [
+    (_f(4, 8), 1, _i(8, 4, 4), _f(4, 4)),
+    (_f(4, 8), -1, _i(8, 4, 1), _f(4, 1)),
+    (_f(8, 4), 0, _i(8, 4, 4), _f(8, 4)),
+    (_f(8, 4), 0, _i(8, 4, 4), _f(4, 8)),
+    (_f(8, 4), 0, _i(8, 16, 4), _f(16, 4)),
+    (_f(4, 8, 4), 1, _i(8, 4, 4, 4), _f(4, 4, 4)),
+    (_f(4, 8, 4), 1, _i(8, 2, 4, 4), _f(2, 4, 4)),
+]
+SAMPLES[aten.scatter_add.default] = [_s(*args) for args in _ADDED]
+SAMPLES[aten.scatter.reduce] = [
+    _s(*args, reduce=name) for args in _ADDED[:3] for name in ("add", "multiply")
+]
+SAMPLES[aten.scatter.value_reduce] = [
+    _s(*args[:3], 1.5, reduce=name)
+    for args in _ADDED[:3]
+    for name in ("add", "multiply")
+]
+SAMPLES[aten.scatter_reduce.two] = [
+    _s(*args, name, include_self=include)
+    for args in _ADDED[:3]
+    for name in ("sum", "prod", "mean", "amax", "amin")
+    for include in (True, False)
+] + [_s(*_ADDED[4], "sum")]
+
+SAMPLES[aten.index_add.default] = [
+    _s(_f(8, 4), 0, _i(8, 4), _f(4, 4)),
+    _s(_f(4, 8), -1, _i(8, 4), _f(4, 4), alpha=2),
+    _s(_f(8, 4), 0, _i(8), _f(1, 4)),
+]
+SAMPLES[aten.index_copy.default] = [
+    _s(_f(8, 4), 0, _perm(8, 0, 4), _f(4, 4)),
+    _s(_f(4, 8, 4), -2, _perm(8, 0, 4), _f(4, 4, 4)),
+]
+SAMPLES[aten.index_fill.int_Scalar] = [
+    _s(_f(8, 4), 0, _i(8, 4, low=-8), 2.0),
+    _s(_f(4, 8), -1, _i(8, 4), 0),
+]
+SAMPLES[aten.index_fill.int_Tensor] = [_s(_f(8, 4), 0, _i(8, 4), _f())]
+SAMPLES[aten.index_reduce.default] = [
+    _s(_f(8, 4), 0, _i(8, 4), _f(4, 4), name, include_self=include)
+    for name in ("prod", "mean", "amax", "amin")
+    for include in (True, False)
+]
+
+SAMPLES[aten.embedding.default] = [
+    _s(_f(8, 4), _i(8, 4, 8)),
+    _s(_f(8, 4), _i(8, 4), 3),
+    _s(_f(8, 4), _i(8)),
+    _s(_f(8, 4), _i(8, 4).int()),
+]
+SAMPLES[aten.embedding_dense_backward.default] = [
+    _s(_f(4, 8, 4), _i(8, 4, 8), 8, -1, False),
+    _s(_f(16, 4), _i(8, 16), 8, 3, False),
+    _s(_f(16, 4), _i(8, 16), 8, 3, True),
+]
+
+_SCORES, _TARGET = _f(4, 8).log_softmax(1), _i(8, 4)
+_SCORES2, _TARGET2 = _f(4, 8, 4, 2).log_softmax(1), _i(8, 4, 4, 2)
+_IGNORING = _TARGET.clone()
+_IGNORING[1] = -100
+
+for op, backward, x, target in (
+    (aten.nll_loss_forward, aten.nll_loss_backward, _SCORES, _TARGET),
+    (aten.nll_loss_forward, aten.nll_loss_backward, _SCORES, _IGNORING),
+    (aten.nll_loss2d_forward, aten.nll_loss2d_backward, _SCORES2, _TARGET2),
+):
+    for weight in (None, _f(8).abs()):
+        for reduction in (0, 1, 2):
+            sample = (x, target, weight, reduction, -100)
+            SAMPLES.setdefault(op.default, []).append(_s(*sample))
+            loss, total = op.default(*sample)
+            grad = _f(*loss.shape)
+            SAMPLES.setdefault(backward.default, []).append(_s(grad, *sample, total))
+_one = (_f(8).log_softmax(0), torch.tensor(3), None, 2, -100)
+SAMPLES[aten.nll_loss_forward.default].append(_s(*_one))
+
+_EDGES = _f(8).sort().values
+SAMPLES[aten.bucketize.Tensor] = [
+    _s(_f(4, 8), _EDGES),
+    _s(_f(4), _EDGES, out_int32=True, right=True),
+]
+SAMPLES[aten.searchsorted.Tensor] = [
+    _s(_EDGES, _f(4, 8)),
+    _s(_f(4, 8).sort().values, _f(4, 4)),
+    _s(x := _f(4, 8), _f(4, 4), sorter=x.argsort()),
+]
+SAMPLES[aten.masked_scatter.default] = [_s(_f(4, 8), _b(4, 8), _f(32))]
+
+
+# Normalization
+
+
+def _norm(forward: Any, *args: Any) -> tuple:
+    return forward(*args)[1:]
+
+
+_X = _f(4, 2, 8)
+for shape in ([8], [2, 8]):
+    w, b = _f(*shape), _f(*shape)
+    for weight, bias in ((w, b), (w, None), (None, None)):
+        args = (_X, shape, weight, bias, 1e-5)
+        SAMPLES.setdefault(aten.native_layer_norm.default, []).append(_s(*args))
+        mean, rstd = _norm(aten.native_layer_norm.default, *args)
+        mask = [True, weight is not None, bias is not None]
+        args = (_f(4, 2, 8), _X, shape, mean, rstd, weight, bias, mask)
+        SAMPLES.setdefault(aten.native_layer_norm_backward.default, []).append(
+            _s(*args)
+        )
+        SAMPLES.setdefault(aten.rms_norm.default, []).append(_s(_X, shape, weight))
+        SAMPLES.setdefault(aten._fused_rms_norm.default, []).append(
+            _s(_X, shape, weight, 1e-5)
+        )
+SAMPLES[aten.native_layer_norm_backward.default].append(
+    _s(*args[:5], w, b, [True, False, True])
+)
+UNRUNNABLE[aten._fused_rms_norm_backward.default] = [
+    _s(
+        *(torch.empty(4, 2, 8, device="meta") for _ in range(2)),
+        [8],
+        torch.empty(4, 2, 1, device="meta"),
+        weight,
+        [True, weight is not None],
+    )
+    for weight in (None, torch.empty(8, device="meta"))
+]
+
+_G = _f(4, 8, 2, 2)
+for weight, bias in ((_f(8), _f(8)), (None, None)):
+    args = (_G, weight, bias, 4, 8, 4, 4, 1e-5)
+    SAMPLES.setdefault(aten.native_group_norm.default, []).append(_s(*args))
+    mean, rstd = _norm(aten.native_group_norm.default, *args)
+    mask = [True, weight is not None, bias is not None]
+    args = (_f(4, 8, 2, 2), _G, mean, rstd, weight, 4, 8, 4, 4, mask)
+    SAMPLES.setdefault(aten.native_group_norm_backward.default, []).append(_s(*args))
+
+_RUNNING = (_f(8), _f(8).abs() + 0.5)
+for training in (True, False):
+    for weight, bias in ((_f(8), _f(8)), (None, None)):
+        args = (_G, weight, bias, *_RUNNING, training, 0.1, 1e-5)
+        SAMPLES.setdefault(aten._native_batch_norm_legit_functional.default, []).append(
+            _s(*args)
+        )
+        # The plain form writes the running statistics in training.
+        if not training:
+            SAMPLES.setdefault(aten.native_batch_norm.default, []).append(_s(*args))
+        saved = aten._native_batch_norm_legit_functional.default(*args)[1:3]
+        mask = [True, weight is not None, bias is not None]
+        grads = (_f(4, 8, 2, 2), _G, weight, *_RUNNING, *saved, training, 1e-5, mask)
+        SAMPLES.setdefault(aten.native_batch_norm_backward.default, []).append(
+            _s(*grads)
+        )
+SAMPLES[aten.native_batch_norm.default].append(
+    _s(_G, None, None, None, None, True, 0.1, 1e-5)
+)
+SAMPLES[aten._native_batch_norm_legit.no_stats] = [
+    _s(_G, _f(8), _f(8), True, 0.1, 1e-5)
+]
+SAMPLES[aten._native_batch_norm_legit_no_training.default] = [
+    _s(_G, _f(8), _f(8), *_RUNNING, 0.1, 1e-5),
+    _s(_f(4, 8), None, None, *_RUNNING, 0.1, 1e-5),
+]
+_META = torch.empty(4, 8, 2, 2, device="meta")
+_PER_CHANNEL = [torch.empty(8, device="meta") for _ in range(5)]
+_RESERVE = torch.empty(0, dtype=torch.uint8, device="meta")
+for op in (aten.cudnn_batch_norm, aten.miopen_batch_norm):
+    UNRUNNABLE[op.default] = [_s(_META, *_PER_CHANNEL[:4], True, 0.1, 1e-5)]
+UNRUNNABLE[aten.cudnn_batch_norm_backward.default] = [
+    _s(_META, _META, *_PER_CHANNEL, 1e-5, _RESERVE)
+]
+UNRUNNABLE[aten.miopen_batch_norm_backward.default] = [
+    _s(_META, _META, *_PER_CHANNEL, 1e-5)
+]
+UNRUNNABLE[aten._batch_norm_with_update_functional.default] = [
+    _s(_META, *_PER_CHANNEL[:4], 0.1, 1e-5)
+]
+UNRUNNABLE[aten._batch_norm_no_update.default] = [
+    _s(_META, *_PER_CHANNEL[:4], 0.1, 1e-5)
+]
+UNRUNNABLE[aten.batch_norm_backward.default] = [
+    _s(_META, _META, *_PER_CHANNEL, True, 1e-5, [True] * 3, _RESERVE)
+]
+
+for op, forward in (
+    (aten._softmax_backward_data, torch.softmax),
+    (aten._log_softmax_backward_data, torch.log_softmax),
+):
+    SAMPLES[op.default] = [
+        _s(_f(4, 8, 4), forward(_f(4, 8, 4), dim), dim, torch.float64)
+        for dim in (-1, 1)
+    ]
+
+
+# Attention
+
+
+def _attention_samples() -> None:
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    for kv_heads, s, causal, mask in (
+        (8, 4, False, None),
+        (8, 8, True, None),
+        (4, 4, False, None),
+        (2, 8, False, None),
+        (1, 8, True, None),
+        (8, 4, False, (4, 8)),
+        (8, 4, False, (4, 1, 4, 8)),
+        (8, 4, False, (1, 8, 4, 8)),
+        (4, 4, False, (4, 8, 4, 8)),
+        (8, 4, False, (1, 1, 1, 8)),
+    ):
+        q, k, v = _f(4, 8, s, 4), _f(4, kv_heads, 8, 4), _f(4, kv_heads, 8, 4)
+        kwargs = {} if mask is None else {"attn_mask": _f(*mask)}
+        SAMPLES.setdefault(flash, []).append(_s(q, k, v, 0.0, causal, **kwargs))
+        out, lse = flash(q, k, v, 0.0, causal, **kwargs)
+        if kv_heads == 8:
+            grads = (_f(*out.shape), q, k, v, out, lse, 0.0, causal)
+            SAMPLES.setdefault(backward, []).append(_s(*grads, scale=0.5, **kwargs))
+        plain = (q, k, v, kwargs.get("attn_mask"), 0.0, causal)
+        gqa = {"enable_gqa": kv_heads != 8}
+        for op in (
+            aten.scaled_dot_product_attention.default,
+            aten._scaled_dot_product_attention_math.default,
+        ):
+            held = plain if "math" not in str(op) else (*plain, None)
+            SAMPLES.setdefault(op, []).append(_s(*held, **gqa))
+
+
+_attention_samples()
+
+
+def _fused_attention_samples() -> None:
+    def m(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def add(name: str, *args: Any, **kwargs: Any) -> None:
+        op = getattr(aten, name).default
+        UNRUNNABLE.setdefault(op, []).append((args, kwargs))
+
+    n, h, s, t, d = 4, 8, 8, 4, 16
+    seed, none = m(dtype=torch.int64), (None, None)
+    state, unused = m(2, dtype=torch.uint64), m(dtype=torch.uint64)
+    for kv in (8, 2):
+        q, k, v = m(n, h, s, d), m(n, kv, t, d), m(n, kv, t, d)
+        qt, kt, vt = m(n, s, h, d), m(n, t, kv, d), m(n, t, kv, d)
+        out, outt, lse = m(n, h, s, d), m(n, s, h, d), m(n, h, s, dtype=torch.float32)
+        padded, one = m(n, h, 32, dtype=torch.float32), lse.unsqueeze(-1)
+        for causal in (False, True):
+            add("_scaled_dot_product_flash_attention", q, k, v, 0.0, causal, scale=0.1)
+            add(
+                "_scaled_dot_product_flash_attention_backward",
+                *(out, q, k, v, out, lse, *none, s, t, 0.0, causal, state, unused),
+            )
+            add("_scaled_dot_product_flash_attention", q, k, v, 0.5, causal)
+            add("_flash_attention_forward", qt, kt, vt, *none, s, t, 0.0, causal, False)
+            add(
+                "_flash_attention_backward",
+                *(outt, qt, kt, vt, outt, lse, *none, s, t, 0.0, causal, state, unused),
+            )
+        for bias in (None, m(n, h, s, t), m(n, 1, s, t), m(1, h, s, t)):
+            add("_scaled_dot_product_cudnn_attention", q, k, v, bias, True)
+            add("_scaled_dot_product_fused_attention_overrideable", q, k, v, bias)
+            add(
+                "_scaled_dot_product_cudnn_attention_backward",
+                *(out, q, k, v, out, one, seed, seed, bias, *none, s, t, 0.0, False),
+            )
+            if kv != h:
+                continue
+            add("_scaled_dot_product_efficient_attention", q, k, v, bias, True)
+            add("_efficient_attention_forward", qt, kt, vt, bias, *[None] * 4, 0.0, 0)
+            for wanted in (True, False):
+                mask = [True, True, True, wanted]
+                add(
+                    "_scaled_dot_product_efficient_attention_backward",
+                    *(out, q, k, v, bias, out, padded, seed, seed, 0.0, mask),
+                )
+            add(
+                "_efficient_attention_backward",
+                *(outt, qt, kt, vt, bias, outt, *none, s, t, padded, 0.0, seed, seed),
+                *(0, bias is not None),
+            )
+            if bias is not None:
+                add(
+                    "_scaled_dot_product_fused_attention_overrideable_backward",
+                    *(out, q, k, v, bias, [True] * 4, out, lse, *none, s, t, 0.0),
+                    *(False, seed, seed),
+                )
+
+
+_fused_attention_samples()
+
+
+# Convolution
+
+
+def _convolution_samples() -> None:
+    for x, w, stride, padding, dilation, transposed, extra, groups in (
+        (_f(4, 4, 6, 6), _f(8, 4, 3, 3), 1, 1, 1, False, 0, 1),
+        (_f(4, 4, 7, 7), _f(8, 4, 3, 3), 2, 0, 2, False, 0, 1),
+        (_f(4, 8, 6, 6), _f(8, 2, 3, 3), 1, 1, 1, False, 0, 4),
+        (_f(4, 8, 6, 6), _f(8, 4, 1, 1), 1, 0, 1, False, 0, 2),
+        (_f(4, 4, 6, 6), _f(8, 1, 3, 3), 1, 1, 1, False, 0, 4),
+        (_f(4, 4, 8), _f(4, 4, 3), 1, 1, 1, False, 0, 1),
+        (_f(4, 4, 4, 4, 4), _f(4, 4, 2, 2, 2), 2, 0, 1, False, 0, 1),
+        (_f(4, 4, 5, 5), _f(4, 8, 3, 3), 2, 1, 1, True, 1, 1),
+        (_f(4, 8, 5, 5), _f(8, 2, 3, 3), 1, 1, 1, True, 0, 4),
+    ):
+        k = x.dim() - 2
+        rest = ([stride] * k, [padding] * k, [dilation] * k, transposed, [extra] * k)
+        channels = w.shape[1] * groups if transposed else w.shape[0]
+        for bias in (None, _f(channels)):
+            args = (x, w, bias, *rest, groups)
+            SAMPLES.setdefault(aten.convolution.default, []).append(_s(*args))
+        grad = _f(*aten.convolution.default(*args).shape)
+        for mask in ([True] * 3, [True, True, False], [False, True, True]):
+            sizes = [channels] if mask[2] else None
+            SAMPLES.setdefault(aten.convolution_backward.default, []).append(
+                _s(grad, x, w, sizes, *rest, groups, mask)
+            )
+
+
+_convolution_samples()
+
+
+def _image(k: int, n: int = 6) -> torch.Tensor:
+    return _f(4, 8, *[n] * k)
+
+
+def _add(name: str, *args: Any, overload: str = "default", **kwargs: Any) -> Any:
+    op = getattr(getattr(aten, name), overload)
+    SAMPLES.setdefault(op, []).append((args, kwargs))
+    return op(*args, **kwargs)
+
+
+def _pool_samples() -> None:
+    for k in (2, 3):
+        for x in (_image(k), _image(k)[0]):
+            window = ([3] * k, [2] * k, [1] * k)
+            args = (x, *window, [1] * k, False)
+            out, where = _add(f"max_pool{k}d_with_indices", *args)
+            grad = _f(*out.shape)
+            _add(f"max_pool{k}d_with_indices_backward", grad, *args, where)
+            out = _add(f"avg_pool{k}d", x, *window)
+            grad = _f(*out.shape)
+            _add(f"avg_pool{k}d_backward", grad, x, *window, False, True, None)
+            out = _add(f"_adaptive_avg_pool{k}d", x, [2] * k)
+            _add(f"_adaptive_avg_pool{k}d_backward", _f(*out.shape), x)
+            _add(f"adaptive_avg_pool{k}d", x, [4] * k)
+            out, where = _add(f"adaptive_max_pool{k}d", x, [2] * k)
+            _add(f"adaptive_max_pool{k}d_backward", _f(*out.shape), x, where)
+    _add("avg_pool1d", _image(1), [2])
+    _add("adaptive_avg_pool1d", _image(1), [2])
+    x = _image(2)
+    pool = ([3, 3], [2, 2], [1, 1], [1, 1])
+    SAMPLES["prims::_low_memory_max_pool_with_offsets"] = [_s(x, *pool, False)]
+    offsets = _i(9, 4, 8, 3, 3).to(torch.int8)
+    SAMPLES["prims::_low_memory_max_pool_offsets_to_indices"] = [
+        _s(offsets, pool[0], [6, 6], *pool[1:])
+    ]
+
+
+def _resample_samples() -> None:
+    for name, ranks, aligned in (
+        ("upsample_nearest{}d", (1, 2, 3), ()),
+        ("_upsample_nearest_exact{}d", (1, 2, 3), ()),
+        ("upsample_linear{}d", (1,), (False,)),
+        ("upsample_bilinear{}d", (2,), (True,)),
+        ("upsample_bicubic{}d", (2,), (False,)),
+        ("upsample_trilinear{}d", (3,), (False,)),
+        ("_upsample_bilinear{}d_aa", (2,), (False,)),
+        ("_upsample_bicubic{}d_aa", (2,), (False,)),
+        ("_upsample_lanczos{}d_aa", (2,), (False,)),
+    ):
+        for k in ranks:
+            op = name.format(k)
+            if not hasattr(aten, op):
+                continue
+            x = _image(k, 4)
+            out = _add(op, x, [6] * k, *aligned)
+            _add(op, x, None, *aligned, [2.0] * k, overload="vec")
+            grad = _f(*out.shape)
+            _add(f"{op}_backward", grad, [6] * k, list(x.shape), *aligned)
+
+
+def _rearrange_samples() -> None:
+    window = ([3, 3], [1, 1], [1, 1], [1, 1])
+    for x in (_image(2, 4), _image(2, 4)[0]):
+        out = _add("im2col", x, *window)
+        _add("col2im", _f(*out.shape), [4, 4], *window)
+    for k in (2, 3):
+        x, grid = _image(k, 4), _f(4, *[4, 8, 2][:k], k)
+        out = _add(f"grid_sampler_{k}d", x, grid, 0, 0, False)
+        for mask in ([True, True], [False, True]):
+            grad = _f(*out.shape)
+            _add(f"grid_sampler_{k}d_backward", grad, x, grid, 0, 0, False, mask)
+
+
+_pool_samples()
+_resample_samples()
+_rearrange_samples()

@@ -1,0 +1,180 @@
+"""Propagation on small programs: what flows where, in which order, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpar
+from fxpar import FxparError, Spec
+
+
+def planned(fn, *args, **options):
+    return fxpar.plan(fn, *args, mode="propagate", **options)
+
+
+def test_axes_flow_forward_and_backward_through_pointwise_ops():
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    plan = planned(
+        lambda x, y: torch.exp(x) + y.sin(),
+        x,
+        y,
+        mesh="a=2,b=2",
+        in_specs=[("a", None), None],
+    )
+    assert plan.inputs == (Spec("a", None), Spec("a", None))
+    assert plan.outputs == (Spec("a", None),)
+    assert not plan.collectives
+
+
+def test_an_output_spec_flows_back_to_the_inputs():
+    x = torch.randn(8, 4)
+    plan = planned(lambda x: (x * 2).T, x, mesh="a=2,b=2", out_specs=[("b", "a")])
+    assert plan.inputs == (Spec("a", "b"),)
+    assert not plan.collectives
+
+
+def test_views_split_and_merge_major_factors():
+    x = torch.randn(4, 6, 8)
+    plan = planned(
+        lambda x: x.reshape(24, 8).reshape(4, 3, 2, 8),
+        x,
+        mesh="a=2",
+        in_specs=[("a", None, None)],
+    )
+    assert plan.outputs == (Spec("a", None, None, None),)
+    assert not plan.collectives
+
+
+def test_a_minor_factor_of_a_merged_dim_is_gathered_not_mixed_up():
+    x = torch.randn(4, 8)
+    plan = planned(lambda x: x.reshape(32) + 1, x, mesh="a=2", in_specs=[(None, "a")])
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
+def test_a_small_operand_does_not_decide_for_a_large_one():
+    """The batch of x outranks an axis that only a bias carries."""
+    x, bias = torch.randn(8, 8), torch.randn(8)
+    plan = planned(
+        lambda x, bias: x + bias, x, bias, mesh="a=2", in_specs=[("a", None), ("a",)]
+    )
+    assert plan.outputs == (Spec("a", None),)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 32)]
+
+
+def test_the_batch_keeps_its_axis_where_a_weight_wants_it_too():
+    x, w = torch.randn(8, 16), torch.randn(16, 64)
+    plan = planned(
+        torch.matmul, x, w, mesh="dp=4", in_specs=[("dp", None), (None, "dp")]
+    )
+    assert plan.outputs == (Spec("dp", None),)
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+
+
+def test_shared_constants_do_not_couple_their_users():
+    def fn(x, y):
+        one = torch.ones(8, 4)
+        return x + one, y + one
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    plan = planned(fn, x, y, mesh="a=2", in_specs=[("a", None), (None, "a")])
+    assert plan.outputs == (Spec("a", None), Spec(None, "a"))
+    assert not plan.collectives
+
+
+def test_gradients_follow_their_parameters():
+    model = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    plan = planned(model, x, mesh="tp=2", hints={"weight": ("tp", None)}, grad=True)
+    assert dict(plan.gradients)["weight"] == Spec("tp", None)
+    assert dict(plan.gradients)["bias"] == dict(plan.parameters)["bias"]
+
+
+def test_closed_dims_take_no_more_axes_and_open_ones_do():
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+
+    def spec_of_x(hint):
+        plan = planned(
+            lambda x, y: x + y, x, y, mesh="a=2,b=2", hints={"y": ("a", "b"), "x": hint}
+        )
+        return plan.inputs[0]
+
+    assert spec_of_x(("a", None)) == Spec("a", None)
+    assert spec_of_x(("a", "?")) == Spec("a", "b")
+    assert spec_of_x(("a",)) == Spec("a", "b")
+
+
+def test_a_hint_in_code_holds():
+    def fn(x):
+        return fxpar.constrain(x * 2, None, "a") + 1
+
+    x = torch.randn(8, 8)
+    plan = planned(fn, x, mesh="a=2")
+    assert plan.outputs == (Spec(None, "a"),)
+    assert torch.equal(fxpar.constrain(x, "a"), x)
+    with pytest.raises(FxparError, match="3 entries for a tensor of 2 dims"):
+        fxpar.constrain(x, "a", None, None)
+
+
+def test_indivisible_dims_stay_whole_and_are_noted():
+    x = torch.randn(6, 5)
+    w = torch.randn(5, 10)
+    plan = planned(
+        lambda x, w: (x @ w).reshape(6, 2, 5).transpose(0, 1),
+        x,
+        w,
+        mesh="a=5",
+        in_specs=[None, (None, "a")],
+    )
+    assert any("does not divide" in note for note in plan.notes)
+    torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
+
+
+def test_a_batch_that_does_not_divide_is_left_whole_and_noted():
+    x = torch.randn(6, 4)
+    plan = planned(torch.relu, x, mesh="dp=4")
+    assert plan.outputs == (Spec.whole(2),)
+    assert any("does not divide over dp" in note for note in plan.notes)
+
+
+def test_why_names_the_seed_and_the_way():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    plan = planned(model, torch.randn(4, 8), mesh="tp=2", hints={"0.weight": ("tp",)})
+    said = plan.why("relu")
+    assert "tp: hint '0.weight' on 0.weight" in said
+    assert "through relu" in said
+    assert "no axis reached it" in plan.why("2.bias")
+    with pytest.raises(FxparError, match="no value named"):
+        plan.why("nothing")
+
+
+def test_a_residual_stream_is_left_whole_by_convention():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(4, 16)
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+            self.c, self.d = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            h = self.embed(x)
+            h = h + self.b(F.gelu(self.a(F.layer_norm(h, (16,)))))
+            return h + self.d(F.gelu(self.c(F.layer_norm(h, (16,)))))
+
+    plan = planned(Block(), torch.randn(4, 6, 4), mesh="tp=2")
+    specs = dict(plan.parameters)
+    assert specs["embed.weight"].is_whole
+    assert specs["a.weight"] == specs["c.weight"] == Spec("tp", None)
+    assert specs["b.weight"] == specs["d.weight"] == Spec(None, "tp")
+    assert [c.kind for c in plan.collectives] == ["all_reduce"] * 2
+
+
+def test_propagation_is_deterministic():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    x = torch.randn(8, 8)
+    plans = [planned(model, x, mesh="dp=2,tp=2", grad=True) for _ in range(2)]
+    assert plans[0].hash == plans[1].hash
+    assert str(plans[0]) == str(plans[1])

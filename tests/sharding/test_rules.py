@@ -1,0 +1,240 @@
+"""Every row of the rule table, tried: each factor of each sample call is split, each
+passage is fed random summands. A row is tested by having a sample; see ``one_op``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
+
+from fxpar.errors import PlanError
+from fxpar.passes import ops, random  # noqa: F401  (register fxpar's own)
+from fxpar.passes.local_ops import LOCAL
+from fxpar.sharding.factors import Passage, Rule, Strategy, parse_rule
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rules import TABLE, pointwise, sources
+from fxpar.sharding.rules.reduction import over, over_all
+from fxpar.sharding.rules.table import row
+from fxpar.sharding.rules.words import keys
+from tests.sharding import samples_core, samples_nn
+from tests.sharding.one_op import OneOp, is_expressible
+
+SAMPLES: dict[Any, list] = {}
+for _table in (samples_core, samples_nn):
+    for _samples in (_table.SAMPLES, _table.UNRUNNABLE):
+        for _key, _calls in _samples.items():
+            SAMPLES.setdefault(_key, []).extend(_calls)
+
+# Ops some of whose calls have no rule, and are computed whole.
+UNRULED = {
+    *("aten.mse_loss_backward.default", "aten.huber_loss_backward.default"),
+    *("aten.smooth_l1_loss_backward.default", "aten.einsum.default"),
+    *("aten.binary_cross_entropy_backward.default", "aten.index_put.default"),
+    *("aten.as_strided.default", "aten.as_strided_copy.default"),
+    *("aten._unsafe_index_put.default",),
+    *("aten._scaled_dot_product_flash_attention.default",),
+}
+
+Case = tuple[Mesh, Strategy]
+
+
+def known(passage: Passage, one: OneOp) -> list[str]:
+    """The passage's reductions that exist for values of its operands' dtypes."""
+    operands = [one.operands[i] for i in passage.operands]
+    exact = not all(x.is_floating_point() or x.is_complex() for x in operands)
+    ordered = not any(x.is_complex() for x in operands)
+    exist = {"avg": not exact, "max": ordered, "min": ordered}
+    return [op for op in passage.reductions if exist.get(op, True)]
+
+
+def op_of(key: Any) -> Any:
+    """The overload that a key of the table stands for."""
+    if not isinstance(key, str):
+        return key
+    namespace, _, name = key.partition("::")
+    name, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+def name_of(key: Any) -> str:
+    return key if isinstance(key, str) else str(key)
+
+
+def majors(rule: Rule, factor: str) -> list[str]:
+    """Factors above ``factor`` in some dim: it can be split where they are complete."""
+    found = []
+    for dim in (dim for dims in rule.tensors for dim in dims if factor in dim):
+        found += [f for f in dim[: dim.index(factor)] if rule.size[f] > 1]
+    return list(dict.fromkeys(found))
+
+
+def case(
+    rule: Rule, wanted: dict[str, list[tuple[str, int]]], *passes: Any
+) -> Case | None:
+    """Mesh and strategy that split each factor by the given (axis, size) pairs, and the
+    factors above it completely; None if that cannot be."""
+    split = dict(wanted)
+    for factor in wanted:
+        for i, major in enumerate(majors(rule, factor)):
+            have = math.prod(n for _, n in split.get(major, []))
+            if rule.size[major] % have:
+                return None
+            if rule.size[major] > have:
+                rest = (f"{factor}{i}", rule.size[major] // have)
+                split[major] = [*split.get(major, []), rest]
+    if any(f in rule.whole for f in split):
+        return None
+    sizes = dict(pair for pairs in split.values() for pair in pairs)
+    sizes |= {axis: 2 for axis, _, _ in passes}
+    mesh = Mesh(tuple(sorted(sizes.items())))
+    strategy = Strategy(
+        tuple((f, tuple(axis for axis, _ in pairs)) for f, pairs in split.items()),
+        passes,
+    )
+    return (mesh, strategy) if is_expressible(rule, strategy, mesh) else None
+
+
+def single(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One axis on one factor, or on none."""
+    yield Mesh.parse("x=2"), Strategy()
+    for factor in rule.free:
+        n = next((n for n in (2, 3) if rule.size[factor] % n == 0), None)
+        if n is not None and rule.size[factor]:
+            yield case(rule, {factor: [("x", n)]})
+
+
+def passing(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One passage."""
+    for p, passage in enumerate(rule.passages):
+        for reduction in known(passage, one):
+            yield case(rule, {}, ("p", reduction, p))
+
+
+def several(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """Two axes: on one factor, in both orders of the mesh; on two factors; a passage
+    beside a split factor; more sizes."""
+    free = [f for f in rule.free if rule.size[f] > 1]
+    for factor in free:
+        for n in (4, 3):
+            if rule.size[factor] % n == 0:
+                yield case(rule, {factor: [("x", n)]})
+        yield case(rule, {factor: [("y", 2), ("x", 2)]})
+    for first, second in itertools.combinations(free, 2):
+        yield case(rule, {first: [("x", 2)], second: [("y", 2)]})
+    for p, passage in enumerate(rule.passages):
+        for factor in free:
+            kinds = known(passage, one)
+            if factor in rule.contracted:
+                kinds = [op for op in kinds if op == rule.reduction.get(factor, "sum")]
+            for reduction in kinds[:1]:
+                yield case(rule, {factor: [("x", 2)]}, ("p", reduction, p))
+
+
+def refuse_uneven(rule: Rule) -> None:
+    """A factor is not split into shards of different sizes."""
+    for factor in rule.free:
+        n = next(n for n in range(2, 99) if rule.size[factor] % n)
+        mesh = Mesh((("x", n),))
+        assert not is_expressible(rule, Strategy(((factor, ("x",)),)), mesh)
+
+
+def try_row(key: Any, *kinds: Any) -> None:
+    """Run the cases of every sample of a row. Raises with the call at hand."""
+    generator = torch.Generator().manual_seed(0)
+    ruled = 0
+    for args, kwargs in SAMPLES[key]:
+        one = OneOp(op_of(key), args, kwargs)
+        if one.rule is None:
+            continue
+        ruled += 1
+        refuse_uneven(one.rule)
+        runs = not any(x.is_meta for x in one.operands)
+        valued = runs and key not in samples_core.SHAPES_ONLY
+        expected = one.expected() if valued else None
+        for mesh, strategy in (c for kind in kinds for c in kind(one, one.rule) if c):
+            try:
+                one.check(strategy, mesh, expected, generator)
+            except Exception as error:
+                called = f"{name_of(key)}(*{args}, **{kwargs}) under '{one.rule}'"
+                error.add_note(f"{called} by {strategy} on {mesh}")
+                raise
+    assert ruled, "no sample of this row has a rule"
+    assert (ruled < len(SAMPLES[key])) == (name_of(key) in UNRULED)
+
+
+@pytest.mark.parametrize("key", TABLE, ids=name_of)
+def test_row(key: Any) -> None:
+    assert key in SAMPLES, f"give {key} a sample in tests/sharding/samples_*.py"
+    try_row(key, single, passing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", TABLE, ids=name_of)
+def test_row_on_two_axes(key: Any) -> None:
+    try_row(key, several)
+
+
+def test_every_sample_has_a_row() -> None:
+    assert SAMPLES.keys() <= TABLE.keys()
+
+
+def test_a_minor_factor_is_split_only_below_complete_ones() -> None:
+    rule = parse_rule("a b -> (a b)").with_sizes([(2, 4), (8,)])
+    mesh = Mesh.parse("x=2,y=2")
+    assert not is_expressible(rule, Strategy((("b", ("x",)),)), mesh)
+    assert is_expressible(rule, Strategy((("b", ("x",)), ("a", ("y",)))), mesh)
+
+
+def added_by_every_rank(x: Any, dim: int, index: Any, *_: Any, **__: Any) -> str:
+    return "s e, i, i e -> s e" if dim == 0 else "s e, i, s i -> s e"
+
+
+# Rows that are wrong in one way each: the harness must notice.
+_PLAIN = over(whole=False)
+WRONG = {
+    "reduced by another op": ("sum.dim_IntList", row(_PLAIN, reduce="max")),
+    "a mean added up": ("mean", row(over_all(whole=False))),
+    "a maximum added up": ("amax", row(_PLAIN)),
+    "not reduced": ("trace", row("a b -> ~a ~b")),
+    "sums through a kink": ("relu", row(pointwise.broadcast, linear="0")),
+    "maxima through a fall": ("neg", row(pointwise.broadcast, monotone="0")),
+    "both factors in parts": ("mul.Tensor", row(pointwise.broadcast, linear="0+1")),
+    "one summand in parts": ("sub.Tensor", row(pointwise.broadcast, linear="0|1")),
+    "rounding as movement": ("round", row(pointwise.broadcast, movement="0")),
+    "split scan": ("cumsum", row(pointwise.broadcast)),
+    "split softmax": ("_softmax", row(pointwise.broadcast)),
+    "split sort": ("sort", row(pointwise.broadcast_two)),
+    "split flip": ("flip", row(pointwise.broadcast)),
+    "split triangle": ("tril", row(pointwise.broadcast)),
+    "minor factor first": ("view", row("a b c -> (b a) c", shape=1)),
+    "bias on every rank": ("addmv", row("m, m k, k -> m")),
+    "update on every rank": ("index_add", row(added_by_every_rank)),
+    "size not made local": ("full", row(sources.filled)),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_wrong_row_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = WRONG[how]
+    (key,) = keys(name)
+    monkeypatch.setitem(TABLE, key, wrong)
+    monkeypatch.setitem(SAMPLES, key, SAMPLES[key][:1])
+    with pytest.raises((AssertionError, PlanError, RuntimeError)) as raised:
+        try_row(key, single, passing)
+    assert raised.value.__notes__, "no case failed"
+
+
+@pytest.mark.parametrize("name", ["embedding", "index_add", "native_group_norm"])
+def test_a_missing_local_form_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,) = keys(name)
+    monkeypatch.delitem(LOCAL, key)
+    with pytest.raises((AssertionError, PlanError, RuntimeError, IndexError)) as raised:
+        try_row(key, single)
+    assert raised.value.__notes__, "no case failed"

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fxpar.errors import SpecError
+from fxpar.passes.lockstep import scatter
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+from tests.sharding.every_spec import every_spec
+
+MESH = Mesh.parse("a=2,b=3,c=2")
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 2, 3])
+def test_text_round_trip(ndim: int) -> None:
+    for spec in every_spec(MESH, ndim, "sum"):
+        assert Spec.parse(str(spec)) == spec
+        assert Spec.parse(spec.format((12,) * ndim, "f32")) == spec
+        assert Spec.of(spec.dims, spec.partial) == spec
+        assert eval(repr(spec)) == spec
+
+
+def test_text_form() -> None:
+    spec = Spec("dp", None, ("tp", "sp"), partial={"pp": "max", "ep": "sum"})
+    assert str(spec) == "[dp, _, tp+sp] partial(sum: ep, max: pp)"
+    assert spec.format((8, 64, 128), "f32") == (
+        "f32[8@dp, 64, 128@tp+sp] partial(sum: ep, max: pp)"
+    )
+    both = Spec(None, partial={"a": "sum", "b": "sum"})
+    assert str(both) == "[_] partial(sum: a+b)"
+    assert Spec.parse(str(both)) == both
+    assert str(Spec()) == "[]"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "dp", "[a-b]", "[x@a]", "[8@]", "[a] partial", "[a] partial(sum)"]
+)
+def test_malformed_text_is_refused(text: str) -> None:
+    with pytest.raises(SpecError):
+        Spec.parse(text)
+
+
+def test_equal_specs_are_one_key() -> None:
+    assert Spec("a", partial={"c": "sum", "b": "max"}) == Spec(
+        ["a"], partial=[("b", "max"), ("c", "sum")]
+    )
+    assert hash(Spec("a", None)) == hash(Spec(("a",), ()))
+    assert Spec(("a", "b")) != Spec(("b", "a"))
+
+
+def test_impossible_specs_are_refused() -> None:
+    with pytest.raises(SpecError, match="'a' is used twice"):
+        Spec("a", "a")
+    with pytest.raises(SpecError, match="'a' is used twice"):
+        Spec("a", partial={"a": "sum"})
+    with pytest.raises(SpecError, match="unknown reduction 'mean'"):
+        Spec(None, partial={"a": "mean"})
+
+
+def test_check_names_what_does_not_fit() -> None:
+    with pytest.raises(SpecError, match=r"dim 1 of size 8 .* a\+b \(6 shards\)"):
+        Spec(None, ("a", "b")).check(MESH, (8, 8))
+    with pytest.raises(SpecError, match=r"axis 'z', which mesh a=2,b=3,c=2"):
+        Spec("z").check(MESH, (8,))
+    with pytest.raises(SpecError, match=r"has 1 dims, tensor \[8, 8\]"):
+        Spec("a").check(MESH, (8, 8))
+
+
+def test_shapes() -> None:
+    spec = Spec(("a", "b"), None, "c")
+    assert spec.local_shape(MESH, (12, 5, 4)) == (2, 5, 2)
+    assert spec.global_shape(MESH, (2, 5, 2)) == (12, 5, 4)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Iterator[tuple[int, object]]]:
+    """(rank, DeviceMesh) for each rank of MESH, one after the other."""
+
+    def each() -> Iterator[tuple[int, object]]:
+        for rank in range(MESH.size):
+            store = FakeStore()
+            dist.init_process_group("fake", rank=rank, world_size=12, store=store)
+            yield rank, init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=MESH.names)
+            dist.destroy_process_group()
+
+    yield each()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_placements_give_the_shards_dtensor_gives(ranks) -> None:
+    specs = [spec for ndim in (1, 2) for spec in every_spec(MESH, ndim)]
+    assert any(len(spec.dims[0]) == 3 for spec in specs)
+    for rank, device_mesh in ranks:
+        assert Mesh.from_device_mesh(device_mesh) == MESH
+        for spec in specs:
+            shape = (12,) * len(spec.dims)
+            x = torch.arange(12 ** len(shape)).view(shape)
+            placements = spec.to_placements(MESH)
+            theirs = distribute_tensor(x, device_mesh, placements, src_data_rank=None)
+            ours = scatter(x, spec, MESH)[rank]
+            assert torch.equal(theirs.to_local(), ours), (spec, placements, rank)
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 2, 3])
+def test_placements_round_trip(ndim: int) -> None:
+    for spec in every_spec(MESH, ndim, "max"):
+        assert Spec.from_placements(spec.to_placements(MESH), MESH, ndim) == spec
+
+
+def test_placements_without_an_axis_order_are_refused() -> None:
+    from fxpar._compat import Replicate, Shard, strided_shard
+
+    placements = (strided_shard(0, 5), Shard(0), Replicate())
+    with pytest.raises(SpecError, match="no axis order expresses"):
+        Spec.from_placements(placements, MESH, 1)

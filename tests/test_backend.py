@@ -1,0 +1,74 @@
+"""The backend in one process: what it leaves as upstream made it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpar
+import fxpar.backend as backend
+
+
+class Stack(nn.Module):
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.again = again
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Tanh())
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            again = self.again
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        return x.square().sum()
+
+
+def graphs_of(model: nn.Module, monkeypatch) -> list[fx.Graph]:
+    """Forward and backward, as they are handed to be run."""
+    seen: list[fx.Graph] = []
+    run = backend._run_op_by_op
+
+    def watch(gm, examples):
+        seen.append(gm.graph)
+        return run(gm, examples)
+
+    monkeypatch.setattr(backend, "_run_op_by_op", watch)
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "mesh": "dp=1,tp=1"}
+    compiled = torch.compile(model, backend="fxpar", options=options)
+    compiled(torch.randn(8, 8)).backward()
+    monkeypatch.undo()
+    return seen
+
+
+def test_activation_checkpointing_saves_less(monkeypatch) -> None:
+    """The tags that say what to recompute survive every stage."""
+    kept, again = (graphs_of(Stack(flag), monkeypatch) for flag in (False, True))
+    saved = [len(graphs[0].output_node().args[0]) for graphs in (kept, again)]
+    assert saved[1] < saved[0]
+    assert len(again[1].nodes) > len(kept[1].nodes)
+
+
+def test_the_backend_is_listed() -> None:
+    assert "fxpar" in torch._dynamo.list_backends()
+
+
+def test_nodes_keep_the_line_they_come_from(monkeypatch) -> None:
+    forward = graphs_of(Stack(False), monkeypatch)[0]
+    lines = [n.meta.get("stack_trace", "") for n in forward.nodes if n.op[:4] == "call"]
+    assert all("x = " in line or "square" in line for line in lines)
+
+
+def test_one_rank_compiles_without_a_trace_of_hints() -> None:
+    def hinted(x):
+        return fxpar.constrain(x.sin(), "dp").cos()
+
+    torch._dynamo.reset()
+    x = torch.randn(4)
+    before = len(fxpar.plans())
+    torch.testing.assert_close(torch.compile(hinted, backend="fxpar")(x), hinted(x))
+    assert len(fxpar.plans()) == before

@@ -1,0 +1,118 @@
+"""The docs say what is: options, commands, links and code in them are checked."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def test_debugging_lists_every_option() -> None:
+    from fxpar import config
+
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    assert config.table() in page, (
+        "docs/debugging.md differs from fxpar/config.py; put this there:\n\n"
+        + config.table()
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_env_variables_exist(page: Path) -> None:
+    from fxpar import config
+
+    for variable in set(re.findall(r"\bFXPAR_[A-Z]+\b", page.read_text())):
+        assert variable in config.table(), f"{name(page)} names {variable}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", page.read_text(), re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), f"{name(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page: Path) -> None:
+    from fxpar.__main__ import parser
+
+    usage = parser().format_help()
+    for command in re.findall(r"python -m fxpar ([a-z]+)", page.read_text()):
+        assert re.search(rf"\b{command}\b", usage), f"{name(page)}: {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_resolve(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", without_comments(page.read_text()), flags=re.S)
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        if "://" not in link:
+            assert (page.parent / link).exists(), f"{name(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_code_parses(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        ast.parse(code)
+
+
+MARKED = re.compile(r"^<!-- (run|printed) -->\n```\w+\n(.*?)^```$", re.DOTALL | re.M)
+RUNNABLE = [page for page in PAGES if "<!-- run -->" in page.read_text()]
+
+
+def comparable(text: str) -> str:
+    """Without what depends on place and version: hashes, files, line numbers."""
+    text = re.sub(r"\bplan [0-9a-f]{16}\b", "plan", text)
+    return re.sub(r"[\w./-]+\.(?:py|md):\d+: ", "", text).strip()
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=name)
+def test_marked_code_prints_what_the_page_says(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks after ``<!-- run -->`` run in order in one namespace; what they print
+    stands in the block after ``<!-- printed -->``. EXPECTTEST_ACCEPT=1 updates it."""
+    from fxpar.sharding import rules
+
+    monkeypatch.setattr(rules, "_USER", {})
+    text, namespace = page.read_text(), {"__name__": "page"}
+    accepted, done = [], 0
+    for block in MARKED.finditer(text):
+        kind, code = block.groups()
+        if kind == "run":
+            above = "\n" * text[: block.start(2)].count("\n")
+            exec(compile(above + code, str(page), "exec"), namespace)
+            continue
+        printed = capsys.readouterr().out
+        if os.environ.get("EXPECTTEST_ACCEPT"):
+            printed = printed.replace(f"{ROOT}/", "")
+            accepted += [text[done : block.start(2)], printed]
+            done = block.end(2)
+        else:
+            assert comparable(code) == comparable(printed), name(page)
+    if accepted:
+        page.write_text("".join([*accepted, text[done:]]))
+    assert not capsys.readouterr().out, f"{name(page)} prints more than it shows"
+
+
+def test_debugging_lists_every_pass_that_can_be_left_out() -> None:
+    from fxpar.passes.normalize import NORMALIZE
+
+    pipeline = (ROOT / "fxpar" / "passes" / "__init__.py").read_text()
+    names = re.findall(r'"(\w+)" not in request.disable', pipeline)
+    names += [normalize.__name__ for normalize in NORMALIZE]
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    assert [n for n in names if f"`{n}`" not in page] == []

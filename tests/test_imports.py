@@ -1,0 +1,217 @@
+"""The shape of the package, checked on its source: who may import whom, where private
+torch names may stand, and that ``import fxpar`` stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fxpar"
+
+# A module imports from its own part and from parts on lower levels.
+LEVELS = [
+    {"errors"},
+    {"config", "_compat"},
+    {"sharding"},
+    {"passes"},
+    {"fusion"},
+    {"runtime", "explain"},
+    {"backend", "planning"},
+    {"__init__"},
+    {"__main__"},
+]
+LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
+
+# Upward imports inside a function, each with its reason.
+LAZY = {
+    # str(plan) and friends: the Plan is data, the ways to show it are explain's.
+    "sharding/plan.py": "explain",
+}
+
+# Parts that are pure planning and rewriting: no process group, ever.
+RANKLESS = {"errors", "config", "sharding", "passes", "fusion"}
+
+HEAVY = ("torch._inductor", "torch._dynamo", "transformers", "networkx", "scipy")
+HEAVY += ("sympy", "triton", "fxpar.backend", "fxpar.passes", "fxpar.fusion")
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def part(path: Path) -> str:
+    """``fxpar/sharding/mesh.py`` -> ``sharding``; ``fxpar/errors.py`` -> ``errors``."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def module(path: Path) -> str:
+    """The dotted package a file's relative imports start from."""
+    return ".".join(path.relative_to(ROOT.parent).parent.parts)
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def nodes(path: Path) -> Iterator[tuple[ast.AST, bool]]:
+    """(node, whether it stands inside a function or a TYPE_CHECKING block)."""
+
+    def visit(node: ast.AST, deferred: bool) -> Iterator[tuple[ast.AST, bool]]:
+        yield node, deferred
+        deferred |= isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        deferred |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, deferred)
+
+    yield from visit(tree(path), False)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Every imported dotted name, with the line and whether it is deferred."""
+    for node, deferred in nodes(path):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, deferred
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module(path).split(".")
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                yield f"{base}.{alias.name}", node.lineno, deferred
+
+
+def chain(node: ast.AST) -> list[str] | None:
+    """``a.b.c`` as a list, None for anything but names and attributes."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    return [node.id, *reversed(names)]
+
+
+def is_private(dotted: str) -> bool:
+    """Whether a torch name has a private part; ops are looked up under any name."""
+    parts = dotted.split(".")
+    if parts[0] != "torch" or parts[1:2] == ["ops"]:
+        return False
+    return any(p.startswith("_") and not p.endswith("__") for p in parts)
+
+
+def private_uses(path: Path) -> set[str]:
+    """Private torch names a file imports or reaches by attribute, with lines."""
+    found, bound = set(), {}
+    for node, _ in nodes(path):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for dotted, line, _ in imports(path):
+        if is_private(dotted):
+            found.add(f"{name(path)}:{line}: {dotted}")
+    inner = {id(n.value) for n, _ in nodes(path) if isinstance(n, ast.Attribute)}
+    for node, _ in nodes(path):
+        outermost = isinstance(node, ast.Attribute) and id(node) not in inner
+        names = chain(node) if outermost else None
+        if names and names[0] in bound:
+            origin = bound[names[0]]
+            if not is_private(origin) and is_private(".".join([origin, *names[1:]])):
+                found.add(f"{name(path)}:{node.lineno}: {'.'.join(names)}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_imports_point_one_way(path: Path) -> None:
+    here = part(path)
+    assert here in LEVEL, f"{name(path)}: give this part a level in test_imports.LEVELS"
+    for dotted, line, deferred in imports(path):
+        root, *rest = dotted.split(".")
+        if root != "fxpar":
+            continue
+        there = rest[0] if rest and rest[0] in LEVEL else "__init__"
+        if there == here or LEVEL[there] < LEVEL[here]:
+            continue
+        assert deferred and LAZY.get(name(path)) == there, (
+            f"{name(path)}:{line} imports {dotted}: {here} may not use {there}"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_private_torch_names_only_in_compat(path: Path) -> None:
+    if name(path) != "_compat.py":
+        found = sorted(private_uses(path))
+        assert not found, "move these to fxpar/_compat.py:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if part(p) in RANKLESS], ids=name)
+def test_planning_needs_no_process_group(path: Path) -> None:
+    for dotted, line, _ in imports(path):
+        assert not dotted.startswith("torch.distributed"), f"{name(path)}:{line}"
+
+
+def test_the_checks_see_what_they_should(tmp_path: Path) -> None:
+    sample = tmp_path / "sample.py"
+    sample.write_text(
+        "import torch\n"
+        "from torch import fx\n"
+        "def f():\n"
+        "    from torch.utils import _pytree\n"
+        "    torch._inductor.ir.View, fx._pytree, torch.ops._c.x, torch.__all__\n"
+    )
+    assert [(dotted, deferred) for dotted, _, deferred in imports(sample)] == [
+        ("torch", False),
+        ("torch.fx", False),
+        ("torch.utils._pytree", True),
+    ]
+    assert sorted(private_uses(sample)) == [
+        "sample.py:4: torch.utils._pytree",
+        "sample.py:5: fx._pytree",
+        "sample.py:5: torch._inductor.ir.View",
+    ]
+    assert module(ROOT / "sharding" / "rules" / "views.py") == "fxpar.sharding.rules"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    code = "import sys, torch; a = set(sys.modules); import fxpar; "
+    code += "print(*sorted(set(sys.modules) - a), sep='\\n')"
+    added = run_python(code).split()
+    heavy = [m for m in added if any(m == h or m.startswith(h + ".") for h in HEAVY)]
+    assert not heavy, f"import fxpar should not import {heavy}"
+
+
+def test_dynamo_lists_the_backend() -> None:
+    try:
+        importlib.metadata.distribution("fxpar")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("fxpar is not installed here: pip install -e .")
+    listed = run_python("import torch._dynamo as d; print(d.list_backends())")
+    assert "'fxpar'" in listed

@@ -1,0 +1,158 @@
+"""``fxpar.plan``: the public call, its arguments, its result, its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxpar
+from fxpar import FxparError, Mesh, Spec
+from fxpar.runtime.verify import feeds_of, verify
+
+
+def two(x, w, *, scale=1.0, extra=None):
+    y = x @ w * scale
+    return {"y": y, "sum": (y.sum(), extra)}
+
+
+def test_structures_of_arguments_and_results_are_kept():
+    x, w = torch.randn(8, 4), torch.randn(4, 6)
+    plan = fxpar.plan(two, x, w, scale=2.0, extra="kept", mesh="dp=2,tp=2")
+    out = plan.simulate(x, w, scale=2.0, extra="kept")
+    torch.testing.assert_close(out["y"], x @ w * 2)
+    torch.testing.assert_close(out["sum"][0], (x @ w * 2).sum())
+    assert out["sum"][1] == "kept"
+    assert len(plan.inputs) == 2 and len(plan.outputs) == 2
+    assert plan.spec("x") == plan.inputs[0]
+
+
+def test_gradients_of_arguments_that_ask_for_them():
+    x, w = torch.randn(8, 4), torch.randn(4, 6, requires_grad=True)
+    plan = fxpar.plan(lambda x, w: (x @ w).square().sum(), x, w, mesh="dp=4", grad=True)
+    value, gradients = plan.simulate(x, w)
+    (x @ w).square().sum().backward()
+    assert set(gradients) == {"w"}
+    torch.testing.assert_close(gradients["w"], w.grad)
+    torch.testing.assert_close(value, (x @ w).square().sum().detach())
+
+
+def test_modules_a_function_closes_over_keep_their_parameters():
+    model = nn.Linear(4, 4)
+
+    def loss(x, y):
+        return (model(x) - y).square().mean()
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    plan = fxpar.plan(loss, x, y, mesh="dp=2", grad=True)
+    _, gradients = plan.simulate(x, y)
+    loss(x, y).backward()
+    torch.testing.assert_close(gradients["model.weight"], model.weight.grad)
+    torch.testing.assert_close(gradients["model.bias"], model.bias.grad)
+
+
+def test_meta_tensors_are_planned_without_memory():
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 20)
+        x = torch.empty(1 << 16, 1 << 20)
+    plan = fxpar.plan(model, x, mesh="dp=64,tp=64")
+    assert dict(plan.parameters)["weight"] == Spec("tp", None)
+
+
+@pytest.mark.parametrize("mesh", ["dp=64", "a=4,b=4,c=4", "dp=2,tp=32"])
+def test_meshes_of_64_ranks_are_simulated(mesh):
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).double()
+    x = torch.randn(64, 64, dtype=torch.float64)
+    plan = fxpar.plan(model, x, mesh=mesh, grad=True)
+    assert plan.mesh.size == 64
+    torch.testing.assert_close(
+        plan.simulate(x), plan.reference(x), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_the_plan_does_not_depend_on_the_number_of_ranks():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        x = torch.empty(1 << 14, 64)
+    small = fxpar.plan(model, x, mesh="dp=2,tp=2", grad=True)
+    large = fxpar.plan(model, x, mesh="dp=8192,tp=8", grad=True)
+    assert [n.factors for n in small.nodes] == [n.factors for n in large.nodes]
+    graphs = [plan.result.local for plan in (small, large)]
+    assert len({len(graph.nodes) for graph in graphs}) == 1
+
+
+def test_an_existing_mesh_is_taken():
+    x = torch.randn(4, 4)
+    assert fxpar.plan(torch.relu, x, mesh=Mesh((("dp", 2),))).mesh.size == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": "dp"}, "cannot read mesh"),
+        ({"mesh": "dp=2,dp=2"}, "appears twice"),
+        ({"in_specs": [None]}, "in_specs has 1 entries for 2 tensor arguments"),
+        ({"out_specs": [None, None]}, "out_specs has 2 entries for 1 tensor result"),
+        ({"in_specs": [("no", None), None]}, "has no axis 'no'"),
+        ({"in_specs": [("dp", "dp"), None]}, "used twice"),
+        ({"in_specs": [(None, "tp"), None]}, "does not divide"),
+        ({"hints": {"z": ("dp",)}}, "matches no parameter"),
+        ({"hints": {"x": ("dp", None, None)}}, "3 entries for a tensor of 2 dims"),
+        ({"mode": "no such file"}, "cannot read the plan file"),
+    ],
+)
+def test_errors_name_what_is_wrong(options, message):
+    x, w = torch.randn(8, 5), torch.randn(5, 8)
+    with pytest.raises(FxparError, match=message):
+        fxpar.plan(lambda x, w: x @ w, x, w, **{"mesh": "dp=2,tp=2", **options})
+
+
+def test_other_shapes_than_planned_are_refused():
+    plan = fxpar.plan(torch.relu, torch.randn(8, 4), mesh="dp=2")
+    with pytest.raises(FxparError, match="planned with"):
+        plan.simulate(torch.randn(4, 4))
+
+
+def test_verify_finds_a_local_graph_that_computes_something_else():
+    x, w = torch.randn(8, 4), torch.randn(4, 6)
+    plan = fxpar.plan(lambda x, w: (x @ w) * 3.0, x, w, mesh="dp=2")
+    feeds = feeds_of(plan.result, [x, w], [0, 1])
+    verify(plan.result, plan.module, feeds)
+    wrong = fx.Graph()
+    wrong.output(wrong.graph_copy(plan.result.local, {}))
+    node = next(n for n in wrong.nodes if n.target is torch.ops.aten.mul.Tensor)
+    node.args = (node.args[0], 4.0)
+    broken = dataclasses.replace(plan.result, local=wrong)
+    with pytest.raises(FxparError, match="FXPAR_VERIFY: output output_0 differs"):
+        verify(broken, plan.module, feeds)
+
+
+def test_hints_from_a_toml_file(tmp_path):
+    file = tmp_path / "hints.toml"
+    file.write_text('"0.weight" = ["tp", "_"]\n2.weight = ["?", "tp"]\n')
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    plan = fxpar.plan(model, torch.randn(4, 8), mesh="tp=2", hints=str(file))
+    assert dict(plan.parameters)["0.weight"] == Spec("tp", None)
+    assert dict(plan.parameters)["2.weight"] == Spec(None, "tp")
+    file.write_text("this is not toml")
+    with pytest.raises(FxparError, match="cannot read the hints file"):
+        fxpar.plan(model, torch.randn(4, 8), mesh="tp=2", hints=str(file))
+
+
+def test_every_collective_names_the_node_and_line_it_is_for():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def loss(x):
+        return model(x).square().mean()
+
+    plan = fxpar.plan(loss, torch.randn(8, 8), mesh="dp=2,tp=2", grad=True)
+    assert plan.collectives
+    assert all(__file__ in c.source for c in plan.collectives)
+    sent = [
+        node
+        for node in plan.result.local.nodes
+        if "_c10d_functional" in str(node.target)
+    ]
+    assert all(__file__ in node.meta["fxpar_cause"] for node in sent)
