@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fxpar.planning import plan
     from fxpar.runtime.boundary import constrain
     from fxpar.runtime.graphs import plans
+    from fxpar.runtime.shard import no_sync, shard
     from fxpar.sharding.rules import rule
 
 __version__ = "0.1.0"
@@ -26,16 +27,20 @@ __all__ = [
     "Mesh",
     "Spec",
     "constrain",
+    "no_sync",
     "plan",
     "plans",
     "rule",
+    "shard",
 ]
 
 _LAZY = {
     "constrain": "fxpar.runtime.boundary",
+    "no_sync": "fxpar.runtime.shard",
     "plan": "fxpar.planning",
     "plans": "fxpar.runtime.graphs",
     "rule": "fxpar.sharding.rules",
+    "shard": "fxpar.runtime.shard",
 }
 
 

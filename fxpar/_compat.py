@@ -142,6 +142,9 @@ def descriptor(desc: Any) -> tuple[str, Any]:
     """
     from torch._functorch._aot_autograd import descriptors as d
 
+    if not _is_bare(desc):
+        return "state", None
+    desc = bare(desc)
     if isinstance(desc, d.ParamAOTInput):
         return "parameter", desc.target
     if isinstance(desc, d.BufferAOTInput):
@@ -157,6 +160,22 @@ def descriptor(desc: Any) -> tuple[str, Any]:
     if isinstance(desc, d.InputMutationAOTOutput):
         return "mutation", desc.mutated_input
     return "state", None
+
+
+_LOCAL = "_local_tensor"  # the one tensor of a DTensor
+
+
+def _is_bare(desc: Any) -> bool:
+    """Whether a descriptor is of a tensor, or of the tensor inside a DTensor."""
+    return getattr(desc, "attr", _LOCAL) == _LOCAL
+
+
+def bare(desc: Any) -> Any:
+    """A descriptor of a DTensor's own tensor as that of the DTensor."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    parts = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
+    return desc.base if isinstance(desc, parts) and desc.attr == _LOCAL else desc
 
 
 def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:

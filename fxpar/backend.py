@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning
 from fxpar.explain.dump import report, watcher
 from fxpar.passes import Request, Result, parallelize, random
+from fxpar.passes.boundaries import absorb
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
@@ -49,7 +50,11 @@ def fxpar(
     try:
         with _told_to_others(FxparError):
             asked = Options.read(options)
+            homes = graphs.homes(gm)
+            if homes and asked.mesh is None:
+                asked = replace(asked, mesh=homes[0].mesh)
             ranks = join(asked)
+            graphs.follow_dtypes(homes, asked)
             named = name_inputs(gm.graph, examples)
             local = graphs.local_inputs(named, examples, asked)
             if local:
@@ -149,7 +154,9 @@ class _Parallelize:
         self.root = gm
         name = f"graph{self.number}"
         watch = watcher(options, f"rank{ranks.rank}/{name}")
+        boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
+        signature = boundaries.declare(signature)
         if options.inputs == "local":
             fed = [self.job.named[i].name for i in self.job.local]
             signature = graphs.local_batch(signature, fed, ranks.mesh)
@@ -160,6 +167,7 @@ class _Parallelize:
             plan_mode(options.plan, name),
             strict=options.strict,
             disable=options.disable,
+            keep_gathered=not options.reshard_after_forward,
             watch=watch,
         )
         with _said_by_rank_0(ranks.rank):
@@ -200,9 +208,9 @@ class _Parallelize:
         whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
         if kind == "input":
             named = self.job.named[payload]
-            return Input(named.name, named.kind, whole, free=True)
+            return Input(named.name, named.kind, whole)
         rest = None if kind == "tangent" else whole
-        return Input(f"{kind}_{node.name}", kind, rest, free=True)
+        return Input(f"{kind}_{node.name}", kind, rest)
 
     def _output(self, kind: str, name: str, of: int | None) -> Output:
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"

@@ -80,6 +80,17 @@ def _hints(value: Any) -> Any:
     return value if isinstance(value, Mapping) else _file(value)
 
 
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _dtype(value: Any) -> str:
+    text = str(value).removeprefix("torch.")
+    if text in _DTYPES:
+        return text
+    hint = nearest(text, _DTYPES)
+    raise ValueError(f"{hint} use {', '.join(_DTYPES)}".strip())
+
+
 def _mesh(value: Any) -> Any:
     # Text, Mesh or DeviceMesh: the latter two know their axes by these names.
     if isinstance(value, str) or any(
@@ -147,6 +158,23 @@ class Options:
     )
     verify: bool = _option(
         _switch, False, "0, 1", "simulate all ranks beside one device, once per graph"
+    )
+    param_dtype: str | None = _option(
+        _dtype,
+        None,
+        "bfloat16, ...",
+        "dtype of sharded parameters and inputs in the program, cast before the gather",
+        env=False,
+    )
+    reduce_dtype: str | None = _option(
+        _dtype, None, "float32, ...", "dtype gradients are reduced in", env=False
+    )
+    reshard_after_forward: bool = _option(
+        _switch,
+        True,
+        "0, 1",
+        "0: gathered parameters are kept for the backward",
+        env=False,
     )
     outputs: str = _option(
         _choice("global", "dtensor"),

@@ -53,6 +53,10 @@ class PlanError(FxparError):
     """A plan that cannot be made, loaded or applied."""
 
 
+class ShardError(FxparError):
+    """Parameters that cannot be laid out at rest, or were replaced since."""
+
+
 class UnknownOpError(FxparError):
     """An op without a sharding rule, under ``FXPAR_STRICT=1``."""
 

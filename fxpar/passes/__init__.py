@@ -22,6 +22,7 @@ from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
 from fxpar.passes.local import localize
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
+from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.waits import sink_waits
@@ -43,7 +44,8 @@ def _unwatched(stage: str, graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the pipeline. ``mode``: "propagate", "replicate", or a Plan."""
+    """What is asked of the pipeline. ``mode``: "propagate", "replicate", or a Plan.
+    ``keep_gathered``: resting parameters are gathered once for forward and backward."""
 
     mesh: Mesh
     signature: Signature
@@ -51,6 +53,7 @@ class Request:
     mode: str | Plan = "propagate"
     strict: bool = False
     disable: frozenset[str] = frozenset()
+    keep_gathered: bool = False
     watch: Watch = _unwatched
 
 
@@ -88,6 +91,8 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     local = localize(resharded, decision, fake_mode)
     if "sink_waits" not in request.disable:
         sink_waits(local)
+    if not request.keep_gathered:
+        regather(local)
     request.watch("local", local)
     clock.lap("partition")
     plan = describe(decision)

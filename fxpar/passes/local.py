@@ -22,6 +22,7 @@ from fxpar.passes.lower import lower_steps
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
+from fxpar.sharding.rest import derived, resting
 from fxpar.sharding.rules import row_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
@@ -64,6 +65,7 @@ class _Localizer:
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
         self.map: dict[fx.Node, Any] = {}
+        self.of_parameters = derived(self.program, resting(self.program))
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -121,7 +123,9 @@ class _Localizer:
         results = list(fx.node.map_arg(node.args[0], self.map.__getitem__))
         for k, out in enumerate(signature.outputs):
             spec = self.decision.edges.outputs[k]
-            if out.kind == "gradient" and parts > 1 and spec and self._on_batch(spec):
+            fed = out.of is not None and signature.inputs[out.of].kind == "input"
+            scaled = out.kind == "gradient" and fed and parts > 1
+            if scaled and spec is not None and self._on_batch(spec):
                 with self.build.at(node.args[0][k]):
                     results[k] = self.build.call(
                         torch.ops.aten.mul.Tensor, results[k], parts
@@ -150,6 +154,7 @@ class _Localizer:
         added = len(self.graph.nodes) - before
         for made, _ in zip(reversed(self.graph.nodes), range(added), strict=False):
             made.meta["fxpar_cause"] = node.meta["fxpar_cause"]
+            made.meta["fxpar_parameter"] = reshard.value in self.of_parameters
         return result
 
     def _op(self, node: fx.Node, op: Op) -> fx.Node:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 import torch
 
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
 
 _RANK: ContextVar[int] = ContextVar("fxpar_rank", default=0)
 
@@ -124,3 +125,52 @@ def _constrain_context(ctx, inputs, output) -> None:
 
 
 constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)
+
+
+# The two crossings between what one rank holds and the global value, for parameters at
+# rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
+# may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are
+# reduced, "" for their own. ``home``: number of the model's ``runtime.modules.Home``.
+# ``runtime.boundary`` has the kernels: eagerly, every rank
+# computes on global values, so ``to_global`` gathers and ``to_local`` is a slice.
+torch.library.define(
+    "fxpar::to_global",
+    "(Tensor local, SymInt[] shape, str spec, str hint, str mesh, str summed, "
+    "str reduce, int home) -> Tensor",
+)
+torch.library.define(
+    "fxpar::to_local", "(Tensor x, str spec, str mesh, str reduce) -> Tensor"
+)
+
+
+@torch.library.register_fake("fxpar::to_global")
+def _(local, shape, spec, hint, mesh, summed, reduce, home):
+    return local.new_empty(shape)
+
+
+@torch.library.register_fake("fxpar::to_local")
+def _(x, spec, mesh, reduce):
+    shape = Spec.parse(spec).local_shape(Mesh.parse(mesh), x.shape)
+    return x.new_empty(shape)
+
+
+def unreduced(spec: Spec, axes: Sequence[str]) -> Spec:
+    """``spec`` of a gradient that is not reduced over ``axes`` yet."""
+    dims = [tuple(a for a in dim if a not in axes) for dim in spec.dims]
+    return Spec.of(dims, [(axis, "sum") for axis in axes])
+
+
+def _to_global_backward(ctx, grad: torch.Tensor):
+    grad = torch.ops.fxpar.to_local(grad, ctx.spec, ctx.mesh, ctx.reduce)
+    return grad, None, None, None, None, None, None, None
+
+
+def _to_global_context(ctx, inputs, output) -> None:
+    _, _, spec, _, ctx.mesh, summed, ctx.reduce, _ = inputs
+    axes = summed.split("+") if summed else ()
+    ctx.spec = str(unreduced(Spec.parse(spec), axes))
+
+
+torch.library.register_autograd(
+    "fxpar::to_global", _to_global_backward, setup_context=_to_global_context
+)

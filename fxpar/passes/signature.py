@@ -35,7 +35,7 @@ def read_signature(
             kind, payload = _compat.descriptor(desc)
             if kind == "tangent":
                 tangent_of.append((len(inputs), payload))
-            index_of[desc] = len(inputs)
+            index_of[_compat.bare(desc)] = len(inputs)
             inputs.append(make_input(kind, payload, node))
         elif node.op == "output":
             output = node
@@ -45,7 +45,7 @@ def read_signature(
     descs = output.meta.get("desc") or [None] * len(output.args[0])
     for k, desc in enumerate(descs):
         kind, payload = _compat.descriptor(desc)
-        position_of[desc] = k
+        position_of[_compat.bare(desc)] = k
         of = index_of.get(payload) if kind in ("gradient", "mutation") else None
         name = inputs[of].name if of is not None else f"output_{payload}"
         outputs.append(make_output(kind, name, of))

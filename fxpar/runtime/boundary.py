@@ -1,4 +1,10 @@
-"""Where a user's code speaks to the plan: ``fxpar.constrain``."""
+"""The crossings between a user's code and the mesh, as they run outside a graph.
+
+``fxpar.constrain`` is where code speaks to the plan. ``fxpar::to_global`` and
+``fxpar::to_local`` are where parameters at rest enter a program and their gradients
+leave it: in a compiled graph the partitioner takes them out; run eagerly, every rank
+computes on global values, so that one gathers and the other takes this rank's part.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,12 @@ from collections.abc import Iterable
 
 import torch
 
+from fxpar import _compat
 from fxpar.errors import HintError
-from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar::constrain)
+from fxpar.passes import ops as _ops  # noqa: F401  (defines fxpar's ops)
+from fxpar.runtime.groups import device_mesh_of
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
 
 Entry = str | Iterable[str] | None
 
@@ -34,3 +44,38 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return x
     return torch.ops.fxpar.constrain(x, ",".join(_word(entry) for entry in dims))
+
+
+def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What ``rank`` holds of a global value: a view; of a sum, the first rank along
+    each partial axis holds all of it, the others zeros."""
+    for d, axes in enumerate(spec.dims):
+        size = x.shape[d] // mesh.count(axes)
+        x = x.narrow(d, size * mesh.index(rank, axes), size)
+    if any(mesh.index(rank, (axis,)) for axis in spec.partial_axes):
+        return torch.zeros_like(x)
+    return x
+
+
+@torch.library.impl("fxpar::to_global", "CompositeExplicitAutograd")
+def _(local, shape, spec, hint, mesh, summed, reduce, home):
+    from torch.distributed.tensor import DTensor
+
+    lies, mesh = Spec.parse(spec), Mesh.parse(mesh)
+    if lies.is_whole:
+        return local.clone()
+    part = DTensor.from_local(
+        local,
+        device_mesh_of(mesh, local.device.type),
+        lies.to_placements(mesh),
+        run_check=False,
+    )
+    return part.full_tensor()
+
+
+@torch.library.impl("fxpar::to_local", "CompositeExplicitAutograd")
+def _(x, spec, mesh, reduce):
+    group = _compat.default_group()
+    rank = group.rank() if group is not None else 0
+    part = part_of(x, Spec.parse(spec), Mesh.parse(mesh), rank)
+    return part.clone(memory_format=torch.contiguous_format)

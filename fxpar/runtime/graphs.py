@@ -20,11 +20,12 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
+from fxpar.runtime.modules import Home, home_of
 from fxpar.runtime.names import Named
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import Signature
+from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
 
 _NUMBER = itertools.count()
@@ -110,6 +111,29 @@ def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def homes(gm: fx.GraphModule) -> list[Home]:
+    """The sharded models whose parameters a Dynamo graph uses."""
+    packet = torch.ops.fxpar.to_global
+    numbers = [
+        node.args[-1]
+        for node in gm.graph.nodes
+        if node.target in (packet, packet.default)
+    ]
+    found = map(home_of, dict.fromkeys(numbers))
+    return [home for home in found if home is not None]
+
+
+def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
+    """Make Dynamo trace again if a model was not traced with the dtypes asked for."""
+    asked = options.param_dtype and getattr(torch, options.param_dtype)
+    wanted = asked, options.reduce_dtype or ""
+    others = [h for h in homes if (h.param_dtype, h.reduce_dtype) != wanted]
+    for home in others:
+        home.param_dtype, home.reduce_dtype = wanted
+    if others:
+        _compat.trace_again("fxpar: parameters take the dtype asked for")
+
+
 def has_symbols(examples: Sequence[Any]) -> bool:
     """Whether Dynamo traced with symbolic sizes."""
     return any(isinstance(x, torch.SymInt) for x in examples)
@@ -136,12 +160,14 @@ def local_batch(signature: Signature, local: Sequence[str], mesh: Mesh) -> Signa
     """The signature of a graph that is fed parts of the batch: the inputs named in
     ``local`` rest split over the batch axes, results that follow them stay local."""
     axes = batch_axes(mesh)
-    inputs = tuple(
-        replace(x, rest=Spec.of([axes, *x.rest.dims[1:]]), free=False)
-        if x.name in local and x.rest is not None
-        else x
-        for x in signature.inputs
-    )
+
+    def fed(x: Input) -> Input:
+        if x.name not in local or x.rest is None:
+            return x
+        part = Spec.of([axes, *x.rest.dims[1:]])
+        return replace(x, rest=part, use=part)
+
+    inputs = tuple(map(fed, signature.inputs))
     gradients = {i for i, x in enumerate(inputs) if x.name in local}
     outputs = tuple(
         replace(x, lie="batch")

@@ -249,7 +249,7 @@ class Call:
         value = node.meta.get("val")
         self.feeds.append((kind, payload, value))
         if kind == "input":
-            return Input(self.names[payload], kind, given[payload])
+            return Input(self.names[payload], kind, given[payload], use=given[payload])
         if kind in ("parameter", "buffer"):
             return Input(self.program.names[payload], kind)
         return Input(f"{kind}_{len(self.feeds)}", kind)

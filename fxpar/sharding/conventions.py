@@ -35,9 +35,7 @@ def batch_inputs(program: Program) -> list[int]:
     inputs = [
         program.values[v]
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
-        if v is not None
-        and declared.kind == "input"
-        and (declared.rest is None or declared.free)
+        if v is not None and declared.kind == "input" and declared.use is None
     ]
     first = next((v for v in inputs if len(v.shape) >= 2), None)
     first = first or next((v for v in inputs if v.shape), None)

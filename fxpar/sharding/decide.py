@@ -20,6 +20,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard import steps
+from fxpar.sharding.rest import settle_at_rest
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.steps import Step
 from fxpar.sharding.strategies import choose
@@ -74,6 +75,7 @@ def decide(
             what = f"fxpar.constrain at {name}"
             seeds.append(make_seed(program, value, entries, mesh, "value", what))
         _seed_all(engine, seeds + _resting_outputs(program, mesh), notes)
+    settle_at_rest(engine)
     state = engine.state
     strategies = choose(program, state, mesh)
     strategies, settled = place_reductions(program, state, strategies, mesh)
@@ -114,22 +116,22 @@ def _named(seeds: Iterable[Seed]) -> set[str]:
 
 
 def _resting_inputs(program: Program, mesh: Mesh) -> list[Seed]:
-    """Seeds of inputs that rest in a spec given by the user."""
+    """Seeds of inputs whose use is known."""
     seeds = []
     for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
-        if v is not None and declared.rest is not None and not declared.free:
+        if v is not None and declared.use is not None:
             what = f"spec given for {declared.name}"
-            rest = declared.rest.without_partial()
-            seeds.append(make_seed(program, v, rest, mesh, declared.kind, what))
+            use = declared.use
+            seeds.append(make_seed(program, v, use, mesh, declared.kind, what))
     return seeds
 
 
 def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
-    """Seeds of outputs that must have a spec. Of an input that is an output too, or a
+    """Seeds of outputs that must have a spec; gradients follow parameters. Of an input that is an output too, or a
     value with two specs, one seed holds; the outputs are resharded."""
     seeds = []
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
-        if v is not None and result.rest is not None:
+        if v is not None and result.rest is not None and result.kind != "gradient":
             what = f"spec given for {result.name}"
             seeds.append(make_seed(program, v, result.rest, mesh, "value", what))
     return seeds

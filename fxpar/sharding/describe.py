@@ -27,7 +27,7 @@ def describe(decision: Decision) -> Plan:
         if declared.kind == "input"
     ]
     parameters = [
-        (declared.name, decision.settled[v])
+        (declared.name, (edges.made if declared.is_sharded else decision.settled)[v])
         for declared, v in fed
         if declared.kind in ("parameter", "buffer")
     ]

@@ -90,6 +90,7 @@ class _Versions:
     ) -> None:
         source = min(self.exist[v], key=lambda spec: self._price(v, spec, target))
         early = source == self.made[v] and target == self.settled[v]
+        early &= v in self.program.producers  # an input moves where it is first read
         self.exist[v].append(target)
         self.reshards.append(Reshard(v, source, target, reader, output, early))
 

@@ -31,9 +31,11 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate import State
 from fxpar.sharding.reshard import price
+from fxpar.sharding.rest import alone
 from fxpar.sharding.spec import Spec
 
 _TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
+_NEVER = 10**18  # more than any sum of prices
 
 
 def place_reductions(
@@ -216,13 +218,15 @@ def _cut(
     from networkx import DiGraph
     from networkx.algorithms.flow import preflow_push
 
-    graph, outputs = DiGraph(), set(program.outputs)
+    graph, outputs = DiGraph(), _reduced_outputs(program, axis)
+    early = alone(program, program.reduce_here) - program.reduce_here
     for v in region.sources:
         graph.add_edge("source", v)
     for v in region.member:
-        graph.add_edge(v, ("read", v), capacity=_price(program, state, v, mesh, axis))
+        ticks = _NEVER if v in early else _price(program, state, v, mesh, axis)
+        graph.add_edge(v, ("read", v), capacity=ticks)
         readers = program.uses[v]
-        if not readers or v in outputs:
+        if v in outputs or not (readers or v in program.outputs):
             graph.add_edge(("read", v), "sink")
         for index, position in readers:
             op = program.ops[index]
@@ -243,6 +247,16 @@ def _cut(
                     graph.add_edge(result, other)
     residual = preflow_push(graph, "source", "sink", capacity="capacity")
     return _read_cut(program, region, residual)
+
+
+def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
+    """Outputs, save those that rest partial over the axis."""
+    declared = zip(program.signature.outputs, program.outputs, strict=True)
+    return {
+        v
+        for out, v in declared
+        if out.rest is None or (axis, "sum") not in out.rest.partial
+    }
 
 
 def _read_cut(program: Program, region: _Region, residual) -> _Passing:

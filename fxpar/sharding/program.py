@@ -27,14 +27,20 @@ from fxpar.sharding.spec import Spec
 class Input:
     """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
 
-    ``kind``: "input", "parameter", "buffer", "tangent" or "state". ``free``: a resting
-    spec says nothing about how the program should use the value.
+    ``kind``: "input", "parameter", "buffer", "tangent" or "state". ``use``: how the
+    program should use the value, as a hint (entries per dim, or a Spec); where it lies
+    is no hint.
     """
 
     name: str
     kind: str = "input"
     rest: Spec | None = None
-    free: bool = False
+    use: Spec | Sequence[str] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of it only."""
+        return self.rest is not None and not self.rest.is_whole
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,8 @@ class Program:
 
     ``inputs``: value index per tensor input (None: not a tensor). ``outputs``: value
     index per output (None: not a tensor). ``uses[v]``: (op index, operand position).
+    ``reduce_here``: values whose dtype is the one to reduce in: what they are computed
+    from, one operand an op, is not reduced before.
     """
 
     values: list[Value]
@@ -140,6 +148,7 @@ class Program:
     producers: dict[int, tuple[int, int]]
     uses: list[list[tuple[int, int]]]
     value_of: dict[tuple[fx.Node, int], int]
+    reduce_here: frozenset[int] = frozenset()
 
     def named(self, name: str) -> int | None:
         """Index of the value with this name."""
@@ -302,7 +311,19 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 uses[v].append((op.index, position))
             for position, v in enumerate(results):
                 producers[v] = (op.index, position)
-    return Program(values, ops, inputs, outputs, signature, producers, uses, value_of)
+    marked = (n for n, i in value_of if i == 0 and n.meta.get("fxpar_reduce_here"))
+    reduce_here = frozenset(value_of[n, 0] for n in marked)
+    return Program(
+        values,
+        ops,
+        inputs,
+        outputs,
+        signature,
+        producers,
+        uses,
+        value_of,
+        reduce_here,
+    )
 
 
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:

@@ -133,6 +133,25 @@ class Propagation:
                 state.origins[v][axis] = origin
             state.closed[v][d] = seed.closed[d]
 
+    def extend(self, rests: Iterable[tuple[int, Spec, str]], among: set[int]) -> None:
+        """Append to each value what its spec has beyond the axes it got, and propagate
+        that ``among`` some values only. (value, spec, origin)."""
+        active, self.state.active = self.state.active, [False] * len(self.state.active)
+        for v in among:
+            self.state.active[v] = active[v]
+        for v, spec, origin in rests:
+            for d, axes in enumerate(spec.dims):
+                have = self.state.dims[v][d]
+                extra = axes[len(have) :] if axes[: len(have)] == have else ()
+                for axis in extra:
+                    if axis in self.state.origins[v]:
+                        break
+                    self.state.dims[v][d] = (*self.state.dims[v][d], axis)
+                    self.state.origins[v][axis] = Origin(origin)
+            self._changed(v)
+        self.run()
+        self.state.active = active
+
     def run(self) -> None:
         """Work off the queues, lowest level first."""
         while True:

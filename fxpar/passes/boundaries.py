@@ -1,0 +1,155 @@
+"""traced -> traced: parameters at rest become global inputs with a resting spec.
+
+In: a joint graph in which a parameter enters as one rank's part, crosses ``to_global``
+where it is used, and its gradient crosses ``to_local`` on the way out. Out: the same
+graph without crossings, all shapes global; ``Boundaries`` says how the inputs and
+gradients rest. What stands between a crossing and the border is taken along: views,
+casts, and the sum where a parameter is used in several modules. Anything else there
+means that the program looks at one rank's part, which is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import MeshError, PlanError
+from fxpar.passes.rewrite import Rewriter
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Signature, user_line
+from fxpar.sharding.spec import Spec
+
+aten = torch.ops.aten
+
+_RENAMES = {aten.view.default, aten.alias.default, aten.detach.default}
+_ON_GRADIENTS = {
+    aten.add.Tensor,
+    aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+@dataclass
+class Boundaries:
+    """``inputs``: placeholder position -> (spec it rests in, hint for its use).
+    ``gradients``: output position -> spec it rests in."""
+
+    inputs: dict[int, tuple[Spec, tuple[str, ...]]] = field(default_factory=dict)
+    gradients: dict[int, Spec] = field(default_factory=dict)
+
+    def declare(self, signature: Signature) -> Signature:
+        """The signature with these resting specs."""
+        inputs, outputs = list(signature.inputs), list(signature.outputs)
+        for i, (spec, hint) in self.inputs.items():
+            use = hint if any(entry.strip("?_") for entry in hint) else None
+            inputs[i] = replace(inputs[i], rest=spec, use=use)
+        for k, spec in self.gradients.items():
+            outputs[k] = replace(outputs[k], rest=spec)
+        return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
+    """Take the crossings out of a graph, in place.
+
+    Raises MeshError if a parameter rests on another mesh, PlanError if the program
+    computes with one rank's part.
+    """
+    found, rewriter = Boundaries(), Rewriter(graph, fake_mode)
+    places = {
+        n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")
+    }
+    for node in list(graph.nodes):
+        if node.target is torch.ops.fxpar.to_global.default:
+            _enter(node, places, found, rewriter, mesh)
+    leaving: dict[fx.Node, Spec] = {}
+    for node in list(graph.nodes):
+        if node.target is torch.ops.fxpar.to_local.default:
+            _leave(node, leaving, rewriter)
+        elif node.op == "output":
+            for k, arg in enumerate(node.args[0]):
+                if isinstance(arg, fx.Node) and arg in leaving:
+                    found.gradients[k] = leaving[arg]
+        elif any(arg in leaving for arg in node.all_input_nodes):
+            _carry(node, leaving, rewriter)
+    return found
+
+
+def _enter(
+    node: fx.Node,
+    places: dict[fx.Node, int],
+    found: Boundaries,
+    rewriter: Rewriter,
+    mesh: Mesh,
+) -> None:
+    """The parameter itself, in global shape, for what ``to_global`` made of its part."""
+    local, shape, spec, hint, its_mesh, *_ = node.args
+    if its_mesh != str(mesh):
+        raise MeshError(
+            f"parameters rest on mesh {its_mesh}, the program is compiled for {mesh}",
+            where=user_line(node),
+            fix="give fxpar.shard and torch.compile one mesh, best by FXPAR_MESH alone",
+        )
+    between = []
+    while local not in places:
+        if local.target not in _RENAMES:
+            raise _looks_inside(node)
+        between.append(local)
+        local = local.args[0]
+    value = local.meta["val"]
+    with rewriter.fake_mode:
+        whole = torch.empty(tuple(shape), dtype=value.dtype, device=value.device)
+    whole.requires_grad_(value.requires_grad)
+    local.meta["val"] = whole
+    local.meta.pop("tensor_meta", None)
+    found.inputs[places[local]] = (Spec.parse(spec), tuple(hint.split(",")))
+    rewriter.replace(node, local)
+    for view in between:
+        if not view.users:
+            rewriter.graph.erase_node(view)
+
+
+def _leave(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> None:
+    """The gradient itself, in global shape, for its part."""
+    x, spec, _, reduce = node.args
+    if reduce and x.meta["val"].dtype != getattr(torch, reduce):
+        convert = torch.ops.prims.convert_element_type.default
+        with rewriter.before(node):
+            own = x.meta["val"].dtype
+            x = rewriter.call(convert, x, getattr(torch, reduce))
+            x.meta["fxpar_reduce_here"] = True
+            x = rewriter.call(convert, x, own)
+    elif reduce:
+        x.meta["fxpar_reduce_here"] = True
+    # A copy, since one value may be the gradient of parameters that rest apart.
+    with rewriter.before(node):
+        copy = rewriter.call(aten.alias.default, x)
+    rewriter.replace(node, copy)
+    leaving[copy] = Spec.parse(spec)
+
+
+def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> None:
+    """A step of a gradient from its crossing to the border, in global shape."""
+    specs = {leaving.get(arg) for arg in node.all_input_nodes}
+    if len(specs) > 1 or node.target not in _ON_GRADIENTS | _RENAMES:
+        raise _looks_inside(node)
+    if node.target in _RENAMES:
+        rewriter.replace(node, node.args[0])
+        return
+    with rewriter.before(node):
+        copy = rewriter.call(node.target, *node.args, **node.kwargs)
+    rewriter.replace(node, copy)
+    spec = specs.pop()
+    assert spec is not None
+    leaving[copy] = spec
+
+
+def _looks_inside(node: fx.Node) -> PlanError:
+    return PlanError(
+        f"{node.name} ({node.target}) computes with one rank's part of a parameter that "
+        f"fxpar.shard split",
+        where=user_line(node),
+        fix="use the parameter as the module's attribute, which is the global value",
+    )

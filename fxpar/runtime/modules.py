@@ -1,0 +1,163 @@
+"""Modules whose parameters rest sharded: what a module looks like from inside.
+
+``adopt`` gives a module a subclass of its own class. There each sharded parameter is a
+property: inside a forward, and in what Dynamo traces, it is the global tensor, made by
+``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
+``state_dict``) it is the DTensor parameter itself. Nothing here decides how a parameter
+lies; ``runtime.shard`` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from fxpar.errors import ShardError
+
+HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
+RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> Rest
+
+
+_NUMBERS = itertools.count()
+_HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Home:
+    """What all sharded parameters of one model share, read while it is traced.
+
+    ``param_dtype``, ``reduce_dtype``: as in the options of the same names. ``waiting``:
+    inside ``no_sync``; ``unreduced``: gradients of earlier steps wait to be reduced.
+    ``hooked``: parameters have the hooks for that. ``number`` stands for it in graphs.
+    """
+
+    mesh: str
+    batch: tuple[str, ...]
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: str = ""
+    waiting: bool = False
+    unreduced: bool = False
+    hooked: bool = False
+    number: int = field(default_factory=_NUMBERS.__next__)
+
+    def __post_init__(self) -> None:
+        _HOMES[self.number] = self
+
+    def __deepcopy__(self, _: Any) -> Home:
+        """A copied model is one of its own."""
+        return Home(self.mesh, self.batch, self.param_dtype, self.reduce_dtype)
+
+
+def home_of(number: int) -> Home | None:
+    """The Home with this number, while its model lives."""
+    return _HOMES.get(number)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How a parameter rests and how the program should start to use it, as text."""
+
+    shape: tuple[int, ...]
+    spec: str
+    hint: str
+
+
+def adopt(module: nn.Module, home: Home, rests: dict[str, Rest]) -> None:
+    """Swap the class of ``module`` for a subclass with a property per parameter."""
+    module.__dict__[HOME] = home
+    module.__dict__[RESTS] = rests
+    module.__class__ = _subclass(type(module), tuple(rests))
+
+
+@functools.cache
+def _subclass(cls: type, names: tuple[str, ...]) -> type:
+    """One subclass per class and names, so that equal layers stay equal to Dynamo."""
+    members: dict[str, Any] = {name: _property(name) for name in names}
+    members["register_parameter"] = _guarded(cls)
+    for name in ("__module__", "__qualname__", "__doc__"):
+        members[name] = getattr(cls, name)
+    return type(cls.__name__, (cls,), members)
+
+
+def _property(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return parameter  # functional_call, or a plan being traced
+        if torch.compiler.is_compiling() or _in_forward():
+            home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
+            return _globally(parameter, home, rest)
+        return parameter
+
+    return property(read)
+
+
+def _globally(parameter: Any, home: Home, rest: Rest) -> torch.Tensor:
+    """The global value of a parameter, differentiable to its part."""
+    summed = ""
+    if home.waiting or home.unreduced:
+        summed = "+".join(home.batch)
+        local = parameter.to_local(grad_placements=_unreduced(parameter, home.batch))
+    else:
+        local = parameter.to_local()
+    whole = torch.ops.fxpar.to_global(
+        local,
+        list(rest.shape),
+        rest.spec,
+        rest.hint,
+        home.mesh,
+        summed,
+        home.reduce_dtype,
+        home.number,
+    )
+    if home.param_dtype is not None and whole.is_floating_point():
+        whole = whole.to(home.param_dtype)
+    return whole
+
+
+def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
+    names = parameter.device_mesh.mesh_dim_names
+    return [
+        Partial() if name in batch else placement
+        for name, placement in zip(names, parameter.placements, strict=True)
+    ]
+
+
+def _in_forward() -> bool:
+    """Whether a module is being called. Told by the stack and not by a flag, since code
+    between graph breaks runs under frames that Dynamo took over."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _CALLS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALLS = frozenset({nn.Module._call_impl.__name__, "_wrapped_call_impl"})
+
+
+def _guarded(cls: type) -> Callable[..., None]:
+    """``register_parameter`` that keeps a plain parameter from taking the place of a
+    sharded one: an optimizer and a checkpoint know the other."""
+
+    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+        rests = self.__dict__.get(RESTS, {})
+        if name in rests and param is not None and not isinstance(param, DTensor):
+            raise ShardError(
+                f"parameter {name!r} of a {cls.__name__} is replaced after fxpar.shard",
+                fix="replace it before fxpar.shard; or keep it and copy values in, with "
+                "load_state_dict",
+            )
+        cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
+
+    return register_parameter

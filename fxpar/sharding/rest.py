@@ -1,0 +1,95 @@
+"""Parameters at rest: where each lies between steps, and what a plan makes of that.
+
+``at_rest`` chooses the spec of one parameter: what hints or a plan say, then every axis
+that is left over, on the dim it divides best (ZeRO-3, FSDP). ``settle_at_rest`` is the
+planner's side: axes that a parameter has at rest only (the batch uses them elsewhere)
+stay on whatever is computed from parameters alone (casts, weight norms) and on what is
+computed from a gradient alone, so that a cast comes before its gather and a
+reduce-scatter is one step. No axis spreads from there to activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program
+from fxpar.sharding.propagate import Propagation
+from fxpar.sharding.spec import Spec
+
+
+def at_rest(
+    shape: Sequence[int],
+    mesh: Mesh,
+    dims: Sequence[Axes] = (),
+    closed: Sequence[bool] = (),
+) -> Spec:
+    """The spec in which a parameter of ``shape`` rests.
+
+    ``dims``: axes that are decided; ``closed``: dims that take no more. The other axes
+    go together on one open dim, the first that they divide, else as many as fit, and
+    none where none does (a parameter without dims lies whole).
+    """
+    ndim = len(shape)
+    given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
+    shut = [*closed, *[False] * (ndim - len(closed))]
+    used = {axis for axes in given for axis in axes}
+    left = [axis for axis in mesh.names if axis not in used and mesh.sizes[axis] > 1]
+    while left:
+        for d in range(ndim):
+            if not shut[d] and shape[d] % mesh.count([*given[d], *left]) == 0:
+                given[d] = (*given[d], *left)
+                return Spec.of(given)
+        left.remove(min(left, key=lambda axis: mesh.sizes[axis]))
+    return Spec.of(given)
+
+
+def settle_at_rest(engine: Propagation) -> None:
+    """Give parameters the axes they rest on, and what is made of them alone."""
+    program, signature = engine.program, engine.program.signature
+    rests, parameters = [], resting(program)
+    for declared, v in zip(signature.inputs, program.inputs, strict=True):
+        if v in parameters and declared.rest is not None:
+            rests.append((v, declared.rest, f"{declared.name} at rest"))
+    gradients = set()
+    for out, v in zip(signature.outputs, program.outputs, strict=True):
+        if v is not None and out.kind == "gradient" and out.rest is not None:
+            gradients.add(v)
+            rests.append((v, out.rest, f"gradient of {out.name} at rest"))
+    if rests:
+        among = derived(program, parameters) | alone(program, gradients)
+        engine.extend(rests, among)
+
+
+def resting(program: Program) -> set[int]:
+    """Values of the parameters of which each rank holds a part."""
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
+    return {
+        v
+        for declared, v in pairs
+        if v is not None and declared.kind == "parameter" and declared.is_sharded
+    }
+
+
+def derived(program: Program, roots: set[int]) -> set[int]:
+    """``roots`` and the values computed from them alone."""
+    found = set(roots)
+    for op in program.ops:
+        if op.operands and all(v in found for v in op.operands):
+            found.update(op.results)
+    return found
+
+
+def alone(program: Program, results: Collection[int]) -> set[int]:
+    """``results`` and the values from which they are computed, one operand an op."""
+    found, stack = set(results), list(results)
+    while stack:
+        producer = program.producers.get(stack.pop())
+        op = program.ops[producer[0]] if producer else None
+        if op is not None and len(op.operands) == 1:
+            for v in op.operands:
+                if v not in found:
+                    found.add(v)
+                    stack.append(v)
+    return found
