@@ -95,7 +95,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
         regather(local)
     request.watch("local", local)
     clock.lap("partition")
-    plan = describe(decision)
+    plan = describe(decision, keep_gathered=request.keep_gathered)
     clock.lap("describe")
     return Result(replace(plan, timings=clock.laps), graph, local, decision)
 

@@ -58,9 +58,8 @@ def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
     computes with one rank's part.
     """
     found, rewriter = Boundaries(), Rewriter(graph, fake_mode)
-    places = {
-        n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")
-    }
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    places = {node: i for i, node in enumerate(inputs)}
     for node in list(graph.nodes):
         if node.target is torch.ops.fxpar.to_global.default:
             _enter(node, places, found, rewriter, mesh)
@@ -84,11 +83,11 @@ def _enter(
     rewriter: Rewriter,
     mesh: Mesh,
 ) -> None:
-    """The parameter itself, in global shape, for what ``to_global`` made of its part."""
+    """The parameter in global shape, for what ``to_global`` made of its part."""
     local, shape, spec, hint, its_mesh, *_ = node.args
     if its_mesh != str(mesh):
         raise MeshError(
-            f"parameters rest on mesh {its_mesh}, the program is compiled for {mesh}",
+            f"parameters rest on mesh {its_mesh}, the program is for mesh {mesh}",
             where=user_line(node),
             fix="give fxpar.shard and torch.compile one mesh, best by FXPAR_MESH alone",
         )
@@ -148,8 +147,8 @@ def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> N
 
 def _looks_inside(node: fx.Node) -> PlanError:
     return PlanError(
-        f"{node.name} ({node.target}) computes with one rank's part of a parameter that "
-        f"fxpar.shard split",
+        f"{node.name} ({node.target}) computes with one rank's part of a parameter "
+        f"that fxpar.shard split",
         where=user_line(node),
         fix="use the parameter as the module's attribute, which is the global value",
     )

@@ -125,11 +125,11 @@ def homes(gm: fx.GraphModule) -> list[Home]:
 
 def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
     """Make Dynamo trace again if a model was not traced with the dtypes asked for."""
-    asked = options.param_dtype and getattr(torch, options.param_dtype)
-    wanted = asked, options.reduce_dtype or ""
-    others = [h for h in homes if (h.param_dtype, h.reduce_dtype) != wanted]
+    asked = getattr(torch, options.param_dtype) if options.param_dtype else None
+    reduce = options.reduce_dtype or ""
+    others = [h for h in homes if (h.param_dtype, h.reduce_dtype) != (asked, reduce)]
     for home in others:
-        home.param_dtype, home.reduce_dtype = wanted
+        home.param_dtype, home.reduce_dtype = asked, reduce
     if others:
         _compat.trace_again("fxpar: parameters take the dtype asked for")
 

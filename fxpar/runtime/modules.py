@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def adopt(module: nn.Module, home: Home, rests: dict[str, Rest]) -> None:
     """Swap the class of ``module`` for a subclass with a property per parameter."""
     module.__dict__[HOME] = home
     module.__dict__[RESTS] = rests
-    module.__class__ = _subclass(type(module), tuple(rests))
+    cls: Any = type(module)
+    module.__class__ = _subclass(cls, tuple(rests))
 
 
 @functools.cache
@@ -135,7 +137,7 @@ def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
 def _in_forward() -> bool:
     """Whether a module is being called. Told by the stack and not by a flag, since code
     between graph breaks runs under frames that Dynamo took over."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name in _CALLS:
             return True
@@ -154,8 +156,8 @@ def _guarded(cls: type) -> Callable[..., None]:
         rests = self.__dict__.get(RESTS, {})
         if name in rests and param is not None and not isinstance(param, DTensor):
             raise ShardError(
-                f"parameter {name!r} of a {cls.__name__} is replaced after fxpar.shard",
-                fix="replace it before fxpar.shard; or keep it and copy values in, with "
+                f"parameter {name!r} of a {cls.__name__} is replaced after shard",
+                fix="replace it before fxpar.shard; or copy values in, with "
                 "load_state_dict",
             )
         cls.register_parameter(self, name, param)  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
-say (``sharding.rest``), its classes swapped (``runtime.modules``) so that its code still
-sees global tensors. Buffers stay as they are.
+say (``sharding.rest``), its classes swapped (``runtime.modules``) so that its code
+still sees global tensors. Buffers stay as they are.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _world_size() -> int:
 
 
 def _reduce_later(model: nn.Module, home: Home) -> None:
-    """Let the next backward outside ``no_sync`` bring gradients where parameters are."""
+    """Let the next backward outside ``no_sync`` reduce gradients."""
     if home.hooked:
         return
     home.hooked = True
@@ -149,7 +149,7 @@ def _refuse(model: nn.Module) -> None:
             fix="call it once, on the whole model",
         )
     for name, p in model.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        if isinstance(p, nn.parameter.UninitializedParameter):
             raise ShardError(
                 f"parameter {name} has no shape yet",
                 fix="run the lazy module once before fxpar.shard",
@@ -256,7 +256,9 @@ def _uses(
     table: Mapping[str, Entries],
 ) -> Uses:
     """How the planner would use each parameter in the sample's call."""
-    call = Call(model, *sample, any(p.requires_grad for p in model.parameters()))
+    args, kwargs = sample
+    grad = any(p.requires_grad for p in model.parameters())
+    call = Call(model, tuple(args), dict(kwargs), grad)
     module, fake_mode = call.trace()
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
@@ -276,7 +278,7 @@ def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None
     """Replace parameters by their parts and classes by those that gather them."""
     home = Home(str(ranks.mesh), _batch(ranks.mesh))
     made: dict[int, nn.Parameter] = {}
-    kept = [p for p in model.parameters()]  # ids stay taken while parameters change
+    kept = list(model.parameters())  # ids stay taken while parameters change
     for name, module in list(model.named_modules()):
         _refuse_hidden(module, name, layout)
         rests = {}

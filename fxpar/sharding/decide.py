@@ -127,8 +127,9 @@ def _resting_inputs(program: Program, mesh: Mesh) -> list[Seed]:
 
 
 def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
-    """Seeds of outputs that must have a spec; gradients follow parameters. Of an input that is an output too, or a
-    value with two specs, one seed holds; the outputs are resharded."""
+    """Seeds of outputs that must have a spec; gradients follow parameters. Of an
+    input that is an output too, or a value with two specs, one seed holds; the outputs
+    are resharded."""
     seeds = []
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is not None and result.rest is not None and result.kind != "gradient":

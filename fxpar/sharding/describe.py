@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.edges import Reshard
 from fxpar.sharding.plan import Collective, NodePlan, Plan
-from fxpar.sharding.program import Op, user_line
+from fxpar.sharding.program import Op, Program, user_line
+from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.spec import Spec
 
 
-def describe(decision: Decision) -> Plan:
-    """The Plan of a Decision."""
+def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
+    """The Plan of a Decision. ``keep_gathered``: parameters at rest are gathered once,
+    not again in the backward."""
     program, edges = decision.program, decision.edges
     signature = program.signature
     nodes = tuple(_node_plan(decision, op) for op in program.ops)
@@ -40,7 +47,7 @@ def describe(decision: Decision) -> Plan:
         tuple((o.name, s) for o, s in results if o.kind == "gradient" and s),
         tuple((v.name, decision.settled[v.index]) for v in program.values),
         nodes,
-        collectives_of(decision),
+        collectives_of(decision, keep_gathered=keep_gathered),
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
         tuple(_reasons(decision)),
         decision.notes,
@@ -66,21 +73,67 @@ def _node_plan(decision: Decision, op: Op) -> NodePlan:
     )
 
 
-def collectives_of(decision: Decision) -> tuple[Collective, ...]:
-    """Every collective of the plan in program order of the reshards."""
-    program, mesh, out = decision.program, decision.mesh, []
-    for reshard in decision.edges.reshards:
-        value = program.values[reshard.value]
-        before, source = reshard.source, cause(decision, reshard)
-        for step in route(decision, reshard):
-            if not step.local:
-                shards = min(
-                    mesh.count(spec.sharded_axes) for spec in (before, step.spec)
-                )
-                size = value.nbytes // shards
-                out.append(Collective(step.kind, step.axes, size, source))
-            before = step.spec
-    return tuple(out)
+def collectives_of(
+    decision: Decision, *, keep_gathered: bool = False
+) -> tuple[Collective, ...]:
+    """Every collective of the plan in program order of the reshards; parameters that
+    forward and backward gather stand twice, unless they are kept."""
+    reshards = decision.edges.reshards
+    again = [] if keep_gathered else _again(decision)
+    ordered = heapq.merge(
+        zip(itertools.accumulate(map(_place, reshards), max), reshards, strict=True),
+        sorted(again, key=lambda found: found[0]),
+        key=lambda found: found[0],
+    )
+    return tuple(
+        collective
+        for _, reshard in ordered
+        for collective in _collectives(decision, reshard)
+    )
+
+
+def _place(reshard: Reshard) -> float:
+    return math.inf if reshard.reader is None else reshard.reader
+
+
+def _collectives(decision: Decision, reshard: Reshard) -> Iterator[Collective]:
+    mesh, value = decision.mesh, decision.program.values[reshard.value]
+    before, source = reshard.source, cause(decision, reshard)
+    for step in route(decision, reshard):
+        if not step.local:
+            shards = min(mesh.count(spec.sharded_axes) for spec in (before, step.spec))
+            yield Collective(step.kind, step.axes, value.nbytes // shards, source)
+        before = step.spec
+
+
+def _again(decision: Decision) -> list[tuple[float, Reshard]]:
+    """Reshards of parameters at rest that the backward does once more: (its first
+    reader there, the reshard for that reader)."""
+    program, edges = decision.program, decision.edges
+    ours, backward = derived(program, resting(program)), _backward(program)
+    readers: dict[tuple[int, Spec], list[int]] = {}
+    for (index, i), spec in edges.reads.items():
+        v = program.ops[index].operands[i]
+        if v in ours:
+            readers.setdefault((v, spec), []).append(index)
+    out = []
+    for reshard in edges.reshards:
+        found = readers.get((reshard.value, reshard.target), ())
+        late = [index for index in found if index in backward]
+        if late and len(late) < len(found):
+            out.append((float(min(late)), replace(reshard, reader=min(late))))
+    return out
+
+
+def _backward(program: Program) -> set[int]:
+    """Ops that depend on a tangent."""
+    reached = {program.inputs[i] for i, _ in program.signature.tangents}
+    out = set()
+    for op in program.ops:
+        if any(v in reached for v in op.operands):
+            out.add(op.index)
+            reached.update(op.results)
+    return out
 
 
 def cause(decision: Decision, reshard: Reshard) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
@@ -35,7 +36,13 @@ def at_rest(
     given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
     shut = [*closed, *[False] * (ndim - len(closed))]
     used = {axis for axes in given for axis in axes}
-    left = [axis for axis in mesh.names if axis not in used and mesh.sizes[axis] > 1]
+    batch = batch_axes(mesh)
+    # Batch axes are gathered at each use: minor, so that what is left is one block.
+    left = [
+        axis
+        for axis in sorted(mesh.names, key=lambda axis: axis in batch)
+        if axis not in used and mesh.sizes[axis] > 1
+    ]
     while left:
         for d in range(ndim):
             if not shut[d] and shape[d] % mesh.count([*given[d], *left]) == 0:
