@@ -1,11 +1,15 @@
 """Step time of fxpar against what a user would write today, measured in pairs.
 
-    python benchmarks/bench_step.py [--short] [--peer ddp|tp] [--json FILE]
+    python benchmarks/bench_step.py [--short] [--peer ddp|fsdp2|tp] [--json FILE]
 
 - ``ddp``, mesh dp=2: DistributedDataParallel + torch.compile, each rank reading its
-  half of the batch; fxpar reads the same halves (inputs=local).
+  half of the batch; fxpar reads the same halves (inputs=local), parameters whole.
+- ``fsdp2``, mesh dp=2: fully_shard on every layer and the root, every layer compiled
+  (as torchtitan does) or the whole model (``--compile whole``); fxpar's parameters
+  rest split over dp (fxpar.shard).
 - ``tp``, mesh tp=2: DTensor tensor parallelism (parallelize_module, the layout of
-  Hugging Face's own plan for Llama, inputs of a block prepared once) + torch.compile.
+  Hugging Face's own plan for Llama, inputs of a block prepared once) + torch.compile;
+  fxpar's parameters rest in the same layout (fxpar.shard with hints).
 
 Both sides of a pair live in the same processes and see the same model, data, optimizer
 and number of threads. Steps alternate, the order swapping from pair to pair, so that
@@ -30,7 +34,17 @@ from _common import conditions, llama, spread, write
 
 RANKS = 2
 LAYERS, BATCH, LENGTH = 2, 8, 128
-MESH = {"ddp": "dp=2", "tp": "tp=2"}
+MESH = {"ddp": "dp=2", "fsdp2": "dp=2", "tp": "tp=2"}
+LOCAL = {"ddp", "fsdp2"}  # each rank reads its part of the batch
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+ROWS = ("o_proj", "down_proj")
+HINTS = {
+    "fsdp2": None,
+    "tp": {
+        **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
+        **{f"*{name}.weight": (None, "tp") for name in ROWS},
+    },
+}
 WARMUP = 3
 AGREE = 1e-4  # relative difference of losses; the seeds of a mistake are far larger
 
@@ -77,31 +91,58 @@ def trainer(model: Any, groups: Iterable[Any], part: Callable[[Any], Any]) -> St
 def fxpar_side(peer: str, codegen: str) -> Step:
     import torch
 
+    import fxpar
+
     model = llama(LAYERS)
+    if peer in HINTS:
+        model = fxpar.shard(model, mesh=MESH[peer], hints=HINTS[peer])
     options = {"mesh": MESH[peer], "codegen": codegen}
-    if peer == "ddp":
+    if peer in LOCAL:
         options["inputs"] = "local"
     compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    part = own_part if peer == "ddp" else lambda ids: ids
+    part = own_part if peer in LOCAL else lambda ids: ids
     return trainer(compiled, [{"params": list(model.parameters())}], part)
+
+
+def averaged(step: Step) -> Step:
+    """A step whose loss is the mean over ranks; outside the timed part."""
+    import torch.distributed as dist
+
+    def mean(index: int) -> tuple[float, float, Any]:
+        *times, loss = step(index)
+        dist.all_reduce(loss)
+        return *times, loss / dist.get_world_size()
+
+    return mean
+
+
+def fsdp2_side(codegen: str, compiled: str) -> Step:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(LAYERS)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    backend = "inductor" if codegen == "inductor" else "aot_eager"
+    for layer in model.model.layers:
+        if compiled == "layers":
+            layer.compile(backend=backend, dynamic=False)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    called = model
+    if compiled == "whole":
+        called = torch.compile(model, backend=backend, dynamic=False)
+    return averaged(trainer(called, [{"params": list(model.parameters())}], own_part))
 
 
 def ddp_side(codegen: str) -> Step:
     import torch
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(llama(LAYERS), gradient_as_bucket_view=True)
     backend = "inductor" if codegen == "inductor" else "aot_eager"
     compiled = torch.compile(model, backend=backend, dynamic=False)
-    step = trainer(compiled, [{"params": list(model.parameters())}], own_part)
-
-    def averaged(index: int) -> tuple[float, float, Any]:
-        *times, loss = step(index)
-        dist.all_reduce(loss)  # outside the timed part: only to compare
-        return *times, loss / dist.get_world_size()
-
-    return averaged
+    return averaged(trainer(compiled, [{"params": list(model.parameters())}], own_part))
 
 
 def tp_side(codegen: str) -> Step:
@@ -145,17 +186,19 @@ def tp_side(codegen: str) -> Step:
     return trainer(compiled, [{"params": sharded}, {"params": plain}], lambda ids: ids)
 
 
-def worker(peer: str, pairs: int, codegen: str, out: str) -> None:
+def worker(peer: str, pairs: int, codegen: str, compiled: str, out: str) -> None:
     """What each rank runs: build both sides, warm up, alternate, write the figures."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    sides = {
-        "peer": ddp_side(codegen) if peer == "ddp" else tp_side(codegen),
-        "fxpar": fxpar_side(peer, codegen),
+    peers = {
+        "ddp": lambda: ddp_side(codegen),
+        "fsdp2": lambda: fsdp2_side(codegen, compiled),
+        "tp": lambda: tp_side(codegen),
     }
+    sides = {"peer": peers[peer](), "fxpar": fxpar_side(peer, codegen)}
     worst, first = 0.0, {}
     for name, step in sides.items():
         begun = time.perf_counter()
@@ -184,7 +227,7 @@ def worker(peer: str, pairs: int, codegen: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def measure(peer: str, pairs: int, codegen: str) -> dict[str, Any]:
+def measure(peer: str, pairs: int, codegen: str, compiled: str) -> dict[str, Any]:
     """Run the ranks of one comparison; its figures."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     cores = max(1, (os.cpu_count() or 1) // RANKS)
@@ -194,9 +237,11 @@ def measure(peer: str, pairs: int, codegen: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(RANKS), __file__, "--worker", out]
         command += ["--peer", peer, "--pairs", str(pairs), "--codegen", codegen]
+        command += ["--compile", compiled]
         subprocess.run(command, env=environment, check=True, timeout=1800)
         data = json.loads(Path(out).read_text())
     figures: dict[str, Any] = {"peer": peer, "mesh": MESH[peer], "pairs": pairs}
+    figures["compiled"] = compiled if peer == "fsdp2" else "whole"
     for j, what in enumerate(("forward_backward", "step")):
         theirs = [pair[0][j] for pair in data["times"]]
         ours = [pair[1][j] for pair in data["times"]]
@@ -227,17 +272,18 @@ def main() -> None:
     parser.add_argument("--peer", choices=sorted(MESH), action="append")
     parser.add_argument("--pairs", type=int)
     parser.add_argument("--codegen", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--compile", choices=["layers", "whole"], default="layers")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     pairs = args.pairs or (7 if args.short else 30)
     if args.worker:
-        worker(args.peer[0], pairs, args.codegen, args.worker)
+        worker(args.peer[0], pairs, args.codegen, args.compile, args.worker)
         return
     before = conditions()
     cases = []
     for peer in args.peer or sorted(MESH):
-        cases.append(measure(peer, pairs, args.codegen))
+        cases.append(measure(peer, pairs, args.codegen, args.compile))
         show(cases[-1])
     model = {"layers": LAYERS, "batch": BATCH, "length": LENGTH}
     data = {"conditions": before, "model": model, "codegen": args.codegen}

@@ -194,6 +194,7 @@ def compile_fx(
     examples: Any,
     *,
     joint_pass: Callable[[fx.GraphModule], fx.Graph | None] | None = None,
+    schedule: Callable[[fx.Graph, bool], None] | None = None,
     inner: Callable[..., Any] | None = None,
     key: str = "",
     local_border: bool = False,
@@ -201,7 +202,9 @@ def compile_fx(
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
     ``joint_pass(gm)`` returns the graph to compile instead, with the shapes one rank
-    holds; None leaves the graph. ``inner(gm, examples)`` replaces Inductor's codegen.
+    holds; None leaves the graph. ``schedule(graph, backward)`` changes each graph that
+    is compiled (forward, backward) in place. ``inner(gm, examples)`` replaces
+    Inductor's codegen.
     ``key`` enters Inductor's cache keys. ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
@@ -228,6 +231,9 @@ def compile_fx(
 
     def compile_inner(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
         local = _local_examples(graph.graph, given)
+        if schedule is not None:
+            schedule(graph.graph, bool(kwargs.get("is_backward")))
+            graph.recompile()
         if inner is not None:
             return inner(graph, local)
         return compile_fx_inner(graph, local, **kwargs)

@@ -23,6 +23,7 @@ from fxpar.errors import FxparError, FxparWarning
 from fxpar.explain.dump import report, watcher
 from fxpar.passes import Request, Result, parallelize, random
 from fxpar.passes.boundaries import absorb
+from fxpar.passes.schedule import schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
@@ -105,6 +106,7 @@ class _Job:
                 gm,
                 examples,
                 joint_pass=step,
+                schedule=self._schedule,
                 inner=None if self.options.codegen == "inductor" else _run_op_by_op,
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
@@ -118,6 +120,9 @@ class _Job:
             self.options,
             self.ranks,
         )
+
+    def _schedule(self, graph: fx.Graph, backward: bool) -> None:
+        schedule(graph, backward=backward, disable=self.options.disable)
 
 
 def _run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

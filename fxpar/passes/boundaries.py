@@ -94,7 +94,7 @@ def _enter(
     between = []
     while local not in places:
         if local.target not in _RENAMES:
-            raise _looks_inside(node)
+            raise _looks_inside(local)
         between.append(local)
         local = local.args[0]
     value = local.meta["val"]

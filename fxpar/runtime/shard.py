@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from fxpar import _compat
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes import Request, parallelize
@@ -33,7 +34,7 @@ from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, check, entries, load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Input
+from fxpar.sharding.program import Input, Output
 from fxpar.sharding.rest import at_rest
 from fxpar.sharding.spec import Spec
 
@@ -53,9 +54,10 @@ def shard(
       ranks. sample: ``(args, kwargs)`` of a call, from which the planner finds how each
       parameter is used. hints: as for ``fxpar.plan``, by default FXPAR_HINTS.
 
-    A hint decides the dims it closes; axes it leaves go on open dims. A sample's plan
-    decides the axes it uses. What is left splits each parameter as evenly as it divides
-    (ZeRO-3). Ranks must hold equal parameters; those that differ are taken from rank 0.
+    Axes that hints, or the sample's plan, use for some parameter lie as these say, and
+    nowhere else. Every other axis splits each parameter further, on a dim that no hint
+    closes, if one divides (ZeRO-3). Ranks must hold equal parameters; those that
+    differ are taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -218,6 +220,7 @@ def _layout(
         named.setdefault(id(p), []).append(name)
         parameters[id(p)] = p
     used: set[str] = set()
+    decided = _decided(table, uses, [name for n in named.values() for name in n])
     out = {}
     for key, names in named.items():
         shape = tuple(parameters[key].shape)
@@ -240,13 +243,28 @@ def _layout(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        out[key] = _Layout(at_rest(shape, mesh, dims, closed), ",".join(words))
+        out[key] = _Layout(at_rest(shape, mesh, dims, closed, decided), ",".join(words))
     missing = [pattern for pattern in table if pattern not in used]
     if strict and missing:
         known = [names[0] for names in named.values()]
         hint = nearest(missing[0], known) or f"names are such as {', '.join(known[:4])}"
         raise HintError(f"hint {missing[0]!r} matches no parameter", fix=hint)
     return out
+
+
+def _decided(
+    table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
+) -> set[str]:
+    """Axes that hints or a sample's plan use for some parameter: where they are not
+    used the parameter is whole, as in tensor parallelism, and not split for memory."""
+    found = {axis for spec in uses.values() for axis in spec.sharded_axes}
+    for pattern, hint in table.items():
+        if fnmatch.filter(names, pattern):
+            hint = Spec.parse(hint) if isinstance(hint, str) else hint
+            ndim = len(hint.dims) if isinstance(hint, Spec) else len(hint)
+            dims, _ = entries(hint, ndim, f"hint {pattern!r}")
+            found |= {axis for axes in dims for axis in axes}
+    return found
 
 
 def _uses(
@@ -256,6 +274,11 @@ def _uses(
     table: Mapping[str, Entries],
 ) -> Uses:
     """How the planner would use each parameter in the sample's call."""
+    if any(p.is_meta for p in model.parameters()):
+        leaves, tree = _compat.tree_flatten(sample)
+        sample = _compat.tree_unflatten(
+            [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves], tree
+        )
     args, kwargs = sample
     grad = any(p.requires_grad for p in model.parameters())
     call = Call(model, tuple(args), dict(kwargs), grad)
@@ -264,7 +287,10 @@ def _uses(
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         return call.declare(kind, payload, node, [None] * call.count)
 
-    request = Request(mesh, read_signature(module.graph, declare), table)
+    def result(kind: str, name: str, of: int | None) -> Output:
+        return Output(name, kind, of)
+
+    request = Request(mesh, read_signature(module.graph, declare, result), table)
     decision = parallelize(module.graph, fake_mode, request).decision
     program = decision.program
     return {
@@ -279,8 +305,10 @@ def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None
     home = Home(str(ranks.mesh), _batch(ranks.mesh))
     made: dict[int, nn.Parameter] = {}
     kept = list(model.parameters())  # ids stay taken while parameters change
-    for name, module in list(model.named_modules()):
+    modules = list(model.named_modules())
+    for name, module in modules:
         _refuse_hidden(module, name, layout)
+    for _, module in modules:
         rests = {}
         for key, p in list(module._parameters.items()):
             if p is None:

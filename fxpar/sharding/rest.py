@@ -11,6 +11,7 @@ reduce-scatter is one step. No axis spreads from there to activations.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import combinations
 
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import Axes
@@ -25,17 +26,19 @@ def at_rest(
     mesh: Mesh,
     dims: Sequence[Axes] = (),
     closed: Sequence[bool] = (),
+    decided: Collection[str] = (),
 ) -> Spec:
     """The spec in which a parameter of ``shape`` rests.
 
-    ``dims``: axes that are decided; ``closed``: dims that take no more. The other axes
-    go together on one open dim, the first that they divide, else as many as fit, and
-    none where none does (a parameter without dims lies whole).
+    ``dims``: axes that are decided; ``closed``: dims that take no more; ``decided``:
+    axes that go nowhere else. The other axes go together on one open dim, the first
+    that they divide, else as many as fit, and none where none does (a parameter without
+    dims lies whole).
     """
     ndim = len(shape)
     given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
     shut = [*closed, *[False] * (ndim - len(closed))]
-    used = {axis for axes in given for axis in axes}
+    used = {*decided, *(axis for axes in given for axis in axes)}
     batch = batch_axes(mesh)
     # Batch axes are gathered at each use: minor, so that what is left is one block.
     left = [
@@ -43,12 +46,14 @@ def at_rest(
         for axis in sorted(mesh.names, key=lambda axis: axis in batch)
         if axis not in used and mesh.sizes[axis] > 1
     ]
-    while left:
+    choices = [axes for n in range(len(left)) for axes in combinations(left, n + 1)]
+    # The more shards the better, else batch axes: those are gathered anyway.
+    choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
+    for axes in choices:
         for d in range(ndim):
-            if not shut[d] and shape[d] % mesh.count([*given[d], *left]) == 0:
-                given[d] = (*given[d], *left)
+            if not shut[d] and shape[d] % mesh.count([*given[d], *axes]) == 0:
+                given[d] = (*given[d], *axes)
                 return Spec.of(given)
-        left.remove(min(left, key=lambda axis: mesh.sizes[axis]))
     return Spec.of(given)
 
 

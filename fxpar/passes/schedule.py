@@ -1,0 +1,113 @@
+"""What is done to a forward or a backward by itself, once they were parted.
+
+In: the bound graph of one of the two, as it goes to code generation. Out: the same
+graph, changed in place: ``drop_unread``, ``buckets.bucket``, ``prefetch`` and
+``give_outputs``, in this order. Every rank has the same graph and does the same, so
+collectives keep one order on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.passes.buckets import bucket, from_inputs
+from fxpar.passes.rewrite import Rewriter
+from fxpar.passes.waits import WAIT, sink_waits
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def schedule(graph: fx.Graph, *, backward: bool, disable: Collection[str] = ()) -> None:
+    """Run the passes that ``disable`` does not name."""
+    drop_unread(graph)
+    values = [node.meta.get("val") for node in graph.nodes]
+    fake_mode = _compat.fake_mode_of(values)
+    if fake_mode is None or not graph.find_nodes(op="call_function", target=WAIT):
+        return
+    rewriter = Rewriter(graph, fake_mode)
+    if "bucket" not in disable:
+        bucket(graph, rewriter, reductions=backward)
+    if "sink_waits" not in disable:
+        sink_waits(graph)
+    if "prefetch" not in disable:
+        prefetch(graph)
+    give_outputs(graph, rewriter)
+    graph.lint()
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase waits that nobody reads, with the collectives they wait for.
+
+    The partitioner repeats those of forward results in the backward, and counts them
+    among what dead code elimination may not touch.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.target is WAIT and not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def prefetch(graph: fx.Graph) -> None:
+    """Start each gather of parameters where the one before it is first read, so that it
+    runs beside that one's work. One ahead, as FSDP: more would hold more in memory."""
+    free = from_inputs(graph)
+    gathers = [
+        node
+        for node in graph.find_nodes(
+            op="call_function", target=c10d.all_gather_into_tensor.default
+        )
+        if node.args[0] in free
+    ]
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for before, node in zip(gathers, gathers[1:], strict=False):
+        at = min(before.users, key=place.__getitem__)  # its wait
+        if place[at] < place[node]:
+            for moved in _needed(node, free):
+                if place[moved] > place[at]:
+                    at.prepend(moved)
+    graph.lint()
+
+
+def _needed(node: fx.Node, free: Collection[fx.Node]) -> list[fx.Node]:
+    """``node`` and what it is computed from, inputs left out, in order."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(n: fx.Node) -> None:
+        for read in n.all_input_nodes:
+            if read.op != "placeholder" and read not in found:
+                visit(read)
+        found[n] = None
+
+    visit(node)
+    return list(found)
+
+
+def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """On CPU, gather into a tensor made before.
+
+    The two threads of a gloo group (torch 2.13) both write the name of what they
+    completed to one ``std::string``, without a lock: for names too long to be stored in
+    the string itself that is a double free. ALLGATHER_COALESCED, which the functional
+    all-gather runs as, is the only one of those that compiled graphs could run; given
+    its output it runs as ALLGATHER.
+    """
+    gather, into = c10d.all_gather_into_tensor, c10d.all_gather_into_tensor_out
+    for node in graph.find_nodes(op="call_function", target=gather.default):
+        value = node.meta["val"]
+        if value.device.type != "cpu" or value.is_complex():
+            continue
+        with rewriter.before(node):
+            empty = rewriter.call(
+                aten.empty.memory_format,
+                list(value.shape),
+                dtype=value.dtype,
+                device=value.device,
+            )
+            made = graph.call_function(into.default, node.args, {"out": empty})
+            made.meta = dict(node.meta)
+        rewriter.replace(node, made)

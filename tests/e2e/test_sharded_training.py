@@ -1,0 +1,687 @@
+"""Models whose parameters rest sharded train as on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fxpar
+from fxpar.sharding.plan import Plan
+from tests.e2e.test_local_inputs import part
+from tests.e2e.test_training import DOUBLE, STEPS, Run, compare, one_device
+from tests.models import NAMES, build_double, build_loss, double
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
+
+# The rest of the table is behind the marker slow.
+QUICK = {
+    ("llama", "dp=4"),
+    ("gpt2", "dp=2,tp=2"),
+    ("bert", "tp=4"),
+    ("vit", "dp=4"),
+    ("resnet", "dp=2,tp=2"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any, mesh: str, **options: Any) -> Any:
+    chosen = {"codegen": "eager", "mesh": mesh} | options
+    return torch.compile(model, backend="fxpar", options=chosen)
+
+
+def whole(x: Any) -> torch.Tensor:
+    """A tensor's global value, a copy."""
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return x.detach().clone()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: whole(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def near(got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Within a tolerance, through lists and dicts; what is no number must be equal."""
+    if isinstance(want, dict):
+        assert list(got) == list(want)
+        got, want = list(got.values()), list(want.values())
+    if isinstance(want, (list, tuple)):
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            near(a, b, rtol, atol)
+    elif isinstance(want, (torch.Tensor, float)):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+    else:
+        assert got == want
+
+
+def alike(fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
+    """What ``fn`` returns on every rank, which must be equal."""
+    first, *others = shared_pool(4).run(fn, *args, timeout=timeout)
+    for other in others:
+        near(other, first, rtol=0.0, atol=0.0)
+    return first
+
+
+# Five real models
+
+
+def train(name: str, mesh: str, codegen: str, steps: int = STEPS) -> Run:
+    """As ``test_training.train``, with ``fxpar.shard``."""
+    with double() if name in DOUBLE else contextlib.nullcontext():
+        model, batch = (build_loss, build_double)[name in DOUBLE](name)
+        model = fxpar.shard(model, mesh=mesh)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        program = compiled(model, mesh, codegen=codegen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(5)
+        losses, first = [], {}
+        for step in range(steps):
+            loss = program(**batch)
+            loss.backward()
+            if step == 0:
+                first = gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        state = dict(model.named_buffers())
+    return Run(losses, first, state)
+
+
+def cases() -> Iterator[object]:
+    for name in NAMES:
+        for mesh in MESHES:
+            marks = () if (name, mesh) in QUICK else pytest.mark.slow
+            yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(cases()))
+def test_op_by_op(name: str, mesh: str) -> None:
+    runs = shared_pool(4).run(train, name, mesh, "eager", timeout=300.0)
+    compare(runs, one_device(name))
+
+
+def test_generated_kernels() -> None:
+    args = "llama", "dp=2,tp=2", "inductor"
+    runs = shared_pool(4).run(train, *args, timeout=900.0)
+    compare(runs, one_device("llama"))
+
+
+# A small model for everything else
+
+
+WIDTH, WORDS = 16, 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """Tied weights, a parameter of size 1, one that divides by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.odd = nn.Parameter(torch.ones(3, 1))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) * self.scale * self.odd.sum()
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def batches(count: int, size: int = 8) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (count, size, 4), generator=generator)
+    return [{"ids": x, "labels": x.roll(1, 1)} for x in ids]
+
+
+Change = Callable[[nn.Module], Any]
+
+
+def steps(
+    model: nn.Module,
+    program: Any,
+    optimizer: torch.optim.Optimizer,
+    count: int = 4,
+    after: Callable[[], Any] = lambda: None,
+) -> list[Any]:
+    """Losses, first gradients, parameters at the end."""
+    losses, first = [], {}
+    for step, batch in enumerate(batches(count)):
+        loss = program(**batch)
+        loss.backward()
+        if step == 0:
+            first = gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+        losses.append(loss.item())
+    state = {name: whole(p) for name, p in model.named_parameters()}
+    return [losses, first, state]
+
+
+def prepared(
+    mesh: str | None, change: Change | None = None, **options: Any
+) -> tuple[nn.Module, Any]:
+    """The small model and what to call: sharded and compiled, or as it is."""
+    model = small()
+    if change is not None:
+        change(model)
+    if mesh is None:
+        return model, model
+    model = fxpar.shard(model, mesh=mesh)
+    return model, compiled(model, mesh, **options)
+
+
+# A long run
+
+
+LONG, PARTS = 50, 4
+
+
+def long_run(mesh: str | None) -> list[float]:
+    """Clipping, accumulation and a schedule, on Llama."""
+    model, batch = build_loss("llama", 16)
+    program = model
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+        program = compiled(model, mesh)
+    micro = [
+        {k: v.chunk(PARTS)[i].clone() for k, v in batch.items()} for i in range(PARTS)
+    ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LONG)
+    out = []
+    for _ in range(LONG):
+        total = 0.0
+        for i, one in enumerate(micro):
+            waits = mesh is not None and i < PARTS - 1
+            with fxpar.no_sync(model) if waits else contextlib.nullcontext():
+                loss = program(**one) / PARTS
+                loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        out += [total, whole(norm).item()]
+    return out
+
+
+@cache
+def long_run_of_one_device() -> list[float]:
+    return long_run(None)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "dp=4",
+        pytest.param("tp=4", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_fifty_steps_with_clipping_accumulation_and_a_schedule(mesh: str) -> None:
+    want = long_run_of_one_device()
+    for got in shared_pool(4).run(long_run, mesh, timeout=400.0):
+        assert got[0::2] == pytest.approx(want[0::2], rel=1e-4)
+        assert got[1::2] == pytest.approx(want[1::2], rel=1e-3)
+    assert want[1] > 0.5  # clipped
+    assert want[-2] < want[0]
+
+
+# Accumulation
+
+
+def accumulated(mesh: str | None, wait: bool) -> list[Any]:
+    model, program = prepared(mesh)
+    before = len(fxpar.plans())
+    for i, batch in enumerate(batches(3)):
+        waits = mesh is not None and wait and i < 2
+        with fxpar.no_sync(model) if waits else contextlib.nullcontext():
+            program(**batch).backward()
+    found = [of_parameters(plan) for plan in fxpar.plans()[before:]]
+    return [gradients(model), found]
+
+
+def of_parameters(plan: Plan) -> list[str]:
+    """Kinds of the collectives that are as large as a weight."""
+    large = [c for c in plan.collectives if c.bytes >= 4 * WIDTH * WIDTH]
+    return sorted({c.kind for c in large})
+
+
+def test_no_sync_reduces_once() -> None:
+    want, _ = accumulated(None, True)
+    got, plans = alike(accumulated, "dp=4", True)
+    near(got, want)
+    assert plans[0] == ["all_gather"], "gradients are left unreduced"
+    assert "reduce_scatter" not in plans[-1] or len(plans) == 1
+    got, plans = alike(accumulated, "dp=4", False)
+    near(got, want)
+    assert plans == [["all_gather", "reduce_scatter"]]
+
+
+# Optimizers
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda ps, **how: torch.optim.SGD(ps, lr=0.1, momentum=0.9, **how),
+    "adam": lambda ps, **how: torch.optim.Adam(ps, lr=1e-2, **how),
+    "adafactor": lambda ps, **how: torch.optim.Adafactor(ps, lr=1e-2, **how),
+    "adamw": lambda ps, **how: torch.optim.AdamW(ps, lr=1e-2, **how),
+}
+
+
+def optimized(mesh: str | None, names: list[str]) -> dict[str, Any]:
+    model, program = prepared(mesh)
+    begin = {name: whole(p) for name, p in model.named_parameters()}
+    out = {}
+    for name in names:
+        for foreach in (True, False):
+            with torch.no_grad():
+                for key, p in model.named_parameters():
+                    set_whole(p, begin[key])
+            optimizer = OPTIMIZERS[name](model.parameters(), foreach=foreach)
+            out[f"{name} {foreach}"] = steps(model, program, optimizer, 3)[::2]
+            if mesh is not None:
+                check_state(optimizer, name)
+    return out
+
+
+def set_whole(p: Any, value: torch.Tensor) -> None:
+    """Give a parameter, plain or sharded, a global value."""
+    if isinstance(p, DTensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, p.device_mesh, p.placements)
+    p.copy_(value)
+
+
+def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """State of a parameter's shape rests as the parameter does."""
+    for p, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.shape == p.shape and p.dim():
+                assert value.placements == p.placements, name
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["sgd", "adam", "adamw"],
+        pytest.param(
+            ["adafactor"],
+            marks=pytest.mark.xfail(
+                reason="DTensor cannot square_() the norm of a split tensor",
+                strict=True,
+            ),
+        ),
+    ],
+    ids=",".join,
+)
+def test_stock_optimizers(names: list[str]) -> None:
+    want = optimized(None, names)
+    got = alike(optimized, "dp=2,tp=2", names, timeout=200.0)
+    for name in want:
+        near(got[name], want[name], rtol=1e-4, atol=2e-6)
+
+
+# Copies, freezing, unused and shared parameters, parametrizations
+
+
+def averaged(mesh: str | None) -> list[Any]:
+    model, program = prepared(mesh)
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = steps(model, program, optimizer, 3, lambda: ema.update_parameters(model))
+    copied = ema.module
+    mean = {name: whole(p) for name, p in copied.named_parameters()}
+    copied = copied if mesh is None else compiled(copied, mesh)
+    loss = copied(**batches(1)[0])
+    loss.backward()
+    return [out[0], mean, loss.item(), gradients(ema.module)]
+
+
+def test_an_averaged_copy() -> None:
+    near(alike(averaged, "dp=2,tp=2"), averaged(None), rtol=1e-4)
+
+
+def freeze(model: nn.Module) -> None:
+    model.words.weight.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+
+
+def add_unused(model: nn.Module) -> None:
+    model.idle = nn.Linear(WIDTH, WIDTH)
+
+
+def share_blocks(model: nn.Module) -> None:
+    model.layers[1].up.weight = model.layers[0].up.weight
+    model.layers[1].norm = model.layers[0].norm
+
+
+def normalize_weights(model: nn.Module) -> None:
+    for layer in model.layers:
+        torch.nn.utils.parametrizations.weight_norm(layer.up)
+
+
+class Adapted(nn.Module):
+    """As LoRA: a frozen layer and a trained product beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / 4)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def adapt(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
+
+
+CHANGES: dict[str, Change] = {
+    "freeze": freeze,
+    "unused": add_unused,
+    "shared": share_blocks,
+    "weight_norm": normalize_weights,
+    "adapters": adapt,
+}
+
+
+def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
+    out = {}
+    for name in names:
+        torch._dynamo.reset()
+        model, program = prepared(mesh, CHANGES[name])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        out[name] = [*steps(model, program, optimizer, 2), trained(model)]
+    return out
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_unusual_parameters(change: str) -> None:
+    want = changed(None, [change])[change]
+    near(alike(changed, "dp=2,tp=2", [change])[change], want, rtol=1e-4)
+    names = set(want[3])
+    assert set(want[1]) == {name for name in names if not name.startswith("idle")}
+
+
+def lora(mesh: str | None) -> list[Any]:
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["up", "down"], lora_dropout=0.0)
+    model = peft.get_peft_model(small(), config)
+    program = model
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+        program = compiled(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return steps(model, program, optimizer, 2)
+
+
+def test_peft_lora() -> None:
+    pytest.importorskip("peft")
+    near(alike(lora, "dp=2,tp=2"), lora(None), rtol=1e-4)
+
+
+# Dtypes
+
+
+def mixed(mesh: str | None, param: str, reduce: str | None) -> list[Any]:
+    """With parameters and inputs cast by options, or by hand."""
+    model = mlp()
+    x = rows()
+    if mesh is None:
+        dtype = getattr(torch, param)
+        cast = {n: p.to(dtype) for n, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, cast, (x.to(dtype),))
+        loss.backward()
+        return [loss.float().item(), gradients(model), []]
+    model = fxpar.shard(model, mesh=mesh)
+    program = compiled(model, mesh, param_dtype=param, reduce_dtype=reduce)
+    before = len(fxpar.plans())
+    loss = program(x)
+    loss.backward()
+    (plan,) = fxpar.plans()[before:]
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+    return [loss.float().item(), gradients(model), sizes_of(plan)]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x))).square().sum() / 64
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return MLP()
+
+
+def rows(size: int = 8) -> torch.Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def sizes_of(plan: Plan) -> list[tuple[str, int]]:
+    """Kind and bytes an element of the collectives on weights."""
+    count = 2 * WIDTH * WIDTH
+    return sorted(
+        {(c.kind, c.bytes // count) for c in plan.collectives if c.bytes >= count}
+    )
+
+
+@pytest.mark.parametrize(("reduce", "size"), [(None, 2), ("float32", 4)])
+def test_parameters_are_cast_before_the_gather(reduce: str | None, size: int) -> None:
+    loss, grads, sizes = alike(mixed, "dp=4", "bfloat16", reduce)
+    want, wanted, _ = mixed(None, "bfloat16", None)
+    assert loss == pytest.approx(want, rel=1e-2)
+    near(grads, wanted, rtol=2e-2, atol=2e-2)
+    assert sizes == [("all_gather", 2), ("reduce_scatter", size)]
+
+
+def autocast(mesh: str | None) -> list[Any]:
+    model, x = mlp(), rows()
+    program = model
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+        program = compiled(model, mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = program(x)
+    loss.backward()
+    found = [] if mesh is None else sizes_of(fxpar.plans()[-1])
+    return [loss.float().item(), gradients(model), found]
+
+
+def test_autocast_gathers_what_it_casts() -> None:
+    loss, grads, sizes = alike(autocast, "dp=4")
+    want, wanted, _ = autocast(None)
+    assert loss == pytest.approx(want, rel=1e-2)
+    near(grads, wanted, rtol=2e-2, atol=2e-2)
+    assert ("all_gather", 2) in sizes and ("all_gather", 4) not in sizes
+
+
+# Layout from a sample, from hints
+
+
+def with_sample(mesh: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    model = fxpar.shard(model, mesh=mesh, sample=((rows(),), {}))
+    lies = {n: " ".join(map(str, p.placements)) for n, p in model.named_parameters()}
+    before = len(fxpar.plans())
+    compiled(model, mesh)(rows()).square().mean().backward()
+    plan = fxpar.plans()[before]
+    return [gradients(model), lies, [(c.kind, *c.axes) for c in plan.collectives]]
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
+def test_a_layout_from_a_sample_is_never_gathered_on_tp(mesh: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    model(rows()).square().mean().backward()
+    got, lies, collectives = alike(with_sample, mesh)
+    near(got, gradients(model), rtol=1e-4)
+    assert not [c for c in collectives if c[0] != "all_reduce" and "tp" in c]
+    assert ("all_reduce", "tp") in collectives
+    up, down = lies["0.up.weight"], lies["0.down.weight"]
+    assert up.split()[-1] == "S(0)" and down.split()[-1] == "S(1)"
+    assert lies["0.norm.weight"].split()[-1] == "R"
+    if mesh == "tp=4":
+        assert not [c for c in collectives if c[0] != "all_reduce"]
+
+
+def of_one_device(count: int) -> list[Any]:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return steps(model, model, optimizer, count)
+
+
+def with_hints(mesh: str) -> list[Any]:
+    model = fxpar.shard(small(), mesh=mesh, hints={"*.up.weight": ["tp", "_"]})
+    lies = {n: " ".join(map(str, p.placements)) for n, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return [steps(model, compiled(model, mesh), optimizer, 2), lies]
+
+
+def test_hints_lay_out_parameters() -> None:
+    out, lies = alike(with_hints, "dp=2,tp=2")
+    near(out, of_one_device(2), rtol=1e-4)
+    assert lies["layers.1.up.weight"] == "R S(0)"
+    assert lies["odd"] == "R R" and lies["scale"] == "R R"
+
+
+# Eager, regional, local
+
+
+def uncompiled(mesh: str | None) -> list[Any]:
+    model = small()
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return steps(model, model, optimizer, 2)
+
+
+def test_eager_use_is_correct() -> None:
+    near(alike(uncompiled, "dp=2,tp=2"), uncompiled(None), rtol=1e-4)
+
+
+def regional(mesh: str | None) -> list[Any]:
+    model = small()
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+        for layer in model.layers:
+            layer.compile(backend="fxpar", options={"codegen": "eager", "mesh": mesh})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return steps(model, model, optimizer, 2)
+
+
+def test_layers_compiled_one_by_one() -> None:
+    near(alike(regional, "dp=2,tp=2"), regional(None), rtol=1e-4)
+
+
+def local(mesh: str | None) -> list[Any]:
+    model, program = prepared(mesh, **({} if mesh is None else {"inputs": "local"}))
+    (batch,) = batches(1)
+    if mesh is not None:
+        batch = part(batch, 2)
+    loss = program(**batch)
+    loss.backward()
+    return [loss.item(), gradients(model)]
+
+
+def test_each_rank_may_feed_its_part() -> None:
+    near(alike(local, "dp=2,tp=2"), local(None))
+
+
+def kept(mesh: str) -> list[Any]:
+    """Gathers of weights with and without the second one for the backward."""
+    out = []
+    for again in (True, False):
+        torch._dynamo.reset()
+        model = fxpar.shard(mlp(), mesh=mesh)
+        program = compiled(model, mesh, reshard_after_forward=again)
+        loss = program(rows())
+        loss.backward()
+        gathers = [c for c in fxpar.plans()[-1].collectives if c.kind == "all_gather"]
+        out.append([gradients(model), len(gathers)])
+    return out
+
+
+def test_gathered_parameters_may_be_kept() -> None:
+    (first, often), (second, once) = alike(kept, "dp=4")
+    model = mlp()
+    model(rows()).backward()
+    near([first, second], [gradients(model)] * 2)
+    assert (often, once) == (3, 2)  # the first layer's weight is not needed again
+
+
+def copied(mesh: str) -> list[Any]:
+    """A model and its deep copy train apart."""
+    model = fxpar.shard(mlp(), mesh=mesh)
+    other = copy.deepcopy(model)
+    torch.optim.SGD(other.parameters(), lr=0.1)
+    one, two = compiled(model, mesh), compiled(other, mesh)
+    loss = one(rows()) + two(rows()) * 2
+    loss.backward()
+    return [gradients(model), gradients(other)]
+
+
+def test_a_deep_copy_is_a_model_of_its_own() -> None:
+    model = mlp()
+    model(rows()).backward()
+    want = gradients(model)
+    near(alike(copied, "dp=4"), [want, {n: 2 * g for n, g in want.items()}])

@@ -1,0 +1,648 @@
+"""What ``fxpar.shard`` makes of a module, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fxpar
+from fxpar.errors import (
+    FxparError,
+    FxparWarning,
+    HintError,
+    MeshError,
+    OptionError,
+    ShardError,
+)
+from fxpar.runtime.shard import is_sharded
+from tests.spawn import shared_pool
+
+multiprocess = pytest.mark.multiprocess
+
+
+class Layer(nn.Linear):
+    """Of the user's own class."""
+
+    def twice(self) -> torch.Tensor:
+        return self.weight * 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8)
+        self.layer = Layer(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_parameter("nothing", None)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layer(self.words(ids))) * self.scale)
+
+
+def made(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def sharded(mesh: str = "dp=2,tp=2") -> Any:
+    return fxpar.shard(made(), mesh=mesh)
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(16)
+
+
+def compiled(model: Any, mesh: str | None = "dp=2,tp=2") -> Any:
+    options = {"codegen": "eager"} | ({"mesh": mesh} if mesh else {})
+    return torch.compile(model, backend="fxpar", options=options)
+
+
+def everywhere(fn: Callable[[], Any], **how: Any) -> None:
+    """Run a check on four ranks."""
+    shared_pool(4).run(fn, **how)
+
+
+def refused(fn: Callable[[], Any], kind: type[FxparError], *words: str, **how: Any):
+    """Every rank raises ``kind``; the message has all words and says what to do."""
+    errors = shared_pool(4).errors(fn, **how)
+    for error in errors:
+        assert isinstance(error, kind), repr(error)
+        assert error.fix
+        for word in words:
+            assert word in str(error), str(error)
+
+
+# What a sharded module is
+
+
+def a_module_of_the_same_kind() -> None:
+    plain, model = made(), made()
+    same = fxpar.shard(model, mesh="dp=2,tp=2")
+    assert same is model
+    assert is_sharded(model) and not is_sharded(plain)
+    assert is_sharded(torch.compile(model, backend="fxpar"))
+    assert type(model) is not Model and isinstance(model, Model)
+    assert isinstance(model.layer, Layer) and isinstance(model.layer, nn.Linear)
+    for a, b in zip(plain.modules(), model.modules(), strict=True):
+        assert type(a).__name__ == type(b).__name__
+        assert type(a).__qualname__ == type(b).__qualname__
+        assert type(a).__module__ == type(b).__module__
+        assert repr(a) == repr(b)
+    for kind in ("named_parameters", "named_buffers", "named_modules"):
+        names = [name for name, _ in getattr(plain, kind)()]
+        assert [name for name, _ in getattr(model, kind)()] == names
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model.nothing is None
+    assert type(sharded().layer) is type(sharded("dp=4").layer)
+
+
+@multiprocess
+def test_a_sharded_module_is_still_of_its_class() -> None:
+    everywhere(a_module_of_the_same_kind)
+
+
+def parameters() -> None:
+    plain, model = made(), sharded()
+    for (name, p), (_, want) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert isinstance(p, DTensor) and isinstance(p, nn.Parameter), name
+        assert p.is_leaf and p.requires_grad and p.shape == want.shape
+        assert p.stride() == want.stride() and p.dtype == want.dtype
+        assert torch.equal(p.full_tensor(), want), name
+    assert model.layer.weight.to_local().numel() == 8 * 8 // 4
+    assert model.scale.to_local().numel() == 1
+    assert model.layer.weight.to_local().untyped_storage().nbytes() == 4 * 8 * 8 // 4
+    assert not any(isinstance(b, DTensor) for b in model.buffers())
+    assert model.head.weight is model.words.weight
+    assert len(list(model.parameters())) == len(list(plain.parameters()))
+
+
+@multiprocess
+def test_parameters_are_parts_of_the_same_values() -> None:
+    everywhere(parameters)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.weight)
+        return x @ self.weight
+
+
+def inside_and_outside() -> None:
+    torch.manual_seed(0)
+    model = Looks()
+    want = model.weight.detach().clone()
+    fxpar.shard(model, mesh="dp=4")
+    assert isinstance(model.weight, DTensor)
+    assert model.weight is model._parameters["weight"]
+    model(torch.ones(2, 8)).sum().backward()
+    (seen,) = model.seen
+    assert not isinstance(seen, DTensor) and torch.equal(seen, want)
+    assert isinstance(model.weight, DTensor)
+    assert isinstance(model.weight.grad, DTensor)
+    assert model.weight.grad.placements == model.weight.placements
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((8, 4), 2.0))
+    with torch.no_grad():
+        model.weight.mul_(2.0)  # as init functions and optimizers do
+        nn.init.constant_(model.weight, 3.0)
+    assert torch.equal(model(torch.ones(1, 8)), torch.full((1, 4), 24.0))
+
+
+@multiprocess
+def test_an_attribute_is_global_inside_a_forward_and_a_dtensor_outside() -> None:
+    everywhere(inside_and_outside)
+
+
+def modes_and_hooks() -> None:
+    plain, model = made(), made()
+    told: list[Any] = []
+    model.layer.register_forward_hook(lambda m, a, out: told.append(tuple(out.shape)))
+    model.layer.register_full_backward_hook(lambda m, gi, go: told.append(len(go)))
+    fxpar.shard(model, mesh="dp=2,tp=2")
+    model.layer.weight.register_hook(lambda g: told.append(type(g).__name__))
+    model.eval(), plain.eval()
+    assert not model.layer.training
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids()), plain(ids()))
+    model.train(), plain.train()
+    assert told == [(16, 8)]
+    out, want = model(ids()), plain(ids())
+    torch.testing.assert_close(out, want)
+    out.square().sum().backward()
+    assert told[:2] == [(16, 8), (16, 8)]
+    assert sorted(told[2:], key=str) == [1, "DTensor"]
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
+    model.zero_grad()
+    assert model.layer.weight.grad is None
+    model.requires_grad_(False)
+    assert not model(ids()).requires_grad
+
+
+@multiprocess
+def test_modes_and_hooks() -> None:
+    everywhere(modes_and_hooks)
+
+
+def casts() -> None:
+    model = sharded().double()
+    assert isinstance(model.layer.weight, DTensor)
+    assert model.layer.weight.dtype is torch.float64
+    assert model.head.weight is model.words.weight
+    torch.testing.assert_close(model(ids()), made().double()(ids()))
+
+
+@multiprocess
+def test_casts() -> None:
+    everywhere(casts)
+
+
+def copies() -> None:
+    model = sharded()
+    other = copy.deepcopy(model)
+    assert type(other) is type(model) and is_sharded(other)
+    assert other.head.weight is other.words.weight is not model.words.weight
+    torch.testing.assert_close(other(ids()), model(ids()))
+    with torch.no_grad():
+        other.layer.weight.zero_()
+    assert model.layer.weight.full_tensor().abs().sum() > 0
+    other(ids()).sum().backward()
+    assert model.layer.weight.grad is None
+
+
+@multiprocess
+def test_deep_copies() -> None:
+    everywhere(copies)
+
+
+def state() -> None:
+    model = sharded()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    saved = model.state_dict()
+    assert all(isinstance(saved[name], DTensor) for name, _ in model.named_parameters())
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    fresh = sharded()
+    fresh.load_state_dict(read)
+    for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor()), name
+    # whole tensors, as from a checkpoint of one device: each rank takes its part
+    plain = made(seed=1)
+    fresh.load_state_dict(plain.state_dict())
+    for (name, p), q in zip(fresh.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, DTensor) and torch.equal(p.full_tensor(), q), name
+    torch.testing.assert_close(fresh(ids()), plain(ids()))
+    fresh.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(
+        fresh.layer.weight.full_tensor(), model.layer.weight.full_tensor()
+    )
+    assert isinstance(fresh.layer.weight, DTensor)
+
+
+@multiprocess
+def test_state_dicts() -> None:
+    everywhere(state)
+
+
+def full_state() -> None:
+    from torch.distributed.checkpoint import state_dict as api
+
+    model, plain = sharded(), made()
+    options = api.StateDictOptions(full_state_dict=True)
+    saved = api.get_model_state_dict(model, options=options)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name], value), name
+    api.set_model_state_dict(model, made(seed=1).state_dict(), options=options)
+    torch.testing.assert_close(model(ids()), made(seed=1)(ids()))
+
+
+@multiprocess
+def test_a_full_state_dict_by_the_stock_api() -> None:
+    everywhere(full_state)
+
+
+def functional() -> None:
+    model, plain = sharded(), made()
+    other = made(seed=1)
+    values = {name: p.detach() for name, p in other.named_parameters()}
+    values["head.weight"] = values["words.weight"]
+    out = torch.func.functional_call(model, values, (ids(),))
+    torch.testing.assert_close(out, torch.func.functional_call(plain, values, (ids(),)))
+    assert isinstance(model.layer.weight, DTensor)
+
+
+@multiprocess
+def test_functional_call_takes_plain_tensors() -> None:
+    everywhere(functional)
+
+
+def given_a_device_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = fxpar.shard(made(), mesh=mesh)
+    assert model.layer.weight.device_mesh == mesh
+
+
+@multiprocess
+def test_a_device_mesh_of_the_user_is_the_parameters_own() -> None:
+    everywhere(given_a_device_mesh)
+
+
+def from_the_environment() -> None:
+    model = fxpar.shard(made())
+    assert model.layer.weight.device_mesh.mesh_dim_names == ("a", "tp")
+    out = compiled(model, mesh=None)(ids())
+    torch.testing.assert_close(out, made()(ids()))
+
+
+@multiprocess
+def test_the_mesh_of_the_environment() -> None:
+    everywhere(from_the_environment, env={"FXPAR_MESH": "a=2,tp=2"})
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = Model()
+    fxpar.shard(model, mesh="dp=2,tp=2")
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.layer.weight.to_local().numel() == 8 * 8 // 4
+    assert isinstance(model.layer.weight, DTensor)
+    assert model.head.weight is model.words.weight
+    model.load_state_dict(made().state_dict())
+    torch.testing.assert_close(model(ids()), made()(ids()))
+
+
+@multiprocess
+def test_made_on_meta() -> None:
+    everywhere(on_meta)
+
+
+def ranks_differ() -> list[str]:
+    model = made(seed=dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fxpar.shard(model, mesh="dp=4")
+    for p, want in zip(model.parameters(), made().parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), want)
+    return [str(w.message) for w in caught if w.category is FxparWarning]
+
+
+@multiprocess
+def test_parameters_that_differ_are_taken_from_rank_0() -> None:
+    first, *others = shared_pool(4).run(ranks_differ)
+    (text,) = first
+    assert "parameters differ between ranks, taken from rank 0" in text
+    assert "words.weight" in text and "fix: call torch.manual_seed" in text
+    assert others == [[]] * 3  # said once
+
+
+def test_one_process_changes_nothing() -> None:
+    model = made()
+    assert fxpar.shard(model) is model
+    assert type(model) is Model and not is_sharded(model)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    with fxpar.no_sync(model):
+        model(ids()).sum().backward()
+    assert model.layer.weight.grad is not None
+    torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# What is refused
+
+
+def after_an_optimizer() -> None:
+    model = made()
+    optimizer = torch.optim.AdamW(model.layer.parameters())
+    fxpar.shard(model, mesh="dp=4")
+    del optimizer
+
+
+def an_optimizer_of_another_model() -> None:
+    other = made()
+    optimizer = torch.optim.AdamW(other.parameters())
+    fxpar.shard(made(), mesh="dp=4")
+    del optimizer
+
+
+@multiprocess
+def test_an_optimizer_made_before() -> None:
+    refused(after_an_optimizer, ShardError, "AdamW", "after model = fxpar.shard")
+    everywhere(an_optimizer_of_another_model)
+
+
+def twice() -> None:
+    fxpar.shard(sharded(), mesh="dp=2,tp=2")
+
+
+def a_part_first() -> None:
+    model = made()
+    fxpar.shard(model.layer, mesh="dp=2,tp=2")
+    fxpar.shard(model, mesh="dp=2,tp=2")
+
+
+@multiprocess
+def test_shard_twice() -> None:
+    refused(twice, ShardError, "was called on this model before", "once")
+    refused(a_part_first, ShardError, "was called on this model before", "whole model")
+
+
+def another_mesh_than_the_environment() -> None:
+    fxpar.shard(made(), mesh="dp=4")
+
+
+def the_mesh_of_the_environment() -> None:
+    fxpar.shard(made(), mesh="dp=2,tp=2")
+
+
+def another_mesh_to_compile() -> None:
+    compiled(sharded(), mesh="dp=4")(ids())
+
+
+def too_large_a_mesh() -> None:
+    fxpar.shard(made(), mesh="dp=8")
+
+
+@multiprocess
+def test_meshes_that_differ() -> None:
+    env = {"FXPAR_MESH": "dp=2,tp=2"}
+    words = "dp=4", "FXPAR_MESH is dp=2,tp=2", "unset FXPAR_MESH"
+    refused(another_mesh_than_the_environment, MeshError, *words, env=env)
+    everywhere(the_mesh_of_the_environment, env=env)
+    words = "rest on mesh dp=2,tp=2", "for mesh dp=4", "by FXPAR_MESH"
+    refused(another_mesh_to_compile, MeshError, *words)
+    refused(too_large_a_mesh, MeshError, "dp=8 has 8 ranks", "4 processes run")
+
+
+def hinted(hints: Any) -> Any:
+    return fxpar.shard(made(), mesh="dp=2,tp=2", hints=hints)
+
+
+def hint_without_a_match() -> None:
+    hinted({"layer.weigth": ["tp", "_"]})
+
+
+def hint_that_does_not_divide() -> None:
+    model = nn.Linear(6, 3)
+    fxpar.shard(model, mesh="tp=4", hints={"weight": ["tp", "_"]})
+
+
+def hint_of_another_axis() -> None:
+    hinted({"layer.weight": ["ep", "_"]})
+
+
+def hint_of_too_many_dims() -> None:
+    hinted({"layer.bias": ["tp", "_"]})
+
+
+def hints_that_fit() -> None:
+    model = hinted({"layer.*": ["tp"], "layer.weight": ["_", "tp?"]})
+    places = {name: p.placements for name, p in model.named_parameters()}
+    assert places["layer.weight"][1] == Shard(1)
+    assert places["layer.bias"] == (Replicate(), Shard(0))
+    # a tied parameter is hinted by any of its names
+    tied = hinted({"head.weight": ["tp", "_"]})
+    assert tied.words.weight.placements == (Replicate(), Shard(0))
+    closed = hinted({"*.weight": ["_", "_"], "norm.*": ["_"], "words.*": ["_", "_"]})
+    assert closed.layer.weight.placements == (Replicate(), Replicate())
+    torch.testing.assert_close(closed(ids()), made()(ids()))
+
+
+@multiprocess
+def test_hints() -> None:
+    words = "'layer.weigth' matches no parameter", "'layer.weight'"
+    refused(hint_without_a_match, HintError, *words)
+    words = "on weight", "size 3 does not divide", "another dim"
+    refused(hint_that_does_not_divide, HintError, *words)
+    refused(hint_of_another_axis, HintError, "no axis 'ep'", "use one of dp, tp")
+    refused(hint_of_too_many_dims, HintError, "layer.bias", "2 entries", "1 dims")
+    everywhere(hints_that_fit)
+
+
+def other_shapes(sharded_too: bool, assign: bool = False) -> str:
+    model = sharded()
+    torch.manual_seed(0)
+    other = Model()
+    other.layer = Layer(8, 16)
+    if sharded_too:
+        fxpar.shard(other, mesh="dp=2,tp=2")
+    try:
+        model.load_state_dict(other.state_dict(), assign=assign)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@multiprocess
+@pytest.mark.parametrize("sharded_too", [False, True])
+def test_a_checkpoint_of_other_shapes(sharded_too: bool) -> None:
+    for text in shared_pool(4).run(other_shapes, sharded_too):
+        assert "layer.weight" in text
+        assert "[16, 8]" in text and "[8, 8]" in text
+
+
+def replaced() -> None:
+    model = sharded()
+    model.layer.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def replaced_by_data() -> None:
+    model = sharded()
+    model.layer.register_parameter("weight", nn.Parameter(torch.zeros(8, 8)))
+
+
+def replaced_behind_the_back() -> None:
+    model = sharded()
+    model.layer._parameters["weight"] = nn.Parameter(torch.zeros(8, 8))
+    model(ids())
+
+
+def replaced_by_a_dtensor() -> None:
+    model = sharded()
+    own = model.layer.weight
+    model.layer.weight = nn.Parameter(
+        distribute_tensor(torch.zeros(8, 8), own.device_mesh, own.placements)
+    )
+    assert model.layer(torch.ones(1, 8)).equal(model.layer.bias.full_tensor()[None])
+
+
+def removed() -> None:
+    model = sharded()
+    model.layer.bias = None
+    model(ids())
+    del model.layer.bias
+    assert "layer.bias" not in dict(model.named_parameters())
+
+
+@multiprocess
+def test_a_parameter_replaced_afterwards() -> None:
+    words = "'weight' of a Layer", "before fxpar.shard"
+    refused(replaced, ShardError, *words)
+    refused(replaced_by_data, ShardError, *words)
+    everywhere(replaced_by_a_dtensor)
+    everywhere(removed)
+
+
+def recurrent() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8))
+    fxpar.shard(model, mesh="dp=4")
+
+
+class Keeps(nn.Module):
+    def __init__(self, how: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        object.__setattr__(self, "kept", how(self.weight))
+
+
+def keeps_in_a_list() -> None:
+    fxpar.shard(Keeps(lambda w: [w]), mesh="dp=4")
+
+
+def keeps_in_a_dict() -> None:
+    fxpar.shard(Keeps(lambda w: {"w": w}), mesh="dp=4")
+
+
+def keeps_itself() -> None:
+    fxpar.shard(Keeps(lambda w: w), mesh="dp=4")
+
+
+@multiprocess
+def test_parameters_kept_elsewhere() -> None:
+    refused(recurrent, ShardError, "LSTM 1", "_flat_weights", "self.<name>")
+    refused(keeps_in_a_list, ShardError, "Keeps", "'kept'")
+    refused(keeps_in_a_dict, ShardError, "Keeps", "'kept'")
+    refused(keeps_itself, ShardError, "Keeps", "'kept'")
+
+
+def a_refusal_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8))
+    before = [type(m) for m in model.modules()]
+    for _ in range(2):
+        with pytest.raises(ShardError, match="LSTM"):
+            fxpar.shard(model, mesh="dp=4")
+        assert [type(m) for m in model.modules()] == before
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+@multiprocess
+def test_a_refusal_changes_nothing() -> None:
+    everywhere(a_refusal_changes_nothing)
+
+
+def lazy() -> None:
+    fxpar.shard(nn.Sequential(nn.LazyLinear(8)), mesh="dp=4")
+
+
+def dtensors() -> None:
+    model = made()
+    mesh = init_device_mesh("cpu", (4,))
+    weight = distribute_tensor(model.layer.weight.detach(), mesh, [Shard(0)])
+    model.layer.weight = nn.Parameter(weight)
+    fxpar.shard(model, mesh="dp=4")
+
+
+@multiprocess
+def test_parameters_that_are_not_plain() -> None:
+    refused(lazy, ShardError, "0.weight", "no shape yet", "run the lazy module once")
+    refused(dtensors, ShardError, "layer.weight is a DTensor", "fully_shard")
+
+
+def sums_held_back() -> None:
+    """Eagerly too gradients add up unreduced, and are reduced outside."""
+    model, plain = sharded("dp=4"), made()
+    for i in range(3):
+        plain(ids() + i - 1 & 15).square().sum().backward()
+    for i in range(3):
+        with fxpar.no_sync(model) if i < 2 else contextlib.nullcontext():
+            model(ids() + i - 1 & 15).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad.placements == p.placements
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@multiprocess
+@pytest.mark.xfail(
+    reason="to_global's gradient has another shape than its input", strict=True
+)
+def test_no_sync_uncompiled() -> None:
+    everywhere(sums_held_back)
+
+
+def unsynced() -> None:
+    with fxpar.no_sync(made()):
+        pass
+
+
+def wrong_option() -> None:
+    model = sharded()
+    options = {"codegen": "eager", "mesh": "dp=2,tp=2", "param_dtype": "bfloat"}
+    torch.compile(model, backend="fxpar", options=options)(ids())
+
+
+@multiprocess
+def test_no_sync_and_options() -> None:
+    refused(unsynced, ShardError, "no_sync needs", "fxpar.shard(model)")
+    refused(wrong_option, OptionError, "param_dtype", "bfloat16")
