@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.spawn import run_script
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -69,8 +71,15 @@ def test_python_code_parses(page: Path) -> None:
         ast.parse(code)
 
 
-MARKED = re.compile(r"^<!-- (run|printed) -->\n```\w+\n(.*?)^```$", re.DOTALL | re.M)
-RUNNABLE = [page for page in PAGES if "<!-- run -->" in page.read_text()]
+MARKED = re.compile(
+    r"^<!-- (run|printed|torchrun \d+) -->\n```\w+\n(.*?)^```$", re.DOTALL | re.M
+)
+RUNNABLE = [page for page in PAGES if MARKED.search(page.read_text())]
+
+# Before a script's first line: what rank 0 prints goes to a file, apart from warnings.
+PRELUDE = """import os, sys; os.chdir({folder!r}); \
+sys.stdout = open("rank" + os.environ["RANK"], "w", buffering=1)
+"""
 
 
 def comparable(text: str) -> str:
@@ -79,15 +88,31 @@ def comparable(text: str) -> str:
     return re.sub(r"[\w./-]+\.(?:py|md):\d+: ", "", text).strip()
 
 
+def torchrun(code: str, ranks: int, folder: Path) -> str:
+    """What rank 0 of a script prints."""
+    script = folder / "script.py"
+    script.write_text(PRELUDE.format(folder=str(folder)) + code)
+    env = {"FXPAR_CODEGEN": "eager"}
+    for rank, ended in enumerate(run_script(script, ranks=ranks, env=env)):
+        assert ended.code == 0, f"rank {rank}\n{ended.output}"
+    return (folder / "rank0").read_text()
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("page", RUNNABLE, ids=name)
 def test_marked_code_prints_what_the_page_says(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Blocks after ``<!-- run -->`` run in order in one namespace; what they print
-    stands in the block after ``<!-- printed -->``. EXPECTTEST_ACCEPT=1 updates it."""
+    """Blocks after ``<!-- run -->`` run in order in one namespace, those after
+    ``<!-- torchrun 2 -->`` are scripts of so many ranks; what they print stands in the
+    block after ``<!-- printed -->``. EXPECTTEST_ACCEPT=1 updates it."""
     from fxpar.sharding import rules
 
     monkeypatch.setattr(rules, "_USER", {})
+    monkeypatch.chdir(tmp_path)
     text, namespace = page.read_text(), {"__name__": "page"}
     accepted, done = [], 0
     for block in MARKED.finditer(text):
@@ -95,6 +120,9 @@ def test_marked_code_prints_what_the_page_says(
         if kind == "run":
             above = "\n" * text[: block.start(2)].count("\n")
             exec(compile(above + code, str(page), "exec"), namespace)
+            continue
+        if kind != "printed":
+            print(torchrun(code, int(kind.split()[1]), tmp_path), end="")
             continue
         printed = capsys.readouterr().out
         if os.environ.get("EXPECTTEST_ACCEPT"):

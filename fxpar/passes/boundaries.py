@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar._compat import OpOverload
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.rewrite import Rewriter
 from fxpar.sharding.mesh import Mesh
@@ -64,9 +65,10 @@ def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
         if node.target is torch.ops.fxpar.to_global.default:
             _enter(node, places, found, rewriter, mesh)
     leaving: dict[fx.Node, Spec] = {}
+    taken = {_owner(x) for x in graph.output_node().args[0] if isinstance(x, fx.Node)}
     for node in list(graph.nodes):
         if node.target is torch.ops.fxpar.to_local.default:
-            _leave(node, leaving, rewriter)
+            _leave(node, leaving, taken, rewriter)
         elif node.op == "output":
             for k, arg in enumerate(node.args[0]):
                 if isinstance(arg, fx.Node) and arg in leaving:
@@ -110,9 +112,17 @@ def _enter(
             rewriter.graph.erase_node(view)
 
 
-def _leave(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> None:
-    """The gradient itself, in global shape, for its part."""
+def _leave(
+    node: fx.Node,
+    leaving: dict[fx.Node, Spec],
+    taken: set[fx.Node],
+    rewriter: Rewriter,
+) -> None:
+    """The gradient itself, in global shape, for its part. It owns its memory, since
+    autograd adds to it in place: ``taken`` are values that others have as results."""
     x, spec, _, reduce = node.args
+    if Spec.parse(spec).partial:
+        reduce = ""  # nothing is reduced yet
     if reduce and x.meta["val"].dtype != getattr(torch, reduce):
         convert = torch.ops.prims.convert_element_type.default
         with rewriter.before(node):
@@ -122,11 +132,32 @@ def _leave(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> N
             x = rewriter.call(convert, x, own)
     elif reduce:
         x.meta["fxpar_reduce_here"] = True
-    # A copy, since one value may be the gradient of parameters that rest apart.
+    # A node of its own, since one value may be the gradient of parameters that rest
+    # apart.
+    owner, strides = (
+        _owner(x),
+        zip(x.meta["val"].shape, x.meta["val"].stride(), strict=True),
+    )
+    expanded = any(size > 1 and not stride for size, stride in strides)
     with rewriter.before(node):
-        copy = rewriter.call(aten.alias.default, x)
+        if expanded or owner in taken or owner.op == "placeholder":
+            contiguous = {"memory_format": torch.contiguous_format}
+            copy = rewriter.call(aten.clone.default, x, **contiguous)
+        else:
+            copy = rewriter.call(aten.alias.default, x)
+    taken.add(owner)
     rewriter.replace(node, copy)
     leaving[copy] = Spec.parse(spec)
+
+
+def _owner(x: fx.Node) -> fx.Node:
+    """The node whose memory a value is a view of."""
+    while isinstance(x.target, OpOverload):
+        returns = x.target._schema.returns
+        if not returns or returns[0].alias_info is None:
+            break
+        x = x.args[0]
+    return x
 
 
 def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> None:

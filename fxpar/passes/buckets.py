@@ -5,13 +5,14 @@ all-gathers of parameters, and reductions of gradients, of one kind, group and d
 joined until a bucket is full: their operands are copied into one tensor, which one
 collective moves, and its result is cut up again. A gather joins if its operand is made
 of graph inputs by cheap ops alone; a reduction if nothing but cheap ops stand between
-its result and the graph's output. Operands never wait for anything of their own bucket.
+its result and the graph's output. Operands never wait for anything of their own bucket,
+nor for a bucket that does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ c10d = torch.ops._c10d_functional
 
 # Bytes of a full bucket, in the form each rank holds whole. What is larger goes alone:
 # there the bandwidth of the link counts and not its latency.
-FULL = 4 << 20
+FULL = 2 << 20
 
 # Work that may stand between a collective and the border of the graph.
 _CHEAP = {
@@ -61,9 +62,11 @@ class _Bucket:
 def bucket(graph: fx.Graph, rewriter: Rewriter, *, reductions: bool) -> None:
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
     views of one tensor, as only gradients may be."""
-    free, late, before = from_inputs(graph), _to_output(graph), _depends(graph)
+    free, late = from_inputs(graph), _to_output(graph)
+    before = _depends(graph, late)
     opened: dict[Any, _Bucket] = {}
     full: list[_Bucket] = []
+    home: dict[fx.Node, _Bucket] = {}
     for node in list(graph.nodes):
         if node.target is _GATHER:
             joins = node.args[0] in free
@@ -76,12 +79,13 @@ def bucket(graph: fx.Graph, rewriter: Rewriter, *, reductions: bool) -> None:
             continue
         key = node.target, node.args[1:], value.dtype, value.device
         held = opened.get(key)
-        waits = held is not None and any(m in before[node] for m in held.members)
-        if held is None or waits or held.size + size > FULL:
+        needs = _buckets(before[node], home, before)
+        if held is None or id(held) in needs or held.size + size > FULL:
             held = opened[key] = _Bucket()
             full.append(held)
         held.members.append(node)
         held.size += size
+        home[node] = held
     for held in full:
         if len(held.members) > 1:
             _JOIN[held.members[0].target](rewriter, held.members)
@@ -114,8 +118,11 @@ def _to_output(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _depends(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """For each node the collectives it depends on that could be joined."""
+def _depends(
+    graph: fx.Graph, late: Collection[fx.Node]
+) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node the reductions it depends on that could be joined. (Gathers that
+    could be depend on nothing.)"""
     none: frozenset[fx.Node] = frozenset()
     out: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
@@ -123,9 +130,26 @@ def _depends(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
         out[node] = found
         if node.target is WAIT:
             source = node.args[0]
-            if source.target in (_SCATTER, _REDUCE, _GATHER):
+            if source in late and source.target in (_SCATTER, _REDUCE):
                 out[node] = found | {source}
     return out
+
+
+def _buckets(
+    nodes: Iterable[fx.Node],
+    home: Mapping[fx.Node, _Bucket],
+    before: Mapping[fx.Node, Iterable[fx.Node]],
+) -> set[int]:
+    """Ids of the buckets that must be done before ``nodes`` are: theirs, and those that
+    any member of these depends on."""
+    found: set[int] = set()
+    rest = list(nodes)
+    while rest:
+        held = home.get(rest.pop())
+        if held is not None and id(held) not in found:
+            found.add(id(held))
+            rest += [n for member in held.members for n in before[member]]
+    return found
 
 
 def _size(node: fx.Node) -> int:
@@ -153,6 +177,9 @@ def _cut(rewriter: Rewriter, x: fx.Node, rows: int, members: Sequence[fx.Node]) 
         width = math.prod(shape) // rows
         part = rewriter.call(aten.slice.Tensor, x, 1, at, at + width)
         part = rewriter.call(aten.reshape.default, part, shape)
+        if not part.meta["val"].is_contiguous():  # views may follow
+            layout = torch.contiguous_format
+            part = rewriter.call(aten.clone.default, part, memory_format=layout)
         at += width
         rewriter.replace(_wait_of(member), part)
 

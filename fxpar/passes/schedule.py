@@ -46,10 +46,7 @@ def drop_unread(graph: fx.Graph) -> None:
     The partitioner repeats those of forward results in the backward, and counts them
     among what dead code elimination may not touch.
     """
-    for node in reversed(list(graph.nodes)):
-        if node.target is WAIT and not node.users:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
 
 
 def prefetch(graph: fx.Graph) -> None:

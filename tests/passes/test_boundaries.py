@@ -293,6 +293,25 @@ def test_using_a_part_beside_the_global_value_is_refused() -> None:
         Traced(beside)
 
 
+class Pair(Layer):
+    """A second parameter with the gradient of the first."""
+
+    def __init__(self, use: Use, spec: str) -> None:
+        super().__init__(use, spec)
+        self.other = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ (self.whole() + self.whole(self.other)).t()).square().mean()
+
+
+def test_gradients_do_not_share_memory() -> None:
+    call = Call(Pair(linear, "[tp+dp, _]"), (torch.randn(16, 4),), {}, True)
+    module, fake_mode = call.trace()
+    absorb(module.graph, fake_mode, MESH)
+    made = [x for x in module.graph.output_node().args[0] if x is not None][1:]
+    assert {x.target for x in made} == {aten.alias.default, aten.clone.default}
+
+
 def test_another_mesh_is_refused() -> None:
     with pytest.raises(MeshError) as caught:
         Traced(linear, mesh="tp=2,dp=2")

@@ -348,22 +348,22 @@ def test_a_tied_name_that_the_file_lacks(tmp_path: Path) -> None:
     assert all(shared_pool(4).run(read_missing, str(tmp_path), True))
 
 
-def sampled(mesh: str) -> tuple[list[str], list[str], float]:
-    """A layout planned without memory, and the same model with it."""
+def rows_then_columns() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def sampled(mesh: str) -> list[list[str]]:
+    """A layout planned without memory, and that of the same model with it."""
+    sample = ((torch.ones(8, 8),), {})
+    model = on_meta(rows_then_columns, mesh, sample=sample)
     torch.manual_seed(0)
-    ids = torch.randint(0, 64, (8, 8))
-    sample = ((), {"input_ids": ids, "labels": ids})
-    model = on_meta(lambda: llama(tied=False), mesh, sample=sample)
-    there = fxpar.shard(llama(tied=False), mesh=mesh, sample=sample)
-    model.init_weights()
+    there = fxpar.shard(rows_then_columns(), mesh=mesh, sample=sample)
     model.load_state_dict(there.state_dict())
-    losses = [m(**sample[1]).loss.item() for m in (model, there)]
-    assert losses[0] == losses[1]
-    lies = [[str(p.placements) for p in m.parameters()] for m in (model, there)]
-    return lies[0], lies[1], losses[0]
+    assert torch.equal(model(*sample[0]), there(*sample[0]))
+    return [[str(p.placements) for p in m.parameters()] for m in (model, there)]
 
 
 def test_sample_on_meta() -> None:
-    for on_meta_, there, loss in shared_pool(4).run(sampled, "dp=2,tp=2"):
-        assert on_meta_ == there and loss > 0
+    for on_meta_, there in shared_pool(4).run(sampled, "dp=2,tp=2"):
+        assert on_meta_ == there
         assert len(set(on_meta_)) > 2  # tensor parallel: rows, columns, vectors
