@@ -34,7 +34,7 @@ def state_bytes(model: Any, optimizer: Any) -> int:
     """Bytes of parameters, gradients and optimizer state on this rank."""
     import torch
 
-    held = [p for p in model.parameters()]
+    held = list(model.parameters())
     held += [p.grad for p in model.parameters() if p.grad is not None]
     held += [
         x
@@ -46,7 +46,7 @@ def state_bytes(model: Any, optimizer: Any) -> int:
 
 
 def peak_bytes(run: Any) -> int:
-    """The most that ``run()`` has allocated at one time beyond what was there before."""
+    """The most that ``run()`` holds at one time beyond what was there before."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -121,6 +121,12 @@ def tree_leaves(tree: Any) -> list[Any]:
     return _pytree.tree_leaves(tree)
 
 
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(fn, tree)
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     from torch.utils import _pytree
 
@@ -289,9 +295,13 @@ def fake_like(x: torch.Tensor, shape: tuple[int, ...], mode: Any) -> torch.Tenso
 
 def trace_again(reason: str) -> None:
     """Make Dynamo, which is calling the backend, analyse the frame once more."""
-    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo import exc
 
-    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+    # The first is let through from a backend, the second forgets the way it took.
+    class Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+        pass
+
+    raise Again(restart_reason=reason)
 
 
 @contextlib.contextmanager

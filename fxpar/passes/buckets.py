@@ -27,7 +27,7 @@ c10d = torch.ops._c10d_functional
 
 # Bytes of a full bucket, in the form each rank holds whole. What is larger goes alone:
 # there the bandwidth of the link counts and not its latency.
-FULL = 2 << 20
+FULL = 1 << 20
 
 # Work that may stand between a collective and the border of the graph.
 _CHEAP = {

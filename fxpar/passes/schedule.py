@@ -1,9 +1,9 @@
 """What is done to a forward or a backward by itself, once they were parted.
 
 In: the bound graph of one of the two, as it goes to code generation. Out: the same
-graph, changed in place: ``drop_unread``, ``buckets.bucket``, ``prefetch`` and
-``give_outputs``, in this order. Every rank has the same graph and does the same, so
-collectives keep one order on all of them.
+graph, changed in place: ``drop_unread``, ``buckets.bucket``, ``sink_waits``,
+``prefetch``, ``drain`` and ``give_outputs``, in this order. Every rank has the same
+graph and does the same, so collectives keep one order on all of them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def schedule(graph: fx.Graph, *, backward: bool, disable: Collection[str] = ()) 
         sink_waits(graph)
     if "prefetch" not in disable:
         prefetch(graph)
+    if "drain" not in disable:
+        drain(graph)
     give_outputs(graph, rewriter)
     graph.lint()
 
@@ -67,6 +69,23 @@ def prefetch(graph: fx.Graph) -> None:
             for moved in _needed(node, free):
                 if place[moved] > place[at]:
                     at.prepend(moved)
+    graph.lint()
+
+
+# Reduce-scatters under way at a time. What one reads lives until it is waited for: a
+# gradient as one device has it.
+UNDER_WAY = 2
+
+
+def drain(graph: fx.Graph) -> None:
+    """Wait for a reduce-scatter before the next but one starts."""
+    scatters = graph.find_nodes(
+        op="call_function", target=c10d.reduce_scatter_tensor.default
+    )
+    for before, node in zip(scatters, scatters[UNDER_WAY:], strict=False):
+        for wait in list(before.users):
+            if wait.target is WAIT and node < wait:
+                node.prepend(wait)
     graph.lint()
 
 

@@ -15,10 +15,15 @@ MakeInput = Callable[[str, Any, fx.Node], Input]
 MakeOutput = Callable[[str, str, int | None], Output]
 
 
+def make_plain_output(kind: str, name: str, of: int | None) -> Output:
+    """An output that lies as the plan has it."""
+    return Output(name, kind, of)
+
+
 def read_signature(
     graph: fx.Graph,
     make_input: MakeInput,
-    make_output: MakeOutput = Output,
+    make_output: MakeOutput = make_plain_output,
 ) -> Signature:
     """The Signature of a graph whose placeholders and output carry ``meta["desc"]``.
 

@@ -20,7 +20,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
-from fxpar.runtime.modules import Home, home_of
+from fxpar.runtime.modules import Home, home_of, to_global_unreduced
 from fxpar.runtime.names import Named
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.mesh import Mesh
@@ -114,11 +114,8 @@ def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
 def homes(gm: fx.GraphModule) -> list[Home]:
     """The sharded models whose parameters a Dynamo graph uses."""
     packet = torch.ops.fxpar.to_global
-    numbers = [
-        node.args[-1]
-        for node in gm.graph.nodes
-        if node.target in (packet, packet.default)
-    ]
+    crossings = (packet, packet.default, to_global_unreduced)
+    numbers = [node.args[-1] for node in gm.graph.nodes if node.target in crossings]
     found = map(home_of, dict.fromkeys(numbers))
     return [home for home in found if home is not None]
 

@@ -22,7 +22,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from fxpar import _compat
 from fxpar.errors import ShardError
+from fxpar.passes.ops import unreduced
+from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
 RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> Rest
@@ -72,22 +75,46 @@ class Rest:
     hint: str
 
 
-def adopt(module: nn.Module, home: Home, rests: dict[str, Rest]) -> None:
-    """Swap the class of ``module`` for a subclass with a property per parameter."""
+def adopt(
+    module: nn.Module, home: Home, rests: dict[str, Rest], *, root: bool = False
+) -> None:
+    """Swap the class of ``module`` for a subclass with a property per parameter.
+    ``root``: it is the whole model, whose inputs are cast."""
     module.__dict__[HOME] = home
     module.__dict__[RESTS] = rests
     cls: Any = type(module)
-    module.__class__ = _subclass(cls, tuple(rests))
+    module.__class__ = _subclass(cls, tuple(rests), root)
 
 
 @functools.cache
-def _subclass(cls: type, names: tuple[str, ...]) -> type:
+def _subclass(cls: type, names: tuple[str, ...], root: bool) -> type:
     """One subclass per class and names, so that equal layers stay equal to Dynamo."""
     members: dict[str, Any] = {name: _property(name) for name in names}
+    if root:
+        members["forward"] = _casting(cls)
     members["register_parameter"] = _guarded(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(cls, name)
     return type(cls.__name__, (cls,), members)
+
+
+def _casting(cls: Any) -> Callable[..., Any]:
+    """``forward`` on inputs of ``param_dtype``, as in FSDP2. Not a hook: hooks run
+    before what is compiled, and the dtype is known once that is."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        dtype = self.__dict__[HOME].param_dtype
+
+        def cast(x: Any) -> Any:
+            floats = isinstance(x, torch.Tensor) and x.is_floating_point()
+            return x.to(dtype) if floats else x
+
+        if dtype is not None:
+            args, kwargs = _compat.tree_map(cast, (args, kwargs))
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _property(name: str) -> property:
@@ -105,25 +132,60 @@ def _property(name: str) -> property:
 
 def _globally(parameter: Any, home: Home, rest: Rest) -> torch.Tensor:
     """The global value of a parameter, differentiable to its part."""
-    summed = ""
-    if home.waiting or home.unreduced:
-        summed = "+".join(home.batch)
-        local = parameter.to_local(grad_placements=_unreduced(parameter, home.batch))
+    if home.batch and (home.waiting or home.unreduced):
+        whole = to_global_unreduced(
+            parameter,
+            list(rest.shape),
+            rest.spec,
+            rest.hint,
+            home.mesh,
+            "+".join(home.batch),
+            home.reduce_dtype,
+            home.number,
+        )
     else:
-        local = parameter.to_local()
-    whole = torch.ops.fxpar.to_global(
-        local,
-        list(rest.shape),
-        rest.spec,
-        rest.hint,
-        home.mesh,
-        summed,
-        home.reduce_dtype,
-        home.number,
-    )
+        whole = torch.ops.fxpar.to_global(
+            parameter.to_local(),
+            list(rest.shape),
+            rest.spec,
+            rest.hint,
+            home.mesh,
+            "",
+            home.reduce_dtype,
+            home.number,
+        )
     if home.param_dtype is not None and whole.is_floating_point():
         whole = whole.to(home.param_dtype)
     return whole
+
+
+class _Summed(torch.autograd.Function):
+    """``to_global`` of a DTensor, whose gradient is a DTensor with sums over the batch
+    axes: its local tensor has another shape than that of the parameter, which autograd
+    refuses of an op on local tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, *how: Any) -> torch.Tensor:
+        _, spec, _, mesh, summed, reduce, _ = how
+        axes = tuple(summed.split("+"))
+        ctx.lies = parameter.device_mesh, _unreduced(parameter, axes)
+        ctx.like = parameter.shape, parameter.stride()
+        ctx.how = str(unreduced(Spec.parse(spec), axes)), mesh, reduce
+        return torch.ops.fxpar.to_global(parameter.to_local(), *how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        part = torch.ops.fxpar.to_local(gradient, *ctx.how)
+        shape, stride = ctx.like
+        gradient = DTensor.from_local(
+            part, *ctx.lies, run_check=False, shape=shape, stride=stride
+        )
+        return gradient, *[None] * 7
+
+
+@torch.compiler.allow_in_graph
+def to_global_unreduced(parameter: Any, *how: Any) -> torch.Tensor:
+    return _Summed.apply(parameter, *how)
 
 
 def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
@@ -145,7 +207,7 @@ def _in_forward() -> bool:
     return False
 
 
-_CALLS = frozenset({nn.Module._call_impl.__name__, "_wrapped_call_impl"})
+_CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})  # of nn.Module
 
 
 def _guarded(cls: type) -> Callable[..., None]:

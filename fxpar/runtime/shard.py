@@ -34,7 +34,7 @@ from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, check, entries, load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Input, Output
+from fxpar.sharding.program import Input
 from fxpar.sharding.rest import at_rest
 from fxpar.sharding.spec import Spec
 
@@ -287,10 +287,7 @@ def _uses(
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         return call.declare(kind, payload, node, [None] * call.count)
 
-    def result(kind: str, name: str, of: int | None) -> Output:
-        return Output(name, kind, of)
-
-    request = Request(mesh, read_signature(module.graph, declare, result), table)
+    request = Request(mesh, read_signature(module.graph, declare), table)
     decision = parallelize(module.graph, fake_mode, request).decision
     program = decision.program
     return {
@@ -319,10 +316,9 @@ def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None
             module._parameters[key] = made[id(p)]
             rests[key] = Rest(tuple(p.shape), str(lies.spec), lies.hint)
         if rests or module is model:
-            adopt(module, home, rests)
+            adopt(module, home, rests, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)
     del kept
-    model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
@@ -390,18 +386,3 @@ def _take_parts(
                 shape=own.shape,
                 stride=own.stride(),
             )
-
-
-def _cast_inputs(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any] | None:
-    """With ``param_dtype``, floating inputs of the model have it too, as in FSDP2."""
-    dtype = module.__dict__[HOME].param_dtype
-    if dtype is None:
-        return None
-
-    def cast(x: Any) -> Any:
-        floats = isinstance(x, torch.Tensor) and x.is_floating_point()
-        return x.to(dtype) if floats else x
-
-    return torch.utils._pytree.tree_map(cast, (args, kwargs))

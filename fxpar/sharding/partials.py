@@ -219,6 +219,7 @@ def _cut(
     from networkx.algorithms.flow import preflow_push
 
     graph, outputs = DiGraph(), _reduced_outputs(program, axis)
+    graph.add_node("sink")
     early = alone(program, program.reduce_here) - program.reduce_here
     for v in region.sources:
         graph.add_edge("source", v)
@@ -226,7 +227,8 @@ def _cut(
         ticks = _NEVER if v in early else _price(program, state, v, mesh, axis)
         graph.add_edge(v, ("read", v), capacity=ticks)
         readers = program.uses[v]
-        if v in outputs or not (readers or v in program.outputs):
+        ends = v in outputs or v in program.reduce_here
+        if ends or not (readers or v in program.outputs):
             graph.add_edge(("read", v), "sink")
         for index, position in readers:
             op = program.ops[index]

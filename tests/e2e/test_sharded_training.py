@@ -214,10 +214,6 @@ def prepared(
 # A long run
 
 
-UNSYNCED = pytest.mark.xfail(
-    reason="to_global's gradient has another shape than its input", strict=True
-)
-
 LONG, PARTS = 50, 4
 
 
@@ -256,14 +252,7 @@ def long_run_of_one_device() -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param("dp=4", marks=UNSYNCED),
-        "tp=4",
-        pytest.param("dp=2,tp=2", marks=UNSYNCED),
-    ],
-)
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2"])
 def test_fifty_steps_with_clipping_accumulation_and_a_schedule(mesh: str) -> None:
     want = long_run_of_one_device()
     for got in shared_pool(4).run(long_run, mesh, timeout=400.0):
@@ -293,7 +282,6 @@ def of_parameters(plan: Plan) -> list[str]:
     return sorted({c.kind for c in large})
 
 
-@UNSYNCED
 def test_no_sync_reduces_once() -> None:
     want, _ = accumulated(None, True)
     got, plans = alike(accumulated, "dp=4", True)
@@ -566,9 +554,6 @@ def sizes_of(plan: Plan) -> list[tuple[str, int]]:
     )
 
 
-@pytest.mark.xfail(
-    reason="Dynamo cannot trace again on another way; hooks cast too early", strict=True
-)
 @pytest.mark.parametrize(("reduce", "size"), [(None, 2), ("float32", 4)])
 def test_parameters_are_cast_before_the_gather(reduce: str | None, size: int) -> None:
     loss, grads, sizes = alike(mixed, "dp=4", "bfloat16", reduce)

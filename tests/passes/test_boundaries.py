@@ -186,18 +186,7 @@ def test_a_shared_parameter_has_one_gradient() -> None:
     assert len(traced.found.inputs) == 1
 
 
-@pytest.mark.parametrize(
-    "reduce",
-    [
-        "bfloat16",
-        pytest.param(
-            "float64",
-            marks=pytest.mark.xfail(
-                reason="reduced after the cast back, which is cheaper", strict=True
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("reduce", ["bfloat16", "float64"])
 def test_a_gradient_is_reduced_in_the_dtype_asked_for(reduce: str) -> None:
     traced = Traced(linear, reduce=reduce)
     (x,) = (n for n in traced.graph.nodes if n.meta.get("fxpar_reduce_here"))
@@ -219,19 +208,7 @@ def summed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return (x @ layer.whole().t()).sum(0)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        summed,
-        pytest.param(
-            linear,
-            marks=pytest.mark.xfail(
-                reason="no sum over dp needs to be reduced: the cut has no sink",
-                strict=True,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("use", [summed, linear])
 def test_a_gradient_may_stay_unreduced_over_batch_axes(use: Use) -> None:
     traced = Traced(use, "[tp, _]", summed="dp")
     (spec,) = traced.found.gradients.values()

@@ -478,6 +478,30 @@ def test_gathers_that_were_sent_already_stay(sketch: Sketch) -> None:
     assert sketch.order() == before
 
 
+# Few reduce-scatters at a time
+
+
+@pytest.mark.parametrize("disable", [[], ["drain"]])
+def test_a_scatter_is_waited_for_before_the_next_but_one(
+    sketch: Sketch, disable: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "FULL", 0)
+    x = sketch.input(4, 4)
+    scattered = []
+    for _ in range(4):
+        x = sketch.call(aten.mm, x, x)
+        scattered.append(sketch.scatter(x))
+    sketch.output(*scattered)
+    want = sketch.run()
+    schedule(sketch.graph, backward=True, disable=disable)
+    under_way, most = 0, 0
+    for node in sketch.graph.nodes:
+        under_way += is_collective(node) - (node.target is WAIT)
+        most = max(most, under_way)
+    assert most == (4 if disable else 2)
+    check_equal(sketch.run(), want)
+
+
 # Gathers into a tensor made before
 
 

@@ -624,9 +624,6 @@ def sums_held_back() -> None:
 
 
 @multiprocess
-@pytest.mark.xfail(
-    reason="to_global's gradient has another shape than its input", strict=True
-)
 def test_no_sync_uncompiled() -> None:
     everywhere(sums_held_back)
 
