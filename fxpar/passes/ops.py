@@ -174,3 +174,36 @@ def _to_global_context(ctx, inputs, output) -> None:
 torch.library.register_autograd(
     "fxpar::to_global", _to_global_backward, setup_context=_to_global_context
 )
+
+
+# An all-gather on CPU in two ops, for ``passes.schedule.give_outputs``: the second ends
+# the first, whose operand it reads so that nobody overwrites it before.
+torch.library.define(
+    "fxpar::all_gather_into_tensor", "(Tensor x, int count, str group) -> Tensor"
+)
+torch.library.define("fxpar::wait_gather", "(Tensor(a!) out, Tensor x) -> ()")
+
+
+def _gathered(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.new_empty([count * (x.shape[0] if x.dim() else 1), *x.shape[1:]])
+
+
+@torch.library.register_fake("fxpar::all_gather_into_tensor")
+def _(x, count, group):
+    return _gathered(x, count)
+
+
+@torch.library.register_fake("fxpar::wait_gather")
+def _(out, x):
+    return None
+
+
+@torch.library.impl("fxpar::all_gather_into_tensor", "CompositeExplicitAutograd")
+def _(x, count, group):
+    out, c10d = _gathered(x, count), torch.ops._c10d_functional
+    return c10d.all_gather_into_tensor_out(x.contiguous(), count, group, out=out)
+
+
+@torch.library.impl("fxpar::wait_gather", "CompositeExplicitAutograd")
+def _(out, x):
+    torch.ops._c10d_functional.wait_tensor(out)

@@ -18,7 +18,6 @@ from fxpar.passes.buckets import bucket, from_inputs
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.waits import WAIT, sink_waits
 
-aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
@@ -104,26 +103,30 @@ def _needed(node: fx.Node, free: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
-    """On CPU, gather into a tensor made before.
+    """On CPU, gather by an op of our own, into a tensor made before.
 
     The two threads of a gloo group (torch 2.13) both write the name of what they
     completed to one ``std::string``, without a lock: for names too long to be stored in
     the string itself that is a double free. ALLGATHER_COALESCED, which the functional
     all-gather runs as, is the only one of those that compiled graphs could run; given
-    its output it runs as ALLGATHER.
+    its output it runs as ALLGATHER. An op of our own, since Inductor (2.13) orders
+    nothing behind ``all_gather_into_tensor_out``.
     """
-    gather, into = c10d.all_gather_into_tensor, c10d.all_gather_into_tensor_out
-    for node in graph.find_nodes(op="call_function", target=gather.default):
+    ours = torch.ops.fxpar
+    gather = c10d.all_gather_into_tensor.default
+    for node in graph.find_nodes(op="call_function", target=gather):
         value = node.meta["val"]
         if value.device.type != "cpu" or value.is_complex():
             continue
-        with rewriter.before(node):
-            empty = rewriter.call(
-                aten.empty.memory_format,
-                list(value.shape),
-                dtype=value.dtype,
-                device=value.device,
-            )
-            made = graph.call_function(into.default, node.args, {"out": empty})
+        with graph.inserting_before(node):
+            target = ours.all_gather_into_tensor.default
+            made = graph.call_function(target, node.args)
             made.meta = dict(node.meta)
-        rewriter.replace(node, made)
+        for wait in list(node.users):
+            with graph.inserting_before(wait):
+                done = graph.call_function(
+                    ours.wait_gather.default, (made, node.args[0])
+                )
+                done.meta["val"] = None
+            rewriter.replace(wait, made)
+        graph.erase_node(node)
