@@ -57,6 +57,8 @@ def run_lockstep(
             env[node] = [_as_rank(node, r) for r in ranks]
         elif node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
+        elif node.target is torch.ops.fxpar.wait_gather.default:
+            env[node] = [None] * mesh.size
         elif node.target in COLLECTIVES:
             name = node.kwargs.get("group_name", node.args[-1])
             env[node] = _collective(node, env, groups(name), mesh.size)
@@ -224,6 +226,7 @@ COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
     c10d.reduce_scatter_tensor_coalesced.default: _coalesced(_reduce_scatter),
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_gather_into_tensor_coalesced.default: _coalesced(_all_gather),
+    torch.ops.fxpar.all_gather_into_tensor.default: _all_gather,
     c10d.all_to_all_single.default: _all_to_all,
     torch.ops.fxpar.permute.default: _permute,
 }

@@ -106,7 +106,8 @@ class Counted(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         result = super().call_function(target, args, kwargs)
         name = str(target)
-        if name.startswith("_c10d_functional.") and "wait_tensor" not in name:
+        ours = name.startswith(("_c10d_functional.", "fxpar.all_gather"))
+        if ours and "wait_tensor" not in name:
             kind = name.split(".")[1].split("_into_")[0].removesuffix("_tensor")
             bytes_ = max(x.nbytes for x in (args[0], result))
             self.noted.append((kind, args[-1], bytes_))
