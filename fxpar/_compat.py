@@ -390,3 +390,57 @@ def is_fake(x: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, FakeTensor)
+
+
+def on_random_op(draw: Callable[..., Any]) -> None:
+    """Let ``draw(op, args, kwargs, shape, start)`` run random ops on DTensors on CPU.
+
+    ``args[0]``: this rank's part, which begins at ``start`` of the global ``shape``.
+    """
+    from torch.distributed.tensor import _random
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Draw(TorchDispatchMode):
+        def __init__(self, more: dict[str, Any], *where: Any) -> None:
+            super().__init__()
+            self.more, self.where = more, where
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return draw(func, args, {**(kwargs or {}), **self.more}, *self.where)
+
+    class Tracker(_random.OffsetBasedRNGTracker):
+        def __init__(self) -> None:
+            self._use_distribute_region = True
+            if torch.cuda.is_available():
+                self._device = torch.device("cuda", torch.cuda.current_device())
+                self._device_handle = torch.cuda
+
+        @contextlib.contextmanager
+        def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[Any]:
+            if spec.mesh.device_type != "cpu":
+                with super()._distribute_region(spec, generator):
+                    yield
+                return
+            _, start = compute_local_shape_and_global_offset(
+                spec.shape, spec.mesh, spec.placements
+            )
+            with Draw({"generator": generator} if generator else {}, spec.shape, start):
+                yield
+
+    _random._rng_tracker = Tracker()
+
+
+def reduce_before_item() -> None:
+    """Let ``item()`` and ``bool()`` of a partial DTensor give the reduced value, where
+    torch 2.13 gives this rank's summand (pytorch issue 166638): loops that end when no
+    element is left, as in ``trunc_normal_``, must take as many rounds on every rank."""
+    from torch.distributed.tensor import DTensor
+
+    def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        partial = any(placement.is_partial() for placement in x.placements)
+        return op(x.full_tensor() if partial else x.to_local())
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = item

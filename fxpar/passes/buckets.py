@@ -94,12 +94,14 @@ def bucket(graph: fx.Graph, rewriter: Rewriter, *, reductions: bool) -> None:
     _sort(graph)
 
 
-def from_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes made of graph inputs by cheap ops alone."""
+def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
+    """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        cheap = node.target in _CHEAP and found.issuperset(node.all_input_nodes)
-        if node.op == "placeholder" or cheap:
+        passes = node.target in _CHEAP or node.target in through
+        if node.op == "placeholder" or (
+            passes and found.issuperset(node.all_input_nodes)
+        ):
             found.add(node)
     return found
 

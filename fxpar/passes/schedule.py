@@ -8,6 +8,7 @@ graph and does the same, so collectives keep one order on all of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import torch
@@ -16,9 +17,11 @@ from torch import fx
 from fxpar import _compat
 from fxpar.passes.buckets import bucket, from_inputs
 from fxpar.passes.rewrite import Rewriter
-from fxpar.passes.waits import WAIT, sink_waits
+from fxpar.passes.waits import WAIT, sink, sink_waits
 
 c10d = torch.ops._c10d_functional
+
+_GATHER = c10d.all_gather_into_tensor.default
 
 
 def schedule(graph: fx.Graph, *, backward: bool, disable: Collection[str] = ()) -> None:
@@ -51,24 +54,33 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def prefetch(graph: fx.Graph) -> None:
-    """Start each gather of parameters where the one before it is first read, so that it
-    runs beside that one's work. One ahead, as FSDP: more would hold more in memory."""
-    free = from_inputs(graph)
-    gathers = [
+    """Start each gather of parameters where the one read before it is first read, so
+    that it runs beside that one's work. One ahead, as FSDP: more would hold more in
+    memory. The partitioner puts what a backward repeats at its top, in the forward's
+    order, so that all are first moved to where they are read."""
+    free = from_inputs(graph, through=(_GATHER, WAIT))
+    sink(graph, {node for node in free if node.op != "placeholder"})
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    ends = [
         node
-        for node in graph.find_nodes(
-            op="call_function", target=c10d.all_gather_into_tensor.default
-        )
-        if node.args[0] in free
+        for node in gathers
+        if node in free and not any(_again(wait, free) for wait in node.users)
     ]
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for before, node in zip(gathers, gathers[1:], strict=False):
-        at = min(before.users, key=place.__getitem__)  # its wait
-        if place[at] < place[node]:
+    for before, node in itertools.pairwise(ends):
+        at = min(before.users)  # its wait
+        if at < node:
             for moved in _needed(node, free):
-                if place[moved] > place[at]:
+                if at < moved:
                     at.prepend(moved)
     graph.lint()
+
+
+def _again(wait: fx.Node, free: Collection[fx.Node]) -> bool:
+    """Whether what was gathered is gathered over more axes before it is used."""
+    return any(
+        user.target is _GATHER or (user in free and _again(user, free))
+        for user in wait.users
+    )
 
 
 # Reduce-scatters under way at a time. What one reads lives until it is waited for: a
@@ -113,8 +125,7 @@ def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
     nothing behind ``all_gather_into_tensor_out``.
     """
     ours = torch.ops.fxpar
-    gather = c10d.all_gather_into_tensor.default
-    for node in graph.find_nodes(op="call_function", target=gather):
+    for node in graph.find_nodes(op="call_function", target=_GATHER):
         value = node.meta["val"]
         if value.device.type != "cpu" or value.is_complex():
             continue

@@ -8,6 +8,8 @@ the backward. It never moves a collective, so all ranks keep one order of them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -29,10 +31,18 @@ _REARRANGE = {
 
 def sink_waits(graph: fx.Graph) -> None:
     """Move every wait, and views of its result, before their first readers."""
-    waited = _waited(graph)
+    sink(graph, _waited(graph))
+
+
+def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
+    """Move each of ``nodes`` right before its first reader; those of one reader keep
+    their order."""
+    first: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(graph.nodes)):
-        if node in waited and node.users:
-            min(node.users).prepend(node)
+        if node in nodes and node.users:
+            reader = min(node.users)
+            first.get(reader, reader).prepend(node)
+            first[reader] = node
     graph.lint()
 
 

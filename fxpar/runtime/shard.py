@@ -26,6 +26,7 @@ from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes import Request, parallelize
 from fxpar.passes.signature import read_signature
 from fxpar.runtime.boundary import part_of
+from fxpar.runtime.draws import draw_as_one_device
 from fxpar.runtime.groups import Ranks, device_mesh_of, join
 from fxpar.runtime.inputs import check_same
 from fxpar.runtime.modules import HOME, Home, Rest, adopt
@@ -332,6 +333,8 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     device = p.device.type
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        draw_as_one_device()
     shape = torch.Size(p.shape)
     lies = DTensor.from_local(
         part,

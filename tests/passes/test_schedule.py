@@ -456,6 +456,39 @@ def test_a_gather_starts_where_the_one_before_is_read(sketch: Sketch) -> None:
     check_equal(sketch.run(), want)
 
 
+def test_gathers_at_the_top_go_to_where_they_are_read(sketch: Sketch) -> None:
+    """As in a backward, where the partitioner puts them in the forward's order."""
+    h, sent = sketch.input(4, 4), []
+    for w in [sketch.input(2, 4) for _ in range(3)]:
+        sent.append(sketch.call(GATHER, sketch.call(aten.alias, w), COUNT, DP))
+    for gather in reversed(sent):
+        h = sketch.call(aten.mm, h, sketch.call(c10d.wait_tensor, gather))
+    sketch.output(h)
+    want = sketch.run()
+    prefetch(sketch.graph)
+    assert sketch.order() == [
+        *("alias_2", "gather_2", "alias_1", "gather_1", "wait", "mm"),
+        *("alias", "gather", "wait_1", "mm_1"),
+        *("wait_2", "mm_2"),
+    ]
+    check_equal(sketch.run(), want)
+
+
+def test_gathers_over_two_axes_move_together(sketch: Sketch) -> None:
+    h = sketch.input(4, 4)
+    for w in [sketch.input(1, 4) for _ in range(2)]:
+        h = sketch.call(aten.mm, h, sketch.gather(sketch.gather(w, TP)))
+    sketch.output(h)
+    want = sketch.run()
+    prefetch(sketch.graph)
+    assert sketch.order() == [
+        *("gather", "wait", "gather_1"),
+        *("gather_2", "wait_2", "gather_3", "wait_1", "mm"),
+        *("wait_3", "mm_1"),
+    ]
+    check_equal(sketch.run(), want)
+
+
 def test_only_gathers_of_parameters_start_early(sketch: Sketch) -> None:
     x, w = sketch.input(4, 4), sketch.input(2, 4)
     h = sketch.call(aten.mm, x, sketch.gather(w))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,6 @@ FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bernoulli_": lambda w: w.bernoulli_(0.3),
     "noise": lambda w: w.copy_(torch.randn_like(w) + torch.randint_like(w, 9)),
 }
-
-draws = pytest.mark.skipif(
-    importlib.util.find_spec("fxpar.runtime.draws") is None,
-    reason="DTensor on CPU draws alike on every rank",
-)
 
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -95,7 +89,6 @@ def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
         draws.CHUNK = before
 
 
-@draws
 @pytest.mark.parametrize(
     ("dtype", "mesh", "chunk"),
     [
@@ -156,7 +149,6 @@ def test_init_functions_fill_the_parts(mesh: str) -> None:
             assert torch.equal(x, results[0][0][name]), name  # ranks hold one value
 
 
-@draws
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
 def test_init_functions_draw_other_numbers_on_each_rank(mesh: str) -> None:
     results = shared_pool(4).run(applied, mesh)
@@ -189,7 +181,6 @@ def hugging_face(name: str, mesh: str | None) -> dict[str, torch.Tensor]:
     return whole(state_of(model))
 
 
-@draws
 @pytest.mark.parametrize("name", NAMES)
 def test_hugging_face_init(name: str) -> None:
     """BERT's padding row apart: DTensor writes of one row go to a copy."""
