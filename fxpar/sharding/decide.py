@@ -20,7 +20,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard import steps
-from fxpar.sharding.rest import settle_at_rest
+from fxpar.sharding.rest import gather_before_views, settle_at_rest
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.steps import Step
 from fxpar.sharding.strategies import choose
@@ -79,6 +79,7 @@ def decide(
     state = engine.state
     strategies = choose(program, state, mesh)
     strategies, settled = place_reductions(program, state, strategies, mesh)
+    gather_before_views(program, strategies, settled, mesh)
     edges = connect(program, strategies, settled, mesh)
     notes += _indivisible_notes(state, program, mesh)
     return Decision(

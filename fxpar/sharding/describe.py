@@ -111,16 +111,21 @@ def _again(decision: Decision) -> list[tuple[float, Reshard]]:
     reader there, the reshard for that reader)."""
     program, edges = decision.program, decision.edges
     ours, backward = derived(program, resting(program)), _backward(program)
-    readers: dict[tuple[int, Spec], list[int]] = {}
+    leaves: dict[int, set[int]] = {}  # ops that read what an op makes of parameters
+    for op in reversed(program.ops):
+        if op.results and ours.issuperset(op.results):
+            readers = {reader for v in op.results for reader, _ in program.uses[v]}
+            leaves[op.index] = set().union(*(leaves.get(r, {r}) for r in readers))
+    read_by: dict[tuple[int, Spec], set[int]] = {}
     for (index, i), spec in edges.reads.items():
         v = program.ops[index].operands[i]
         if v in ours:
-            readers.setdefault((v, spec), []).append(index)
+            read_by.setdefault((v, spec), set()).update(leaves.get(index, {index}))
     out = []
     for reshard in edges.reshards:
-        found = readers.get((reshard.value, reshard.target), ())
-        late = [index for index in found if index in backward]
-        if late and len(late) < len(found):
+        found = read_by.get((reshard.value, reshard.target), set())
+        late = found & backward
+        if late and late < found:
             out.append((float(min(late)), replace(reshard, reader=min(late))))
     return out
 

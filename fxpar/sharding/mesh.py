@@ -25,10 +25,27 @@ _FORM = 'write axes as name=size, separated by commas: FXPAR_MESH="dp=2,tp=4"'
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of one axis: bytes/second per rank, and seconds."""
+    """What connects the ranks of one axis; ``hardware`` makes it, ``collectives`` reads
+    all of it.
+
+    ``bandwidth``: bytes/s one rank sends while all do. ``latency``: seconds from rank
+    to rank. ``overhead``: seconds of a collective, whatever it carries. ``tree``:
+    whether reductions may take a tree besides the ring. ``inside``: this many
+    neighbours along the axis share a node, where ``inner`` connects them. ``kinds``:
+    links that hold instead for single kinds of collectives.
+    """
 
     bandwidth: float = 1e11
     latency: float = 1e-5
+    overhead: float = 0.0
+    tree: bool = False
+    inside: int = 1
+    inner: Link | None = None
+    kinds: tuple[tuple[str, Link], ...] = ()
+
+    def __hash__(self) -> int:
+        # Links are looked up often, and the rest is nested.
+        return hash((self.bandwidth, self.latency))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ planner's side: axes that a parameter has at rest only (the batch uses them else
 stay on whatever is computed from parameters alone (casts, weight norms) and on what is
 computed from a gradient alone, so that a cast comes before its gather and a
 reduce-scatter is one step. No axis spreads from there to activations.
+``gather_before_views``: what is only seen in another shape is gathered as it is stored.
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import combinations
 
+import torch
+
 from fxpar.sharding.conventions import batch_axes
-from fxpar.sharding.factors import Axes
+from fxpar.sharding.factors import (
+    Axes,
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate import Propagation
 from fxpar.sharding.spec import Spec
+
+aten = torch.ops.aten
 
 
 def at_rest(
@@ -72,6 +84,44 @@ def settle_at_rest(engine: Propagation) -> None:
     if rests:
         among = derived(program, parameters) | alone(program, gradients)
         engine.extend(rests, among)
+
+
+# What moves nothing, or would be the same work for the whole.
+_RESHAPES = {aten.reshape.default, aten._unsafe_view.default}
+
+
+def gather_before_views(
+    program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
+) -> None:
+    """Gather a parameter and view what was gathered, where a view of it is only read
+    gathered: so it is sent once, whatever it is seen as. Changes both lists."""
+    ours = derived(program, resting(program))
+    outputs = set(program.outputs)
+    for op in reversed(program.ops):
+        if not (op.operands and op.operands[0] in ours and _is_view(op)):
+            continue
+        (result,) = op.results
+        reads = {
+            operand_spec(program.ops[reader].rule, strategies[reader], i)
+            for reader, i in program.uses[result]
+        }
+        if len(reads) != 1 or result in outputs:
+            continue
+        (need,) = reads
+        made = result_spec(op.rule, strategies[op.index], 0)
+        axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
+        after = Strategy(tuple(axes_of.items()))
+        if (
+            set(need.sharded_axes) < set(made.sharded_axes)
+            and result_spec(op.rule, after, 0) == need
+            and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
+        ):
+            strategies[op.index], settled[result] = after, need
+
+
+def _is_view(op: Op) -> bool:
+    views = op.target in _RESHAPES or getattr(op.target, "is_view", False)
+    return views and len(op.results) == len(op.operands) == 1
 
 
 def resting(program: Program) -> set[int]:

@@ -9,7 +9,7 @@ another unreduced operand) of the value. DTensor placements exist only at the bo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,6 +88,12 @@ class Spec:
 
     def without_partial(self) -> Spec:
         return Spec(*self.dims)
+
+    def without(self, axes: Collection[str]) -> Spec:
+        """The spec with no dim split over ``axes``."""
+        return Spec.of(
+            [[a for a in dim if a not in axes] for dim in self.dims], self.partial
+        )
 
     def check(self, mesh: Mesh, shape: Sequence[int]) -> None:
         """Raise SpecError unless the spec fits this mesh and shape evenly."""

@@ -28,6 +28,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate import State
 from fxpar.sharding.reshard import price
+from fxpar.sharding.rest import derived, resting
 from fxpar.sharding.spec import Spec
 
 # Beyond this many assignments axes are decided one after another, largest first.
@@ -37,6 +38,7 @@ _JOINT = 64
 def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
     """A strategy per op."""
     specs = [state.spec(v.index) for v in program.values]
+    weights = derived(program, resting(program))
     cache: dict = {}
     out = []
     for op in program.ops:
@@ -46,9 +48,10 @@ def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
             for axis, origin in state.origins[v].items()
             if origin.batch
         )
-        key = (op.rule, tuple(specs[v] for v in op.tensors), batch, op.target)
+        rests = tuple(v in weights for v in op.operands)
+        key = (op.rule, tuple(specs[v] for v in op.tensors), batch, rests, op.target)
         if key not in cache:
-            cache[key] = _Choice(program, op, specs, batch, mesh).strategy()
+            cache[key] = _Choice(program, op, specs, batch, rests, mesh).strategy()
         out.append(cache[key])
     return out
 
@@ -62,6 +65,7 @@ class _Choice:
         op: Op,
         specs: list[Spec],
         batch: frozenset[tuple[int, str]],
+        rests: tuple[bool, ...],
         mesh: Mesh,
     ) -> None:
         self.program, self.op, self.mesh = program, op, mesh
@@ -71,6 +75,12 @@ class _Choice:
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         self.batch = batch
+        held = {axis for _, axis in batch}
+        # A parameter is gathered over what splits the batch, whatever is chosen.
+        self.priced = [
+            spec.without(held) if ours else spec
+            for spec, ours in zip(self.specs, rests, strict=False)
+        ]
 
     def strategy(self) -> Strategy:
         options = self._options()
@@ -162,7 +172,7 @@ class _Choice:
         for i, v in enumerate(op.operands):
             need = operand_spec(op.rule, strategy, i)
             total += price(
-                self.specs[i], need, mesh, values[v].shape, values[v].dtype.itemsize
+                self.priced[i], need, mesh, values[v].shape, values[v].dtype.itemsize
             )
         for i, v in enumerate(op.results):
             made = result_spec(op.rule, strategy, i)

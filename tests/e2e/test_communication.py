@@ -245,16 +245,8 @@ OPEN = {
     for name, entries in HINTS.items()
 }
 
-GATHERED_ON_TP = pytest.mark.xfail(
-    reason="in the backward of k and v, whose heads lie on tp and dp, tp is gathered",
-    strict=True,
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hints", [HINTS, pytest.param(OPEN, marks=GATHERED_ON_TP)], ids=["closed", "open"]
-)
+@pytest.mark.parametrize("hints", [HINTS, OPEN], ids=["closed", "open"])
 def test_tp_and_dp_keep_to_their_axes(hints: dict[str, Any]) -> None:
     """What tp splits dp splits further if the hint leaves dims open, and gathers; else
     its gradient is summed over dp. The rest is gathered over dp alone."""
@@ -312,9 +304,6 @@ def test_only_the_microbatch_after_no_sync_reduces() -> None:
     assert last == {**first, "reduce_scatter": every}
 
 
-@pytest.mark.xfail(
-    reason="a weight read as stored and as heads is gathered in each form", strict=True
-)
 def test_kept_parameters_are_gathered_once() -> None:
     ours = measured("dp=4", None, {"reshard_after_forward": False})
     forward, backward = map(by_kind, ours.sent)

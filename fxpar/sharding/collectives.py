@@ -1,0 +1,242 @@
+"""How long one collective takes on given links: alpha-beta, by algorithm.
+
+In: the kind of a collective, the axes it runs over, bytes. Out: seconds, as a
+``Curve``: the least of a few straight lines, one for each algorithm a library may take.
+Bytes are always those a rank holds before the collective, as in ``steps``. Never runs
+anything and never chooses a plan.
+
+A group is a row of ``Stage``, innermost first: its ranks inside a node, then the nodes,
+joined by ever slower links. A ring or tree passes from node to node over all the links
+that the ranks of the group have there together, so that m ranks in a node make the link
+between nodes m times as fast; an all-to-all crosses once for each rank, and has only
+its own. NCCL's own model (``src/graph/tuning.cc``) is of this form, and has the tree
+below for all-reduce alone; its protocols and in-switch reductions are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fxpar.sharding.mesh import Link, Mesh
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``size`` units (ranks, or what the stages before make) and what joins them."""
+
+    size: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Line:
+    """One algorithm: ``alpha`` seconds, and ``beta`` for each byte."""
+
+    algorithm: str
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time over bytes: the least of some lines, so monotone and concave."""
+
+    lines: tuple[Line, ...]
+
+    def seconds(self, nbytes: Any) -> Any:
+        """Seconds for ``nbytes`` on each rank: a number, or an array of them."""
+        times = [line.alpha + line.beta * nbytes for line in self.lines]
+        if len(times) == 1:
+            return times[0]
+        return np.min(times, 0) if isinstance(nbytes, np.ndarray) else min(times)
+
+    def algorithm(self, nbytes: float) -> str:
+        """The algorithm that is fastest for ``nbytes``."""
+        best = min(self.lines, key=lambda line: line.alpha + line.beta * nbytes)
+        return best.algorithm
+
+
+def seconds(kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: Any) -> Any:
+    """Seconds of one collective over axes of these sizes and links, in mesh order.
+
+    ``nbytes``: on each rank before it; a number or an array. Raises KeyError on a kind
+    that is not in ``KINDS``.
+    """
+    return _curve(kind, _stages(tuple(sizes), tuple(links))).seconds(nbytes)
+
+
+@lru_cache(maxsize=1 << 14)
+def along(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Curve:
+    """The curve of a collective along axes, or sub-axes, of a mesh.
+
+    Cached: costs a look-up. Raises KeyError on an unknown kind, MeshError on an axis.
+    """
+    stages: list[Stage] = []
+    for axis in reversed(mesh.ordered(axes)):
+        stages += _part(mesh, axis)
+    return _curve(kind, _merged(stages))
+
+
+def bound(mesh: Mesh) -> tuple[float, float]:
+    """What no collective on a mesh beats: (seconds it takes at least, bytes/s at which
+    a rank receives at most). For searches that need a lower bound."""
+    links = [stage.link for link in mesh.links for stage in _levels(1, link)]
+    links += [own for link in links for _, own in link.kinds]
+    return (
+        min(link.overhead + link.latency for link in links),
+        max(link.bandwidth for link in links),
+    )
+
+
+def _levels(size: int, link: Link) -> Iterator[Stage]:
+    """The stages of one whole axis. Of a size that does not matter, every link."""
+    inside = 1
+    if link.inner is not None:
+        inside = link.inside
+        yield from _levels(inside, link.inner)
+    yield Stage(max(1, size // inside), replace(link, inside=1, inner=None))
+
+
+def _part(mesh: Mesh, axis: str) -> Iterator[Stage]:
+    """The stages of an axis or sub-axis: some of those of the whole axis. Where a part
+    does not fit a node evenly, what is left over is taken to leave it."""
+    name, left = axis.partition(":")[0], mesh.axis_size(axis)
+    if left == 1:
+        return
+    # Neighbours on the sub-axis are so many ranks of the axis apart.
+    skip = mesh.group(0, [axis])[1] // mesh.group(0, [name])[1]
+    levels = list(_levels(mesh.sizes[name], mesh.link(axis)))
+    for i, stage in enumerate(levels):
+        below = math.gcd(skip, stage.size)
+        skip //= below
+        taken = math.gcd(left, stage.size // below)
+        if i == len(levels) - 1:
+            taken = left
+        left //= taken
+        yield Stage(taken, stage.link)
+
+
+@lru_cache(maxsize=1 << 12)
+def _stages(sizes: tuple[int, ...], links: tuple[Link, ...]) -> tuple[Stage, ...]:
+    stages: list[Stage] = []
+    for size, link in zip(reversed(sizes), reversed(links), strict=True):
+        stages += _levels(size, link)
+    return _merged(stages)
+
+
+def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Neighbours on the same kind of link as one stage, single units left out."""
+    out: list[Stage] = []
+    for stage in stages:
+        if stage.size == 1:
+            continue
+        if out and out[-1].link == stage.link:
+            stage = Stage(out.pop().size * stage.size, stage.link)
+        out.append(stage)
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Stages as a kind of collective sees them, each innermost first.
+
+    ``within``: ranks of the group in one unit of a stage. ``lanes``: bytes/s that these
+    have together.
+    """
+
+    sizes: list[int]
+    links: list[Link]
+    within: list[int]
+    lanes: list[float]
+    count: int
+
+    def around(self) -> float:
+        """Latency once around the ring, short of the last step: units of inner stages
+        are passed once for each unit of the outer ones."""
+        return sum(
+            (n - 1) * self.count / (n * m) * link.latency
+            for n, m, link in zip(self.sizes, self.within, self.links, strict=True)
+        )
+
+
+def _ring(group: _Group, rounds: int) -> tuple[float, float]:
+    """Alpha and beta of the ring: each round sends (N-1)/N of the bytes in N-1 steps
+    (Patarasuk and Yuan, 2009)."""
+    volume = rounds * (group.count - 1) / group.count
+    return rounds * group.around(), volume / min(group.lanes)
+
+
+def _tree(group: _Group) -> tuple[float, float] | None:
+    """Two complementary trees of half the bytes each, up and down (Sanders, Speck and
+    Träff, 2009), chains inside nodes; None where the library has none."""
+    if not any(link.tree for link in group.links):
+        return None
+    alpha = beta = 0.0
+    for n, link, lanes in zip(group.sizes, group.links, group.lanes, strict=True):
+        depth = math.ceil(math.log2(n)) if link.tree else n - 1
+        alpha += 2 * depth * link.latency
+        # Of two, one only sends up and the other only down.
+        beta = max(beta, min(2, n - 1) / lanes)
+    return alpha, beta
+
+
+def _gather(group: _Group) -> tuple[float, float]:
+    """A ring in which all but a rank's own part arrives: N-1 times its bytes."""
+    return group.around(), (group.count - 1) / min(group.lanes)
+
+
+def _exchange(group: _Group) -> tuple[float, float]:
+    """Every rank sends 1/N of its bytes to each other one, all stages at once."""
+    alpha = beta = 0.0
+    for n, link, m in zip(group.sizes, group.links, group.within, strict=True):
+        peers = (n - 1) * m
+        alpha += peers * link.latency
+        beta = max(beta, peers / group.count / link.bandwidth)
+    return alpha, beta
+
+
+def _shift(group: _Group) -> tuple[float, float]:
+    """Every rank sends all it holds to one other, over the slowest link at worst."""
+    return (
+        max(link.latency for link in group.links),
+        1 / min(link.bandwidth for link in group.links),
+    )
+
+
+_Algorithm = Callable[[_Group], "tuple[float, float] | None"]
+
+# What a library may run for each kind. The ring comes first, and wins a tie.
+_ALGORITHMS: dict[str, dict[str, _Algorithm]] = {
+    "all_reduce": {"ring": lambda group: _ring(group, 2), "tree": _tree},
+    "all_gather": {"ring": _gather},
+    "reduce_scatter": {"ring": lambda group: _ring(group, 1)},
+    "all_to_all": {"pairwise": _exchange},
+    "permute": {"direct": _shift},
+}
+
+KINDS = tuple(_ALGORITHMS)
+
+
+@lru_cache(maxsize=1 << 12)
+def _curve(kind: str, stages: tuple[Stage, ...]) -> Curve:
+    algorithms = _ALGORITHMS[kind]
+    if not stages:
+        return Curve((Line("none", 0.0, 0.0),))
+    links = [dict(stage.link.kinds).get(kind, stage.link) for stage in stages]
+    sizes = [stage.size for stage in stages]
+    within = [math.prod(sizes[:i]) for i in range(len(sizes))]
+    lanes = [link.bandwidth * m for link, m in zip(links, within, strict=True)]
+    group = _Group(sizes, links, within, lanes, math.prod(sizes))
+    overhead = max(link.overhead for link in links)
+    lines = []
+    for name, algorithm in algorithms.items():
+        found = algorithm(group)
+        if found is not None:
+            lines.append(Line(name, overhead + found[0], found[1]))
+    return Curve(tuple(lines))
