@@ -444,3 +444,16 @@ def reduce_before_item() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def reduce_norms(norm: Callable[..., Any]) -> None:
+    """Let ``norm(x, order, dims, keepdim, dtype)`` compute norms of DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    def vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        defaults = (2.0, None, False)
+        x, order, dims, keepdim = (*args, *defaults[len(args) - 1 :])[:4]
+        return norm(x, order, dims, keepdim, kwargs.get("dtype"))
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm

@@ -30,7 +30,6 @@ UNDIVIDED = frozenset({torch.ops.aten.bernoulli_.float})
 def draw_as_one_device() -> None:
     """Let random ops on CPU DTensors give what they would on one device."""
     _compat.on_random_op(draw)
-    _compat.reduce_before_item()
 
 
 def draw(

@@ -30,6 +30,7 @@ from fxpar.runtime.draws import draw_as_one_device
 from fxpar.runtime.groups import Ranks, device_mesh_of, join
 from fxpar.runtime.inputs import check_same
 from fxpar.runtime.modules import HOME, Home, Rest, adopt
+from fxpar.runtime.partials import complete_partials
 from fxpar.runtime.tracing import Call
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import Axes
@@ -333,6 +334,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     device = p.device.type
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    complete_partials()
     if device == "cpu":
         draw_as_one_device()
     shape = torch.Size(p.shape)

@@ -245,6 +245,7 @@ OPEN = {
     for name, entries in HINTS.items()
 }
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hints", [HINTS, OPEN], ids=["closed", "open"])
 def test_tp_and_dp_keep_to_their_axes(hints: dict[str, Any]) -> None:

@@ -1,0 +1,198 @@
+"""Calibration: fits recover what made the times, ranks measure, the file is usable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fxpar.__main__ import main
+from fxpar.errors import MeshError
+from fxpar.runtime import calibrate, fit
+from fxpar.sharding import collectives
+from fxpar.sharding.hardware import Hardware, Peak, lookup
+from fxpar.sharding.mesh import Link, Mesh
+from tests.spawn import shared_pool
+
+NOISE = np.random.default_rng(0)
+
+
+def noisy(seconds: float) -> float:
+    return seconds * float(np.exp(0.05 * NOISE.standard_normal()))
+
+
+def test_a_peak_is_found_again() -> None:
+    true = Peak(5e11, 1.0, 2e6, 40.0)
+    points = []
+    for m, k, n in [*((2**i,) * 3 for i in range(4, 13)), (2048, 2048, 16)]:
+        flops, least = 2.0 * m * k * n, float(min(m, k, n))
+        points.append((flops, least, noisy(flops / true.rate(flops, least))))
+    found = fit.fit_peak(points)
+    assert found.flops == pytest.approx(5e11, rel=0.1)
+    assert found.half_flops == pytest.approx(2e6, rel=0.5)
+    assert found.half_dim == pytest.approx(40, rel=0.3)
+
+
+@pytest.mark.parametrize("kind", collectives.KINDS)
+@pytest.mark.parametrize("sizes", [(4,), (2, 8)])
+def test_a_link_is_found_again(kind: str, sizes: tuple[int, ...]) -> None:
+    """Of one size of groups, what a collective costs at all counts as latency."""
+    true = Link(2e9, 3e-5, overhead=2e-4)
+    points = [
+        (n, 4.0**i, noisy(collectives.seconds(kind, (n,), (true,), 4.0**i)))
+        for n in sizes
+        for i in range(4, 14)
+    ]
+    found = fit.fit_collective(kind, points)
+    link = Link(found.bandwidth, found.latency, found.overhead)
+    assert found.bandwidth == pytest.approx(2e9, rel=0.15)
+    for n, nbytes, seconds in points:
+        predicted = collectives.seconds(kind, (n,), (link,), nbytes)
+        assert predicted == pytest.approx(seconds, rel=0.3)
+    if len(sizes) == 1:
+        assert found.overhead == 0.0
+    elif kind != "permute":  # which takes one step in groups of every size
+        assert found.overhead == pytest.approx(2e-4, rel=0.5)
+        assert found.latency == pytest.approx(3e-5, rel=0.5)
+
+
+def test_one_outlier_does_not_decide() -> None:
+    true = Link(2e9, 1e-4)
+    points = [
+        (2, 4.0**i, collectives.seconds("all_reduce", (2,), (true,), 4.0**i))
+        for i in range(4, 14)
+    ]
+    points[-3] = (2, points[-3][1], 2 * points[-3][2])
+    found = fit.fit_collective("all_reduce", points)
+    assert found.bandwidth == pytest.approx(2e9, rel=0.3)
+    assert found.latency == pytest.approx(1e-4, rel=0.3)
+
+
+def test_groups_are_inside_nodes_or_between_them() -> None:
+    mesh = Mesh.parse("node=2,device=4")
+    assert not calibrate._crosses(mesh, ["device"], 4)
+    assert calibrate._crosses(mesh, ["node"], 4)
+    with pytest.raises(MeshError, match="node\\+device lie partly") as error:
+        calibrate._crosses(mesh, ["node", "device"], 4)
+    assert "node=2,device=4" in (error.value.fix or "")
+
+
+def measure(mesh: str, quick: bool = True, limit: float = 60.0) -> Hardware:
+    return calibrate.calibrate(mesh, quick=quick, limit=limit)
+
+
+@pytest.mark.multiprocess
+def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
+    first, second = shared_pool(4).run(measure, "dp=2", ranks=2)
+    assert first == second  # every rank has the figures of the slowest
+    cpu = lookup("cpu")
+    (level,) = first.levels
+    assert dict(level.kinds).keys() == set(collectives.KINDS)
+    assert level.devices == 0 and level.bandwidth != cpu.levels[0].bandwidth
+    # Wide enough for any machine; a factor of 1000 would be a wrong unit.
+    for _, own in level.kinds:
+        assert 1e6 < own.bandwidth < 1e12 and 1e-7 < own.latency < 1
+    assert 1e8 < first.bandwidth < 1e13 and 1e-8 < first.launch < 1e-2
+    assert 1e8 < first.peak("float32").rate(1e9, 1e3) < 1e14
+    assert "2 ranks on mesh dp=2" in first.about
+    first.save(tmp_path / "it.json")
+    assert lookup(str(tmp_path / "it.json")) == first
+    link = first.on(Mesh.parse("dp=2,tp=2")).link("tp")
+    assert dict(link.kinds)["all_reduce"].bandwidth == link.bandwidth
+
+
+@pytest.mark.multiprocess
+def test_two_nodes_are_two_levels() -> None:
+    env = {"LOCAL_WORLD_SIZE": "1"}
+    for found in shared_pool(4).run(measure, "dp=2", ranks=2, env=env):
+        inner, outer = found.levels
+        assert (inner.devices, inner.kinds) == (1, ())
+        assert outer.devices == 0 and len(outer.kinds) == len(collectives.KINDS)
+
+
+def moved(kind: str) -> tuple[list[float], list[float]]:
+    """What a collective along two ranks gives; calibration only times it."""
+    import torch.distributed as dist
+
+    from fxpar import _compat
+
+    me, seen = dist.get_rank(), []
+    out = torch.ops._c10d_functional.wait_tensor
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        seen.append(out(x))
+        return seen[-1]
+
+    x = torch.tensor([1.0, 2.0]) * (me + 1)
+    calibrate._C10D = _Recording(record)
+    try:
+        calibrate._RUN[kind](x, 2, _compat.default_group().group_name, me)
+    finally:
+        calibrate._C10D = torch.ops._c10d_functional
+    return x.tolist(), seen[0].tolist()
+
+
+class _Recording:
+    """``_c10d_functional``, the results of its waits kept."""
+
+    def __init__(self, wait_tensor) -> None:
+        self.wait_tensor = wait_tensor
+
+    def __getattr__(self, name: str):
+        return getattr(torch.ops._c10d_functional, name)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("kind", "results"),
+    [
+        ("all_reduce", [[3.0, 6.0], [3.0, 6.0]]),
+        ("reduce_scatter", [[3.0], [6.0]]),
+        ("all_to_all", [[1.0, 2.0], [2.0, 4.0]]),
+        ("permute", [[2.0, 4.0], [1.0, 2.0]]),
+    ],
+)
+def test_what_is_timed_is_the_collective(kind: str, results: list) -> None:
+    outcomes = shared_pool(4).run(moved, kind, ranks=2)
+    assert [out for _, out in outcomes] == results
+
+
+def test_out_of_time_the_built_in_figures_stay(tmp_path: Path, capsys) -> None:
+    begin, path = time.monotonic(), tmp_path / "it.json"
+    assert main(["calibrate", "--quick", "--limit", "0", "--out", str(path)]) == 0
+    assert time.monotonic() - begin < 20
+    found, cpu = lookup(str(path)), lookup("cpu")
+    assert (found.peaks, found.levels) == (cpu.peaks, cpu.levels)
+    assert (found.bandwidth, found.launch) == (cpu.bandwidth, cpu.launch)
+    printed = capsys.readouterr().out
+    assert f"FXPAR_HARDWARE={path}" in printed and "float32: 60 GFLOP/s" in printed
+
+
+def test_what_does_not_compile_is_measured_eagerly(monkeypatch) -> None:
+    def broken(fn, **_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(UserWarning, match="no compiler"):
+        found = measure("dp=1", quick=False, limit=0.0)
+    assert found.bandwidth == lookup("cpu").bandwidth
+
+
+def test_ranks_that_do_not_end_are_ended(capfd) -> None:
+    begin = time.monotonic()
+    assert calibrate.spawn(2, ["--quick", "--out", "/dev/null"], timeout=0.5) == 1
+    assert time.monotonic() - begin < 30
+    assert "not done after 0.5 s" in capfd.readouterr().err
+
+
+def test_mesh_and_ranks_must_fit() -> None:
+    command = [sys.executable, "-m", "fxpar", "calibrate", "--mesh", "dp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "cannot read mesh 'dp'" in done.stderr
+    with pytest.raises(MeshError, match="has 2 ranks, but 1 process runs"):
+        calibrate.calibrate("dp=2", quick=True)

@@ -1,0 +1,70 @@
+"""Norms of split tensors, and what item() says of summands, are those of one device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fxpar
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+ORDERS = (0, 1, 2, 3, float("inf"), float("-inf"))
+DIMS = (None, 0, 1, [0, 1])
+
+
+def values() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.split = nn.Parameter(torch.randn(8, 4, dtype=torch.float64))
+    model.rows = nn.Parameter(torch.randn(2, 8, dtype=torch.float64))
+    return model
+
+
+def norms(mesh: str | None) -> dict[str, torch.Tensor]:
+    model = values()
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+    out = {}
+    for (name, p), order, dim, keep in itertools.product(
+        model.named_parameters(), ORDERS, DIMS, (False, True)
+    ):
+        made = torch.linalg.vector_norm(p.detach(), order, dim, keep)
+        if isinstance(made, DTensor):
+            assert not any(place.is_partial() for place in made.placements)
+            made = made.full_tensor()
+        out[f"{name} {order} {dim} {keep}"] = made
+    narrow = torch.linalg.vector_norm(model.split.detach(), dtype=torch.float64)
+    out["dtype"] = narrow.full_tensor() if mesh else narrow
+    return out
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_norms(mesh: str) -> None:
+    want = norms(None)
+    for got in shared_pool(4).run(norms, mesh):
+        assert got.keys() == want.keys()
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, msg=name)
+
+
+def items(mesh: str | None) -> list[Any]:
+    model = values()
+    if mesh is not None:
+        model = fxpar.shard(model, mesh=mesh)
+    for p in model.parameters():
+        p.grad = 2 * p.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+    total = model.split.detach().sum()
+    return [norm.item(), float(total), bool((model.split.detach() > 99).any())]
+
+
+def test_item_is_of_all_ranks() -> None:
+    for got in shared_pool(4).run(items, "dp=4"):
+        assert got == pytest.approx(items(None))
