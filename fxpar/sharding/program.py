@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,10 +156,14 @@ class Program:
         return next((v.index for v in self.values if v.name == name), None)
 
 
+# Where a sharded module's forward passes through on its way to the user's.
+_OURS = str(Path(__file__).parents[1] / "runtime")
+
+
 def user_line(node: fx.Node) -> str | None:
     """The user's own source line a node comes from, as ``file:line: code``.
 
-    Innermost frame outside torch and site-packages' machinery; None if unknown.
+    Innermost frame outside torch and fxpar; None if unknown.
     """
     trace = node.meta.get("stack_trace")
     if not trace:
@@ -170,7 +175,7 @@ def user_line(node: fx.Node) -> str | None:
         if line.startswith("File "):
             parts = line.split('"')
             path = parts[1] if len(parts) > 1 else "?"
-            if "/torch/" in path and "site-packages" in path:
+            if path.startswith(_OURS) or "/torch/" in path and "site-packages" in path:
                 continue
             number = line.split("line ")[-1].split(",")[0]
             code = lines[i + 1].strip() if i + 1 < len(lines) else ""
