@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,19 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--why", metavar="NAME", help="why a value has its spec")
     one.add_argument("--save", metavar="FILE", help="write the plan as JSON")
     one.set_defaults(run=_plan)
+
+    one = commands.add_parser(
+        "calibrate",
+        help="measure this machine, for FXPAR_HARDWARE; under torchrun, too",
+    )
+    one.add_argument("--mesh", help="axes to measure; default: all ranks as one")
+    one.add_argument(
+        "--ranks", type=int, help="start so many on CPU; default: the mesh"
+    )
+    one.add_argument("--out", metavar="FILE", default="hardware.json")
+    one.add_argument("--quick", action="store_true", help="few sizes, nothing compiled")
+    one.add_argument("--limit", type=float, default=300.0, help="seconds to measure in")
+    one.set_defaults(run=_calibrate)
 
     one = commands.add_parser(
         "run", help="run a script (under torchrun, too), then print its plans"
@@ -75,6 +89,31 @@ def _plan(args: argparse.Namespace) -> int:
     print(plan.why(args.why) if args.why else plan)
     if args.save:
         plan.save(args.save)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from fxpar.runtime.calibrate import calibrate, describe, spawn
+    from fxpar.runtime.groups import launched
+    from fxpar.sharding.mesh import Mesh
+
+    mesh = Mesh.parse(args.mesh) if args.mesh else None
+    ranks = args.ranks or (mesh.size if mesh else 1)
+    if ranks > 1 and not launched(os.environ):
+        options = ["--out", args.out, "--limit", str(args.limit)]
+        options += ["--mesh", args.mesh] if args.mesh else []
+        options += ["--quick"] if args.quick else []
+        return spawn(ranks, options, timeout=2 * args.limit + 120.0)
+    # Should another rank be gone, this one waits in a collective.
+    last = 2 * args.limit + 60.0
+    faulthandler.dump_traceback_later(last, exit=True, file=2)  # stderr
+    try:
+        hardware = calibrate(mesh, quick=args.quick, limit=args.limit)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    if os.environ.get("RANK", "0") == "0":
+        hardware.save(args.out)
+        print(f"{describe(hardware)}\nFXPAR_HARDWARE={args.out}", flush=True)
     return 0
 
 

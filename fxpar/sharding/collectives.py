@@ -56,10 +56,9 @@ class Curve:
             return times[0]
         return np.min(times, 0) if isinstance(nbytes, np.ndarray) else min(times)
 
-    def algorithm(self, nbytes: float) -> str:
-        """The algorithm that is fastest for ``nbytes``."""
-        best = min(self.lines, key=lambda line: line.alpha + line.beta * nbytes)
-        return best.algorithm
+    def line(self, nbytes: float) -> Line:
+        """Of the algorithm that is fastest for ``nbytes``."""
+        return min(self.lines, key=lambda line: line.alpha + line.beta * nbytes)
 
 
 def seconds(kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: Any) -> Any:

@@ -320,9 +320,9 @@ _PASCAL = (
 # NVIDIA K80 data sheet, one of its two devices at boost clocks.
 _KEPLER = (("float64", _vector(1.46e12)), ("float32", _vector(4.37e12)))
 _CPU = (
-    ("float64", Peak(4e10, 1.0, 1e5, 16.0)),
-    ("float32", Peak(8e10, 1.0, 1e5, 16.0)),
-    ("bfloat16", Peak(8e10, 1.0, 1e5, 16.0)),
+    ("float64", Peak(3e10, 1.0, 1e5, 12.0)),
+    ("float32", Peak(6e10, 1.0, 1e5, 8.0)),
+    ("bfloat16", Peak(1.3e11, 1.0, 2e6, 8.0)),  # AVX512_BF16
 )
 
 # 18 NVLinks; DGX H100 and DGX H200: 8 adapters of 400 Gbit/s, one for each device.
@@ -378,15 +378,15 @@ BUILT_IN = (
     _gpu("k80", _KEPLER, 0.7 * 240e9, 11441, _FLEXFLOW_K80, "NVIDIA K80, FlexFlow"),
     _tpu("tpu-v2", 45e12, 0.9 * 700e9, 16384, 62e9),
     _tpu("tpu-v3", 105e12, 0.9 * 900e9, 32768, 82e9),
-    # Measured by calibrate with 2 ranks on 2 cores of an AMD EPYC (Zen 4), rounded.
+    # Measured by calibrate, 2 ranks on 2 busy cores of an AMD EPYC (Zen 4), rounded.
     Hardware(
         "cpu",
         _CPU,
-        5e9,
+        1e10,
         16384 * _MIB,
-        5e-6,
-        5e-6,
-        (Level(0, 1e9, 5e-5, 5e-5),),
+        2e-6,
+        1.5e-6,
+        (Level(0, 1.5e9, 1e-4, 1e-4),),
         "a core for each rank, gloo in one machine",
     ),
 )

@@ -36,8 +36,8 @@ class Link:
     """
 
     bandwidth: float = 1e11
-    latency: float = 1e-5
-    overhead: float = 0.0
+    latency: float = 0.0
+    overhead: float = 1e-5
     tree: bool = False
     inside: int = 1
     inner: Link | None = None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fxpar.errors import SpecError
+from fxpar.sharding.collectives import Curve, along, bound
 from fxpar.sharding.layout import (
     Dims,
     Token,
@@ -89,6 +90,17 @@ def bytes_moved(
     return _route(source, target, mesh, tuple(shape), itemsize)[2]
 
 
+def rates(
+    source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...]
+) -> tuple[Rate, ...]:
+    """What the cheapest routes cost per byte of the global value, one of which is
+    cheapest at any size, for all shapes whose dims a mesh divides into ``room`` shards
+    at most. Raises SpecError as ``steps`` does."""
+    problem, dims = _pose(source, target, mesh, room)
+    share = 1 / _others(source, dims, mesh)
+    return tuple(total.per(share) for _, total in _routes(problem))
+
+
 @lru_cache(maxsize=1 << 18)
 def _route(
     source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
@@ -98,26 +110,28 @@ def _route(
     target.check(mesh, shape)
     nbytes = float(math.prod(shape) * itemsize)
     room = tuple(math.gcd(size, mesh.size) for size in shape)
-    routes = _routes(source, target, mesh, room)
-    best = min(routes, key=lambda route: route.total.seconds(nbytes))
-    total = best.total
-    return best.steps, total.seconds(nbytes), nbytes * total.sent_per_byte
+    problem, dims = _pose(source, target, mesh, room)
+    moves, total = min(_routes(problem), key=lambda route: route[1].seconds(nbytes))
+    total = total.per(1 / _others(source, dims, mesh))
+    return (
+        _steps(moves, dims, source, target, mesh),
+        total.seconds(nbytes),
+        nbytes * total.sent_per_byte,
+    )
 
 
-@dataclass(frozen=True)
-class Route:
-    """Steps and their cost per byte of the global value."""
+def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:
+    """Shards along the dims that a problem leaves out."""
+    return math.prod(
+        mesh.count(axes) for d, axes in enumerate(source.dims) if d not in dims
+    )
 
-    steps: tuple[Step, ...]
-    total: Rate
 
-
-@lru_cache(maxsize=1 << 16)
-def _routes(
+def _pose(
     source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...]
-) -> tuple[Route, ...]:
-    """A few routes, one of which is cheapest at any size. ``room``: the most shards
-    each dim can be cut into (the part of its size that a mesh can divide)."""
+) -> tuple[_Problem, list[int]]:
+    """(the problem to search, the dims it is about). ``room``: the most shards each dim
+    can be cut into (the part of its size that a mesh can divide)."""
     before, after = dict(source.partial), dict(target.partial)
     for spec, ops in ((source, before), (target, after)):
         if len({_COMMUTES.get(op, op) for op in ops.values()}) > 1:
@@ -157,8 +171,7 @@ def _routes(
         pending,
         busy,
     )
-    found = dict.fromkeys(_solve(problem, size) for size in _SIZES)
-    return tuple(_as_route(moves, dims, source, target, mesh) for moves in found)
+    return problem, dims
 
 
 def _concerned(
@@ -201,7 +214,7 @@ class _Problem:
 
     @cached_property
     def bandwidth(self) -> float:
-        return max(link.bandwidth for link in self.mesh.links)
+        return bound(self.mesh)[1]
 
     def misplaced(self, dims: Dims, pending: Pending) -> int:
         """How many axes are not where they should be."""
@@ -277,7 +290,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
     that still have to be gathered. Among equals the fewest moves, then the first."""
     start, goal = (problem.start, problem.pending), (problem.goal, ())
     whole = math.prod(map(count, problem.goal))
-    latency = min(link.latency for link in problem.mesh.links)
+    latency = bound(problem.mesh)[0]
     nudge = 1e-9 * (nbytes / problem.bandwidth + latency)
     haste = 0.0
     if problem.misplaced(*start) > _EXACT:
@@ -286,7 +299,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
     def local(dims: Dims) -> float:
         return nbytes / math.prod(map(count, dims))
 
-    def bound(dims: Dims, pending: Pending) -> float:
+    def ahead(dims: Dims, pending: Pending) -> float:
         out = max(0.0, nbytes / whole - local(dims)) / problem.bandwidth
         if pending or any(
             agree(h, w) < len(h) for h, w in zip(dims, problem.goal, strict=True)
@@ -298,7 +311,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
     came: dict[State, tuple[State, Move]] = {}
     order = 0
     queue: list[tuple[float, int, int, float, State]]
-    queue = [(bound(*start), 0, order, 0.0, start)]
+    queue = [(ahead(*start), 0, order, 0.0, start)]
     while (state := queue[0][-1]) != goal:
         spent = heapq.heappop(queue)[-2]
         if spent > best[state]:
@@ -310,7 +323,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
                 best[new], came[new] = total, (state, move)
                 order += 1
                 rank = problem.misplaced(*new)
-                heapq.heappush(queue, (total + bound(*new), rank, order, total, new))
+                heapq.heappush(queue, (total + ahead(*new), rank, order, total, new))
     path: list[Move] = []
     while state != start:
         state, move = came[state]
@@ -322,11 +335,30 @@ def _seconds(move: Move, mesh: Mesh, nbytes: float) -> float:
     """Cost of a move from ``nbytes`` on each rank."""
     if move.make.local:
         return 0.0
-    links = [mesh.links[token[0]] for token in move.tokens]
-    sent = nbytes * move.make.sent(count(move.tokens))
-    return max(link.latency for link in links) + sent / min(
-        link.bandwidth for link in links
-    )
+    return _curve(move.make.kind, move.tokens, mesh).seconds(nbytes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _curve(kind: str, tokens: Tokens, mesh: Mesh) -> Curve:
+    return along(kind, mesh, _named(tokens, mesh))
+
+
+@lru_cache(maxsize=1 << 16)
+def _routes(problem: _Problem) -> tuple[tuple[Moves, Rate], ...]:
+    """(moves, cost per byte of what the problem's dims make up) of a few routes, one of
+    which is cheapest at any size."""
+    out: dict[tuple[Moves, Rate], None] = {}
+    mesh = problem.mesh
+    for nbytes in _SIZES:
+        moves = _solve(problem, nbytes)
+        dims, total = problem.start, Rate()
+        for move in moves:
+            share = 1 / math.prod(map(count, dims))
+            axes = _named(move.tokens, mesh)
+            total += rate(move.make, mesh, axes, nbytes * share).per(share)
+            dims = move.dims
+        out[moves, total] = None
+    return tuple(out)
 
 
 def _merged(moves: Moves) -> Iterator[Move]:
@@ -342,11 +374,10 @@ def _merged(moves: Moves) -> Iterator[Move]:
         yield last
 
 
-def _as_route(
+def _steps(
     moves: Moves, dims: Sequence[int], source: Spec, target: Spec, mesh: Mesh
-) -> Route:
-    """Moves with the names of axes and the numbers of dims, masks at the end; and the
-    cost of all, per byte of the global value."""
+) -> tuple[Step, ...]:
+    """Moves with the names of axes and the numbers of dims, masks at the end."""
     kept = {axis: op for axis, op in source.partial if axis in target.partial_axes}
     out: list[Step] = []
     spec = source
@@ -368,11 +399,7 @@ def _as_route(
     if out:
         # Axes of size 1 were left out on the way.
         out[-1] = replace(out[-1], spec=target)
-    total, share = Rate(), 1 / mesh.count(source.sharded_axes)
-    for step in out:
-        total += rate(step, mesh).per(share)
-        share *= step.growth(mesh.count(step.axes))
-    return Route(tuple(out), total)
+    return tuple(out)
 
 
 def _named(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:

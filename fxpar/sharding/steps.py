@@ -5,8 +5,7 @@ Mask are local and free, every other step is one collective over the ranks that 
 on its axes. Axes may be sub-axes (see ``mesh``). ``str(step)`` is what golden tests and
 explanations show.
 
-Costs are alpha-beta: one latency per collective plus the bytes that a rank sends on a
-ring, over the slowest link among the axes.
+Costs are alpha-beta, as ``collectives`` has them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fxpar.sharding.collectives import along
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -219,19 +219,15 @@ class Rate:
         )
 
 
-def rate(step: Step, mesh: Mesh) -> Rate:
-    """Cost of one step, per local byte before it."""
-    if step.local:
+def rate(kind: type[Step], mesh: Mesh, axes: tuple[str, ...], nbytes: float) -> Rate:
+    """Cost of one step per local byte before it, as the algorithm has it that is best
+    for ``nbytes`` on each rank."""
+    if kind.local:
         return Rate()
-    links = [mesh.link(axis) for axis in step.axes]
-    sent = step.sent(mesh.count(step.axes))
-    return Rate(
-        max(link.latency for link in links),
-        sent / min(link.bandwidth for link in links),
-        sent,
-    )
+    line = along(kind.kind, mesh, axes).line(nbytes)
+    return Rate(line.alpha, line.beta, kind.sent(mesh.count(axes)))
 
 
 def cost(step: Step, mesh: Mesh, nbytes: float) -> float:
     """Seconds that one step takes from ``nbytes`` on each rank."""
-    return rate(step, mesh).seconds(nbytes)
+    return rate(type(step), mesh, step.axes, nbytes).seconds(nbytes)

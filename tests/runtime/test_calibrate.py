@@ -62,7 +62,7 @@ def test_a_link_is_found_again(kind: str, sizes: tuple[int, ...]) -> None:
 
 
 def test_one_outlier_does_not_decide() -> None:
-    true = Link(2e9, 1e-4)
+    true = Link(2e9, 1e-4, 0.0)
     points = [
         (2, 4.0**i, collectives.seconds("all_reduce", (2,), (true,), 4.0**i))
         for i in range(4, 14)

@@ -1,0 +1,209 @@
+"""Figures, names, files, and which link serves which axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fxpar.errors import DeviceError, OptionError
+from fxpar.sharding import hardware
+from fxpar.sharding.hardware import BUILT_IN, Hardware, Level, Measured, Peak, lookup
+from fxpar.sharding.mesh import Link, Mesh
+
+DOCS = Path(__file__).parents[2] / "docs" / "hardware.md"
+
+
+def link(name: str, mesh: str, axis: str) -> Link:
+    return lookup(name).on(Mesh.parse(mesh)).link(axis)
+
+
+def test_a_rate_saturates_at_the_peak_and_is_halved_where_it_says() -> None:
+    peak = Peak(1e12, 0.5, half_flops=1e9, half_dim=64)
+    assert peak.rate(1e30, 1e30) == pytest.approx(5e11)
+    assert peak.rate(1e9) == pytest.approx(2.5e11)
+    assert peak.rate(1e30, 64) == pytest.approx(2.5e11)
+    rates = peak.rate(np.logspace(3, 15, 50), 128.0)
+    assert (np.diff(rates) > 0).all()
+
+
+def test_a_kernel_is_bound_by_launch_memory_or_arithmetic() -> None:
+    h100 = lookup("h100")
+    assert h100.seconds(1) == pytest.approx(h100.launch, rel=1e-3)
+    assert h100.seconds(1e12) == pytest.approx(1e12 / h100.bandwidth, rel=1e-3)
+    # 8192^3 in bfloat16: 770 to 800 TFLOP/s on such a device.
+    flops = 2.0 * 8192**3
+    seconds = h100.seconds(3 * 2 * 8192**2, flops, 8192, torch.bfloat16)
+    assert flops / seconds == pytest.approx(770e12, rel=0.03)
+    assert h100.seconds(1e12, flops, 8192, "bfloat16") > 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "flops"),
+    [
+        ("h100", torch.float8_e4m3fn, 1978.9e12),
+        ("h100", "bfloat16", 989.4e12),
+        ("a100", torch.float16, 312e12),
+        ("a100", "float8_e5m2", 312e12),
+        ("v100", "float16", 125e12),
+        ("v100", "bfloat16", 15.7e12),
+        ("v100", torch.int64, 15.7e12),
+        ("tpu-v3", "bfloat16", 105e12),
+    ],
+)
+def test_peaks_are_those_of_data_sheets(name: str, dtype, flops: float) -> None:
+    assert lookup(name).peak(dtype).flops == flops
+
+
+def test_tf32_is_a_choice_where_it_exists() -> None:
+    assert lookup("a100").peak("float32").flops == 19.5e12
+    assert lookup("a100").peak("float32", tf32=True).flops == 156e12
+    assert lookup("v100").peak("float32", tf32=True).flops == 15.7e12
+
+
+def test_an_axis_inside_a_node_has_the_nodes_link() -> None:
+    nvlink, network = 18 * 20.6e9, 50e9
+    assert link("h100", "tp=8", "tp").bandwidth == nvlink
+    assert link("h100", "dp=2,tp=8", "tp").bandwidth == nvlink
+    assert link("h100", "dp=2,tp=8", "dp").bandwidth == network
+    assert link("h100", "dp=2,tp=2", "dp").bandwidth == nvlink
+    # As the last axis, dp would be the one inside.
+    assert link("h100", "tp=8,dp=2", "dp").bandwidth == nvlink
+    assert link("h100", "tp=8,dp=2", "tp").bandwidth == network
+    # Three ranks fit in a node, though no number of groups of three fills it.
+    assert link("h100", "tp=3", "tp").bandwidth == nvlink
+    assert link("h100", "dp=8,tp=3", "tp").bandwidth == network
+
+
+def test_an_axis_that_leaves_the_node_knows_both_links() -> None:
+    whole = link("h100", "dp=16", "dp")
+    assert (whole.bandwidth, whole.inside) == (50e9, 8)
+    assert whole.inner and whole.inner.bandwidth == 18 * 20.6e9
+    half = link("h100", "dp=4,tp=4", "dp")
+    assert half.inside == 2 and half.inner == whole.inner
+    assert link("h100", "dp=2,tp=8", "dp").inner is None
+    # Nodes hold 8, groups of 6 start at 0, 6, 12: two neighbours are sure to be inside.
+    assert link("h100", "dp=4,tp=6", "tp").inside == 2
+
+
+def test_devices_of_a_node_share_its_network() -> None:
+    assert link("v100-dgx1", "dp=2,tp=8", "dp").bandwidth == pytest.approx(50e9 / 8)
+    assert link("v100", "dp=2,tp=16", "dp").bandwidth == pytest.approx(80.8e9 / 16)
+    assert link("p100", "dp=4,tp=4", "dp").bandwidth == pytest.approx(12.5e9 / 4)
+    k80 = lookup("k80").on(Mesh.parse("node=16,pair=2,one=2"))
+    assert [k80.link(a).bandwidth for a in k80.names] == [7e9 / 4, 12e9 / 2, 12e9]
+
+
+def test_one_unlimited_level_serves_every_axis() -> None:
+    mesh = lookup("cpu").on(Mesh.parse("dp=2,tp=2"))
+    assert mesh.links[0] == mesh.links[1] and mesh.links[0].inner is None
+    # The last level reaches as far as the mesh does.
+    few = dataclasses.replace(lookup("cpu"), levels=(Level(2, 1e9, 1e-5),))
+    assert few.on(Mesh.parse("dp=8")).link("dp").bandwidth == 1e9
+
+
+def test_single_kinds_have_links_of_their_own() -> None:
+    kinds = (("permute", Measured(1e-3, 2e-3, 4e9)),)
+    levels = (Level(2, 1e10, 1e-5), Level(0, 8e9, 1e-4, shared=True, kinds=kinds))
+    few = dataclasses.replace(lookup("cpu"), levels=levels)
+    network = few.on(Mesh.parse("dp=2,tp=2")).link("dp")
+    assert network.bandwidth == 4e9
+    assert network.kinds == (("permute", Link(2e9, 2e-3, 1e-3)),)
+
+
+def test_links_are_hashed_cheaply_and_compared_fully() -> None:
+    one, other = Link(1e9, 1e-5, 0.0), Link(1e9, 1e-5, 1.0)
+    assert hash(one) == hash(other) and one != other
+
+
+@pytest.mark.parametrize("built_in", BUILT_IN, ids=lambda h: h.name)
+def test_files_round_trip(built_in: Hardware, tmp_path: Path) -> None:
+    kinds = (("all_reduce", Measured(1e-5, 1e-6, 1e9)),)
+    levels = (dataclasses.replace(built_in.levels[0], kinds=kinds),)
+    for written in (built_in, dataclasses.replace(built_in, levels=levels)):
+        written.save(tmp_path / "it.json")
+        read = lookup(str(tmp_path / "it.json"))
+        assert read == written and hash(read) == hash(written)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(OptionError, match="unknown hardware 'h10'") as error:
+        lookup("h10")
+    fix = error.value.fix or ""
+    assert "did you mean 'h100'?" in fix and "python -m fxpar calibrate" in fix
+    assert all(built_in.name in fix for built_in in BUILT_IN)
+    assert lookup("V100") is lookup("v100-dgx2")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda data: data.pop("format"), "format"),
+        (lambda data: data.pop("memory"), "memory"),
+        (lambda data: data.update(memry=1), "memry"),
+        (lambda data: data.update(levels=[]), "level"),
+        (lambda data: data["levels"][0].pop("kinds"), "kinds"),
+        (lambda data: data["peaks"].pop("float32"), "float32"),
+    ],
+)
+def test_bad_files_are_refused(change, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "it.json"
+    lookup("cpu").save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(OptionError, match=why) as error:
+        lookup(str(path))
+    assert "calibrate" in (error.value.fix or "")
+    for text in ("[1]", "{", ""):
+        path.write_text(text)
+        with pytest.raises(OptionError, match="cannot read hardware file"):
+            lookup(str(path))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("Tesla V100-SXM3-32GB", "v100-dgx2"),
+        ("Tesla V100-SXM2-16GB", "v100-dgx1"),
+        ("Tesla P100-SXM2-16GB", "p100"),
+        ("Tesla K80", "k80"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_devices_are_known_by_name(
+    device: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    if name:
+        assert hardware.detect().name == name
+        return
+    with pytest.raises(DeviceError, match=re.escape(device)) as error:
+        hardware.detect()
+    fix = error.value.fix or ""
+    assert "FXPAR_HARDWARE" in fix and "python -m fxpar calibrate" in fix
+
+
+def test_without_a_gpu_it_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware.detect() is lookup("cpu")
+
+
+def test_the_docs_list_every_built_in() -> None:
+    page = DOCS.read_text()
+    assert [h.name for h in BUILT_IN if f"| `{h.name}` |" not in page] == []
+    assert hardware.FORMAT in page
