@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # this fxpar, installed or not
 
 
 def llama(layers: int, *, scale: str = "small") -> Any:
-    """A Llama with random weights: ``small`` runs on a CPU, ``8b`` is for planning."""
+    """A Llama with random weights: ``small`` runs on a CPU, the others are to plan."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,6 +35,13 @@ def llama(layers: int, *, scale: str = "small") -> Any:
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        "70b": {
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_attention_heads": 64,
             "num_key_value_heads": 8,
         },
     }

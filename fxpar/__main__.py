@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from fxpar.errors import FxparError
+from fxpar.errors import FxparError, OptionError
+
+if TYPE_CHECKING:
+    from fxpar.explain.script import Call
+    from fxpar.sharding.plan import Plan
 
 ABOUT = "Try fxpar, plan for any mesh without devices, see what a run planned."
 
@@ -31,12 +37,27 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser(
         "plan", help="plan for a mesh in this process, or show a saved plan"
     )
-    one.add_argument("target", help="file.py:function, or a file of plan.save()")
+    one.add_argument(
+        "target",
+        help="file.py:function or module.path:function, which returns (module, args, "
+        "kwargs); a script, which is run up to the first call of what it compiles with "
+        "fxpar; or a file of plan.save()",
+    )
+    one.add_argument("--args", default="", help='of a script, such as "--steps 2"')
     one.add_argument("--mesh", default=os.environ.get("FXPAR_MESH"))
-    one.add_argument("--mode", help="propagate, replicate; default: FXPAR_PLAN")
+    one.add_argument(
+        "--mode", help="propagate, search, replicate or a file; default: FXPAR_PLAN"
+    )
+    one.add_argument("--hints", metavar="FILE", help="TOML, as FXPAR_HINTS")
     one.add_argument("--grad", action="store_true", help="plan the backward too")
     one.add_argument("--why", metavar="NAME", help="why a value has its spec")
-    one.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    one.add_argument("--html", metavar="FILE", help="write the plan as a page")
+    one.add_argument(
+        "--json", "--save", metavar="FILE", help="write the plan, to load or to run"
+    )
+    one.add_argument(
+        "--text", action="store_true", help="print every op even so, not a summary"
+    )
     one.set_defaults(run=_plan)
 
     one = commands.add_parser(
@@ -74,22 +95,45 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    import fxpar
-    from fxpar.explain.script import load
+    plan = _planned(args)
+    if args.why:
+        print(plan.why(args.why))
+    elif args.text or not (args.html or args.json):
+        print(plan)
+    else:
+        print(plan.summary())
+    for path, write in ((args.html, plan.to_html), (args.json, plan.save)):
+        if path:
+            write(path)
+            print(f"wrote {path}")
+    return 0
+
+
+def _planned(args: argparse.Namespace) -> Plan:
+    from fxpar.explain.script import Call, first_call, load
+    from fxpar.planning import plan
     from fxpar.sharding.plan import Plan
 
     if args.target.endswith(".json"):
-        plan = Plan.load(args.target)
+        return Plan.load(args.target)
+    if not args.mesh:
+        raise OptionError("there is no mesh to plan for", fix="add --mesh dp=2,tp=4")
+    if args.target.endswith(".py"):
+        call = first_call(args.target, shlex.split(args.args))
     else:
-        function, values, named = load(args.target)
-        options = {"mode": args.mode} if args.mode else {}
-        plan = fxpar.plan(
-            function, *values, mesh=args.mesh, grad=args.grad, **options, **named
-        )
-    print(plan.why(args.why) if args.why else plan)
-    if args.save:
-        plan.save(args.save)
-    return 0
+        call = Call(*load(args.target))
+    grad = args.grad or (call.grad and _asks_for_gradients(call))
+    options = {"mode": args.mode, "hints": args.hints, "mesh": args.mesh, "grad": grad}
+    return plan(call.function, *call.args, **options, **call.kwargs)
+
+
+def _asks_for_gradients(call: Call) -> bool:
+    from fxpar._compat import tree_leaves
+    from fxpar.runtime.tracing import modules_of
+
+    held = (p for m in modules_of(call.function).values() for p in m.parameters())
+    leaves = [*held, *tree_leaves((call.args, call.kwargs))]
+    return any(getattr(x, "requires_grad", False) for x in leaves)
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ graph in its place.
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,9 @@ from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output
+from fxpar.sharding.search.find import Asked
 from fxpar.sharding.spec import Spec
 
 
@@ -169,14 +172,14 @@ class _Parallelize:
             ranks.mesh,
             signature,
             load(options.hints),
-            plan_mode(options.plan, name),
+            plan_mode(options.plan, options, name),
             strict=options.strict,
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
             watch=watch,
         )
         with _said_by_rank_0(ranks.rank):
-            self.result = parallelize(gm.graph, fake_mode, request)
+            self.result = _planned(gm.graph, fake_mode, request, ranks.rank, name)
         agree.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         bound = bind(
@@ -220,6 +223,23 @@ class _Parallelize:
     def _output(self, kind: str, name: str, of: int | None) -> Output:
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
         return Output(name, kind, of, lie="open" if open_ended else "whole")
+
+
+def _planned(
+    graph: fx.Graph, fake_mode: Any, request: Request, rank: int, name: str
+) -> Result:
+    """What ``parallelize`` gives; of a search, what it gives on rank 0: it depends on
+    the clock, so one rank searches and the others follow its plan."""
+    if not isinstance(request.mode, Asked):
+        return parallelize(graph, fake_mode, request)
+    request = replace(request, mesh=request.mode.hardware.on(request.mesh))
+    if rank == 0:
+        result = parallelize(graph, fake_mode, request)
+        agree.gather(f"the plan of {name}", json.dumps(result.plan.to_dict()))
+        return result
+    text, *_ = agree.gather(f"the plan of {name}", "")
+    plan = Plan.from_dict(json.loads(text))
+    return parallelize(graph, fake_mode, replace(request, mode=plan))
 
 
 @contextlib.contextmanager

@@ -80,6 +80,16 @@ def _hints(value: Any) -> Any:
     return value if isinstance(value, Mapping) else _file(value)
 
 
+def _positive(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number <= 0:
+        raise ValueError("use a number above 0")
+    return number
+
+
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -124,7 +134,10 @@ class Options:
         _mesh, None, "dp=2,tp=4", "mesh axes and sizes; unset: one axis dp of all ranks"
     )
     plan: str = _option(
-        _plan, "propagate", "propagate, replicate, file", "how the sharding is chosen"
+        _plan,
+        "propagate",
+        "propagate, search, replicate, file",
+        "how the sharding is chosen",
     )
     inputs: str = _option(
         _choice("global", "local"),
@@ -136,7 +149,10 @@ class Options:
         _hints, None, "file.toml", "sharding hints by parameter or value name"
     )
     hardware: str | None = _option(
-        _text, None, "h100, ...", "not used yet: the hardware that costs are for"
+        _text,
+        None,
+        "h100, ..., file",
+        "what costs are for: a name, or a file of calibrate; unset: this device",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),
@@ -174,6 +190,16 @@ class Options:
         True,
         "0, 1",
         "0: gathered parameters are kept for the backward",
+        env=False,
+    )
+    search_seconds: float = _option(
+        _positive, 20.0, "seconds", "how long a search may solve at most", env=False
+    )
+    memory: float | None = _option(
+        _positive,
+        None,
+        "bytes",
+        "what a searched plan may occupy on a rank; unset: the hardware's memory",
         env=False,
     )
     outputs: str = _option(

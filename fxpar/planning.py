@@ -2,25 +2,35 @@
 
 Needs no process group and no accelerator; tensors may be on the meta device or fake.
 The result is the Plan with the traced program attached: ``simulate`` runs the local
-graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph.
+graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph;
+``predicted`` says what a step costs on the hardware, ``to_trace`` shows it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from fxpar.config import Options
-from fxpar.errors import HintError, PlanError
+from fxpar.errors import DeviceError, HintError, PlanError
 from fxpar.explain.dump import watcher
+from fxpar.explain.html import render
+from fxpar.explain.timeline import chrome_trace
 from fxpar.passes import Request, Result, parallelize
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.passes.phases import as_run
 from fxpar.passes.signature import read_signature
+from fxpar.passes.simulate import Timeline, simulate
 from fxpar.runtime.choose import plan_mode
 from fxpar.runtime.tracing import Call, Outcome
+from fxpar.sharding.hardware import Hardware, detect, lookup
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
@@ -29,12 +39,104 @@ from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What a step is predicted to cost each rank, in seconds and bytes.
+
+    ``exposed``: how long communication keeps kernels waiting; ``hidden``: what of it
+    runs beside them. ``sent``: bytes by axes ("dp", "dp+tp"). ``peak_bytes``: of
+    memory; the optimizer's state is not in a step's graph, and not in this.
+    """
+
+    hardware: str
+    seconds: float
+    compute: float
+    exposed: float
+    hidden: float
+    sent: tuple[tuple[str, int], ...]
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{_large(n)}B over {axes}" for axes, n in self.sent)
+        return (
+            f"{_short(self.seconds)} a step on {self.hardware}: "
+            f"{_short(self.compute)} compute, {_short(self.exposed)} waiting for "
+            f"communication, {_short(self.hidden)} of communication hidden; sends "
+            f"{sent or 'nothing'}; peak memory {_large(self.peak_bytes)}B"
+        )
+
+
+def _short(seconds: float) -> str:
+    """``1.23 ms``."""
+    scale, unit = next(
+        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
+    )
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def _large(number: float) -> str:
+    """``1.23 M``."""
+    scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scale, letter = next(((s, x) for s, x in scales if number >= s), (1.0, ""))
+    return f"{number / scale:.3g} {letter}"
+
+
+@dataclass(frozen=True)
 class TracedPlan(Plan):
-    """A Plan with the program it was made for."""
+    """A Plan with the program it was made for. ``options``: as when it was made."""
 
     result: Result | None = field(default=None, compare=False, repr=False)
     call: Call | None = field(default=None, compare=False, repr=False)
     module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
+    options: Options = field(default_factory=Options, compare=False, repr=False)
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """That of FXPAR_HARDWARE, else of this process's device. Raises OptionError,
+        and DeviceError on a device that is not known."""
+        return lookup(self.options.hardware) if self.options.hardware else detect()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """One step of a rank, simulated (``passes.simulate`` says how).
+
+        What is simulated is the local graph, with forward and backward parted and
+        scheduled as when compiled. Which values the backward computes again is decided
+        by a simpler rule than AOTAutograd's, fusion by simpler ones than Inductor's.
+        Raises as ``hardware`` does.
+        """
+        result, _ = self._traced()
+        graph = as_run(result.local, disable=self.options.disable)
+        fused = self.options.codegen == "inductor"
+        machine = self.hardware
+        return simulate(graph, machine.on(self.mesh), machine, fused=fused)
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        """What ``timeline`` comes to."""
+        line = self.timeline
+        return Predicted(
+            self.hardware.name,
+            line.seconds,
+            line.compute_seconds,
+            line.exposed_seconds,
+            line.hidden_seconds,
+            tuple(line.sent.items()),
+            line.peak_bytes,
+        )
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
+        name = f"a rank of {self.mesh} on {self.hardware.name}"
+        trace = chrome_trace(self.timeline, dict(self.values), name)
+        Path(path).write_text(json.dumps(trace))
+
+    def to_html(self, path: str | Path) -> None:
+        """As ``Plan.to_html``, with ``timeline`` if the hardware is known."""
+        timeline = None
+        if self.result is not None:
+            with contextlib.suppress(DeviceError):
+                timeline = self.timeline
+        Path(path).write_text(render(self, timeline), encoding="utf-8")
 
     def simulate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the local graph on every rank of the mesh, in lockstep in this process.
@@ -134,14 +236,18 @@ def plan(
         mesh,
         signature,
         load(hints if hints is not None else options.hints),
-        plan_mode(mode or options.plan),
+        plan_mode(mode or options.plan, options),
         strict=options.strict,
         disable=options.disable,
         watch=watcher(options, "plan"),
     )
     result = parallelize(module.graph, fake_mode, request)
     return TracedPlan(
-        **asdict_shallow(result.plan), result=result, call=call, module=module
+        **asdict_shallow(result.plan),
+        result=result,
+        call=call,
+        module=module,
+        options=options,
     )
 
 

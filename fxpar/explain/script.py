@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+
 from fxpar.errors import OptionError
+
+FORM = "give file.py:function or module.path:function, to return (module, args, kwargs)"
 
 
 def run(path: str, arguments: Sequence[str]) -> None:
@@ -25,27 +34,115 @@ def run(path: str, arguments: Sequence[str]) -> None:
         sys.argv, sys.path = argv, search
 
 
-def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
-    """(function or module, args, kwargs) that ``file.py:function`` returns.
+@dataclass(frozen=True)
+class Call:
+    """What to plan. ``grad``: whether a script recorded gradients where it called."""
 
-    The function takes nothing; args and kwargs may be left out. Raises OptionError if
-    the target cannot be read so.
+    function: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    grad: bool = False
+
+
+def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """(function or module, args, kwargs) that a factory returns.
+
+    ``target`` names it: ``file.py:function`` or ``module.path:function``. It takes
+    nothing; args and kwargs may be left out. Raises OptionError if the target cannot be
+    read so; what the user's code raises goes through.
     """
-    path, colon, name = target.rpartition(":")
-    form = "give file.py:function; it returns (module, args, kwargs)"
-    if not colon or not os.path.isfile(path):
-        raise OptionError(f"there is no script {path or target!r}", fix=form)
-    search = sys.path[:]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise OptionError(f"{target!r} names no function", fix=FORM)
+    factory = _names(place).get(name)
+    if not callable(factory):
+        raise OptionError(f"{place} has no function {name!r}", fix=FORM)
     try:
-        names = runpy.run_path(path, run_name="fxpar_target")
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise OptionError(f"{target} must take nothing: {error}", fix=FORM) from None
+    made = factory()
+    parts = made if isinstance(made, tuple) else (made,)
+    kinds: list[Any] = [Callable, (tuple, list), Mapping]
+    fits = (isinstance(*pair) for pair in zip(parts, kinds, strict=False))
+    if not 0 < len(parts) <= 3 or not all(fits):
+        shown = ", ".join(type(part).__name__ for part in parts)
+        raise OptionError(f"{target} returned ({shown})", fix=FORM)
+    call = Call(*parts)
+    return call.function, call.args, call.kwargs
+
+
+def _names(place: str) -> Mapping[str, Any]:
+    """What a file or an importable module defines. Raises OptionError without it."""
+    is_file = place.endswith(".py") or os.path.sep in place
+    if is_file and not os.path.isfile(place):
+        raise OptionError(f"there is no script {place!r}", fix=FORM)
+    search = sys.path[:]
+    folder = os.path.dirname(os.path.abspath(place)) if is_file else os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        if is_file:
+            return runpy.run_path(place, run_name="fxpar_target")
+        return vars(importlib.import_module(place))
+    except ModuleNotFoundError as error:
+        if is_file or not f"{place}.".startswith(f"{error.name}."):
+            raise  # one that the user's code imports
+        raise OptionError(f"there is no module {place!r}", fix=FORM) from None
     finally:
         sys.path = search
-    if not callable(names.get(name)):
-        raise OptionError(f"{path} has no function {name!r}", fix=form)
-    made = names[name]()
-    parts = made if isinstance(made, tuple) else (made,)
-    if not parts or len(parts) > 3 or not callable(parts[0]):
-        raise OptionError(f"{target} returned {type(made).__name__}", fix=form)
-    args = parts[1] if len(parts) > 1 else ()
-    return parts[0], args, parts[2] if len(parts) > 2 else {}
+
+
+class _Stopped(BaseException):  # not an Exception, which the script may catch
+    """Ends a script at the call it was run for."""
+
+
+def first_call(path: str, arguments: Sequence[str]) -> Call:
+    """Run a script up to the first call of what it compiled with backend "fxpar".
+
+    Neither that call nor anything after it is run, and no graph is compiled for fxpar.
+    Raises OptionError if there is no such script or no such call, SystemExit if the
+    script ends with an error.
+    """
+    if not os.path.isfile(path):
+        raise OptionError(f"there is no script {path!r}", fix=FORM)
+    found: list[Call] = []
+    compile_ = torch.compile
+
+    def catching(function: Callable[..., Any], called: Callable[..., Any]) -> Any:
+        @functools.wraps(called)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if found:  # the script has ended, and this is planned
+                return called(*args, **kwargs)
+            found.append(Call(function, args, kwargs, torch.is_grad_enabled()))
+            raise _Stopped
+
+        return call
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if options.get("backend") != "fxpar":
+            return compile_(model, **options)
+        if model is None:
+            return functools.partial(compiled, **options)
+        if isinstance(model, nn.Module):
+            wrapper: Any = compile_(model, backend="eager")
+            wrapper.forward = catching(model, model)
+            return wrapper
+        # nn.Module.compile hands in a method that is not the user's.
+        owner: Any = getattr(model, "__self__", None)
+        inplace = isinstance(owner, nn.Module) and model == owner._call_impl
+        return catching(owner if inplace else model, model)
+
+    torch.compile = compiled
+    try:
+        run(path, arguments)
+    except _Stopped:
+        pass
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    finally:
+        torch.compile = compile_
+    if not found:
+        what = f'{path} calls nothing that it compiled with backend="fxpar"'
+        raise OptionError(what, fix=FORM)
+    return found[0]

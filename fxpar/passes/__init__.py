@@ -26,12 +26,13 @@ from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.waits import sink_waits
-from fxpar.sharding.decide import Decision, decide, recall
+from fxpar.sharding.decide import Decision, decide, recall, searched
 from fxpar.sharding.describe import describe
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program, Signature, read, user_line
+from fxpar.sharding.search.find import Asked
 
 __all__ = ["Request", "Result", "parallelize"]
 
@@ -44,13 +45,14 @@ def _unwatched(stage: str, graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the pipeline. ``mode``: "propagate", "replicate", or a Plan.
-    ``keep_gathered``: resting parameters are gathered once for forward and backward."""
+    """What is asked of the pipeline. ``mode``: "propagate", "replicate", an Asked (to
+    search), or a Plan. ``keep_gathered``: resting parameters are gathered once for
+    forward and backward."""
 
     mesh: Mesh
     signature: Signature
     hints: Mapping[str, Entries] = field(default_factory=dict)
-    mode: str | Plan = "propagate"
+    mode: str | Asked | Plan = "propagate"
     strict: bool = False
     disable: frozenset[str] = frozenset()
     keep_gathered: bool = False
@@ -140,8 +142,12 @@ def _decide(program: Program, request: Request) -> Decision:
         for op in program.ops
         if op.target is torch.ops.fxpar.constrain.default
     ]
-    assert isinstance(request.mode, str)
-    return decide(program, request.mesh, request.hints, constraints, mode=request.mode)
+    mesh, hints, mode = request.mesh, request.hints, request.mode
+    if isinstance(mode, Asked):
+        keep = request.keep_gathered
+        return searched(program, mesh, hints, constraints, mode, keep_gathered=keep)
+    assert isinstance(mode, str)
+    return decide(program, mesh, hints, constraints, mode=mode)
 
 
 def _split_moments(decision: Decision) -> list[fx.Node]:

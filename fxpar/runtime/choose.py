@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
-from fxpar.errors import FxparWarning, compose
+from fxpar.config import Options
+from fxpar.sharding import hardware
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.search.find import Asked
 
 
-def plan_mode(text: str, graph: str = "") -> str | Plan:
+def plan_mode(text: str, options: Options, graph: str = "") -> str | Asked | Plan:
     """A mode of the pipeline, or the Plan a file holds; of a folder as FXPAR_DUMP
-    writes it, the plan of this ``graph``. Raises PlanError."""
+    writes it, the plan of this ``graph``.
+
+    Raises PlanError, OptionError on unknown hardware, DeviceError on a device without
+    known figures.
+    """
     if text == "search":
-        what = "search is not available yet: propagating from hints and conventions"
-        fix = "set FXPAR_PLAN=propagate"
-        warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=3)
-        return "propagate"
+        machine = (
+            hardware.lookup(options.hardware) if options.hardware else hardware.detect()
+        )
+        return Asked(machine, options.search_seconds, options.memory)
     if text in ("propagate", "replicate"):
         return text
     path = Path(text)

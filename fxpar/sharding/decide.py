@@ -1,11 +1,13 @@
 """Deciding: from a Program, a Mesh and hints to a Decision.
 
-Propagate what is given, choose a strategy per op, place the reductions, connect. A
+``decide`` propagates what is given, chooses a strategy per op, places the reductions,
+and connects. ``searched`` takes what is given as facts and finds the fastest plan. A
 saved plan is applied to a program again by ``recall``. Nothing here knows about graphs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,21 +16,24 @@ from fxpar.sharding import conventions
 from fxpar.sharding.edges import Edges, Reshard, connect
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.partials import place_reductions
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard import steps
 from fxpar.sharding.rest import gather_before_views, settle_at_rest
+from fxpar.sharding.search import transitions
+from fxpar.sharding.search.find import Asked, Found, search
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.steps import Step
+from fxpar.sharding.steps import Step, cost
 from fxpar.sharding.strategies import choose
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about a Program. ``origins``: per value, why each axis."""
+    """What was decided about a Program. ``origins``: per value, why each axis.
+    ``found``: the search that decided, if one did."""
 
     program: Program
     mesh: Mesh
@@ -37,18 +42,41 @@ class Decision:
     edges: Edges
     origins: tuple[Mapping[str, Origin], ...]
     notes: tuple[str, ...] = ()
+    found: Found | None = None
 
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
-    """The steps a reshard is lowered to."""
-    value = decision.program.values[reshard.value]
-    return steps(
-        reshard.source,
-        reshard.target,
-        decision.mesh,
-        value.shape,
-        value.dtype.itemsize,
+    """The steps a reshard is lowered to: where links are known, the cheaper of what
+    ``reshard.steps`` and ``transitions.path`` find."""
+    value, mesh = decision.program.values[reshard.value], decision.mesh
+    source, target = reshard.source, reshard.target
+    shape, itemsize = value.shape, value.dtype.itemsize
+    found = steps(source, target, mesh, shape, itemsize)
+    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
+    if len(axes) > transitions.MOST or all(link == Link() for link in mesh.links):
+        return found
+    other = transitions.path(source, target, mesh, shape, itemsize)
+    if other is None:
+        return found
+    return min(
+        (found, other), key=lambda way: duration(way, source, mesh, shape, itemsize)
     )
+
+
+def duration(
+    way: Sequence[Step],
+    source: Spec,
+    mesh: Mesh,
+    shape: Sequence[int],
+    itemsize: int,
+) -> float:
+    """Seconds of some steps, one after the other."""
+    local = math.prod(shape) * itemsize / mesh.count(source.sharded_axes)
+    total = 0.0
+    for step in way:
+        total += cost(step, mesh, local)
+        local *= step.growth(mesh.count(step.axes))
+    return total
 
 
 def decide(
@@ -69,11 +97,7 @@ def decide(
     for a, b in _ties(program):
         engine.tie(a, b)
     if mode != "replicate":
-        seeds = _resting_inputs(program, mesh) + match(program, hints, mesh)
-        for value, entries in constraints:
-            name = program.values[value].name
-            what = f"fxpar.constrain at {name}"
-            seeds.append(make_seed(program, value, entries, mesh, "value", what))
+        seeds = _given(program, mesh, hints, constraints)
         _seed_all(engine, seeds + _resting_outputs(program, mesh), notes)
     settle_at_rest(engine)
     state = engine.state
@@ -91,6 +115,62 @@ def decide(
         tuple(state.origins),
         tuple(notes),
     )
+
+
+def searched(
+    program: Program,
+    mesh: Mesh,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]],
+    asked: Asked,
+    *,
+    keep_gathered: bool = False,
+) -> Decision:
+    """The fastest plan that keeps the hints and fits in memory.
+
+    Raises HintError for hints that do not fit, PlanError if no plan does.
+    """
+    seeds: dict[int, list[Seed]] = {}
+    for seed in _given(program, mesh, hints, constraints):
+        seeds.setdefault(seed.value, []).append(seed)
+    found = search(program, mesh, asked, seeds, keep_gathered=keep_gathered)
+    origins = [
+        {axis: Origin(_origin(seeds.get(v, ()), axis)) for axis in spec.axes}
+        for v, spec in enumerate(found.settled)
+    ]
+    edges = connect(program, found.strategies, found.settled, found.mesh)
+    return Decision(
+        program,
+        found.mesh,
+        found.strategies,
+        found.settled,
+        edges,
+        tuple(origins),
+        (str(found),),
+        found,
+    )
+
+
+def _origin(seeds: Sequence[Seed], axis: str) -> str:
+    """Who put an axis on a value."""
+    for seed in seeds:
+        if any(axis in dim for dim in seed.dims):
+            return seed.origin
+    return "search"
+
+
+def _given(
+    program: Program,
+    mesh: Mesh,
+    hints: Mapping[str, Entries],
+    constraints: Sequence[tuple[int, Entries]],
+) -> list[Seed]:
+    """Seeds of hints, of inputs whose use is known, and of hints in the code."""
+    seeds = _resting_inputs(program, mesh) + match(program, hints, mesh)
+    for value, entries in constraints:
+        what = f"fxpar.constrain at {program.values[value].name}"
+        seeds.append(make_seed(program, value, entries, mesh, "value", what))
+    return seeds
 
 
 def _seed_all(engine: Propagation, seeds: list[Seed], notes: list[str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.edges import Reshard
+from fxpar.sharding.owners import owners
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.program import Op, Program, user_line
 from fxpar.sharding.rest import derived, resting
@@ -21,7 +22,8 @@ def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
     not again in the backward."""
     program, edges = decision.program, decision.edges
     signature = program.signature
-    nodes = tuple(_node_plan(decision, op) for op in program.ops)
+    modules = owners(program)
+    nodes = tuple(_node_plan(decision, op, modules[op.index]) for op in program.ops)
 
     fed = [
         (declared, v)
@@ -54,7 +56,7 @@ def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
     )
 
 
-def _node_plan(decision: Decision, op: Op) -> NodePlan:
+def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
     program, edges = decision.program, decision.edges
     strategy = decision.strategies[op.index]
     values = [program.values[v] for v in op.tensors]
@@ -70,6 +72,7 @@ def _node_plan(decision: Decision, op: Op) -> NodePlan:
         tuple(str(v.dtype).removeprefix("torch.") for v in values),
         str(op.rule),
         user_line(op.node),
+        module,
     )
 
 

@@ -35,7 +35,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One op: its strategy, the specs it reads, makes, and its results settle in."""
+    """One op: its strategy, the specs it reads, makes, and its results settle in.
+
+    ``module``: as ``owners`` writes it, ``forward/layers.0.mlp``; None if unknown."""
 
     name: str
     op: str
@@ -48,6 +50,11 @@ class NodePlan:
     dtypes: tuple[str, ...]
     rule: str
     line: str | None = None
+    module: str | None = None
+
+
+# Of a NodePlan, what the program does not depend on.
+_ASIDE = ("line", "module")
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,8 @@ class Plan:
         return hashlib.sha256(data.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; timings, reasons and source lines are left out: they may differ
-        between runs of the same plan."""
+        """JSON-ready; timings, reasons, modules and source lines are left out: they may
+        differ between runs of the same plan."""
 
         def plain(x: Any) -> Any:
             if isinstance(x, Spec):
@@ -111,7 +118,7 @@ class Plan:
             return x
 
         nodes = [
-            {k: plain(v) for k, v in asdict_shallow(node).items() if k != "line"}
+            {k: plain(v) for k, v in asdict_shallow(node).items() if k not in _ASIDE}
             for node in self.nodes
         ]
         return {
@@ -137,6 +144,7 @@ class Plan:
         data["notes"] = list(self.notes)
         data["sources"] = [c.source for c in self.collectives]
         data["lines"] = [node.line for node in self.nodes]
+        data["modules"] = [node.module for node in self.nodes]
         Path(path).write_text(json.dumps(data, indent=1))
 
     @classmethod
@@ -164,6 +172,7 @@ class Plan:
             return tuple((name, Spec.parse(text)) for name, text in pairs)
 
         lines = data.get("lines") or [None] * len(data["nodes"])
+        modules = data.get("modules") or [None] * len(data["nodes"])
         nodes = tuple(
             NodePlan(
                 name=n["name"],
@@ -177,8 +186,9 @@ class Plan:
                 dtypes=tuple(n["dtypes"]),
                 rule=n["rule"],
                 line=line,
+                module=module,
             )
-            for n, line in zip(data["nodes"], lines, strict=True)
+            for n, line, module in zip(data["nodes"], lines, modules, strict=True)
         )
         sources = data.get("sources") or [""] * len(data["collectives"])
         collectives = tuple(
@@ -214,6 +224,12 @@ class Plan:
         from fxpar.explain.text import summary_text
 
         return summary_text(self)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one HTML page that needs no network and no other file."""
+        from fxpar.explain.html import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
 
     def __str__(self) -> str:
         from fxpar.explain.text import plan_text

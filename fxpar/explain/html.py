@@ -1,0 +1,390 @@
+"""A Plan as one HTML page: no network, no other file, nothing but ``page.html``.
+
+In: a Plan and, if there is one, its predicted timeline. Out: the page as text. What a
+Plan alone does not tell (which value each operand is, sizes of inputs, which reshard a
+collective belongs to) is taken from the Decision that a traced plan holds; of a plan
+that was loaded, the page leaves it out. Never plans, traces or runs anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxpar.explain.text import short_dtype
+from fxpar.explain.tree import Group, tree
+from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.describe import cause
+from fxpar.sharding.plan import Collective, NodePlan, Plan
+from fxpar.sharding.spec import Spec
+
+TEMPLATE = Path(__file__).with_name("page.html")
+PLACE = "__PLAN__"
+DEAREST = 200
+
+_GROUPS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "output": "outputs",
+}
+
+
+def render(plan: Plan, timeline: Any = None) -> str:
+    """The page of a plan.
+
+    ``timeline``: a ``passes.simulate.Timeline``, or an object or mapping with some of
+    its fields: ``events``, each with name, stream, start and duration in seconds;
+    ``memory``, pairs (seconds, bytes on a rank); ``held``, each with name and bytes.
+    """
+    data = json.dumps(page_data(plan, timeline), separators=(",", ":"))
+    # Inside a script element nothing may look like the end of it.
+    safe = data.replace("<", "\\u003c")
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, safe)
+
+
+def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
+    """What the page shows, ready for JSON: ``rows`` (inputs, ops, outputs), ``values``
+    and ``edges`` as lists, their texts numbers in ``texts``; ``tree`` of row numbers.
+    """
+    page = _page(plan)
+    text = _Texts()
+    return {
+        "hash": plan.hash,
+        "mesh": plan.mesh.axes,
+        "ranks": plan.mesh.size,
+        "traced": _decision(plan) is not None,
+        "rows": [row.plain(text) for row in page.rows],
+        "values": [value.plain(text) for value in page.values],
+        "edges": [edge.plain(text) for edge in page.edges],
+        "tree": [_plain(item) for item in _tree(page)],
+        "reasons": {text(name): text(why) for name, why in plan.reasons},
+        "totals": _totals(plan.collectives),
+        "dearest": _dearest(plan),
+        "memory": page.memory,
+        "unknown": plan.unknown,
+        "notes": plan.notes,
+        "seconds": dict(plan.timings),
+        "timeline": _timeline(timeline, text),
+        "texts": text.all,
+    }
+
+
+class _Texts:
+    """Each text once; calling gives its number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: Any) -> int:
+        return self.numbers.setdefault(str(text), len(self.numbers))
+
+    @property
+    def all(self) -> list[str]:
+        return list(self.numbers)
+
+
+@dataclass
+class _Value:
+    """``row``: what makes it. ``shape`` and ``dtype`` are None where not known."""
+
+    name: str
+    settled: Spec
+    made: Spec
+    row: int = -1
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+    def plain(self, text: _Texts) -> list[Any]:
+        dtype = text(short_dtype(self.dtype)) if self.dtype else -1
+        specs = text(self.settled), text(self.made)
+        return [text(self.name), dtype, self.shape, *specs, self.row]
+
+
+@dataclass
+class _Row:
+    """An input, an op or an output. ``reads``: (value, -1 if not known; spec)."""
+
+    name: str
+    op: str
+    module: str | None
+    line: str | None = None
+    reads: list[tuple[int, Spec]] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
+    about: str = ""
+
+    def plain(self, text: _Texts) -> list[Any]:
+        reads = [x for v, spec in self.reads for x in (v, text(spec))]
+        line = text(self.line) if self.line else -1
+        return [
+            text(self.name),
+            text(self.op),
+            line,
+            reads,
+            self.makes,
+            text(self.about),
+        ]
+
+
+@dataclass
+class _Edge:
+    """A reshard, shown at ``row``: before it, or behind it if ``early``. ``value`` is
+    -1 and the specs are None where only its collectives are known."""
+
+    row: int
+    early: bool
+    steps: list[tuple[str, str, int]]
+    value: int = -1
+    source: Spec | None = None
+    target: Spec | None = None
+
+    def plain(self, text: _Texts) -> list[Any]:
+        steps = [[text(kind), text(axes), n] for kind, axes, n in self.steps]
+        specs = [-1 if s is None else text(s) for s in (self.source, self.target)]
+        return [self.row, int(self.early), steps, self.value, *specs]
+
+
+@dataclass
+class _Page:
+    rows: list[_Row]
+    values: list[_Value]
+    edges: list[_Edge]
+    memory: dict[str, int]
+
+
+def _decision(plan: Plan) -> Decision | None:
+    return getattr(getattr(plan, "result", None), "decision", None)
+
+
+def _page(plan: Plan) -> _Page:
+    decision = _decision(plan)
+    values = [_Value(name, spec, spec) for name, spec in plan.values]
+    index = {value.name: v for v, value in enumerate(values)}
+    ops = [_op_row(node, index, values) for node in plan.nodes]
+    rows = _input_rows(plan, decision, values) + ops
+    first = len(rows) - len(ops)
+    rows += _output_rows(plan, decision)
+    if decision is not None:
+        for row, op in zip(ops, decision.program.ops, strict=True):
+            specs = [spec for _, spec in row.reads]
+            row.reads = list(zip(op.operands, specs, strict=True))
+    for number, row in enumerate(rows):
+        for v in row.makes:
+            values[v].row = number
+    where = {row.name: first + i for i, row in enumerate(ops)}
+    for i, row in enumerate(rows[first + len(ops) :], start=first + len(ops)):
+        where.setdefault(f"output {row.name}", i)
+    left: Sequence[Collective] = plan.collectives
+    edges: list[_Edge] = []
+    if decision is not None:
+        edges, left = _reshards(decision, left, first, where)
+    edges += _charged(left, where)
+    return _Page(rows, values, edges, _memory(decision))
+
+
+def _op_row(node: NodePlan, index: Mapping[str, int], values: Sequence[_Value]) -> _Row:
+    n = len(node.operands)
+    makes = []
+    for i, (made, settled) in enumerate(zip(node.results, node.settled, strict=True)):
+        v = index.get(node.name if len(node.results) == 1 else f"{node.name}.{i}")
+        if v is None:  # of a tuple with other results than tensors
+            v = index[f"{node.name}.{i}"]
+        value = values[v]
+        value.made, value.settled = made, settled
+        value.shape, value.dtype = node.shapes[n + i], node.dtypes[n + i]
+        makes.append(v)
+    split = ", ".join(f"{f} over {'+'.join(axes)}" for f, axes in node.factors if axes)
+    about = f"{node.rule}\n{split}" if split else node.rule
+    reads = [(-1, spec) for spec in node.operands]
+    return _Row(node.name, node.op, node.module, node.line, reads, makes, about)
+
+
+def _input_rows(
+    plan: Plan, decision: Decision | None, values: Sequence[_Value]
+) -> list[_Row]:
+    """A row for every value that no op makes."""
+    made = {v for node in plan.nodes for v in _result_names(node)}
+    kinds = {name: "parameter" for name, _ in plan.parameters}
+    if decision is not None:
+        program = decision.program
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
+            if v is not None:
+                kinds[program.values[v].name] = declared.kind
+        for value, known in zip(values, program.values, strict=True):
+            value.made = decision.edges.made[known.index]
+            value.shape = known.shape
+            value.dtype = str(known.dtype).removeprefix("torch.")
+    rows = []
+    for v, value in enumerate(values):
+        if value.name not in made:
+            kind = kinds.get(value.name, "input")
+            module = f"{_GROUPS.get(kind, 'inputs')}/{value.name.rpartition('.')[0]}"
+            rows.append(_Row(value.name, kind, module, makes=[v]))
+    return sorted(rows, key=lambda row: row.op != "parameter")
+
+
+def _result_names(node: NodePlan) -> Iterator[str]:
+    yield node.name
+    for i in range(len(node.results)):
+        yield f"{node.name}.{i}"
+
+
+def _output_rows(plan: Plan, decision: Decision | None) -> list[_Row]:
+    found: list[tuple[str, str, int, Spec]] = []
+    if decision is not None:
+        outputs = decision.program.signature.outputs
+        ends = zip(
+            outputs, decision.program.outputs, decision.edges.outputs, strict=True
+        )
+        found = [
+            (declared.name, declared.kind, v, spec)
+            for declared, v, spec in ends
+            if v is not None and spec is not None
+        ]
+    else:
+        found = [(f"output_{i}", "output", -1, s) for i, s in enumerate(plan.outputs)]
+        found += [(name, "gradient", -1, spec) for name, spec in plan.gradients]
+    rows = []
+    for name, kind, v, spec in found:
+        path = name.rpartition(".")[0] if kind == "gradient" else ""
+        module = f"{_GROUPS.get(kind, 'outputs')}/{path}"
+        rows.append(_Row(name, kind, module, reads=[(v, spec)]))
+    return rows
+
+
+def _reshards(
+    decision: Decision,
+    collectives: Sequence[Collective],
+    first: int,
+    where: Mapping[str, int],
+) -> tuple[list[_Edge], list[Collective]]:
+    """The reshards of a plan, and the collectives that belong to none of them: those of
+    parameters that the backward gathers again."""
+    program = decision.program
+    waiting: dict[Any, deque[Collective]] = defaultdict(deque)
+    for c in collectives:
+        waiting[c.kind, c.axes, c.source].append(c)
+    edges = []
+    for reshard in decision.edges.reshards:
+        source = cause(decision, reshard)
+        steps = []
+        for step in route(decision, reshard):
+            queue = () if step.local else waiting[step.kind, step.axes, source]
+            size = queue.popleft().bytes if queue else 0
+            steps.append((step.kind, "+".join(step.axes), size))
+        if reshard.early:
+            row = first + program.producers[reshard.value][0]
+        elif reshard.reader is not None:
+            row = first + reshard.reader
+        else:
+            row = where[source]
+        edge = _Edge(row, reshard.early, steps, reshard.value)
+        edge.source, edge.target = reshard.source, reshard.target
+        edges.append(edge)
+    left = {id(c) for queue in waiting.values() for c in queue}
+    return edges, [c for c in collectives if id(c) in left]
+
+
+def _charged(
+    collectives: Sequence[Collective], where: Mapping[str, int]
+) -> Iterator[_Edge]:
+    """Collectives as edges at the row they are charged to."""
+    for c in collectives:
+        row = where.get(c.source.partition(" (")[0])
+        if row is not None:
+            yield _Edge(row, False, [(c.kind, "+".join(c.axes), c.bytes)])
+
+
+def _tree(page: _Page) -> list[Group | int]:
+    edges: dict[int, list[Any]] = defaultdict(list)
+    for e in page.edges:
+        edges[e.row].append((e.early, *e.steps, e.source, e.target))
+    keys = []
+    for number, row in enumerate(page.rows):
+        values = [page.values[v] for v in row.makes]
+        made = tuple((v.made, v.settled, v.shape, v.dtype) for v in values)
+        reads = tuple(spec for _, spec in row.reads)
+        short = row.name.rpartition(".")[2] if row.op in _GROUPS else ""
+        keys.append((row.op, short, reads, made, tuple(edges[number])))
+    return tree([row.module for row in page.rows], keys)
+
+
+def _plain(item: Group | int) -> Any:
+    if isinstance(item, int):
+        return item
+    return [item.label, int(item.alike), [_plain(inner) for inner in item.items]]
+
+
+def _totals(collectives: Sequence[Collective]) -> list[list[Any]]:
+    """[kind, axes, calls, bytes], most bytes first."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for c in collectives:
+        calls[c.kind, "+".join(c.axes)] += 1
+        sizes[c.kind, "+".join(c.axes)] += c.bytes
+    return [[*key, calls[key], size] for key, size in sizes.most_common()]
+
+
+def _dearest(plan: Plan) -> list[list[Any]]:
+    """[kind, axes, calls, bytes of all calls, op of the first, line], most bytes first;
+    one entry for calls of one kind and size that one line of the user's causes."""
+    found: dict[Any, list[Any]] = {}
+    for c in plan.collectives:
+        name, _, line = c.source.partition(" (")
+        line = line.removesuffix(")")
+        key = c.kind, c.axes, c.bytes, line or name
+        entry = found.setdefault(key, [c.kind, "+".join(c.axes), 0, 0, name, line])
+        entry[2] += 1
+        entry[3] += c.bytes
+    return sorted(found.values(), key=lambda entry: -entry[3])[:DEAREST]
+
+
+def _memory(decision: Decision | None) -> dict[str, int]:
+    """Bytes a rank holds of what enters and leaves the program, by kind."""
+    if decision is None:
+        return {}
+    program, edges, out = decision.program, decision.edges, Counter[str]()
+
+    def held(v: int, spec: Spec) -> int:
+        return program.values[v].nbytes // decision.mesh.count(spec.sharded_axes)
+
+    for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
+        if v is not None:
+            out[_GROUPS.get(declared.kind, f"{declared.kind}s")] += held(
+                v, edges.made[v]
+            )
+    ends = zip(program.signature.outputs, program.outputs, edges.outputs, strict=True)
+    for result, v, spec in ends:
+        if v is not None and spec is not None and result.kind != "mutation":
+            out[_GROUPS[result.kind]] += held(v, spec)
+    return dict(out.most_common())
+
+
+def _timeline(timeline: Any, text: _Texts) -> dict[str, Any] | None:
+    if timeline is None:
+        return None
+
+    def get(record: Any, name: str, default: Any = "") -> Any:
+        if isinstance(record, Mapping):
+            return record.get(name, default)
+        return getattr(record, name, default)
+
+    def seconds(record: Any, name: str) -> float:
+        return round(float(get(record, name, 0.0)), 9)
+
+    events = [
+        [text(get(e, "name")), text(get(e, "stream")), text(get(e, "kind"))]
+        + [seconds(e, "start"), seconds(e, "duration")]
+        + [text(get(e, "origin") or get(e, "name")), text(get(e, "line") or "")]
+        for e in get(timeline, "events", ())
+    ]
+    memory = [[round(float(t), 9), int(n)] for t, n in get(timeline, "memory", ())]
+    held = [
+        [str(get(x, "name")), int(get(x, "bytes", 0)), str(get(x, "line") or "")]
+        for x in get(timeline, "held", ())
+    ]
+    return {"events": events, "memory": memory, "held": held}

@@ -1,0 +1,105 @@
+"""A predicted timeline as a trace in Chrome's trace event format, for ui.perfetto.dev.
+
+In: a Timeline. Out: a dict to be written as JSON: one process, the rank; a thread for
+each stream; arrows from collectives to their waits; a counter of memory. Never
+simulates anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fxpar.passes.simulate import COMPUTE, Event, Timeline
+
+_PROCESS = 0
+
+
+def chrome_trace(
+    timeline: Timeline, specs: Mapping[str, Any] | None = None, name: str = "rank"
+) -> dict[str, Any]:
+    """The trace. ``specs``: of values of the one-device graph, by name, for the
+    arguments of events. ``name``: of the process."""
+    threads = {COMPUTE: 0}
+    for event in timeline.events:
+        threads.setdefault(event.stream, len(threads))
+    events = [*_names(threads, name)]
+    timed = [*_slices(timeline, threads, specs or {}), *_counters(timeline)]
+    if timeline.backward is not None:
+        mark = {"ph": "i", "name": "backward", "s": "p", "tid": threads[COMPUTE]}
+        timed.append({**mark, "ts": _micro(timeline.backward)})
+    timed.sort(key=lambda event: event["ts"])  # stable: an arrow stays before its wait
+    events += [{"pid": _PROCESS, **event} for event in timed]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _micro(seconds: float) -> float:
+    """Microseconds, the format's unit, to the nanosecond, its resolution."""
+    return round(seconds * 1e6, 3)
+
+
+def _names(threads: Mapping[str, int], name: str) -> Iterator[dict[str, Any]]:
+    """Names of the process and its threads, and the order to show them in."""
+    about = {"ph": "M", "pid": _PROCESS}
+    yield {**about, "tid": 0, "name": "process_name", "args": {"name": name}}
+    for stream, tid in threads.items():
+        shown = stream if stream == COMPUTE else f"communication {stream}"
+        yield {**about, "tid": tid, "name": "thread_name", "args": {"name": shown}}
+        order = {"sort_index": tid}
+        yield {**about, "tid": tid, "name": "thread_sort_index", "args": order}
+
+
+def _slices(
+    timeline: Timeline, threads: Mapping[str, int], specs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """What runs, and arrows: a wait's begins in its collective and ends in the wait or,
+    where nothing was left to wait for, at what comes next on its thread."""
+    running: dict[str, Event] = {}
+    for i, event in enumerate(timeline.events):
+        start = _micro(event.start)
+        place = {"tid": threads[event.stream]}
+        sliced = {
+            "ph": "X",
+            **place,
+            "name": event.name if event.stream == COMPUTE else event.kind,
+            "cat": event.kind,
+            "ts": start,
+            "dur": round(_micro(event.end) - start, 3),
+            "args": _arguments(event, specs),
+        }
+        if event.axes:
+            running[event.name] = event
+        if event.of is None:
+            yield sliced
+            continue
+        collective = running[event.of]
+        arrow = {"cat": "wait", "name": collective.kind, "id": i}
+        began = _micro(collective.start)
+        yield {"ph": "s", "tid": threads[collective.stream], "ts": began, **arrow}
+        if sliced["dur"]:
+            yield sliced
+            yield {"ph": "f", "bp": "e", **place, "ts": max(start, began), **arrow}
+        else:
+            yield {"ph": "f", **place, "ts": start, **arrow}
+            yield sliced
+
+
+def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the viewer shows of an event; what does not apply is left out."""
+    found = {
+        "node": event.name,
+        "bytes": event.bytes,
+        "flops": event.flops,
+        "axes": "+".join(event.axes),
+        "ops": event.nodes if event.nodes > 1 else 0,
+        "waits for": event.of,
+        "spec": str(specs.get(event.origin or "", "")),
+        "source": event.line,
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for time, nbytes in timeline.memory:
+        args = {"bytes": nbytes}
+        yield {"ph": "C", "tid": 0, "name": "memory", "ts": _micro(time), "args": args}

@@ -1,0 +1,96 @@
+"""The ops of a plan as a tree of modules, layers that do the same folded into one.
+
+In: per row the module it belongs to (``forward/layers.0.mlp``, as ``NodePlan.module``)
+and a key, equal for rows that do the same. Out: nested ``Group``s of row numbers, each
+row in exactly one of them, at every level in the order of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Group:
+    """A module, or, where ``alike`` is set, neighbouring layers that do the same."""
+
+    label: str
+    items: tuple[Group | int, ...]
+    alike: bool = False
+
+
+def tree(modules: Sequence[str | None], keys: Sequence[Hashable]) -> list[Group | int]:
+    """The rows by phase and module. Rows without a module stand at the top."""
+    paths = []
+    for i, module in enumerate(modules):
+        phase, _, path = (module or "").partition("/")
+        paths.append(([phase, *path.split(".")] if path else [phase] * bool(phase), i))
+    numbers: dict[Hashable, int] = {}
+    return _fold(_nest(paths), keys, numbers)[0]
+
+
+def _nest(paths: Sequence[tuple[list[str], int]]) -> list[Group | int]:
+    """Groups where their first row stands. Lists of layers give way to the layers."""
+    members: dict[str, list[tuple[list[str], int]]] = {}
+    order: list[str | int] = []
+    for path, i in paths:
+        if not path:
+            order.append(i)
+        elif path[0] not in members:
+            order.append(path[0])
+        if path:
+            members.setdefault(path[0], []).append((path[1:], i))
+    out: list[Group | int] = []
+    for item in order:
+        out += [item] if isinstance(item, int) else _named(item, _nest(members[item]))
+    return out
+
+
+def _named(label: str, items: list[Group | int]) -> list[Group | int]:
+    groups = [item for item in items if isinstance(item, Group)]
+    if len(groups) == len(items) and all(g.label[0].isdigit() for g in groups):
+        return [replace(g, label=f"{label}.{g.label}") for g in groups]
+    if len(items) == 1 and groups:
+        return [replace(groups[0], label=f"{label}.{groups[0].label}")]
+    return [Group(label, tuple(items))]
+
+
+def _fold(
+    items: Sequence[Group | int],
+    keys: Sequence[Hashable],
+    numbers: dict[Hashable, int],
+) -> tuple[list[Group | int], list[int]]:
+    """The items, runs of alike layers folded; and a number per item given, equal for
+    those that do the same."""
+    done: list[Group | int] = []
+    same: list[int] = []
+    for item in items:
+        key: Hashable
+        if isinstance(item, int):
+            key = ("row", keys[item])
+        else:
+            inner, inside = _fold(item.items, keys, numbers)
+            item = replace(item, items=tuple(inner))
+            key = ("group", _stem(item.label), tuple(inside))
+        done.append(item)
+        same.append(numbers.setdefault(key, len(numbers)))
+    return list(_runs(done, same)), same
+
+
+def _runs(items: Sequence[Group | int], same: Sequence[int]) -> Iterator[Group | int]:
+    pairs = zip(items, same, strict=True)
+    for _, run in groupby(pairs, lambda pair: pair[1]):
+        found = [item for item, _ in run]
+        first, last = found[0], found[-1]
+        # Neighbours of one stem differ by a number.
+        if isinstance(first, Group) and isinstance(last, Group) and len(found) > 1:
+            yield Group(f"{first.label} … {last.label}", tuple(found), alike=True)
+        else:
+            yield from found
+
+
+def _stem(label: str) -> str:
+    """A label, its numbers left out: layers are alike whatever their number."""
+    return ".".join("#" if part.isdigit() else part for part in label.split("."))

@@ -1,0 +1,116 @@
+"""What one rank launches to run a local graph, as data: kernels, collectives, waits.
+
+``kernels.launches_of`` makes it of a graph, ``simulate`` times it. Also here: which ops
+are collectives and waits, and where the backward of a joint graph begins.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
+
+c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
+
+# Collectives of a local graph, as ``sharding.collectives`` names them.
+KINDS: dict[Any, str] = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_reduce_coalesced.default: "all_reduce",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.all_gather_into_tensor_coalesced.default: "all_gather",
+    ours.all_gather_into_tensor.default: "all_gather",
+    c10d.all_to_all_single.default: "all_to_all",
+    ours.permute.default: "permute",
+}
+WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
+
+
+@dataclass(eq=False)
+class Buffer:
+    """One tensor of ``nbytes``. ``written``: whether it is in memory; what only its own
+    kernel reads is not. ``ready``: place in the order from which on it can be read,
+    None while its kernel grows. ``late``: the collective to be waited for before."""
+
+    node: fx.Node
+    nbytes: int
+    written: bool = True
+    ready: float | None = -1.0
+    late: Launch | None = None
+
+
+@dataclass(eq=False)
+class Launch:
+    """A kernel ("fused", "contraction" or "alone"), a collective (its kind) or "wait".
+
+    ``nodes``: what it computes. ``order``: its place. ``reads``: bytes of each buffer.
+    ``flops``, ``least``, ``dtype``: of a contraction. ``axes``, ``before``, ``after``:
+    of a collective, and bytes on this rank. ``of``: what a wait waits for.
+    """
+
+    kind: str
+    nodes: list[fx.Node]
+    order: float
+    backward: bool
+    reads: dict[Buffer, int] = field(default_factory=dict)
+    makes: list[Buffer] = field(default_factory=list)
+    flops: float = 0.0
+    least: float = math.inf
+    dtype: torch.dtype = torch.float32
+    axes: tuple[str, ...] = ()
+    before: int = 0
+    after: int = 0
+    of: Launch | None = None
+
+    @property
+    def name(self) -> str:
+        """That of its last op; unique."""
+        implied = self.kind == "wait" and self.nodes[-1].target not in WAITS
+        return self.nodes[-1].name + ("_wait" if implied else "")
+
+    @property
+    def writes(self) -> list[Buffer]:
+        """What it leaves in memory."""
+        return [buffer for buffer in self.makes if buffer.written]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that pass between the device and its memory."""
+        return sum(self.reads.values()) + sum(b.nbytes for b in self.writes)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """All of a graph, in order; what it is given and what it returns."""
+
+    launches: list[Launch]
+    inputs: list[Buffer]
+    outputs: list[Buffer]
+
+
+def backward_of(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes of the backward of a joint graph: those tagged as such, and what depends on
+    tangents."""
+    found = depending_on_tangents(graph)
+    tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
+    return found.union(n for n in tagged if n.op == "call_function")
+
+
+def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes of a joint graph that are computed from tangents, and these."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            late = str(node.target).startswith("tangents")
+        else:
+            late = not found.isdisjoint(node.all_input_nodes)
+        if late and node.op != "output":
+            found.add(node)
+    return found

@@ -1,0 +1,157 @@
+"""The search itself: formulate, tie, solve, decode.
+
+In: a Program, a Mesh, and what is asked. Out: ``Found``: strategies, specs, and the
+solved problem, of which explanations ask more. Deterministic but for its time limit, so
+one rank searches and tells the others. Changes nothing and runs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxpar.errors import PlanError
+from fxpar.sharding.factors import Strategy
+from fxpar.sharding.hardware import Hardware
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program
+from fxpar.sharding.propagate import Seed
+from fxpar.sharding.search import transitions
+from fxpar.sharding.search.formulate import (
+    Facts,
+    Formulation,
+    backward_ops,
+    decode,
+    formulate,
+)
+from fxpar.sharding.search.layers import repeated, ties
+from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
+from fxpar.sharding.solver.problem import tie
+from fxpar.sharding.solver.solve import EXACT
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``hardware``: what costs are for. ``seconds``: how long to solve at most.
+    ``memory``: bytes of one rank; None takes the hardware's."""
+
+    hardware: Hardware
+    seconds: float = 20.0
+    memory: float | None = None
+
+    @property
+    def budget(self) -> float:
+        return self.hardware.memory if self.memory is None else self.memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was chosen, ``predicted`` seconds of a step (compute, then communication,
+    nothing overlapped), and the problem it solves. ``mesh`` carries the links."""
+
+    strategies: tuple[Strategy, ...]
+    settled: tuple[Spec, ...]
+    mesh: Mesh
+    formulation: Formulation
+    solution: Solution
+    built: float  # seconds that formulating took
+
+    @property
+    def predicted(self) -> float:
+        return self.solution.cost + self.formulation.launches
+
+    def __str__(self) -> str:
+        found, problem = self.solution, self.formulation.problem
+        return (
+            f"search: {self.predicted * 1e3:.4g} ms a step, proved within "
+            f"{found.gap * 100:.2g}% of the best; {len(problem.costs)} choices of "
+            f"{sum(map(len, problem.costs))} strategies, {self.built:.1f} s to price, "
+            f"{found.seconds:.1f} s to solve"
+        )
+
+
+def search(
+    program: Program,
+    mesh: Mesh,
+    asked: Asked,
+    seeds: Mapping[int, Sequence[Seed]],
+    *,
+    keep_gathered: bool = False,
+) -> Found:
+    """The fastest plan that fits. Raises PlanError if none does, naming the largest
+    tensors and what would be needed."""
+    begun = time.perf_counter()
+    if sum(size > 1 for _, size in mesh.axes) > transitions.MOST:
+        raise PlanError(
+            f"a search takes at most {transitions.MOST} axes of more than one rank, "
+            f"the mesh is {mesh}",
+            fix="join axes of the mesh, or set FXPAR_PLAN=propagate",
+        )
+    mesh = asked.hardware.on(mesh)
+    facts = Facts(seeds, keep_gathered)
+    found = formulate(program, mesh, asked.hardware, facts, asked.budget)
+    tied = repeated(program, backward_ops(program))
+    problem = replace(found.problem, tied=ties(found, tied))
+    built = time.perf_counter() - begun
+    try:
+        solution = _solved(problem, asked)
+    except Infeasible as error:
+        raise _too_large(error, found) from None
+    strategies, settled = decode(found, solution.choice)
+    found = replace(found, problem=problem)
+    return Found(tuple(strategies), tuple(settled), mesh, found, solution, built)
+
+
+# Gap at which a search ends; of problems with few strategies the optimum is wanted.
+_CLOSE, _FEW = 1e-4, 2000
+# So far above its limit a plan made without one is worth no second look.
+_CLEAR = 1.05
+
+
+def _solved(problem: Problem, asked: Asked) -> Solution:
+    """The problem without its limit, which is easier; with it, if that does not fit."""
+    many = sum(map(len, problem.costs)) > _FEW
+    tolerance = _CLOSE if many else EXACT
+    free, limit = replace(problem, limit=None), problem.limit
+    if many and limit is not None:
+        # A glance at what repeats tells whether memory will bind.
+        once, to = tie(free)
+        glance = solve(once, seconds=asked.seconds / 10, tolerance=0.01)
+        choice = [glance.choice[k] for k in to]
+        if evaluate(problem, choice)[1] > _CLEAR * limit:
+            return solve(problem, seconds=asked.seconds, tolerance=tolerance)
+    solution = solve(free, seconds=asked.seconds, tolerance=tolerance)
+    if limit is None or solution.peak <= limit:
+        return solution
+    return solve(problem, seconds=asked.seconds, tolerance=tolerance)
+
+
+def _too_large(error: Infeasible, found: Formulation) -> PlanError:
+    """What would be needed, and what needs most of it."""
+    program = found.program
+    lines = []
+    for node, size in error.largest:
+        lines.append(f"{_name(found, node)} {size / 2**30:.2f} GiB")
+    if error.limit is None or error.needed != error.needed:
+        return PlanError(
+            "hints contradict each other: no plan keeps them all",
+            fix="leave some of their dims open with '?'",
+        )
+    return PlanError(
+        f"no plan fits in {error.limit / 2**30:.2f} GiB a rank: the smallest found "
+        f"needs {error.needed / 2**30:.2f} GiB, of which {', '.join(lines)}",
+        fix="use more ranks, a smaller batch, or fxpar.shard"
+        if any(not i.is_sharded for i in program.signature.inputs)
+        else "use more ranks or a smaller batch",
+    )
+
+
+def _name(found: Formulation, index: int) -> str:
+    node, program = found.nodes[index], found.program
+    if node.kind == "op":
+        return program.ops[node.of].name
+    values = {"input": program.inputs, "output": program.outputs}.get(node.kind)
+    v = node.of if values is None else values[node.of]
+    return program.values[v].name if v is not None else "a constant"

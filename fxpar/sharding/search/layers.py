@@ -1,0 +1,122 @@
+"""Which ops repeat: layers found by structure, forward and backward each by itself.
+
+In: a Program. Out: for each op the op of the first layer that it corresponds to
+(itself, if none). Ops are compared by target, rule, shapes and dtypes; what repeats at
+one distance, over at least two times that distance, is a row of layers. Names and
+modules do not count. Ties guide the search; they never constrain its answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fxpar.sharding.program import Program
+from fxpar.sharding.search.formulate import Formulation
+
+# Distances tried: the most frequent ones between ops that are alike.
+_TRIED = 16
+
+
+def repeated(program: Program, backward: set[int]) -> list[int]:
+    """For each op its counterpart in the first of the layers that it is in."""
+    colors = _colors(program, backward)
+    tied = list(range(len(colors)))
+    taken = np.zeros(len(colors), bool)
+    for distance in _distances(colors):
+        same = colors[distance:] == colors[:-distance]
+        for begin, end in _runs(same):
+            if end - begin < distance:
+                continue
+            block = np.arange(begin, end + distance)
+            if taken[block].any():
+                continue  # part of layers that repeat at another distance
+            taken[block] = True
+            for i in block.tolist():
+                tied[i] = begin + (i - begin) % distance
+    return tied
+
+
+def _colors(program: Program, backward: set[int]) -> np.ndarray:
+    """A number per op, equal for ops that are alike."""
+    number: dict[Any, int] = {}
+    out = []
+    for op in program.ops:
+        shapes = tuple(
+            (program.values[v].shape, program.values[v].dtype) for v in op.tensors
+        )
+        key = (op.target, op.rule, shapes, op.index in backward)
+        out.append(number.setdefault(key, len(number)))
+    return np.array(out, int)
+
+
+def _distances(colors: np.ndarray) -> list[int]:
+    """Between an op and the next one alike, those that occur most first; among those
+    of which one is a multiple of the other, the smaller first."""
+    last: dict[int, int] = {}
+    found: Counter[int] = Counter()
+    for i, color in enumerate(colors.tolist()):
+        if color in last:
+            found[i - last[color]] += 1
+        last[color] = i
+    common = [distance for distance, _ in found.most_common(_TRIED)]
+    long = [distance for distance in common if found[distance] >= distance]
+    return sorted(long, key=lambda distance: (-found[distance], distance))
+
+
+def _runs(same: np.ndarray) -> list[tuple[int, int]]:
+    """Maximal [begin, end) in which all are True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], same.astype(int), [0]))))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def ties(found: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
+    """For each node of a problem the node it is tied to, given the ties of ops."""
+    program = found.program
+    value = _values(program, tied)
+    index: dict[tuple[str, int, int], int] = {}
+    for i, node in enumerate(found.nodes):
+        if node.kind != "value":
+            index[node.kind, node.of, 0] = i
+    for v, (forward, backward) in found.settling.items():
+        index["value", v, forward] = index["settled", v, 0] = forward
+        index["settled", v, 1] = backward
+    inputs = {v: k for k, v in enumerate(program.inputs) if v is not None}
+    outputs = {v: k for k, v in enumerate(program.outputs) if v is not None}
+    out = list(range(len(found.nodes)))
+    for i, node in enumerate(found.nodes):
+        to: int | None = None
+        if node.kind == "op":
+            to = index["op", tied[node.of], 0]
+        elif node.kind == "value":
+            phase = int(found.settling[node.of][0] != i)
+            to = index.get(("settled", value.get(node.of, node.of), phase))
+        elif node.kind == "input":
+            k = inputs.get(value.get(program.inputs[node.of], -1), node.of)
+            to = index.get(("input", k, 0))
+        elif node.kind == "output":
+            k = outputs.get(value.get(program.outputs[node.of], -1), node.of)
+            to = index.get(("output", k, 0))
+        if to is not None and np.array_equal(found.nodes[to].specs, node.specs):
+            out[i] = to
+    # A tie of a tie, where values are named in two ways.
+    return tuple(out[t] if out[out[t]] == out[t] else i for i, t in enumerate(out))
+
+
+def _values(program: Program, tied: Sequence[int]) -> dict[int | None, int]:
+    """For each value its counterpart: of results by their op, of inputs by the op that
+    first reads them."""
+    out: dict[int | None, int] = {}
+    for op in program.ops:
+        other = program.ops[tied[op.index]]
+        if other is op:
+            continue
+        out.update(zip(op.results, other.results, strict=True))
+        for mine, theirs in zip(op.operands, other.operands, strict=True):
+            inputs = mine not in program.producers and theirs not in program.producers
+            if inputs and mine != theirs:
+                out.setdefault(mine, theirs)
+    return out

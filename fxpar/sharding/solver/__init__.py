@@ -1,0 +1,28 @@
+"""The solver of the strategy search: one strategy per node, least cost, within memory.
+
+In: a ``Problem``, plain arrays. Out: a ``Solution`` with a proved gap. Knows nothing of
+torch, graphs or meshes; numba and scipy are imported when first needed.
+"""
+
+from fxpar.sharding.solver.problem import (
+    Edge,
+    Infeasible,
+    Live,
+    Phase,
+    Problem,
+    Solution,
+    evaluate,
+)
+from fxpar.sharding.solver.solve import resolve, solve
+
+__all__ = [
+    "Edge",
+    "Infeasible",
+    "Live",
+    "Phase",
+    "Problem",
+    "Solution",
+    "evaluate",
+    "resolve",
+    "solve",
+]

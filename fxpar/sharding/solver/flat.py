@@ -1,0 +1,183 @@
+"""A Network as flat arrays, the form the kernels and the integer program read.
+
+In: a Network. Out: one Flat. Shared tables are stored once per orientation. Changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.sharding.solver.network import Network, spread
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Nodes 0..n-1 (``nodes``: their numbers in the Network), in ascending order.
+
+    ``size[i]`` strategies, whose costs are ``unary[at[i]:at[i + 1]]``. Each edge stands
+    once at either end: the entries e in ``first[i]:first[i + 1]`` lead from i to
+    ``other[e]``; ``table[e]``: where in ``pool`` its (K_i, K_j) table begins;
+    ``pair[e]``: the entry of the other end; ``message[e]``: where a vector of length
+    K_i begins in an array of all entries' vectors, ``messages`` long.
+
+    Node i lives in ``live[i]:live[i + 1]``, of which each m occupies
+    ``usage[use[m] + k]`` of every row ``begin[m] <= r < end[m]``; ``room[r]``: what a
+    row holds, ``slack`` more counts as rounding. ``constant``: what every choice pays.
+    """
+
+    nodes: np.ndarray
+    size: np.ndarray
+    at: np.ndarray
+    unary: np.ndarray
+    first: np.ndarray
+    other: np.ndarray
+    table: np.ndarray
+    pair: np.ndarray
+    message: np.ndarray
+    messages: int
+    pool: np.ndarray
+    live: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    use: np.ndarray
+    usage: np.ndarray
+    room: np.ndarray
+    constant: float
+    slack: float
+
+
+def flatten(net: Network) -> Flat:
+    """The Flat of what is alive; rows that cannot exceed their room are left out."""
+    nodes = sorted(net.alive)
+    place = {i: k for k, i in enumerate(nodes)}
+    size = np.array([net.size(i) for i in nodes], np.int64)
+    first, other, table, pool = _edges(net, nodes, place)
+    owner = np.repeat(np.arange(len(nodes)), np.diff(first))
+    entry = {
+        (i, j): e
+        for e, (i, j) in enumerate(zip(owner.tolist(), other.tolist(), strict=True))
+    }
+    pair = [entry[j, i] for i, j in entry]
+    message = np.append(0, np.cumsum(size[owner])).astype(np.int64)
+    unary = [net.unary[i] for i in nodes]
+    live, begin, end, use, usage, room = _memory(net, nodes)
+    return Flat(
+        np.array(nodes, np.int64),
+        size,
+        np.append(0, np.cumsum(size)).astype(np.int64),
+        np.concatenate(unary) if unary else np.zeros(0),
+        first,
+        other,
+        table,
+        np.array(pair, np.int64),
+        message[:-1],
+        int(message[-1]),
+        pool,
+        live,
+        begin,
+        end,
+        use,
+        usage,
+        room,
+        net.constant,
+        net.slack,
+    )
+
+
+def _edges(
+    net: Network, nodes: Sequence[int], place: dict[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(first, other, table, pool)."""
+    offsets: dict[int, int] = {}
+    parts: list[np.ndarray] = []
+    total = 0
+    first, other, table = [0], [], []
+    for i in nodes:
+        for j in sorted(net.adj[i]):
+            array = net.adj[i][j]
+            if id(array) not in offsets:
+                offsets[id(array)] = total
+                parts.append(array.ravel())
+                total += array.size
+            other.append(place[j])
+            table.append(offsets[id(array)])
+        first.append(len(other))
+    pool = np.concatenate(parts) if parts else np.zeros(0)
+    return (
+        np.array(first, np.int64),
+        np.array(other, np.int64),
+        np.array(table, np.int64),
+        pool,
+    )
+
+
+def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """(live, begin, end, use, usage, room) over the rows that can be exceeded."""
+    rows = [_joined(net.rows[i]) for i in nodes]
+    items = [(a, b, usage) for part in rows for a, b, usage in part]
+    begin = np.array([a for a, _, _ in items], np.int64)
+    end = np.array([b for _, b, _ in items], np.int64)
+    top = np.array([usage.max() for _, _, usage in items])
+    tight = spread(begin, end, top, len(net.room)) > net.room - 1e-9 * abs(net.room)
+    tight |= net.room < 0
+    # Of rows in a stretch where nothing begins or ends, that with least room counts.
+    renamed = np.append(0, np.cumsum(tight))
+    begin, end, room = renamed[begin], renamed[end], net.room[tight]
+    lives = begin < end
+    starts = np.unique(np.concatenate([begin[lives], end[lives], [0]]))
+    starts = starts[starts < len(room)]
+    room = np.minimum.reduceat(room, starts) if len(room) else room
+    begin, end = np.searchsorted(starts, begin), np.searchsorted(starts, end)
+    live, use, usages, kept = [0], [], [], []
+    total = m = 0
+    for part in rows:
+        for _, _, usage in part:
+            if begin[m] < end[m]:
+                kept.append(m)
+                use.append(total)
+                usages.append(usage)
+                total += len(usage)
+            m += 1
+        live.append(len(kept))
+    return (
+        np.array(live, np.int64),
+        begin[kept].astype(np.int64),
+        end[kept].astype(np.int64),
+        np.array(use, np.int64),
+        np.concatenate(usages) if usages else np.zeros(0),
+        room,
+    )
+
+
+def _joined(rows: Sequence[tuple[int, int, np.ndarray]]) -> list:
+    """Entries of one node over the same rows as one."""
+    found: dict[tuple[int, int], np.ndarray] = {}
+    for a, b, usage in rows:
+        found[a, b] = found[a, b] + usage if (a, b) in found else usage
+    return [(a, b, usage) for (a, b), usage in found.items()]
+
+
+def cost_of(flat: Flat, choice: np.ndarray) -> float:
+    """Cost of a choice per node, inf if forbidden."""
+    total = flat.unary[flat.at[:-1] + choice].sum()
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    forward = owner < flat.other
+    i, j = owner[forward], flat.other[forward]
+    cells = flat.table[forward] + choice[i] * flat.size[j] + choice[j]
+    return float(total + flat.pool[cells].sum() + flat.constant)
+
+
+def usage_of(flat: Flat, choice: np.ndarray) -> np.ndarray:
+    """(rows,) what a choice occupies of each row."""
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    used = flat.usage[flat.use + choice[owner]]
+    return spread(flat.begin, flat.end, used, len(flat.room))
+
+
+def fits(flat: Flat, used: np.ndarray) -> bool:
+    """Whether usages are within their rooms, up to rounding."""
+    return bool((used <= flat.room + flat.slack).all())

@@ -1,0 +1,154 @@
+"""The inner loops: message passing and descent over flat arrays.
+
+In: the arrays of a Flat (see there for their layout). Out: arrays written in place, a
+bound or a count. Compiled by numba at first call and kept on disk; where numba is not
+installed the same loops run in Python, right but slow. Imported by who calls it only
+when there is something to compute, since importing numba takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+try:
+    from numba import njit
+except ImportError:
+    COMPILED = False
+else:
+    COMPILED = True
+
+
+def _compiled(function: Callable) -> Any:
+    return njit(cache=True, error_model="numpy")(function) if COMPILED else function
+
+
+def _send_loops(
+    pool: np.ndarray, table: int, source: np.ndarray, out: np.ndarray
+) -> float:
+    columns = len(out)
+    out[:] = np.inf
+    for a in range(len(source)):
+        base = source[a]
+        start = table + a * columns
+        for b in range(columns):
+            value = base + pool[start + b]
+            if value < out[b]:
+                out[b] = value
+    least = np.inf
+    for b in range(columns):
+        if out[b] < least:
+            least = out[b]
+    for b in range(columns):
+        out[b] -= least
+    return least
+
+
+def _send_numpy(
+    pool: np.ndarray, table: int, source: np.ndarray, out: np.ndarray
+) -> float:
+    block = pool[table : table + len(source) * len(out)].reshape(len(source), len(out))
+    out[:] = (block + source[:, None]).min(0)
+    least = float(out.min())
+    out -= least
+    return least
+
+
+# out[b] = min_a(source[a] + table[a, b]), less its minimum, which is returned.
+_send = _compiled(_send_loops) if COMPILED else _send_numpy
+
+
+@_compiled
+def sweep(
+    size, at, unary, first, other, table, pair, message, pool, messages, choice, rounds
+):
+    """``rounds`` passes of TRW-S there and back; the lower bound after the last.
+
+    ``messages`` is updated in place (start from zeros); ``choice`` becomes the decoding
+    of the last forward pass. Source: Kolmogorov, "Convergent tree-reweighted message
+    passing for energy minimization", PAMI 28, 2006, sections 3.2 and 3.3.
+    """
+    count = len(size)
+    widest = 0
+    for i in range(count):
+        widest = max(widest, size[i])
+    total = np.empty(widest)
+    source = np.empty(widest)
+    bound = 0.0
+    for step in range(2 * rounds):
+        back = step % 2 == 1
+        bound = 0.0
+        for turn in range(count):
+            i = count - 1 - turn if back else turn
+            k = size[i]
+            mine = total[:k]
+            mine[:] = unary[at[i] : at[i + 1]]
+            before = 0
+            for e in range(first[i], first[i + 1]):
+                mine += messages[message[e] : message[e] + k]
+                if other[e] < i:
+                    before += 1
+            after = first[i + 1] - first[i] - before
+            if not back:
+                _decode(
+                    i, mine, first, other, table, pair, message, pool, messages, choice
+                )
+            least = mine.min()
+            bound += least
+            mine -= least
+            share = 1.0 / max(before, after, 1)
+            for e in range(first[i], first[i + 1]):
+                j = other[e]
+                if (j < i) == back:
+                    vector = source[:k]
+                    vector[:] = share * mine - messages[message[e] : message[e] + k]
+                    p = pair[e]
+                    out = messages[message[p] : message[p] + size[j]]
+                    bound += _send(pool, table[e], vector, out)
+    return bound
+
+
+@_compiled
+def _decode(i, mine, first, other, table, pair, message, pool, messages, choice):
+    """The best strategy given the choices of earlier nodes, which replace their
+    messages."""
+    k = len(mine)
+    best = np.inf
+    choice[i] = mine.argmin()
+    for a in range(k):
+        value = mine[a]
+        for e in range(first[i], first[i + 1]):
+            j = other[e]
+            if j < i:
+                # Row of the flipped table at the neighbour's choice.
+                cell = pool[table[pair[e]] + choice[j] * k + a]
+                value += cell - messages[message[e] + a]
+        if value < best:
+            best = value
+            choice[i] = a
+
+
+@_compiled
+def descend(size, at, unary, first, other, table, pair, pool, choice, rounds):
+    """Move single nodes to their best strategy until nothing changes, at most
+    ``rounds`` times over all nodes; the number of moves. Never enters a forbidden pair
+    from an allowed choice."""
+    moves = 0
+    for _ in range(rounds):
+        changed = 0
+        for i in range(len(size)):
+            k = size[i]
+            cost = unary[at[i] : at[i + 1]].copy()
+            for e in range(first[i], first[i + 1]):
+                start = table[pair[e]] + choice[other[e]] * k
+                cost += pool[start : start + k]
+            best = cost.argmin()
+            if cost[best] < cost[choice[i]]:
+                choice[i] = best
+                changed += 1
+        moves += changed
+        if changed == 0:
+            break
+    return moves

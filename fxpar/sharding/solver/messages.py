@@ -1,0 +1,126 @@
+"""Message passing on a Flat: a lower bound, and choices read off the messages.
+
+In: a Flat and a clock. Out: the best bound and the cheapest allowed choice met. With
+prices on memory rows the bound holds for choices that fit. Never proves that nothing
+fits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.sharding.solver.flat import Flat, cost_of, flatten
+from fxpar.sharding.solver.network import build
+from fxpar.sharding.solver.problem import Edge, Problem
+
+
+@dataclass
+class Messages:
+    """The state of message passing on one Flat: messages and the last decoding."""
+
+    flat: Flat
+    values: np.ndarray
+    choice: np.ndarray
+
+    def sweep(self, unary: np.ndarray, rounds: int) -> float:
+        """Pass messages; the bound for these unary costs, without the constant."""
+        from fxpar.sharding.solver import kernels
+
+        f = self.flat
+        bound = kernels.sweep(
+            f.size,
+            f.at,
+            unary,
+            f.first,
+            f.other,
+            f.table,
+            f.pair,
+            f.message,
+            f.pool,
+            self.values,
+            self.choice,
+            rounds,
+        )
+        return float(bound)
+
+    def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int = 20) -> int:
+        """Improve a choice in place by single moves; how many there were."""
+        from fxpar.sharding.solver import kernels
+
+        f = self.flat
+        return kernels.descend(
+            f.size,
+            f.at,
+            unary,
+            f.first,
+            f.other,
+            f.table,
+            f.pair,
+            f.pool,
+            choice,
+            rounds,
+        )
+
+
+def merit(flat: Flat, unary: np.ndarray, rounds: int = 20) -> np.ndarray:
+    """(strategies,) how much worse than its node's best each strategy looks after
+    ``rounds`` of messages (reparametrised unary costs, from 0)."""
+    state = start(flat)
+    state.sweep(unary, rounds)
+    out = unary.copy()
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    size = flat.size[owner]
+    within = np.arange(flat.messages) - np.repeat(flat.message, size)
+    np.add.at(out, np.repeat(flat.at[owner], size) + within, state.values)
+    return out - np.repeat(np.minimum.reduceat(out, flat.at[:-1]), flat.size)
+
+
+def start(flat: Flat) -> Messages:
+    """Messages of zero."""
+    return Messages(flat, np.zeros(flat.messages), np.zeros(len(flat.size), np.int64))
+
+
+def pass_messages(
+    flat: Flat, deadline: float, *, tolerance: float = 1e-9, patience: int = 60
+) -> tuple[np.ndarray | None, float, float]:
+    """(cheapest allowed choice met or None, its cost, bound), memory left aside.
+
+    Ends when the gap is within ``tolerance`` of the cost, when ``patience`` sweeps in a
+    row raised the bound by less than a ten thousandth of the gap, or at the deadline.
+    """
+    state = start(flat)
+    best, cost, bound = None, math.inf, -math.inf
+    rounds, stalled, sweeps = 2, 0, 0
+    while True:
+        begun = time.perf_counter()
+        now = state.sweep(flat.unary, rounds) + flat.constant
+        gain, bound = now - bound, max(bound, now)
+        gap = cost - bound if math.isfinite(cost) else abs(bound) / 100
+        stalled = 0 if gain > 1e-4 * gap else stalled + rounds
+        sweeps += rounds
+        choice = state.choice.copy()
+        if math.isfinite(cost_of(flat, choice)):
+            state.descend(flat.unary, choice)
+        value = cost_of(flat, choice)
+        if value < cost:
+            best, cost = choice, value
+        if cost - bound <= tolerance * abs(cost) or stalled > patience:
+            return best, cost, bound
+        each = (time.perf_counter() - begun) / rounds
+        left = deadline - time.perf_counter()
+        if left < 2 * each:
+            return best, cost, bound
+        rounds = max(1, min(2 * rounds, sweeps, int(left / each / 2), 50))
+
+
+def warm() -> None:
+    """Load the kernels, compiling them if this machine has not yet."""
+    network = build(Problem((np.zeros(1), np.zeros(1)), (Edge(0, 1, 0),), (np.eye(1),)))
+    flat = flatten(network)
+    state = start(flat)
+    state.sweep(flat.unary, 1)
+    state.descend(flat.unary, state.choice)

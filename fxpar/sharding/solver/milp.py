@@ -1,0 +1,170 @@
+"""A Flat as a mixed-integer program, solved by HiGHS.
+
+In: a Flat and a time limit. Out: a choice, if one was found, and a lower bound. Edge
+variables are continuous and tied to strategies by equality marginals, the strongest
+pairwise relaxation; forbidden pairs have no variable. Memory rows are added when they
+are exceeded. Never returns a choice that does not fit.
+
+The form is that of Shlezinger's local polytope as used by Zheng et al., "Alpa",
+OSDI 2022, section 4.2, with the inequalities made equalities.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from fxpar.sharding.solver import highs
+from fxpar.sharding.solver.flat import Flat, cost_of, fits, usage_of
+
+
+class Answer(NamedTuple):
+    """``choice``: one that fits, or None; ``bound``: no choice that fits costs less;
+    ``proved``: the choice is optimal, or, without one, there is none that fits."""
+
+    choice: np.ndarray | None
+    bound: float
+    proved: bool
+
+
+def variables(flat: Flat) -> int:
+    """How many variables the program would have, at most."""
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    pairs = int((flat.size[owner] * flat.size[flat.other]).sum()) // 2
+    return int(flat.size.sum()) + pairs
+
+
+def solve_program(
+    flat: Flat, deadline: float, *, magnitude: float, gap: float = 0.0
+) -> Answer:
+    """Solve until proved to a relative ``gap`` or the clock passes ``deadline``.
+
+    ``magnitude``: about what the optimum costs; HiGHS's absolute tolerances are set by
+    it.
+    """
+    from scipy import sparse
+
+    cost, marginals, total = _program(flat)
+    scale = magnitude / 1e4 or 1.0
+    singles = len(flat.unary)
+    integrality = np.zeros(len(cost))
+    integrality[:singles] = 1
+    rows = _first_rows(flat)
+    best, bound = None, -math.inf
+    while True:
+        left = deadline - time.perf_counter()
+        if left <= 0.01:
+            return Answer(best, bound, False)
+        below = top = None
+        if len(rows):
+            memory = sparse.csr_array(_memory_rows(flat, rows))
+            memory.resize((len(rows), len(cost)))
+            size = np.maximum(flat.room[rows], 1e-9 * np.abs(flat.usage).max())
+            below = sparse.csr_array(sparse.diags_array(1 / size) @ memory)
+            top = flat.room[rows] / size
+        program = {"cost": cost / scale, "whole": integrality, "gap": gap}
+        program |= {"equal": marginals, "right": total, "below": below, "top": top}
+        result = highs.run(program, left)
+        if result is None:
+            return Answer(best, bound, False)
+        if result.status == 2:
+            return Answer(None, math.inf, True)
+        if result.bound is not None:
+            bound = max(bound, result.bound * scale + flat.constant)
+        if result.x is None:
+            return Answer(best, bound, False)
+        choice = _read(flat, result.x)
+        over = _exceeded(flat, choice)
+        if not len(over):
+            if best is None or cost_of(flat, choice) < cost_of(flat, best):
+                best = choice
+            return Answer(best, bound, result.status == 0)
+        if set(over) <= set(rows.tolist()):  # only within HiGHS's own tolerance
+            return Answer(best, bound, False)
+        rows = np.union1d(rows, over)
+
+
+def _program(flat: Flat):
+    """(cost per variable, marginal matrix, its right-hand side)."""
+    from scipy import sparse
+
+    count, singles = len(flat.size), len(flat.unary)
+    owner = np.repeat(np.arange(count), flat.size)
+    cost = [flat.unary]
+    row, column, value = [owner], [np.arange(singles)], [np.ones(singles)]
+    right = [np.ones(count)]
+    height, width = count, singles
+    for i in range(count):
+        for e in range(flat.first[i], flat.first[i + 1]):
+            j = int(flat.other[e])
+            if j < i:
+                continue
+            a, b = int(flat.size[i]), int(flat.size[j])
+            table = flat.pool[flat.table[e] : flat.table[e] + a * b].reshape(a, b)
+            x, y = np.nonzero(np.isfinite(table))
+            z = width + np.arange(len(x))
+            cost.append(table[x, y])
+            row += [height + x, height + a + y, height + np.arange(a + b)]
+            ends = (flat.at[i] + np.arange(a), flat.at[j] + np.arange(b))
+            column += [z, z, np.concatenate(ends)]
+            value += [np.ones(2 * len(x)), np.full(a + b, -1.0)]
+            right.append(np.zeros(a + b))
+            height += a + b
+            width += len(x)
+    matrix = sparse.csr_array(
+        (np.concatenate(value), (np.concatenate(row), np.concatenate(column))),
+        shape=(height, width),
+    )
+    return np.concatenate(cost), matrix, np.concatenate(right)
+
+
+def _memory_rows(flat: Flat, rows: np.ndarray):
+    """(rows, strategies) sparse matrix of usages at some rows."""
+    from scipy import sparse
+
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    row, column, value = [], [], []
+    for at, r in enumerate(rows):
+        for m in np.flatnonzero((flat.begin <= r) & (r < flat.end)):
+            i = owner[m]
+            row.append(np.full(flat.size[i], at))
+            column.append(flat.at[i] + np.arange(flat.size[i]))
+            value.append(flat.usage[flat.use[m] : flat.use[m] + flat.size[i]])
+    if not row:
+        return sparse.csr_array((len(rows), len(flat.unary)))
+    return sparse.csr_array(
+        (np.concatenate(value), (np.concatenate(row), np.concatenate(column))),
+        shape=(len(rows), len(flat.unary)),
+    )
+
+
+def _first_rows(flat: Flat) -> np.ndarray:
+    """All rows if they are few; else none, and those that matter are added."""
+    count = len(flat.room)
+    entries = int((flat.end - flat.begin).sum())
+    if count <= 200 and entries <= 50_000:
+        return np.arange(count)
+    return np.zeros(0, np.int64)
+
+
+def _exceeded(flat: Flat, choice: np.ndarray, most: int = 40) -> np.ndarray:
+    """Rows a choice exceeds: local peaks of the excess, largest first, ``most``."""
+    used = usage_of(flat, choice)
+    if fits(flat, used):
+        return np.zeros(0, np.int64)
+    over = used - flat.room
+    padded = np.concatenate([[-np.inf], over, [-np.inf]])
+    peaks = (over > flat.slack) & (over >= padded[:-2]) & (over > padded[2:])
+    where = np.flatnonzero(peaks)
+    return where[np.argsort(-over[where], kind="stable")][:most]
+
+
+def _read(flat: Flat, x: np.ndarray) -> np.ndarray:
+    """The strategy with the largest variable of each node."""
+    pick = [
+        int(np.argmax(x[a:b])) for a, b in zip(flat.at[:-1], flat.at[1:], strict=True)
+    ]
+    return np.array(pick, np.int64)

@@ -1,0 +1,233 @@
+"""The form every phase works on: a pairwise network with forbidden pairs as inf.
+
+In: a Problem. Out: a Network without self edges, parallel edges, or strategies that no
+choice can use; its memory in rows that matter. Changes keep the least cost and are
+written on a trail, by which a choice of the Network becomes one of the Problem. Never
+looks for a choice itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fxpar.sharding.solver.problem import FORBIDDEN, Infeasible, Problem
+
+# (first row, row after the last, usage per strategy)
+Row = tuple[int, int, np.ndarray]
+# Sets the choice of an eliminated node, given that of those eliminated later or never;
+# choices here are the Problem's numbers.
+Undo = Callable[[list[int]], None]
+
+
+class Tables:
+    """Derived tables, made once for every edge that shares their source."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tuple[object, np.ndarray]] = {}
+
+    def once(
+        self, key: tuple, sources: object, make: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        """The array for a key; ``sources`` are kept alive, since keys hold ids."""
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = (sources, make())
+        return found[1]
+
+    def flip(self, table: np.ndarray) -> np.ndarray:
+        """The transposed table; flipping it again gives back the same object."""
+        if ("flip", id(table)) not in self._made:
+            self.pair(table, np.ascontiguousarray(table.T))
+        return self._made["flip", id(table)][1]
+
+    def pair(self, table: np.ndarray, flipped: np.ndarray) -> None:
+        """Let a table and its transposed one know of each other."""
+        self._made["flip", id(table)] = (table, flipped)
+        self._made["flip", id(flipped)] = (flipped, table)
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Elementwise sum."""
+        return self.once(("add", id(a), id(b)), (a, b), lambda: a + b)
+
+    def rows(self, a: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """The rows of an index array."""
+        return self.once(("rows", id(a), index.tobytes()), a, lambda: a[index])
+
+    def dead(self, a: np.ndarray) -> np.ndarray:
+        """(rows,) whether every entry of a row is forbidden."""
+        return self.once(("dead", id(a)), a, lambda: np.isinf(a).all(1))
+
+
+@dataclass
+class Network:
+    """Nodes, edges as ``adj[i][j]`` of shape (K_i, K_j) with ``adj[j][i]`` its flip,
+    and memory rows: at each row r the summed usage is at most ``room[r]``.
+
+    ``names[i]``: the Problem's number of each strategy left, ascending. ``alive``:
+    nodes not yet eliminated; ``constant``: the cost of the others.
+    ``slack``: how far rounding may put a summed usage above its room.
+    """
+
+    unary: list[np.ndarray]
+    adj: list[dict[int, np.ndarray]]
+    rows: list[list[Row]]
+    room: np.ndarray
+    tables: Tables
+    names: list[np.ndarray]
+    alive: set[int]
+    constant: float = 0.0
+    slack: float = 0.0
+    trail: list[Undo] = field(default_factory=list)
+
+    def size(self, i: int) -> int:
+        """How many strategies a node has left."""
+        return len(self.unary[i])
+
+    def connect(self, i: int, j: int, table: np.ndarray) -> None:
+        """Add a table to the edge of two different nodes."""
+        if j in self.adj[i]:
+            table = self.tables.add(self.adj[i][j], table)
+        self.adj[i][j] = table
+        self.adj[j][i] = self.tables.flip(table)
+
+    def disconnect(self, i: int, j: int) -> None:
+        """Drop an edge."""
+        del self.adj[i][j], self.adj[j][i]
+
+    def keep(self, i: int, kept: np.ndarray) -> None:
+        """Leave a node only the strategies of an index array."""
+        if not len(kept):
+            raise Infeasible("no choice is allowed: a node has no strategy left")
+        self.unary[i] = self.unary[i][kept]
+        self.names[i] = self.names[i][kept]
+        self.rows[i] = [(a, b, usage[kept]) for a, b, usage in self.rows[i]]
+        for j, table in list(self.adj[i].items()):
+            self.adj[i][j] = cut = self.tables.rows(table, kept)
+            self.adj[j][i] = self.tables.flip(cut)
+
+    def expand(self, choice: Mapping[int, int]) -> tuple[int, ...]:
+        """The Problem's choice, from the position chosen for each node alive."""
+        out = [0] * len(self.names)
+        for i, k in choice.items():
+            out[i] = int(self.names[i][k])
+        for undo in reversed(self.trail):
+            undo(out)
+        return tuple(out)
+
+
+def build(problem: Problem, fixed: Mapping[int, int] | None = None) -> Network:
+    """The Network of a Problem, with some nodes pinned to a strategy.
+
+    Raises Infeasible if no choice is allowed, whatever the limit.
+    """
+    tables = Tables()
+    count = len(problem.costs)
+    unary = [_forbid(np.array(cost, float)) for cost in problem.costs]
+    net = Network(
+        unary,
+        [{} for _ in range(count)],
+        [[] for _ in range(count)],
+        np.zeros(0),
+        tables,
+        [np.arange(len(cost)) for cost in unary],
+        set(range(count)),
+    )
+    shared = [_forbid(np.array(table, float)) for table in problem.tables]
+    for i, j, t in problem.edges:
+        if i == j:
+            unary[i] = unary[i] + np.diagonal(shared[t])
+        else:
+            net.connect(i, j, shared[t])
+    for i, k in (fixed or {}).items():
+        pinned = np.full(len(unary[i]), np.inf)
+        pinned[k] = unary[i][k]
+        unary[i] = pinned
+    edges = [(i, j) for i in range(count) for j in net.adj[i] if i < j]
+    consistent(net, range(count), edges)
+    if problem.limit is not None:
+        net.slack = 5e-13 * problem.limit
+        _lay_rows(net, problem)
+    return net
+
+
+def consistent(
+    net: Network, nodes: Iterable[int] = (), edges: Iterable[tuple[int, int]] = ()
+) -> set[int]:
+    """Remove strategies whose own cost is inf and those that an edge forbids with all
+    of the other end's, starting from the given nodes and edges; the nodes that lost
+    one. Raises Infeasible if a node loses all."""
+    pending: dict[int, np.ndarray] = {}
+
+    def mark(i: int, bad: np.ndarray) -> None:
+        if bad.any():
+            pending[i] = bad | pending[i] if i in pending else bad
+
+    for i in nodes:
+        mark(i, np.isinf(net.unary[i]))
+    for i, j in edges:
+        mark(i, net.tables.dead(net.adj[i][j]))
+        mark(j, net.tables.dead(net.adj[j][i]))
+    touched = set()
+    while pending:
+        i = next(iter(pending))
+        net.keep(i, np.flatnonzero(~pending.pop(i)))
+        touched.add(i)
+        for j in net.adj[i]:
+            mark(j, net.tables.dead(net.adj[j][i]))
+    return touched
+
+
+def _lay_rows(net: Network, problem: Problem) -> None:
+    """Rows at the times that could exceed the limit and at which no other time's
+    live set includes this one's."""
+    assert problem.limit is not None
+    live = [
+        (m.node, m.begin, m.end, np.asarray(m.usage, float)[net.names[m.node]])
+        for m in problem.memory
+        if m.begin < m.end
+    ]
+    live = [item for item in live if item[3].any()]
+    if not live:
+        return
+    begin = np.array([item[1] for item in live])
+    end = np.array([item[2] for item in live])
+    times = _maximal(begin, end)
+    top = np.array([item[3].max() for item in live])
+    first, last = np.searchsorted(times, begin), np.searchsorted(times, end)
+    tight = spread(first, last, top, len(times)) > problem.limit * (1 - 1e-9)
+    times = times[tight]
+    net.room = np.full(len(times), float(problem.limit))
+    for node, a, b, usage in live:
+        r, s = (int(x) for x in np.searchsorted(times, (a, b)))
+        if r < s:
+            net.rows[node].append((r, s, usage))
+
+
+def _maximal(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The begin times after which something ends before anything else begins."""
+    starts = np.unique(begin)
+    ends = np.unique(end)
+    # Ends in (start, next start].
+    following = np.append(starts[1:], np.iinfo(np.int64).max)
+    count = np.searchsorted(ends, following, "right") - np.searchsorted(
+        ends, starts, "right"
+    )
+    return starts[count > 0]
+
+
+def spread(
+    first: np.ndarray, last: np.ndarray, amount: np.ndarray, count: int
+) -> np.ndarray:
+    """(count,) sums of amounts over their half-open ranges of rows."""
+    change = np.zeros(count + 1)
+    np.add.at(change, first, amount)
+    np.add.at(change, last, -amount)
+    return np.cumsum(change[:-1])
+
+
+def _forbid(array: np.ndarray) -> np.ndarray:
+    array[array >= FORBIDDEN] = np.inf
+    return array

@@ -1,0 +1,191 @@
+"""The problem the solver is given and the answer it gives, as plain data.
+
+In: costs, shared edge tables, memory entries. Out: a total cost and a peak for any
+choice, and the smaller problem in which tied nodes are one. Knows nothing of how a
+problem is solved, and nothing of graphs, tensors or meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fxpar.errors import FxparError
+
+# A cost from here on means "not allowed", as inf does.
+FORBIDDEN = 1e18
+
+
+class Live(NamedTuple):
+    """What a node occupies while it lives: ``usage[k]`` >= 0 (any unit) under its
+    strategy k at every time t with ``begin <= t < end``."""
+
+    node: int
+    begin: int
+    end: int
+    usage: np.ndarray
+
+
+class Edge(NamedTuple):
+    """A cost on two nodes: row of ``tables[table]`` by the strategy of ``i``, column
+    by that of ``j``. With ``i == j`` its diagonal counts."""
+
+    i: int
+    j: int
+    table: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Choose one strategy per node; the sum of costs is to be least.
+
+    ``costs[i]``: (K_i,) cost of each strategy, K_i >= 1. ``tables``: (K_i, K_j) arrays,
+    each used by any number of ``edges``. Costs are finite, or inf (or >= 1e18) for
+    "not allowed". ``memory``: what lives when; its sum is at most ``limit`` at every
+    time, unless that is None. ``tied[i]``: the node whose strategies node i's
+    correspond to one to one (itself, if none); ties are a guide to the search, not a
+    constraint on the answer.
+    """
+
+    costs: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...] = ()
+    tables: tuple[np.ndarray, ...] = ()
+    memory: tuple[Live, ...] = ()
+    limit: float | None = None
+    tied: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [len(c) for c in self.costs]
+        assert all(sizes), "a node has no strategy"
+        for i, j, t in self.edges:
+            assert self.tables[t].shape == (sizes[i], sizes[j]), (i, j, t)
+        assert all(len(m.usage) == sizes[m.node] for m in self.memory)
+        if self.tied is not None:
+            assert len(self.tied) == len(sizes)
+            assert all(sizes[i] == sizes[r] for i, r in enumerate(self.tied))
+            assert all(self.tied[r] == r for r in self.tied), "a tie of a tie"
+
+
+class Phase(NamedTuple):
+    """One line of the log: a phase, its seconds, the cost and bound after it."""
+
+    name: str
+    seconds: float
+    cost: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice within the limit. ``bound`` <= the least possible cost <= ``cost``;
+    ``gap`` = (cost - bound) / |cost|; ``peak``: the most memory in use at any time."""
+
+    choice: tuple[int, ...]
+    cost: float
+    bound: float
+    gap: float
+    seconds: float
+    feasible: bool
+    peak: float
+    notes: tuple[Phase, ...] = ()
+
+
+class Infeasible(FxparError, ValueError):
+    """No choice is allowed, or none was found that fits.
+
+    ``needed``: the smallest peak reached; ``least``: no choice has a smaller peak than
+    this (the two are nan where pairs of strategies forbid every choice);
+    ``largest``: (node, usage) of the largest entries at the time of the peak.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        needed: float = math.nan,
+        least: float = math.nan,
+        limit: float | None = None,
+        largest: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        super().__init__(what)
+        self.needed, self.least, self.limit = needed, least, limit
+        self.largest = list(largest)
+
+
+def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
+    """(cost, peak usage) of a choice, straight from the definition; the cost is inf
+    where something is not allowed, the peak 0 where nothing lives."""
+    parts = [float(c[k]) for c, k in zip(problem.costs, choice, strict=True)]
+    tables = problem.tables
+    parts += [float(tables[t][choice[i], choice[j]]) for i, j, t in problem.edges]
+    if any(part >= FORBIDDEN for part in parts):
+        return math.inf, peak(problem, choice)[0]
+    return math.fsum(parts), peak(problem, choice)[0]
+
+
+def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
+    """(largest summed usage, a time at which it is reached); (0, 0) without memory."""
+    entries = [m for m in problem.memory if m.begin < m.end]
+    if not entries:
+        return 0.0, 0
+    used = np.array([m.usage[choice[m.node]] for m in entries], float)
+    times = np.unique([m.begin for m in entries])
+    change = np.zeros(len(times) + 1)
+    np.add.at(change, np.searchsorted(times, [m.begin for m in entries]), used)
+    np.add.at(change, np.searchsorted(times, [m.end for m in entries]), -used)
+    totals = np.cumsum(change[:-1])
+    where = int(np.argmax(totals))
+    time = int(times[where])
+    # Summed afresh: a running sum of floats drifts.
+    now = [u for m, u in zip(entries, used, strict=True) if m.begin <= time < m.end]
+    return math.fsum(now), time
+
+
+def largest_at(
+    problem: Problem, choice: Sequence[int], time: int, count: int = 5
+) -> list[tuple[int, float]]:
+    """(node, usage) of the entries that occupy most at a time, largest first."""
+    live = [
+        (m.node, float(m.usage[choice[m.node]]))
+        for m in problem.memory
+        if m.begin <= time < m.end
+    ]
+    return sorted(live, key=lambda item: (-item[1], item[0]))[:count]
+
+
+def tie(problem: Problem) -> tuple[Problem, list[int]]:
+    """(the problem in which tied nodes are one node, index of each old node in it).
+
+    Costs of a group add up, so any choice costs there what it costs here, spread out.
+    """
+    assert problem.tied is not None
+    heads = sorted(set(problem.tied))
+    place = {head: k for k, head in enumerate(heads)}
+    to = [place[head] for head in problem.tied]
+    costs = [np.zeros(len(problem.costs[head])) for head in heads]
+    for i, cost in enumerate(problem.costs):
+        costs[to[i]] = costs[to[i]] + _with_inf(cost)
+    counts: dict[Edge, int] = {}
+    for i, j, t in problem.edges:
+        edge = Edge(to[i], to[j], t)
+        counts[edge] = counts.get(edge, 0) + 1
+    tables: list[np.ndarray] = []
+    edges: list[Edge] = []
+    made: dict[tuple[int, int], int] = {}
+    for edge, count in counts.items():
+        key = (edge.table, count)
+        if key not in made:
+            made[key] = len(tables)
+            tables.append(_with_inf(problem.tables[edge.table]) * count)
+        edges.append(Edge(edge.i, edge.j, made[key]))
+    memory = tuple(m._replace(node=to[m.node]) for m in problem.memory)
+    tied = Problem(tuple(costs), tuple(edges), tuple(tables), memory, problem.limit)
+    return tied, to
+
+
+def _with_inf(array: np.ndarray) -> np.ndarray:
+    out = np.asarray(array, float)
+    return np.where(out >= FORBIDDEN, np.inf, out)

@@ -1,0 +1,276 @@
+"""Exact reductions: a smaller Network with the same least cost.
+
+In: a Network, changed in place: dominated strategies removed, nodes that another one
+decides merged into it, nodes of degree up to two without memory eliminated. What was
+eliminated is on the trail. Never changes what is optimal, never guesses.
+
+Elimination of nodes of degree 0, 1 and 2: Scholz and Eckstein, "Register allocation for
+irregular architectures", LCTES 2002 (R0, RI, RII). Dominance: Goldstein, "Efficient
+rotamer elimination", Biophysical Journal 66, 1994.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+
+from fxpar.sharding.solver.network import Network, Row, consistent
+
+# Largest (K_j, K_k, K_i) block the elimination of a node of degree two may cost, and
+# largest (K, K, K_j) block a comparison of strategies may.
+_BLOCK = 2_000_000
+
+
+def reduce(net: Network, deadline: float, *, dominance: bool = True) -> None:
+    """Reduce in place until nothing applies or the clock passes ``deadline``."""
+    queued = set(net.alive)
+    while queued:
+        # By rounds, so that a hub is looked at once for all its neighbours' changes.
+        work, queued = sorted(queued, key=lambda i: (len(net.adj[i]), i)), set()
+        for i in work:
+            if time.perf_counter() > deadline:
+                return
+            if i in net.alive:
+                queued |= _reduce_node(net, i, dominance)
+
+
+def forbid_above(net: Network, cost: float) -> None:
+    """Forbid what no choice of at most this cost (without the constant) can use, since
+    the least of everything else already costs too much.
+
+    Raises Infeasible if that leaves nothing.
+    """
+    edges = [(i, j) for i in sorted(net.alive) for j in net.adj[i] if i < j]
+    consistent(net, sorted(net.alive), edges)
+    if cost == np.inf:
+        return
+    least = sum(float(net.unary[i].min()) for i in net.alive)
+    lows = {id(net.adj[i][j]): float(net.adj[i][j].min()) for i, j in edges}
+    least += sum(lows[id(net.adj[i][j])] for i, j in edges)
+    spare = cost - least + 1e-9 * abs(cost)
+    for i in net.alive:
+        unary = net.unary[i]
+        net.unary[i] = np.where(unary > unary.min() + spare, np.inf, unary)
+    for i, j in edges:
+        table = net.adj[i][j]
+        make = partial(_cut, table, lows[id(table)] + spare)
+        cut = net.tables.once(("above", id(table), spare), table, make)
+        net.adj[i][j], net.adj[j][i] = cut, net.tables.flip(cut)
+    consistent(net, sorted(net.alive), edges)
+
+
+def _cut(table: np.ndarray, top: float) -> np.ndarray:
+    return np.where(table > top, np.inf, table)
+
+
+def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
+    """Apply what applies to one node; the nodes to look at again."""
+    again: set[int] = set()
+    if dominance and net.size(i) > 1 and _dominate(net, i):
+        again |= _around(net, {i} | _changed(net, i))
+    _settle_rows(net, i)
+    near = set(net.adj[i])
+    if net.size(i) == 1:
+        _fold(net, i)
+    elif len(near) == 0 and not net.rows[i]:
+        _drop(net, i)
+    elif len(near) == 1 and not net.rows[i]:
+        _eliminate_leaf(net, i)
+    elif len(near) == 2 and not net.rows[i] and _block(net, i) <= _BLOCK:
+        _eliminate_link(net, i)
+        j, k = near
+        again |= _around(net, consistent(net, (), [(j, k)]))
+    else:
+        if len(near) == 1 and _thin_leaf(net, i):
+            again |= _around(net, consistent(net, (), [(i, j) for j in near]))
+        leader = _leader(net, i)
+        if leader is None:
+            return again
+        _follow(net, i, leader)
+        edges = [(leader, j) for j in net.adj[leader] if j in near]
+        again |= _around(net, consistent(net, (), edges))
+    return again | near | _around(net, consistent(net, near))
+
+
+def _changed(net: Network, i: int) -> set[int]:
+    """What follows from strategies that a node has lost."""
+    return consistent(net, (), [(i, j) for j in net.adj[i]])
+
+
+def _around(net: Network, nodes: set[int]) -> set[int]:
+    return nodes.union(*(net.adj[i] for i in nodes))
+
+
+def _block(net: Network, i: int) -> int:
+    out = net.size(i)
+    for j in net.adj[i]:
+        out *= net.size(j)
+    return out
+
+
+def _settle_rows(net: Network, i: int) -> None:
+    """Usage that is the same under every strategy is taken off the room."""
+    left: list[Row] = []
+    for a, b, usage in net.rows[i]:
+        least = usage.min()
+        net.room[a:b] -= least
+        if usage.max() > least:
+            left.append((a, b, usage - least))
+    net.rows[i] = left
+
+
+def _dominate(net: Network, i: int) -> bool:
+    """Remove strategies another one replaces at no cost and no more memory, whatever
+    the neighbours choose; whether any was."""
+    cost = net.unary[i]
+    size = len(cost)
+    # saved[a, b]: at least this much is saved by b instead of a.
+    saved = cost[:, None] - cost[None, :]
+    for j, table in net.adj[i].items():
+        if size * size * net.size(j) > _BLOCK:
+            return False
+        saved = saved + net.tables.once(("gap", id(table)), table, partial(_gap, table))
+    better = saved >= 0
+    for _, _, usage in net.rows[i]:
+        better &= usage[:, None] >= usage[None, :]
+    np.fill_diagonal(better, False)
+    if not better.any():
+        return False
+    stays = np.ones(size, bool)
+    for a in range(
+        size - 1, -1, -1
+    ):  # one at a time: equals must not remove each other
+        stays[a] = not (better[a] & stays).any()
+    net.keep(i, np.flatnonzero(stays))
+    return True
+
+
+def _gap(table: np.ndarray) -> np.ndarray:
+    """(K, K): the least of row a minus row b over columns where a is allowed."""
+    out = np.empty((len(table), len(table)))
+    for a, row in enumerate(table):
+        allowed = np.isfinite(row)
+        out[a] = (row[allowed] - table[:, allowed]).min(1, initial=np.inf)
+    return out
+
+
+def _fold(net: Network, i: int) -> None:
+    """A node with one strategy becomes costs of its neighbours."""
+    net.constant += float(net.unary[i][0])
+    for j, table in list(net.adj[i].items()):
+        net.unary[j] = net.unary[j] + table[0]
+        net.disconnect(i, j)
+    net.alive.discard(i)
+    name = int(net.names[i][0])
+
+    def undo(choice: list[int]) -> None:
+        choice[i] = name
+
+    net.trail.append(undo)
+
+
+def _drop(net: Network, i: int) -> None:
+    """A node nothing depends on takes its cheapest strategy."""
+    net.keep(i, np.array([int(np.argmin(net.unary[i]))]))
+    _fold(net, i)
+
+
+def _eliminate_leaf(net: Network, i: int) -> None:
+    """Degree one: the neighbour pays for the node's best answer to it."""
+    ((j, table),) = net.adj[i].items()
+    total = net.tables.flip(table) + net.unary[i]  # (K_j, K_i)
+    best = total.argmin(1)
+    net.unary[j] = net.unary[j] + total[np.arange(len(best)), best]
+    net.disconnect(i, j)
+    net.alive.discard(i)
+    _answer(net, i, j, best)
+
+
+def _answer(net: Network, i: int, j: int, best: np.ndarray) -> None:
+    """Write on the trail that i takes ``best[position of j's choice]``."""
+    mine, theirs = net.names[i], net.names[j]
+
+    def undo(choice: list[int]) -> None:
+        choice[i] = int(mine[best[np.searchsorted(theirs, choice[j])]])
+
+    net.trail.append(undo)
+
+
+def _eliminate_link(net: Network, i: int) -> None:
+    """Degree two: an edge between the neighbours pays for the node's best answer."""
+    (j, left), (k, right) = sorted(net.adj[i].items())
+    flip = net.tables.flip
+    total = flip(left)[:, None, :] + (flip(right) + net.unary[i])[None, :, :]
+    best = total.argmin(2)
+    table = np.take_along_axis(total, best[:, :, None], 2)[:, :, 0]
+    net.disconnect(i, j)
+    net.disconnect(i, k)
+    net.alive.discard(i)
+    mine, first, second = net.names[i], net.names[j], net.names[k]
+
+    def undo(choice: list[int]) -> None:
+        a = np.searchsorted(first, choice[j])
+        b = np.searchsorted(second, choice[k])
+        choice[i] = int(mine[best[a, b]])
+
+    net.trail.append(undo)
+    net.connect(j, k, table)
+
+
+def _thin_leaf(net: Network, i: int) -> bool:
+    """Forbid a leaf's answers that cost and occupy no less than another answer does;
+    whether any was."""
+    ((j, table),) = net.adj[i].items()
+    total = net.tables.flip(table) + net.unary[i]  # (K_j, K_i)
+    size = net.size(i)
+    if size * size * net.size(j) > _BLOCK:
+        return False
+    less = np.ones((size, size), bool)  # [a, b]: b occupies no more than a
+    for _, _, usage in net.rows[i]:
+        less &= usage[:, None] >= usage[None, :]
+    order = np.arange(size)
+    first = ~(less.T & (order[:, None] <= order[None, :]))
+    cheaper = total[:, :, None] > total[:, None, :]
+    equal = total[:, :, None] == total[:, None, :]
+    beaten = ((cheaper | (equal & first)) & less).any(2) & np.isfinite(total)
+    if not beaten.any():
+        return False
+    key = ("thin", id(table), beaten.tobytes())
+    flipped = net.tables.flip(table)
+    thin = net.tables.once(key, table, lambda: np.where(beaten, np.inf, flipped))
+    net.disconnect(i, j)
+    net.connect(j, i, thin)
+    return True
+
+
+def _leader(net: Network, i: int) -> int | None:
+    """A neighbour each of whose strategies allows the node exactly one."""
+    for j in sorted(net.adj[i], key=lambda j: (net.size(j), j)):
+        if len(net.adj[i]) > 2 and net.size(j) > 2 * net.size(i):
+            break  # merging would make the other tables larger
+        table = net.adj[j][i]
+        one = net.tables.once(("one", id(table)), table, partial(_single, table))
+        if one.all():
+            return j
+    return None
+
+
+def _single(table: np.ndarray) -> np.ndarray:
+    return np.isfinite(table).sum(1) == 1
+
+
+def _follow(net: Network, i: int, j: int) -> None:
+    """Merge a node into the neighbour that decides it, memory and all."""
+    table = net.adj[j][i]
+    best = np.isfinite(table).argmax(1)
+    net.unary[j] = net.unary[j] + table[np.arange(len(best)), best] + net.unary[i][best]
+    net.disconnect(i, j)
+    for k, other in list(net.adj[i].items()):
+        net.disconnect(i, k)
+        net.connect(j, k, net.tables.rows(other, best))
+    net.rows[j] = net.rows[j] + [(a, b, usage[best]) for a, b, usage in net.rows[i]]
+    net.rows[i] = []
+    net.alive.discard(i)
+    _answer(net, i, j, best)

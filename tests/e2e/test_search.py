@@ -1,0 +1,107 @@
+"""Searched plans on four ranks: one rank searches, all run its plan, with the losses
+and gradients of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import fxpar
+from fxpar.runtime import choose
+from tests.models import NAMES, build_loss
+from tests.sharding.search.test_search import machine
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def trained(
+    name: str, mesh: str | None, hardware: str, sharded: bool
+) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """Losses of two steps, the last gradients, and what plans say of themselves."""
+    torch._dynamo.reset()
+    model, batch = build_loss(name, 8)
+    program: Any = model
+    before = len(fxpar.plans())
+    if mesh is not None:
+        options = {"mesh": mesh, "plan": "search", "hardware": hardware}
+        if sharded:
+            model = fxpar.shard(model, mesh=mesh)
+        options |= {"codegen": "eager", "search_seconds": 5}
+        program = torch.compile(model, backend="fxpar", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = program(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    whole = {
+        n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()
+    }
+    return losses, whole, [plan.hash for plan in fxpar.plans()[before:]]
+
+
+def check(name: str, mesh: str, path: Path, sharded: bool) -> None:
+    machine().save(path)
+    want = trained(name, None, "", False)
+    results = shared_pool(4).run(trained, name, mesh, str(path), sharded, timeout=400.0)
+    for losses, grads, hashes in results:
+        assert hashes == results[0][2] and len(hashes) == 1
+        assert losses == pytest.approx(want[0], rel=1e-4)
+        for key, grad in want[1].items():
+            torch.testing.assert_close(
+                grads[key], grad, rtol=1e-3, atol=2e-5, msg=f"{name} {key}"
+            )
+
+
+@pytest.mark.parametrize(("name", "mesh", "sharded"), [("llama", "dp=2,tp=2", True)])
+def test_search(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
+    check(name, mesh, tmp_path / "slow.json", sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_five_models(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
+    check(name, mesh, tmp_path / "slow.json", sharded)
+
+
+def failing(hardware: str) -> str:
+    """What a rank says when no plan fits."""
+    model = torch.nn.Linear(64, 64)
+    options = {"mesh": "dp=4", "plan": "search", "hardware": hardware, "memory": 1.0}
+    program = torch.compile(model, backend="fxpar", options=options)
+    try:
+        program(torch.ones(4, 64))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_search_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
+    machine().save(tmp_path / "slow.json")
+    said = shared_pool(4).run(failing, str(tmp_path / "slow.json"), timeout=100.0)
+    assert "no plan fits" in said[0]
+    assert all("rank 0" in text and "no plan fits" in text for text in said[1:])
+
+
+def test_the_mode_names_its_hardware(tmp_path: Path) -> None:
+    from fxpar.config import Options
+
+    asked = choose.plan_mode("search", Options.read({"hardware": "h100"}))
+    assert asked.hardware.name == "h100"

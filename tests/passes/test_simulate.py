@@ -1,0 +1,960 @@
+"""What a step is predicted to cost, against closed forms.
+
+Graphs by hand on a machine of round figures: a byte of memory takes a nanosecond, a
+flop a picosecond, a byte sent a microsecond, a launch a thousand seconds, so that each
+is read off the sum. Times of random tasks are those of a plain event simulation, and a
+changed simulation is the one built anew. Then graphs of real models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import fxpar
+from fxpar._compat import new_fake_mode
+from fxpar.errors import PlanError
+from fxpar.passes import Request, parallelize
+from fxpar.passes.builder import Builder
+from fxpar.passes.kernels import launches_of
+from fxpar.passes.phases import as_run
+from fxpar.passes.signature import read_signature
+from fxpar.passes.simulate import Simulation, Task, Timeline, simulate, tasks_of
+from fxpar.planning import TracedPlan
+from fxpar.runtime.tracing import Call
+from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import asdict_shallow
+from fxpar.sharding.program import Output
+from fxpar.sharding.spec import Spec
+from tests.models import build_loss
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
+
+LAUNCH, BYTE, FLOP, SEND = 1e3, 1e-9, 1e-12, 1e-6
+
+
+def machine(**changed: Any) -> Hardware:
+    """Two ranks send ``SEND`` seconds a byte of an all-reduce."""
+    figures: dict[str, Any] = {
+        "name": "round",
+        "peaks": (("float32", Peak(1 / FLOP)), ("bfloat16", Peak(4 / FLOP))),
+        "bandwidth": 1 / BYTE,
+        "memory": 1e9,
+        "launch": LAUNCH,
+        "eager_launch": 2 * LAUNCH,
+        "levels": (Level(0, 1 / SEND, 0.0, 0.0),),
+    }
+    return Hardware(**{**figures, **changed})
+
+
+MESH = Mesh.parse("dp=2,tp=2,pp=2")
+
+
+class Sketch:
+    """A local graph that grows at its end, with fake values."""
+
+    def __init__(self) -> None:
+        self.graph, self.mode = fx.Graph(), new_fake_mode()
+        self.build = Builder(self.graph, self.mode, MESH)
+        self.inputs = 0
+
+    def input(self, *shape: int, dtype: Any = torch.float32, name: str = "x") -> Any:
+        node = self.graph.placeholder(f"{name}{self.inputs}")
+        self.inputs += 1
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        op = op.default if hasattr(op, "overloads") else op
+        return self.build.call(op, *args, **kwargs)
+
+    def reduce(self, x: Any, axes: str = "dp") -> Any:
+        return self(c10d.all_reduce, x, "sum", f"fxpar:{axes}")
+
+    def wait(self, x: Any) -> Any:
+        return self(c10d.wait_tensor, x)
+
+    def run(self, *results: Any, **options: Any) -> Timeline:
+        self.graph.output(results)
+        self.graph.lint()
+        hardware = options.pop("hardware", machine())
+        return simulate(self.graph, hardware.on(MESH), hardware, **options)
+
+
+def kinds(timeline: Timeline) -> list[str]:
+    return [event.kind for event in timeline.events]
+
+
+def where(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    """Start and end of each collective, in bytes of an all-reduce of two."""
+    return {
+        e.name: (round(e.start / SEND), round(e.end / SEND))
+        for e in timeline.events
+        if e.axes
+    }
+
+
+# Kernels
+
+
+def test_a_product_is_a_roofline():
+    for m, k, n in ((64, 64, 64), (4, 4096, 4)):
+        s = Sketch()
+        out = s.run(s(aten.mm, s.input(m, k), s.input(k, n)))
+        work, moved = 2 * m * k * n * FLOP, 4 * (m * k + k * n + m * n) * BYTE
+        assert out.seconds == pytest.approx(LAUNCH + max(work, moved), rel=1e-15)
+        assert out.events[0].flops == 2 * m * k * n
+        assert out.exposed_seconds == out.hidden_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "args", "flops", "least"),
+    [
+        (aten.bmm, [(3, 8, 16), (3, 16, 4)], [], 2 * 3 * 8 * 16 * 4, 4),
+        (aten.addmm, [(4,), (8, 16), (16, 4)], [], 2 * 8 * 16 * 4, 4),
+        (
+            aten.convolution,
+            [(2, 4, 8, 8), (6, 4, 3, 3)],
+            [None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1],
+            2 * 2 * 64 * 6 * 36,
+            6,
+        ),
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            [(2, 3, 16, 4), (2, 3, 32, 4), (2, 3, 32, 4)],
+            [],
+            4 * 2 * 3 * 16 * 32 * 4,
+            4,
+        ),
+        (ours.dot, [(2, 8, 16), (16, 4)], ["b s h, h o -> b s o"], 4 * 8 * 64, 4),
+    ],
+    ids=["bmm", "addmm", "convolution", "attention", "dot"],
+)
+def test_contractions_have_flops_and_a_least_dim(op, shapes, args, flops, least):
+    s = Sketch()
+    made = s(op, *[s.input(*shape) for shape in shapes], *args)
+    s.graph.output((made,))
+    (launch,) = launches_of(s.graph).launches
+    assert (launch.kind, launch.flops, launch.least) == ("contraction", flops, least)
+
+
+def test_backwards_of_convolution_and_attention_have_flops():
+    s = Sketch()
+    x, w, g = s.input(2, 4, 8, 8), s.input(6, 4, 3, 3), s.input(2, 6, 8, 8)
+    rest = [[6], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]]
+    conv = s(aten.convolution_backward, g, x, w, *rest)
+    q, k, v, o = (s.input(2, 3, n, 4) for n in (16, 32, 32, 16))
+    late = s.graph.call_function(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        (o, q, k, v, o, o, 0.0, False),
+    )
+    late.meta["val"] = tuple(n.meta["val"] for n in (q, k, v))
+    s.graph.output((conv, late))
+    by = {x.nodes[0]: x for x in launches_of(s.graph).launches}
+    assert by[conv].flops == 2 * (2 * 2 * 64 * 6 * 36)
+    assert by[conv].least == 6
+    assert by[late].flops == 10 * 2 * 3 * 16 * 32 * 4
+    assert by[late].least == 4
+
+
+def test_dtype_and_tf32_choose_the_peak():
+    peaks = (("float32", Peak(1e9)), ("bfloat16", Peak(1e10)))
+    fast = machine(peaks=peaks, bandwidth=math.inf)
+    tf32 = dataclasses.replace(fast, peaks=(*peaks, ("tf32", Peak(1e11))))
+    found = []
+    for hardware, dtype, options in (
+        (fast, torch.float32, {}),
+        (fast, torch.bfloat16, {}),
+        (tf32, torch.float32, {"tf32": True}),
+    ):
+        s = Sketch()
+        a, b = s.input(64, 64, dtype=dtype), s.input(64, 64, dtype=dtype)
+        out = s.run(s(aten.mm, a, b), hardware=hardware, **options)
+        found.append(round((out.seconds - LAUNCH) * 1e9 / (2 * 64**3), 6))
+    assert found == [1.0, 0.1, 0.01]
+
+
+def test_light_ops_are_one_kernel_that_moves_what_enters_and_leaves():
+    s = Sketch()
+    x, y = s.input(8, 16), s.input(8, 16)
+    a = s(aten.mul.Tensor, x, y)
+    b = s(aten.relu, s(aten.add.Tensor, a, x))
+    out = s.run(s(aten.sum.dim_IntList, b, [1]))
+    assert kinds(out) == ["fused"]
+    assert out.events[0].nodes == 4
+    assert out.events[0].bytes == 4 * (128 + 128 + 8)
+    assert out.seconds == LAUNCH + 4 * (128 + 128 + 8) * BYTE
+
+
+def test_without_fusion_each_op_is_a_kernel():
+    s = Sketch()
+    x = s.input(8, 16)
+    out = s.run(s(aten.relu, s(aten.neg, s(aten.permute, x, [1, 0]))), fused=False)
+    assert kinds(out) == ["fused", "fused"]
+    assert out.seconds == 4 * LAUNCH + 4 * 4 * 128 * BYTE
+
+
+def test_what_a_product_reads_is_written_and_a_later_reader_joins():
+    s = Sketch()
+    x, w = s.input(8, 16), s.input(16, 4)
+    a = s(aten.relu, x)
+    out = s.run(s(aten.mm, a, w), s(aten.sum.dim_IntList, a, [0]))
+    assert [(e.kind, e.name, e.nodes) for e in out.events] == [
+        ("fused", "sum_dim_int_list", 2),
+        ("contraction", "mm_default", 1),
+    ]
+    assert out.events[0].bytes == 4 * (128 + 128 + 16)
+
+
+def test_a_later_reader_of_something_newer_does_not_join():
+    s = Sketch()
+    x, w = s.input(8, 8), s.input(8, 8)
+    a = s(aten.relu, x)
+    m = s(aten.mm, a, w)
+    out = s.run(m, s(aten.add.Tensor, a, m))
+    assert kinds(out) == ["fused", "contraction", "fused"]
+
+
+def test_fusion_does_not_cross_a_wait():
+    s = Sketch()
+    x, y = s.input(8, 8), s.input(8, 8)
+    sent = s.reduce(y)
+    a = s(aten.relu, x)
+    s(aten.mm, a, x)
+    b = s(aten.mul.Tensor, a, s.wait(sent))
+    out = s.run(b)
+    assert kinds(out) == ["all_reduce", "fused", "contraction", "wait", "fused"]
+
+
+def test_what_only_one_reader_needs_runs_with_it_after_the_wait():
+    s = Sketch()
+    x, y = s.input(8, 8), s.input(8, 8)
+    sent = s.reduce(y)
+    out = s.run(s(aten.mul.Tensor, s(aten.relu, x), s.wait(sent)))
+    assert kinds(out) == ["all_reduce", "wait", "fused"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kernels"),
+    [
+        ([1], [1], 1),  # a norm: rows, and again rows
+        ([1], [0], 2),  # rows, then columns
+        ([0, 1], [1], 2),
+    ],
+)
+def test_reductions_share_a_kernel_if_they_reduce_alike(first, second, kernels):
+    s = Sketch()
+    x = s.input(8, 16)
+    mean = s(aten.mean.dim, x, first, True)
+    y = s(aten.sub.Tensor, x, mean)
+    out = s.run(s(aten.sum.dim_IntList, s(aten.mul.Tensor, y, y), second))
+    assert len(out.events) == kernels
+
+
+def test_a_long_sum_ends_its_kernel():
+    s = Sketch()
+    x = s.input(1 << 16)
+    total = s(aten.sum.dim_IntList, x, [0])
+    assert kinds(s.run(s(aten.div.Tensor, x, total))) == ["fused", "fused"]
+
+
+def test_a_reduced_value_joins_what_has_its_rows_or_its_points():
+    for width, kernels in ((1, 1), (16, 1), (32, 2)):
+        s = Sketch()
+        total = s(aten.sum.dim_IntList, s.input(8, 16), [1], True)
+        out = s.run(s(aten.mul.Tensor, s.input(8, width), total))
+        assert len(out.events) == kernels
+
+
+@pytest.mark.parametrize("op", [aten._softmax, aten.cumsum])
+def test_rows_of_softmax_and_scans_are_whole(op):
+    for dim, kernels in ((1, 1), (0, 2)):
+        s = Sketch()
+        y = s(op, s.input(8, 16), 1, *([False] if op is aten._softmax else []))
+        assert len(s.run(s(aten.sum.dim_IntList, y, [dim])).events) == kernels
+
+
+def test_constants_are_made_by_every_kernel_that_needs_them():
+    s = Sketch()
+    x, one = s.input(8, 8), s(aten.full, [8, 8], 1.0)
+    a = s(aten.add.Tensor, x, one)
+    b = s(aten.add.Tensor, s(aten.mm, a, a), one)
+    out = s.run(b, s(aten.mm, one, b))
+    assert kinds(out) == ["fused", "contraction", "fused", "fused", "contraction"]
+    assert [e.bytes // 256 for e in out.events] == [2, 2, 2, 1, 3]
+
+
+def test_what_changes_an_operand_needs_no_memory_of_its_own():
+    s = Sketch()
+    x, y = s.input(8, 8), s.input(8, 8)
+    out = s.run(s(aten.copy_, x, s(aten.neg, y)))
+    assert kinds(out) == ["fused", "alone"]
+    assert [n for _, n in out.memory] == [768, 512]
+
+
+def test_softmax_is_one_kernel():
+    s = Sketch()
+    x = s.input(8, 16)
+    most = s(aten.amax, x, [1], True)
+    e = s(aten.exp, s(aten.sub.Tensor, x, most))
+    total = s(aten.sum.dim_IntList, e, [1], True)
+    out = s.run(s(aten.div.Tensor, e, total))
+    assert [(e.kind, e.bytes) for e in out.events] == [("fused", 4 * 256)]
+
+
+def test_views_slices_lookups_and_constants_move_what_they_show():
+    s = Sketch()
+    x, table, rows = s.input(8, 16), s.input(1000, 4), s.input(3, dtype=torch.int64)
+    part = s(aten.slice.Tensor, x, 0, 0, 2)
+    wide = s(aten.expand, s(aten.slice.Tensor, x, 0, 0, 1), [8, 16])
+    one = s(aten.full, [8, 16], 1.0)
+    found = s(aten.embedding, table, rows)
+    shown = s(aten.add.Tensor, s(aten.mul.Tensor, wide, one), 1)
+    out = s.run(s(aten.neg, part), shown, found)
+    moved = {e.name: e.bytes for e in out.events}
+    assert moved == {
+        "neg_default": 4 * (32 + 32),
+        "add_tensor": 4 * (8 * 16 + 8 * 16),  # never more than there is
+        "embedding_default": 4 * (3 * 4 + 3 * 4) + 8 * 3,
+    }
+
+
+def test_a_kernel_reads_a_slice_once_and_what_nobody_reads_is_not_run():
+    s = Sketch()
+    part = s(aten.slice.Tensor, s.input(64, 16), 0, 0, 2)
+    s(aten.exp, part)
+    out = s.run(s(aten.add.Tensor, s(aten.neg, part), s(aten.sin, part)))
+    assert [(e.nodes, e.bytes) for e in out.events] == [(3, 4 * (32 + 32))]
+
+
+def test_a_broadcast_reads_no_more_than_there_is():
+    s = Sketch()
+    row = s.input(1, 16)
+    out = s.run(s(aten.neg, s(aten.expand, row, [8, 16])))
+    assert out.events[0].bytes == 4 * (16 + 128)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["view", "copy"])
+def test_a_reshape_costs_where_it_copies(strided):
+    s = Sketch()
+    x, w = s.input(4, 8, 16), s.input(16, 4)
+    if strided:
+        x = s(aten.permute, x, [1, 0, 2])
+    flat = s(aten.reshape, x, [32, 16])
+    out = s.run(s(aten.mm, flat, w))
+    assert kinds(out) == (["fused"] if strided else []) + ["contraction"]
+
+
+def test_nothing_follows_writes_in_any_order():
+    for alone in (True, False):
+        s = Sketch()
+        x, index = s.input(8, 16), s.input(8, 1, dtype=torch.int64)
+        base = s(aten.neg, x) if alone else s(aten.full_like, x, 0.0)
+        out = s.run(s(aten.neg, s(aten.scatter.value, base, 1, index, -1.0)))
+        assert kinds(out) == ["fused"] * (1 + alone)
+
+
+def test_ops_that_inductor_does_not_generate_run_alone():
+    s = Sketch()
+    x = s.input(8, 16)
+    values = s.graph.call_function(aten.sort.default, (s(aten.neg, x),))
+    values.meta["val"] = (x.meta["val"], x.meta["val"].to(torch.int64))
+    first = s.graph.call_function(operator.getitem, (values, 0))
+    first.meta["val"] = x.meta["val"]
+    assert kinds(s.run(s(aten.neg, first))) == ["fused", "alone", "fused"]
+
+
+# Streams
+
+
+def overlapped(size: int, *, at_once: bool = False) -> Timeline:
+    """An all-reduce of 256 bytes beside a product that takes ``size`` times as long."""
+    s = Sketch()
+    x, a, b = s.input(8, 8), s.input(10, 10), s.input(10, 10)
+    sent = s.reduce(x)
+    if at_once:
+        done = s.wait(sent)
+    m = s(aten.mm, a, b)
+    if not at_once:
+        done = s.wait(sent)
+    hardware = machine(
+        launch=0.0, bandwidth=math.inf, peaks=(("float32", Peak(2000 / size)),)
+    )
+    hardware = dataclasses.replace(hardware, levels=(Level(0, 256.0, 0.0, 0.0),))
+    return s.run(done, m, hardware=hardware)
+
+
+@pytest.mark.parametrize(
+    ("size", "at_once", "seconds", "exposed", "hidden"),
+    [
+        (4, False, 4, 0, 1),  # behind the product
+        (0.25, False, 1, 0.75, 0.25),  # longer than the product
+        (4, True, 5, 1, 0),  # waited for at once
+    ],
+)
+def test_communication_hides_behind_what_runs_until_the_wait(
+    size, at_once, seconds, exposed, hidden
+):
+    out = overlapped(size, at_once=at_once)
+    assert out.seconds == pytest.approx(seconds)
+    assert out.compute_seconds == pytest.approx(size)
+    assert out.communication_seconds == pytest.approx(1)
+    assert out.exposed_seconds == pytest.approx(exposed)
+    assert out.hidden_seconds == pytest.approx(hidden)
+
+
+def collectives(*axes: str) -> Timeline:
+    """All-reduces of 100 bytes along these axes, all called before the first wait."""
+    s = Sketch()
+    x = s.input(25)
+    sent = [s.reduce(x, along) for along in axes]
+    return s.run(*[s.wait(y) for y in sent])
+
+
+@pytest.mark.parametrize(
+    ("axes", "spans"),
+    [
+        (["dp", "dp"], [(0, 100), (100, 200)]),
+        (["dp", "tp"], [(0, 100), (0, 100)]),
+        (["dp", "dp+tp", "tp"], [(0, 100), (100, 250), (250, 350)]),
+        (["dp+tp", "pp", "tp", "dp"], [(0, 150), (0, 100), (150, 250), (150, 250)]),
+    ],
+    ids=["one axis", "two axes", "shared in between", "shared"],
+)
+def test_collectives_take_turns_on_an_axis_they_share(axes, spans):
+    out = collectives(*axes)
+    assert list(where(out).values()) == spans
+    assert out.seconds == pytest.approx(max(end for _, end in spans) * SEND)
+
+
+def test_parts_of_an_axis_share_its_links():
+    s = Sketch()
+    mesh = Mesh.parse("x=4")
+    v = s.input(25)
+    sent = [s.reduce(v, axis) for axis in ("x:(1)2", "x:(2)2")]
+    s.graph.output([s.wait(y) for y in sent])
+    out = simulate(s.graph, machine().on(mesh), machine())
+    assert list(where(out).values()) == [(0, 100), (100, 200)]
+
+
+def test_a_collective_starts_when_all_launched_before_it_has_run():
+    s = Sketch()
+    x, a = s.input(25), s.input(4, 4)
+    m = s(aten.mm, a, a)
+    out = s.run(s.wait(s.reduce(x)), m)
+    assert out.events[1].start == out.events[0].end > LAUNCH
+
+
+def test_kinds_take_what_collectives_say_and_send_what_a_ring_sends():
+    s = Sketch()
+    x, group = s.input(4, 8), "fxpar:dp"
+    made = [
+        s(c10d.all_gather_into_tensor, x, 2, group),
+        s(c10d.reduce_scatter_tensor, x, "sum", 2, group),
+        s(c10d.all_to_all_single, x, [2, 2], [2, 2], group),
+        s.reduce(x),
+    ]
+    out = s.run(*[s.wait(y) for y in made])
+    sizes = {t.kind: (t.calls, t.bytes, t.sent) for t in out.traffic}
+    assert sizes == {
+        "all_gather": (1, 256, 128),
+        "reduce_scatter": (1, 128, 64),
+        "all_to_all": (1, 128, 64),
+        "all_reduce": (1, 128, 128),
+    }
+    assert {e.kind: e.bytes for e in out.events if e.axes} == {
+        kind: nbytes for kind, (_, nbytes, _) in sizes.items()
+    }
+    assert out.sent == {"dp": 128 + 64 + 64 + 128}
+    spans = [b - a for a, b in where(out).values()]
+    assert spans == [128, 64, 64, 128]
+
+
+def test_a_permute_is_waited_for_where_it_is_read():
+    s = Sketch()
+    x, a = s.input(8, 8), s.input(8, 8)
+    moved = s(ours.permute, x, [1, 0], "fxpar:dp")
+    m = s(aten.mm, a, a)
+    out = s.run(s(aten.add.Tensor, s(aten.view, moved, [8, 8]), m))
+    assert kinds(out) == ["permute", "contraction", "wait", "fused"]
+    assert out.events[2].of == "permute_default"
+
+
+def test_gathers_in_two_ops_and_coalesced_ones_are_waited_for():
+    s = Sketch()
+    x, y = s.input(4, 8), s.input(2, 2)
+    made = s(ours.all_gather_into_tensor, x, 2, "fxpar:dp")
+    s(ours.wait_gather, made, x)
+    pair = s(c10d.all_reduce_coalesced, [x, y], "sum", "fxpar:tp")
+    parts = []
+    for i in range(2):
+        part = s.graph.call_function(operator.getitem, (pair, i))
+        part.meta["val"] = pair.meta["val"][i]
+        parts.append(s.wait(part))
+    out = s.run(s(aten.neg, made), *parts)
+    assert kinds(out) == ["all_gather", "wait", "all_reduce", "wait", "fused"]
+    assert [t.bytes for t in out.traffic] == [256, 128 + 16]
+
+
+def test_what_cannot_be_simulated_is_refused():
+    s = Sketch()
+    x = s.input(4)
+    s.graph.output((s.wait(s(c10d.broadcast, x, 0, "fxpar:dp")),))
+    with pytest.raises(PlanError, match="cannot simulate"):
+        simulate(s.graph, MESH, machine())
+    s = Sketch()
+    s.graph.output((s.wait(s(c10d.all_reduce, s.input(4), "sum", "7")),))
+    with pytest.raises(PlanError, match="names no mesh axes"):
+        simulate(s.graph, MESH, machine())
+
+
+def test_an_empty_step_takes_no_time():
+    s = Sketch()
+    out = s.run(s.input(4))
+    assert (out.seconds, out.events, out.peak_bytes) == (0.0, (), 16)
+
+
+# Memory
+
+
+def test_memory_by_hand():
+    s = Sketch()
+    x, w = s.input(10, 10), s.input(10, 10)  # 400 bytes each, throughout
+    a = s(aten.mm, x, w)  # 400, until the wait: the collective reads it
+    sent = s.reduce(a)  # 400
+    b = s(aten.mm, w, w)  # 400
+    c = s(aten.relu, s(aten.neg, b))  # neg is never in memory
+    d = s(aten.mm, c, s.wait(sent))  # 400
+    out = s.run(s(aten.sum.dim_IntList, d, [0]))
+    # With the first product 1200; result of the collective, second product; relu;
+    # the second product gone, and the first, and d; relu and what was sent gone, and
+    # the sum; d gone.
+    assert [n for _, n in out.memory] == [1200, 2000, 2400, 2000, 1240, 840]
+    assert [t for t, _ in out.memory] == [e.start for e in out.events if not e.axes][
+        :3
+    ] + [e.start for e in out.events[-2:]] + [out.seconds]
+    assert out.peak_bytes == 2400
+    assert {h.name for h in out.held} == {
+        "x0",
+        "x1",
+        "mm_default",
+        "all_reduce_default",
+        "mm_default_1",
+        "relu_default",
+    }
+
+
+def test_views_keep_what_they_look_at_and_outputs_stay():
+    s = Sketch()
+    x = s.input(10, 10)
+    a = s(aten.mm, x, x)
+    v = s(aten.view, s(aten.permute, a, [1, 0]), [10, 10])
+    b = s(aten.mm, x, x)
+    c = s(aten.mm, b, v)
+    out = s.run(b, c)
+    assert [n for _, n in out.memory] == [800, 1200, 1600, 1200]
+    s = Sketch()
+    x = s.input(10, 10)
+    a = s(aten.mm, x, x)
+    out = s.run(s(aten.mm, a, a), s(aten.view, a, [100]))
+    assert out.memory[-1][1] == 1200
+
+
+def test_inputs_may_go_after_their_last_use():
+    s = Sketch()
+    x, y, _ = s.input(10, 10), s.input(10, 10), s.input(10, 10)
+    a = s(aten.mm, x, x)
+    out = s.run(s(aten.mm, a, y), keep_inputs=False)
+    # Without the unread one, and with a; x gone, and the result; a and y gone.
+    assert [n for _, n in out.memory] == [1200, 1200, 400]
+    assert out.peak_bytes == 1200
+
+
+def test_the_largest_at_the_peak_come_with_their_lines():
+    s = Sketch()
+    small = [s.input(i + 1) for i in range(12)]
+    a = s.input(10, 10)
+    m = s(aten.mm, a, a)
+    m.meta["stack_trace"] = '  File "train.py", line 7, in loss\n    y = a @ a\n'
+    out = s.run(m, *small)
+    assert [(h.name, h.bytes) for h in out.held[:2]] == [("x12", 400), (m.name, 400)]
+    assert out.held[1].line == out.events[0].line == "train.py:7: y = a @ a"
+    assert len(out.held) == 10
+
+
+# Forward and backward
+
+
+def joint(*, tag: bool = False) -> fx.Graph:
+    """A gathered weight, a product, an activation, and their backward."""
+    s = Sketch()
+    w, x, g = s.input(4, 8), s.input(8, 8), s.input(8, 8, name="tangents_")
+    gathered = s(c10d.all_gather_into_tensor, w, 2, "fxpar:dp")
+    whole = s.wait(gathered)
+    for node in (gathered, whole):
+        if tag:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    h = s(aten.mm, x, whole)
+    y = s(aten.relu, s(aten.mul.Tensor, h, 2.0))
+    on = s(aten.gt.Scalar, y, 0)
+    on.meta["partitioner_tag"] = "is_backward"
+    gh = s(aten.mul.Tensor, s(aten.mul.Tensor, g, on), 2.0)
+    gx = s(aten.mm, gh, s(aten.permute, whole, [1, 0]))
+    gw = s(aten.mm, s(aten.permute, x, [1, 0]), gh)
+    part = s(c10d.reduce_scatter_tensor, gw, "sum", 2, "fxpar:dp")
+    s.graph.output((y, s.wait(part), gx))
+    s.graph.lint()
+    return s.graph
+
+
+def test_the_backward_begins_where_tangents_are_read():
+    out = simulate(joint(), machine().on(MESH), machine())
+    (first,) = (e for e in out.events if e.start == out.backward)
+    assert (first.name, first.nodes) == ("mul_tensor_2", 3)
+    names = [e.name for e in out.events if e.start < out.backward]
+    assert "mm_default" in names and "mm_default_1" not in names
+    # Kept for the backward, and so of the forward, the mask is part of a kernel there.
+    out = simulate(as_run(joint()), machine().on(MESH), machine())
+    (first,) = (e for e in out.events if e.start == out.backward)
+    assert (first.name, first.nodes) == ("mul_tensor_2", 2)
+    s = Sketch()
+    assert s.run(s(aten.neg, s.input(4))).backward is None
+
+
+def test_tagged_values_are_made_again_in_the_backward():
+    for tag, gathers in ((False, 1), (True, 2)):
+        graph = as_run(joint(tag=tag), disable={"prefetch"})
+        out = simulate(graph, machine().on(MESH), machine())
+        started = [e.start for e in out.events if e.kind == "all_gather"]
+        assert len(started) == gathers
+        assert (started[-1] >= out.backward) == tag
+
+
+def test_what_is_kept_for_the_backward_weighs_least():
+    graph = as_run(joint())
+    late = {n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward"}
+    kept = {n.target for n in graph.nodes if n not in late and late & set(n.users)}
+    placeholders = {n.target for n in graph.nodes if n.op == "placeholder"}
+    # Of y = relu(2 h) the backward reads a mask of a byte an element.
+    gathered = ours.all_gather_into_tensor.default
+    assert kept - placeholders == {aten.gt.Scalar, gathered}
+
+
+def given(s: Sketch, y: Any, back: Any) -> set[str]:
+    """What a forward of result ``y`` keeps for a backward of result ``back``."""
+    s.graph.output((y, back))
+    graph = as_run(s.graph)
+    tags = {n: n.meta["partitioner_tag"] for n in graph.nodes if n.op != "output"}
+    late = {n for n, tag in tags.items() if tag == "is_backward"}
+    return {
+        n.name
+        for n in tags
+        if n not in late and n.op != "placeholder" and not late.isdisjoint(n.users)
+    }
+
+
+def test_light_values_are_computed_again_from_what_is_kept_anyway():
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    h = s(aten.mm, x, x)
+    wide = s(aten.mul.Tensor, h, s(aten.sigmoid, h))
+    back = s(aten.mm, s(aten.mul.Tensor, g, wide), h)
+    assert given(s, s(aten.mm, wide, wide), back) == {"mm_default"}
+
+
+def test_sums_of_two_values_are_kept_themselves():
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    y = s(aten.add.Tensor, s(aten.mm, x, x), s(aten.mm, x, s(aten.neg, x)))
+    assert given(s, y, s(aten.mul.Tensor, g, y)) == {"add_tensor"}
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    before = s(aten.mm, x, x)
+    after = s(aten.add.Tensor, before, s(aten.mm, before, x))
+    back = s(aten.mul.Tensor, s(aten.mul.Tensor, g, after), before)
+    assert given(s, after, back) == {"mm_default", "add_tensor"}
+
+
+def test_of_functions_of_one_value_that_one_is_kept():
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    h = s(aten.mm, x, x)
+    one, other = s(aten.sin, h), s(aten.cos, h)
+    back = s(aten.mul.Tensor, s(aten.mul.Tensor, g, one), other)
+    assert given(s, s(aten.mm, one, other), back) == {"mm_default"}
+
+
+def test_what_a_product_of_the_backward_reads_is_kept():
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    a = s(aten.relu, x)
+    y = s(aten.mm, a, x)
+    assert given(s, y, s(aten.mm, g, s(aten.permute, a, [1, 0]))) == {"relu_default"}
+    assert given_relu_read_lightly() == set()
+
+
+def given_relu_read_lightly() -> set[str]:
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    a = s(aten.relu, x)
+    return given(s, s(aten.mm, a, x), s(aten.mul.Tensor, g, a))
+
+
+def test_long_chains_are_not_computed_again():
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    a = x
+    for _ in range(40):
+        a = s(aten.add.Tensor, s(aten.sin, a), x)
+    kept = given(s, s(aten.mm, a, x), s(aten.mul.Tensor, g, a))
+    assert 0 < len(kept) < 8
+
+
+def test_the_user_says_what_is_kept():
+    for policy, kept in (
+        (CheckpointPolicy.MUST_SAVE, {"relu_default"}),
+        (CheckpointPolicy.PREFER_RECOMPUTE, set()),
+    ):
+        s = Sketch()
+        x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+        a = s(aten.relu, x)
+        a.meta["recompute"] = policy
+        b = s(aten.mm, g, a) if not kept else s(aten.mul.Tensor, g, a)
+        assert given(s, s(aten.mm, a, x), b) == kept
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8)]
+    return nn.Sequential(*layers).double(), torch.randn(8, 8, dtype=torch.float64)
+
+
+def resting(model: nn.Module, mesh: Mesh, *args: Any) -> TracedPlan:
+    """A plan of a model whose parameters lie split over all of the mesh."""
+    call = Call(model, args, {}, True)
+    module, mode = call.trace()
+
+    def make_input(kind: str, payload: Any, node: fx.Node) -> Any:
+        made = call.declare(kind, payload, node, [None] * call.count)
+        if kind != "parameter":
+            return made
+        rest = Spec.of([mesh.names, *[()] * (node.meta["val"].dim() - 1)])
+        return dataclasses.replace(made, rest=rest)
+
+    def make_output(kind: str, name: str, of: int | None) -> Output:
+        return Output(name, kind, of)
+
+    signature = read_signature(module.graph, make_input, make_output)
+    result = parallelize(module.graph, mode, Request(mesh, signature))
+    return TracedPlan(
+        **asdict_shallow(result.plan), result=result, call=call, module=module
+    )
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=4"])
+@pytest.mark.parametrize("rest", [False, True], ids=["whole", "resting"])
+def test_as_run_computes_the_same(mesh, rest):
+    model, x = mlp()
+    parsed = Mesh.parse(mesh)
+    if rest:
+        plan = resting(model, parsed, x)
+    else:
+        plan = fxpar.plan(model, x, mesh=parsed, grad=True)
+    before = str(plan.result.local)
+    graph = as_run(plan.result.local)
+    assert str(plan.result.local) == before, "the graph is left as it was"
+    result = dataclasses.replace(plan.result, local=graph)
+    moved = dataclasses.replace(plan, result=result)
+    torch.testing.assert_close(moved.simulate(x), plan.reference(x))
+
+
+def by_kind(records: Any) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for record in records:
+        out[record.kind] = out.get(record.kind, 0) + record.bytes
+    return out
+
+
+def test_resting_parameters_are_gathered_for_forward_and_backward():
+    model, x = mlp()
+    plan = resting(model, Mesh.parse("dp=4"), x)
+    graph = as_run(plan.result.local)
+    out = simulate(graph, machine().on(plan.mesh), machine())
+    assert by_kind(out.traffic) == by_kind(plan.collectives)
+    assert by_kind(out.traffic)["all_gather"] > 0
+    graph = as_run(plan.result.local, disable={"bucket"})
+    apart = simulate(graph, machine().on(plan.mesh), machine())
+    calls, more = ({t.kind: t.calls for t in line.traffic} for line in (out, apart))
+    assert more == Counter(c.kind for c in plan.collectives)
+    assert all(calls[kind] < more[kind] for kind in ("all_gather", "all_reduce"))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_llama_sends_what_its_plan_says(grad, monkeypatch):
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    model, batch = build_loss("llama")
+    hints = {"*.q_proj.weight": ("tp", None), "*.o_proj.weight": (None, "tp")}
+    plan = fxpar.plan(model, mesh="dp=2,tp=2", hints=hints, grad=grad, **batch)
+    line, predicted = plan.timeline, plan.predicted
+    assert by_kind(line.traffic) == by_kind(plan.collectives) != {}
+    assert dict(predicted.sent) == line.sent
+    assert predicted.seconds == line.seconds > line.compute_seconds > 0
+    total = predicted.compute + predicted.exposed
+    assert predicted.seconds == pytest.approx(total)
+    parameters = sum(p.numel() * 4 for p in model.parameters()) // 2
+    assert parameters < predicted.peak_bytes < 20 * parameters
+    assert (line.backward is not None) == grad
+    text = str(predicted)
+    assert "a step on h100" in text and "over dp" in text and "over tp" in text
+    products = [e for e in line.events if e.kind == "contraction"]
+    # 7 products and attention a layer, the head; thrice with the backward, in which
+    # attention is one.
+    assert len(products) == (2 * (3 * 7 + 2) + 3 if grad else 2 * 8 + 1)
+    light = sum(n.op == "call_function" for n in plan.result.local.nodes)
+    assert len(line.events) < light / 3
+
+
+def test_loaded_plans_have_no_program_to_time(tmp_path, monkeypatch):
+    model, x = mlp()
+    plan = fxpar.plan(model, x, mesh="dp=2")
+    empty = dataclasses.replace(plan, result=None)
+    with pytest.raises(PlanError, match="no program"):
+        _ = empty.predicted
+
+
+def test_faster_links_and_memory_are_never_slower():
+    model, x = mlp()
+    graph = as_run(fxpar.plan(model, x, mesh="dp=2,tp=2", grad=True).result.local)
+    rng = random.Random(0)
+    mesh = Mesh.parse("dp=2,tp=2")
+    for _ in range(20):
+        slow = machine(
+            launch=rng.choice([0.0, 1e-6]),
+            bandwidth=10 ** rng.uniform(6, 10),
+            levels=(Level(0, 10 ** rng.uniform(6, 10), 1e-6, 1e-6),),
+        )
+        (level,) = slow.levels
+        times = [simulate(graph, slow.on(mesh), slow).seconds]
+        for changed in (
+            {"bandwidth": 2 * slow.bandwidth},
+            {"levels": (dataclasses.replace(level, bandwidth=3 * level.bandwidth),)},
+            {"levels": (dataclasses.replace(level, latency=0.0),)},
+            {"peaks": (("float32", Peak(1e14)),)},
+        ):
+            fast = dataclasses.replace(slow, **changed)
+            times.append(simulate(graph, fast.on(mesh), fast).seconds)
+        assert all(t <= times[0] for t in times[1:])
+        assert min(times[1:]) < times[0]
+
+
+# Simulation
+
+
+def random_tasks(rng: random.Random, count: int) -> list[Task]:
+    tasks: list[Task] = []
+    waiting: list[int] = []
+    for i in range(count):
+        kind = rng.random()
+        if kind < 0.25:
+            axes = tuple(rng.sample(["a", "b", "c", "a:(1)2"], rng.randint(1, 2)))
+            tasks.append(Task(f"t{i}", rng.choice([0.0, 1.0, rng.random() * 5]), axes))
+            waiting.append(i)
+        elif kind < 0.5 and waiting:
+            of = waiting.pop(rng.randrange(len(waiting)))
+            tasks.append(Task(f"t{i}", of=of))
+        else:
+            tasks.append(Task(f"t{i}", rng.choice([0.0, 1.0, rng.random()])))
+    return tasks
+
+
+def by_events(tasks: list[Task]) -> list[tuple[float, float]]:
+    """Start and end of each task, from what each has to wait for."""
+    spans: list[tuple[float, float]] = []
+    for i, task in enumerate(tasks):
+        compute = [j for j in range(i) if not tasks[j].axes]
+        ready = max((spans[j][1] for j in compute), default=0.0)
+        if task.of is not None:
+            spans.append((ready, max(ready, spans[task.of][1])))
+            continue
+        if task.axes:
+            mine = {axis.split(":")[0] for axis in task.axes}
+            for j in range(i):
+                theirs = {axis.split(":")[0] for axis in tasks[j].axes}
+                if mine & theirs:
+                    ready = max(ready, spans[j][1])
+        spans.append((ready, ready + task.seconds))
+    return spans
+
+
+def spans_of(simulation: Simulation) -> list[tuple[float, float]]:
+    return list(map(tuple, zip(simulation.starts, simulation.ends, strict=True)))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["python", "compiled"])
+def test_changed_durations_give_what_a_full_simulation_gives(compiled):
+    rng = random.Random(1)
+    for _ in range(60):
+        tasks = random_tasks(rng, rng.randint(1, 60))
+        simulation = Simulation(tasks, compiled=compiled)
+        assert spans_of(simulation) == by_events(tasks)
+        free = [i for i, task in enumerate(tasks) if task.of is None]
+        for _ in range(12):
+            chosen = rng.sample(free, min(len(free), rng.choice([1, 1, 2, 4])))
+            changed = {i: rng.choice([0.0, 1.0, rng.random() * 5]) for i in chosen}
+            for i, taken in changed.items():
+                tasks[i] = dataclasses.replace(tasks[i], seconds=taken)
+            seconds = simulation.change(changed)
+            expected = by_events(tasks)
+            assert spans_of(simulation) == expected
+            assert seconds == max(end for _, end in expected)
+
+
+def test_only_what_follows_a_change_is_computed_again(monkeypatch):
+    tasks = [Task("send", 100.0, ("dp",))]
+    tasks += [Task(f"k{i}", 1.0) for i in range(10)]
+    tasks += [Task("wait", of=0)]
+    tasks += [Task(f"m{i}", 1.0) for i in range(10)]
+    simulation = Simulation(tasks, compiled=False)
+    stops = []
+    run = simulation._advance
+    monkeypatch.setattr(
+        simulation, "_advance", lambda *args: stops.append(run(*args)) or stops[-1]
+    )
+    assert simulation.change({3: 2.0}) == 110.0
+    assert stops == [11]  # the wait takes up what the kernel lost
+    assert simulation.change({0: 101.0}) == 111.0
+    assert stops[1] == len(tasks) - 1
+    assert simulation.change({}) == 111.0
+
+
+def test_waits_have_no_duration_to_change():
+    simulation = Simulation([Task("s", 1.0, ("dp",)), Task("w", of=0)], compiled=False)
+    with pytest.raises(ValueError, match="task 1"):
+        simulation.change({1: 2.0})
+    with pytest.raises(IndexError):
+        simulation.change({2: 2.0})
+    assert Simulation([]).seconds == 0.0
+
+
+def test_tasks_of_a_graph_are_what_simulate_times():
+    graph = joint(tag=True)
+    hardware = lookup("h100")
+    mesh = hardware.on(MESH)
+    line = simulate(graph, mesh, hardware)
+    simulation = Simulation(tasks_of(graph, mesh, hardware))
+    assert spans_of(simulation) == [(e.start, e.end) for e in line.events]
+    assert simulation.seconds == line.seconds

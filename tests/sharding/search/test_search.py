@@ -1,0 +1,317 @@
+"""The search: true optima of small programs, numbers of one device, facts kept."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpar
+from fxpar.errors import HintError, PlanError
+from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops)
+from fxpar.sharding.decide import duration
+from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.reshard import price
+from fxpar.sharding.search import transitions
+from fxpar.sharding.search.compare import cost_of
+from fxpar.sharding.search.find import Asked, search
+from fxpar.sharding.search.formulate import Facts, backward_ops, formulate
+from fxpar.sharding.search.layers import repeated
+from fxpar.sharding.solver import evaluate, solve
+from fxpar.sharding.spec import Spec
+from tests.passes.random_programs import Case
+from tests.passes.test_fuzz import check
+
+
+def machine() -> Hardware:
+    """Slow at computing, with fast links in pairs: so that small programs are split."""
+    levels = (Level(2, 1e10, 1e-8, 1e-7), Level(0, 1e9, 1e-8, 1e-7))
+    peaks = tuple((name, Peak(1e8)) for name, _ in lookup("cpu").peaks)
+    return replace(
+        lookup("cpu"),
+        name="slow",
+        launch=0.0,
+        bandwidth=1e8,
+        peaks=peaks,
+        levels=levels,
+    )
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """FXPAR_HARDWARE is ``machine()``."""
+    path = tmp_path / "slow.json"
+    machine().save(path)
+    monkeypatch.setenv("FXPAR_HARDWARE", str(path))
+    return machine()
+
+
+def program_of(fn: Any, *args: Any, mesh: str, **kwargs: Any) -> Any:
+    plan = fxpar.plan(fn, *args, mesh=mesh, mode="replicate", **kwargs)
+    return plan.result.decision.program
+
+
+def mlp(layers: int = 1, width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        for _ in range(layers)
+    ]
+    return nn.Sequential(*blocks).double()
+
+
+def batch(rows: int = 32, width: int = 16) -> torch.Tensor:
+    return torch.randn(rows, width, dtype=torch.float64)
+
+
+# Optima
+
+SMALL: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "product": (lambda x, w: torch.relu(x @ w), ((8, 4), (4, 16))),
+    "two readers": (lambda x: (x * 2, x.sum(0)), ((8, 4),)),
+    "norm": (lambda x, w: x @ w / (x @ w).sum(), ((4, 8), (8, 2))),
+    "transposed": (lambda x, y: (x.t() @ y).exp(), ((16, 2), (16, 4))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("mesh", ["x=2", "x=4"])
+def test_no_choice_is_better(name: str, mesh: str) -> None:
+    fn, shapes = SMALL[name]
+    args = [torch.randn(shape) for shape in shapes]
+    program = program_of(fn, *args, mesh=mesh)
+    on = machine().on(Mesh.parse(mesh))
+    problem = formulate(program, on, machine(), Facts()).problem
+    sizes = [range(len(costs)) for costs in problem.costs]
+    assert np.prod([len(size) for size in sizes], dtype=float) < 3e5
+    least = min(evaluate(problem, choice)[0] for choice in itertools.product(*sizes))
+    found = search(program, Mesh.parse(mesh), Asked(machine()), {})
+    assert found.solution.cost == pytest.approx(least)
+    assert found.solution.bound == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {},
+        {"*.0.weight": ("tp", None), "*.2.weight": (None, "tp")},
+        {"*.weight": ("dp", None)},
+        {"*.0.weight": (None, "tp"), "*.2.weight": ("tp", None)},
+    ],
+    ids=["data", "megatron", "zero", "reversed"],
+)
+def test_no_expert_is_better(hints: dict[str, Any]) -> None:
+    mesh = Mesh.parse("dp=2,tp=2")
+    expert = fxpar.plan(
+        mlp(2), batch(), mesh="dp=2,tp=2", hints=hints, mode="propagate", grad=True
+    )
+    decision = expert.result.decision
+    found = search(decision.program, mesh, Asked(machine()), {})
+    theirs = cost_of(found.formulation, decision.strategies)
+    assert found.solution.cost <= theirs.cost * (1 + 1e-9)
+    assert found.solution.bound <= found.solution.cost
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(seed: int, slow: Hardware) -> None:
+    case = Case(seed)
+    case.mode = "search"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 212))
+def test_many_random_programs(seed: int, slow: Hardware) -> None:
+    case = Case(seed)
+    case.mode = "search"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(case)
+
+
+def test_training_is_split_and_right(slow: Hardware) -> None:
+    model, x = mlp(2), batch()
+    plan = fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
+    assert any(spec.sharded_axes for _, spec in plan.parameters)
+    got, want = plan.simulate(x), plan.reference(x)
+    torch.testing.assert_close(got, want)
+    assert "proved within" in plan.notes[0]
+
+
+def test_a_saved_plan_is_the_same_program(slow: Hardware, tmp_path: Path) -> None:
+    model, x = mlp(), batch()
+    plan = fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
+    plan.save(tmp_path / "plan.json")
+    again = fxpar.plan(
+        model, x, mesh="dp=2,tp=2", mode=str(tmp_path / "plan.json"), grad=True
+    )
+    torch.testing.assert_close(again.simulate(x), plan.reference(x))
+    assert again.values == plan.values
+
+
+# Facts
+
+
+def test_hints_hold(slow: Hardware) -> None:
+    hints = {"0.0.weight": (None, "tp"), "input": ("dp?", "?")}
+    plan = fxpar.plan(
+        mlp(), batch(), mesh="dp=2,tp=2", mode="search", hints=hints, grad=True
+    )
+    assert dict(plan.parameters)["0.0.weight"] == Spec(None, "tp")
+    assert plan.inputs[0].dims[0][:1] == ("dp",)
+    assert "hint" in plan.why("0.0.weight")
+
+
+def test_hints_that_contradict_each_other(slow: Hardware) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return fxpar.constrain(fxpar.constrain(x, "dp", None), None, "dp") * 2
+
+    fxpar.plan(fn, batch(), mesh="dp=2", mode="search")  # two values: a reshard
+    with pytest.raises(HintError, match="contradict"):
+        fxpar.plan(
+            mlp(),
+            batch(),
+            mesh="dp=2",
+            mode="search",
+            in_specs=[("dp", None)],
+            hints={"input": (None, "dp")},
+        )
+
+
+def test_memory_binds(slow: Hardware) -> None:
+    """What does not fit whole is split, and what cannot fit is told."""
+    model, x = mlp(2, 32), batch(8, 32)
+    weight = sum(p.nbytes for p in model.parameters())
+    program = program_of(model, x, mesh="x=4", grad=True)
+    mesh = Mesh.parse("x=4")
+    quick = replace(slow, peaks=tuple((n, Peak(1e15)) for n, _ in slow.peaks))
+    quick = replace(quick, bandwidth=1e15)  # where whole copies cost nothing
+    free = search(program, mesh, Asked(quick), {})
+    assert free.solution.peak > 3 * weight
+    tight = search(program, mesh, Asked(quick, memory=2 * weight), {})
+    assert tight.solution.peak <= 2 * weight
+    assert tight.solution.cost > free.solution.cost
+    with pytest.raises(PlanError, match=r"no plan fits in .* of which .*weight"):
+        search(program, mesh, Asked(quick, memory=weight / 4), {})
+
+
+def test_more_axes_than_can_be_searched(slow: Hardware) -> None:
+    with pytest.raises(PlanError, match="at most 3 axes"):
+        fxpar.plan(mlp(), batch(), mesh="a=2,b=2,c=2,d=2", mode="search")
+    fxpar.plan(mlp(), batch(), mesh="a=2,b=2,c=2,d=1", mode="search")
+
+
+# Layers
+
+
+def test_layers_are_found() -> None:
+    program = program_of(mlp(4), batch(), mesh="x=2", grad=True)
+    tied = repeated(program, backward_ops(program))
+    products = [op.index for op in program.ops if "dot" in op.name or "mm" in op.name]
+    heads = {tied[i] for i in products}
+    assert len(heads) <= len(products) / 2
+    for i, to in enumerate(tied):
+        assert tied[to] == to
+        assert program.ops[i].rule == program.ops[to].rule
+
+
+def test_ties_do_not_change_the_optimum() -> None:
+    program = program_of(mlp(4), batch(), mesh="dp=2,tp=2", grad=True)
+    found = search(program, Mesh.parse("dp=2,tp=2"), Asked(machine()), {})
+    problem = found.formulation.problem
+    assert len(set(problem.tied)) < len(problem.tied)
+    untied = solve(replace(problem, tied=None, limit=None), 20.0)
+    assert found.solution.cost == pytest.approx(untied.cost, rel=1e-6)
+
+
+def test_what_is_not_alike_is_not_tied() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 2))
+    program = program_of(model, torch.randn(4, 4), mesh="x=2")
+    assert repeated(program, set()) == list(range(len(program.ops)))
+
+
+# Resharding between all specs
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=4,tp=2", "a=2,b=2,c=2"])
+@pytest.mark.parametrize("shape", [(8, 16), (64, 8, 32)])
+def test_paths_cost_what_matrices_say(mesh: str, shape: tuple[int, ...]) -> None:
+    on, rng = machine().on(Mesh.parse(mesh)), random.Random(0)
+    pool = [transitions._spec(node) for node in transitions._nodes(on, len(shape))]
+    for _ in range(40):
+        a, b = rng.choice(pool), rng.choice(pool)
+        seconds = transitions.matrix([a], [b], on, shape, 4)[0, 0]
+        way = transitions.path(a, b, on, shape, 4)
+        assert way is not None and (not way or way[-1].spec == b)
+        assert duration(way, a, on, shape, 4) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "x=4", "a=2,b=2,c=2"])
+def test_on_like_links_prices_are_those_of_reshard(mesh: str) -> None:
+    """Where latency or bandwidth decides: in between, reshard takes the better of the
+    two routes for these, and a path may be cheaper."""
+    on, rng = Mesh.parse(mesh), random.Random(1)
+    for shape in ((8, 8), (2**14, 2**14)):
+        pool = [transitions._spec(node) for node in transitions._nodes(on, 2)]
+        for _ in range(40):
+            a, b = rng.choice(pool), rng.choice(pool)
+            seconds = transitions.matrix([a], [b], on, shape, 4)[0, 0]
+            assert seconds <= price(a, b, on, shape, 4) * (1 + 1e-9)
+            assert seconds >= price(a, b, on, shape, 4) * 0.8
+
+
+def test_a_gather_over_slow_links_goes_by_the_fast_ones() -> None:
+    on = lookup("h100").on(Mesh.parse("dp=8,tp=8"))
+    source, whole = Spec("dp", None), Spec(None, None)
+    way = transitions.path(source, whole, on, (8192, 8192), 4)
+    assert [str(step) for step in way or ()] == [
+        "slice tp on 0",
+        "all_gather dp+tp on 0",
+    ]
+    assert transitions.path(source, whole, Mesh.parse("dp=8,tp=8"), (8192, 8192), 4)
+    alike = transitions.path(source, whole, Mesh.parse("dp=8,tp=8"), (8192, 8192), 4)
+    assert [str(step) for step in alike or ()] == ["all_gather dp on 0"]
+
+
+def test_other_reductions_have_paths_too() -> None:
+    on = machine().on(Mesh.parse("dp=2,tp=2"))
+    most = Spec(None, "tp", partial={"dp": "max"})
+    (step,) = transitions.path(most, Spec("dp", "tp"), on, (8, 8), 4) or ()
+    assert str(step) == "reduce_scatter dp on 0 (max)"
+    summed = Spec(None, "tp", partial={"dp": "sum"})
+    assert transitions.path(most, summed, on, (8, 8), 4) is None
+    assert np.isfinite(transitions.matrix([most], [summed], on, (8, 8), 4)).all()
+
+
+# The cost model
+
+
+def test_replicated_work_is_not_free() -> None:
+    """Neither of contractions nor of what is fused, as a floor per op would make it."""
+    x = torch.randn(64, 64)
+    program = program_of(lambda x: F.gelu(x).exp() + 1, x, mesh="x=4")
+    on = replace(machine(), launch=1.0)  # far above the work
+    found = search(program, Mesh.parse("x=4"), Asked(on), {})
+    whole = formulate(program, on.on(Mesh.parse("x=4")), on, Facts())
+    assert whole.launches == pytest.approx(1.0)  # one fused kernel
+    made = [found.settled[v] for op in program.ops for v in op.results]
+    assert all(spec.sharded_axes for spec in made)
