@@ -35,6 +35,7 @@ from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.program import Input, Output
+from fxpar.sharding.search.ask import alternatives, said
 from fxpar.sharding.spec import Spec
 
 
@@ -70,7 +71,7 @@ def _short(seconds: float) -> str:
     scale, unit = next(
         ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
     )
-    return f"{seconds / scale:.3g} {unit}"
+    return f"{round(seconds / scale, 3):.3g} {unit}"
 
 
 def _large(number: float) -> str:
@@ -123,6 +124,36 @@ class TracedPlan(Plan):
             tuple(line.sent.items()),
             line.peak_bytes,
         )
+
+    def why(self, name: str) -> str:
+        """As ``Plan.why``; of a searched plan also what else the op that makes the
+        value could do, and what the whole plan would then cost, solved again."""
+        text = super().why(name)
+        found = self.result.decision.found if self.result else None
+        value = self.result.decision.program.named(name) if self.result else None
+        if found is None or value is None:
+            return text
+        if value not in found.formulation.program.producers:
+            return text
+        return f"{text}\n{said(found, value, alternatives(found, value))}"
+
+    def why_not(self, name: str, spec: Spec | Sequence[Any] | str) -> str:
+        """What a searched plan would cost if ``name`` were made with ``spec``.
+
+        Raises PlanError for a plan that was not searched, an unknown name, an input,
+        and a spec that no strategy of its op makes.
+        """
+        result, _ = self._traced()
+        self.spec(name)
+        found, value = result.decision.found, result.decision.program.named(name)
+        if found is None or value is None:
+            raise PlanError(
+                "only a searched plan knows its alternatives",
+                fix='plan again with mode="search"',
+            )
+        if not isinstance(spec, Spec):
+            spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
+        return said(found, value, alternatives(found, value, spec=spec))
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""

@@ -76,8 +76,9 @@ class _Value:
 
 @dataclass(eq=False)
 class _Growing:
-    """A kernel of light ops. ``seen``: what it reads, bytes. ``closed``: another launch
-    has read of it. ``final``: nothing can follow in it. ``into``: what it is part of."""
+    """A kernel of light ops. ``seen``: what it reads, bytes. ``closed``: it was
+    read by another launch. ``final``: nothing can follow in it. ``into``: what it
+    became part of."""
 
     launch: Launch
     domain: Domain

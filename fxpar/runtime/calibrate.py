@@ -83,7 +83,7 @@ _SUITES = {
 
 
 @dataclass(frozen=True)
-class _Session:
+class _Device:
     """One calibration on this rank; ``mesh`` has one rank if there are no others."""
 
     device: torch.device
@@ -160,20 +160,20 @@ def calibrate(
     ranks = groups.join(Options(mesh=mesh or _default_mesh(size)))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
-    session = _Session(
+    running = _Device(
         torch.device(device), ranks, time.monotonic() + limit, quick=quick
     )
-    groups.check_devices(session.device)
+    groups.check_devices(running.device)
     base = _base()
-    bandwidth = _bandwidth(session) or base.bandwidth
-    eager, launch = _launches(session)
-    levels = _levels(session, base)
-    peaks = dict(base.peaks) | dict(_peaks(session, bandwidth))
+    bandwidth = _bandwidth(running) or base.bandwidth
+    eager, launch = _launches(running)
+    levels = _levels(running, base)
+    peaks = dict(base.peaks) | dict(_peaks(running, bandwidth))
     return Hardware(
         torch.cuda.get_device_name() if cuda else "cpu",
         tuple(peaks.items()),
         bandwidth,
-        _memory(session),
+        _memory(running),
         launch or base.launch,
         eager or base.eager_launch,
         levels,
@@ -205,32 +205,32 @@ def _base() -> Hardware:
         return Hardware("", peaks, 1e12, 0.0, eager, eager, levels)
 
 
-def _memory(session: _Session) -> float:
-    if session.device.type == "cuda":
-        return float(torch.cuda.get_device_properties(session.device).total_memory)
+def _memory(running: _Device) -> float:
+    if running.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(running.device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return float(whole // _local(session.ranks.mesh.size))
+    return float(whole // _local(running.ranks.mesh.size))
 
 
-def _bandwidth(session: _Session) -> float | None:
+def _bandwidth(running: _Device) -> float | None:
     """Bytes/s of the triad a = b + 2 c, as STREAM counts them."""
-    n = session.suite.stream
-    b, c = (torch.ones(n, device=session.device) for _ in range(2))
+    n = running.suite.stream
+    b, c = (torch.ones(n, device=running.device) for _ in range(2))
     a = torch.empty_like(b)
 
     def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
         torch.add(b, c, alpha=2, out=a)
 
-    run = session.compiled(triad, a, b, c)
-    seconds = session.median(partial(run, a, b, c))
+    run = running.compiled(triad, a, b, c)
+    seconds = running.median(partial(run, a, b, c))
     return 3 * b.nbytes / seconds if seconds else None
 
 
-def _launches(session: _Session) -> tuple[float | None, float | None]:
+def _launches(running: _Device) -> tuple[float | None, float | None]:
     """Seconds of a tiny op: run eagerly, and one more in a compiled graph."""
-    x = torch.zeros(8, 8, device=session.device)
-    eager = session.median(partial(torch.add, x, x))
-    if session.quick:
+    x = torch.zeros(8, 8, device=running.device)
+    eager = running.median(partial(torch.add, x, x))
+    if running.quick:
         return eager, eager
     taken = []
     for count in (4, 36):
@@ -241,32 +241,32 @@ def _launches(session: _Session) -> tuple[float | None, float | None]:
                 x = torch.relu(torch.mm(x, x) - 1)
             return x
 
-        run = session.compiled(chain, x)
-        taken.append(session.median(partial(run, x)))
+        run = running.compiled(chain, x)
+        taken.append(running.median(partial(run, x)))
     few, many = taken
     if few is None or many is None:
         return eager, eager
     return eager, max(many - few, 1e-7) / (2 * 32)
 
 
-def _peaks(session: _Session, bandwidth: float) -> Iterator[tuple[str, Peak]]:
+def _peaks(running: _Device, bandwidth: float) -> Iterator[tuple[str, Peak]]:
     """The peak of each dtype in the suite, fitted to matrix products."""
-    for name in session.suite.dtypes:
+    for name in running.suite.dtypes:
         dtype = getattr(torch, "float32" if name == "tf32" else name)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         points = []
         try:
-            for m, k, n in session.suite.shapes:
-                x = torch.rand(m, k, device=session.device).to(dtype)
-                y = torch.rand(k, n, device=session.device).to(dtype)
+            for m, k, n in running.suite.shapes:
+                x = torch.rand(m, k, device=running.device).to(dtype)
+                y = torch.rand(k, n, device=running.device).to(dtype)
                 out = torch.mm(x, y)
-                seconds = session.median(partial(torch.mm, x, y, out=out))
+                seconds = running.median(partial(torch.mm, x, y, out=out))
                 if seconds is None:
                     break
                 # Out of reach of caches, a thin product is bound by memory instead.
                 moved = (x.nbytes + y.nbytes + out.nbytes) / bandwidth
-                if session.device.type == "cpu" or moved < 0.5 * seconds:
+                if running.device.type == "cpu" or moved < 0.5 * seconds:
                     points.append((2.0 * m * k * n, float(min(m, k, n)), seconds))
         finally:
             torch.set_float32_matmul_precision(before)
@@ -274,13 +274,13 @@ def _peaks(session: _Session, bandwidth: float) -> Iterator[tuple[str, Peak]]:
             yield name, fit_peak(points)
 
 
-def _levels(session: _Session, base: Hardware) -> tuple[Level, ...]:
+def _levels(running: _Device, base: Hardware) -> tuple[Level, ...]:
     """The network: where an axis was measured, its level, elsewhere that of ``base``.
 
     Groups of several sizes in a node tell the overhead of a collective from its
     latency; of one size, all counts as latency.
     """
-    mesh = session.ranks.mesh
+    mesh = running.ranks.mesh
     local = _local(mesh.size)
     axes = [name for name, size in mesh.axes if size > 1]
     wanted = [[name] for name in axes]
@@ -290,7 +290,7 @@ def _levels(session: _Session, base: Hardware) -> tuple[Level, ...]:
     for some in wanted:
         crosses = _crosses(mesh, some, local)
         for kind in collectives.KINDS:
-            points = list(_collective(session, kind, some))
+            points = list(_collective(running, kind, some))
             found[crosses].setdefault(kind, []).extend(points)
     inner, *outer = base.levels
     if any(found[False].values()):
@@ -330,17 +330,17 @@ def _crosses(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
     )
 
 
-def _collective(session: _Session, kind: str, axes: Sequence[str]) -> Iterator[Point]:
+def _collective(running: _Device, kind: str, axes: Sequence[str]) -> Iterator[Point]:
     """(ranks, bytes on each before, seconds) of a collective along axes, all groups at
     once."""
-    ranks = session.ranks
+    ranks = running.ranks
     count, group = ranks.mesh.count(axes), ranks.group(axes)
     me = ranks.mesh.index(ranks.rank, ranks.mesh.ordered(axes))
-    for size in session.suite.sizes:
+    for size in running.suite.sizes:
         nbytes = size // count if kind == "all_gather" else size
         n = max(1, nbytes // 4 // count) * count
-        x = torch.zeros(n, device=session.device)
-        seconds = session.median(partial(_RUN[kind], x, count, group, me))
+        x = torch.zeros(n, device=running.device)
+        seconds = running.median(partial(_RUN[kind], x, count, group, me))
         if seconds is None:
             return
         yield count, float(x.nbytes), seconds

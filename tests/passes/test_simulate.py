@@ -828,7 +828,16 @@ def test_llama_sends_what_its_plan_says(grad, monkeypatch):
     assert len(line.events) < light / 3
 
 
-def test_loaded_plans_have_no_program_to_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "resnet"])
+def test_models_send_what_their_plans_say(name, monkeypatch):
+    monkeypatch.setenv("FXPAR_HARDWARE", "a100")
+    model, batch = build_loss(name)
+    plan = fxpar.plan(model, mesh="dp=2,tp=2", grad=True, **batch)
+    assert by_kind(plan.timeline.traffic) == by_kind(plan.collectives) != {}
+    assert {e.kind for e in plan.timeline.events} >= {"fused", "contraction", "wait"}
+
+
+def test_loaded_plans_have_no_program_to_time():
     model, x = mlp()
     plan = fxpar.plan(model, x, mesh="dp=2")
     empty = dataclasses.replace(plan, result=None)

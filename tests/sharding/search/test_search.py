@@ -24,6 +24,7 @@ from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard import price
 from fxpar.sharding.search import transitions
+from fxpar.sharding.search.ask import alternatives
 from fxpar.sharding.search.compare import cost_of
 from fxpar.sharding.search.find import Asked, search
 from fxpar.sharding.search.formulate import Facts, backward_ops, formulate
@@ -315,3 +316,47 @@ def test_replicated_work_is_not_free() -> None:
     assert whole.launches == pytest.approx(1.0)  # one fused kernel
     made = [found.settled[v] for op in program.ops for v in op.results]
     assert all(spec.sharded_axes for spec in made)
+
+
+# Questions
+
+
+def test_the_next_best_is_solved_again(slow: Hardware) -> None:
+    """Against every strategy of the op pinned, each solved from scratch."""
+    plan = fxpar.plan(mlp(), batch(), mesh="x=4", mode="search", grad=True)
+    decision = plan.result.decision
+    found, program = decision.found, decision.program
+    problem = replace(found.formulation.problem, tied=None, limit=None)
+    for op in program.ops[:6]:
+        (value, *_) = op.results
+        others = alternatives(found, value)
+        node = next(
+            i
+            for i, n in enumerate(found.formulation.nodes)
+            if n.kind == "op" and n.of == op.index
+        )
+        totals = [
+            solve(problem, 5.0, fixed={node: k}).cost
+            for k in range(len(problem.costs[node]))
+            if k != found.solution.choice[node]
+        ]
+        launches = found.formulation.launches
+        assert others[0].seconds >= found.predicted * (1 - 1e-9)
+        assert others[0].seconds <= sorted(totals)[0] + launches + 1e-12
+        assert str(op.results) and others == sorted(others, key=lambda a: a.seconds)
+
+
+def test_why_and_why_not(slow: Hardware) -> None:
+    plan = fxpar.plan(mlp(), batch(), mesh="x=4", mode="search", grad=True)
+    product = next(node.name for node in plan.nodes if "dot" in node.name)
+    assert "search" in plan.why(product) and "%" in plan.why(product)
+    whole = plan.why_not(product, (None, None))
+    assert "ms" in whole and "[_, _]" in whole
+    with pytest.raises(PlanError, match="no strategy of"):
+        plan.why_not(product, Spec(None, None, partial={"x": "max"}))
+    with pytest.raises(PlanError, match="is an input"):
+        plan.why_not("input", ("x", None))
+    with pytest.raises(PlanError, match="only a searched plan"):
+        fxpar.plan(mlp(), batch(), mesh="x=4", mode="propagate").why_not(
+            product, (None, None)
+        )
