@@ -9,7 +9,6 @@ graph in its place.
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,20 +21,18 @@ from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning
 from fxpar.explain.dump import report, watcher
-from fxpar.passes import Request, Result, parallelize, random
+from fxpar.passes import Request, Result, random
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.schedule import schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
-from fxpar.runtime.choose import plan_mode
+from fxpar.runtime.choose import plan_mode, planned
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
-from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.search.find import Asked
 from fxpar.sharding.spec import Spec
 
 
@@ -179,7 +176,7 @@ class _Parallelize:
             watch=watch,
         )
         with _said_by_rank_0(ranks.rank):
-            self.result = _planned(gm.graph, fake_mode, request, ranks.rank, name)
+            self.result = planned(gm.graph, fake_mode, request, ranks.rank, name)
         agree.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         bound = bind(
@@ -223,23 +220,6 @@ class _Parallelize:
     def _output(self, kind: str, name: str, of: int | None) -> Output:
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
         return Output(name, kind, of, lie="open" if open_ended else "whole")
-
-
-def _planned(
-    graph: fx.Graph, fake_mode: Any, request: Request, rank: int, name: str
-) -> Result:
-    """What ``parallelize`` gives; of a search, what it gives on rank 0: it depends on
-    the clock, so one rank searches and the others follow its plan."""
-    if not isinstance(request.mode, Asked):
-        return parallelize(graph, fake_mode, request)
-    request = replace(request, mesh=request.mode.hardware.on(request.mesh))
-    if rank == 0:
-        result = parallelize(graph, fake_mode, request)
-        agree.gather(f"the plan of {name}", json.dumps(result.plan.to_dict()))
-        return result
-    text, *_ = agree.gather(f"the plan of {name}", "")
-    plan = Plan.from_dict(json.loads(text))
-    return parallelize(graph, fake_mode, replace(request, mode=plan))
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class Simulation:
     """When each of some tasks runs; ``change`` gives some of them other durations.
 
     ``starts``, ``ends``: seconds, by index of the task. ``compiled``: whether to run
-    the loop by numba, which takes a second to load and is then 100 times as fast.
+    the loop by numba, which takes a second to load and is then some 50 times as fast.
     """
 
     def __init__(self, tasks: Sequence[Task], *, compiled: bool = True) -> None:

@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from fxpar import _compat
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
-from fxpar.passes import Request, parallelize
+from fxpar.passes import Request
 from fxpar.passes.signature import read_signature
+from fxpar.runtime import agree
 from fxpar.runtime.boundary import part_of
+from fxpar.runtime.choose import plan_mode, planned
 from fxpar.runtime.draws import draw_as_one_device
 from fxpar.runtime.groups import Ranks, device_mesh_of, join
 from fxpar.runtime.inputs import check_same
@@ -36,8 +38,10 @@ from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, check, entries, load
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input
 from fxpar.sharding.rest import at_rest
+from fxpar.sharding.search.find import Asked
 from fxpar.sharding.spec import Spec
 
 # A sample plan: parameter name -> the spec it is used in.
@@ -72,7 +76,7 @@ def shard(
     if ranks.mesh.size == 1:
         return model
     table = load(hints if hints is not None else options.hints)
-    uses = _uses(model, ranks.mesh, sample, table) if sample is not None else {}
+    uses = {} if sample is None else _uses(model, ranks, sample, table, options)
     layout = _layout(model, ranks.mesh, table, uses, strict=hints is not None)
     check_same(
         [
@@ -271,9 +275,10 @@ def _decided(
 
 def _uses(
     model: nn.Module,
-    mesh: Mesh,
+    ranks: Ranks,
     sample: tuple[Sequence[Any], Mapping[str, Any]],
     table: Mapping[str, Entries],
+    options: Options,
 ) -> Uses:
     """How the planner would use each parameter in the sample's call."""
     if any(p.is_meta for p in model.parameters()):
@@ -289,8 +294,16 @@ def _uses(
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         return call.declare(kind, payload, node, [None] * call.count)
 
-    request = Request(mesh, read_signature(module.graph, declare), table)
-    decision = parallelize(module.graph, fake_mode, request).decision
+    mode: str | Asked | Plan = "propagate"
+    if options.plan == "search":
+        mode = plan_mode(options.plan, options)
+    request = Request(ranks.mesh, read_signature(module.graph, declare), table, mode)
+    name = "the sample's call"
+    try:
+        decision = planned(module.graph, fake_mode, request, ranks.rank, name).decision
+    except Exception as error:
+        agree.abort(str(error))
+        raise
     program = decision.program
     return {
         declared.name: decision.settled[v]

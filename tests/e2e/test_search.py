@@ -3,9 +3,11 @@ and gradients of one device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +81,31 @@ def test_search(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_five_models(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
     check(name, mesh, tmp_path / "slow.json", sharded)
+
+
+def laid_out(mesh: str, hardware: str) -> tuple[dict[str, str], float]:
+    """Where parameters rest that the search laid out for a sample, and the loss."""
+    torch._dynamo.reset()
+    model, batch = build_loss("llama", 8)
+    given = {"FXPAR_PLAN": "search", "FXPAR_HARDWARE": hardware}
+    with mock.patch.dict(os.environ, given):
+        model = fxpar.shard(model, mesh=mesh, sample=((), batch))
+        options = {"mesh": mesh, "codegen": "eager"}
+        loss = torch.compile(model, backend="fxpar", options=options)(**batch)
+    loss.backward()
+    rests = {name: str(p.placements) for name, p in model.named_parameters()}
+    return rests, loss.item()
+
+
+def test_a_sample_lays_parameters_out(tmp_path: Path) -> None:
+    machine().save(tmp_path / "slow.json")
+    path = str(tmp_path / "slow.json")
+    results = shared_pool(4).run(laid_out, "dp=2,tp=2", path, timeout=200.0)
+    model, batch = build_loss("llama", 8)
+    for rests, loss in results:
+        assert rests == results[0][0]
+        assert loss == pytest.approx(model(**batch).item(), rel=1e-5)
+    assert len(set(results[0][0].values())) > 1
 
 
 def failing(hardware: str) -> str:

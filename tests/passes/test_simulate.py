@@ -337,8 +337,9 @@ def test_a_kernel_reads_a_slice_once_and_what_nobody_reads_is_not_run():
     s = Sketch()
     part = s(aten.slice.Tensor, s.input(64, 16), 0, 0, 2)
     s(aten.exp, part)
-    out = s.run(s(aten.add.Tensor, s(aten.neg, part), s(aten.sin, part)))
-    assert [(e.nodes, e.bytes) for e in out.events] == [(3, 4 * (32 + 32))]
+    both = s(aten.add.Tensor, s(aten.neg, part), s(aten.sin, part))
+    out = s.run(s(aten.mul.Tensor, both, part))
+    assert [(e.nodes, e.bytes) for e in out.events] == [(4, 4 * (32 + 32))]
 
 
 def test_a_broadcast_reads_no_more_than_there_is():
@@ -722,6 +723,19 @@ def test_long_chains_are_not_computed_again():
         a = s(aten.add.Tensor, s(aten.sin, a), x)
     kept = given(s, s(aten.mm, a, x), s(aten.mul.Tensor, g, a))
     assert 0 < len(kept) < 8
+
+
+def test_chains_are_counted_from_what_is_kept():
+    s = Sketch()
+    x, g = s.input(8, 8), s.input(8, 8, name="tangents_")
+    a = x
+    for _ in range(12):
+        a = s(aten.sin, a)
+    b = a
+    for _ in range(10):
+        b = s(aten.mul.Tensor, b, a)
+    back = s(aten.mul.Tensor, s(aten.mm, g, a), b)
+    assert given(s, s(aten.mm, b, x), back) == {a.name}
 
 
 def test_the_user_says_what_is_kept():
