@@ -95,9 +95,10 @@ class Simulation:
         if not durations:
             return self.seconds
         kinds = self._fixed[0]
-        for i, taken in durations.items():
+        for i in durations:
             if i < 0 or kinds[i] == 2:
                 raise ValueError(f"task {i} has no duration of its own")
+        for i, taken in durations.items():
             self.durations[i] = taken
         self._run(min(durations), max(durations))
         return self.seconds
