@@ -12,7 +12,7 @@ from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.edges import Reshard
 from fxpar.sharding.owners import owners
 from fxpar.sharding.plan import Collective, NodePlan, Plan
-from fxpar.sharding.program import Op, Program, user_line
+from fxpar.sharding.program import Op, backward_ops, user_line
 from fxpar.sharding.rest import derived, resting
 from fxpar.sharding.spec import Spec
 
@@ -113,7 +113,7 @@ def _again(decision: Decision) -> list[tuple[float, Reshard]]:
     """Reshards of parameters at rest that the backward does once more: (its first
     reader there, the reshard for that reader)."""
     program, edges = decision.program, decision.edges
-    ours, backward = derived(program, resting(program)), _backward(program)
+    ours, backward = derived(program, resting(program)), backward_ops(program)
     leaves: dict[int, set[int]] = {}  # ops that read what an op makes of parameters
     for op in reversed(program.ops):
         if op.results and ours.issuperset(op.results):
@@ -130,17 +130,6 @@ def _again(decision: Decision) -> list[tuple[float, Reshard]]:
         late = found & backward
         if late and late < found:
             out.append((float(min(late)), replace(reshard, reader=min(late))))
-    return out
-
-
-def _backward(program: Program) -> set[int]:
-    """Ops that depend on a tangent."""
-    reached = {program.inputs[i] for i, _ in program.signature.tangents}
-    out = set()
-    for op in program.ops:
-        if any(v in reached for v in op.operands):
-            out.add(op.index)
-            reached.update(op.results)
     return out
 
 

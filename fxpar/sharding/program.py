@@ -331,6 +331,17 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
     )
 
 
+def backward_ops(program: Program) -> set[int]:
+    """Ops that depend on a tangent."""
+    reached = {program.inputs[i] for i, _ in program.signature.tangents}
+    out = set()
+    for op in program.ops:
+        if any(v in reached for v in op.operands):
+            out.add(op.index)
+            reached.update(op.results)
+    return out
+
+
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes of a call's tensor operands, positional then keyword, repeats kept."""
     found: list[fx.Node] = []

@@ -15,13 +15,12 @@ from fxpar.errors import PlanError
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate import Seed
 from fxpar.sharding.search import transitions
 from fxpar.sharding.search.formulate import (
     Facts,
     Formulation,
-    backward_ops,
     decode,
     formulate,
 )

@@ -29,7 +29,7 @@ from fxpar.errors import HintError
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Output, Program
+from fxpar.sharding.program import Output, Program, backward_ops
 from fxpar.sharding.propagate import Seed
 from fxpar.sharding.rest import derived, resting
 from fxpar.sharding.search import space, transitions, work
@@ -459,17 +459,6 @@ def _joined(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
 def stripped(spec: Spec, mesh: Mesh) -> Spec:
     """A spec without axes of one rank, of which the space has none."""
     return spec.without({axis for axis in mesh.names if mesh.sizes[axis] == 1})
-
-
-def backward_ops(program: Program) -> set[int]:
-    """Ops that depend on a tangent."""
-    reached = {program.inputs[i] for i, _ in program.signature.tangents}
-    out = set()
-    for op in program.ops:
-        if any(v in reached for v in op.operands):
-            out.add(op.index)
-            reached.update(op.results)
-    return out
 
 
 def decode(

@@ -22,12 +22,13 @@ from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops
 from fxpar.sharding.decide import duration
 from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import backward_ops
 from fxpar.sharding.reshard import price
 from fxpar.sharding.search import transitions
 from fxpar.sharding.search.ask import alternatives
 from fxpar.sharding.search.compare import cost_of
 from fxpar.sharding.search.find import Asked, search
-from fxpar.sharding.search.formulate import Facts, backward_ops, formulate
+from fxpar.sharding.search.formulate import Facts, formulate
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
