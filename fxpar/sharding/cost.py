@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Value
+from fxpar.sharding.program import Op, Value, contracts
 
 _FLOPS = 4e14  # per second, matrix units
 _BANDWIDTH = 3e12  # bytes per second, device memory
@@ -30,16 +30,7 @@ def work(op: Op, strategy: Strategy, values: Sequence[Value], mesh: Mesh) -> flo
         split = math.prod(shards.get(f, 1) for dim in dims for f in dim)
         moved += values[v].nbytes / split
     flops = 0.0
-    if _contracts(op):
+    if contracts(op):
         sizes = op.rule.size
         flops = 2.0 * math.prod(sizes[f] / shards.get(f, 1) for f in op.rule.factors)
     return max(flops / _FLOPS, moved / _BANDWIDTH)
-
-
-def _contracts(op: Op) -> bool:
-    n = len(op.operands)
-    return any(
-        sum(i < n for i in op.rule.where[f]) > 1
-        for f in op.rule.contracted
-        if f in op.rule.where
-    )

@@ -331,6 +331,27 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
     )
 
 
+# These move nothing where strides allow, though they are no views by name.
+_RESHAPES = {torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default}
+
+
+def is_view(op: Op) -> bool:
+    """Whether the op only looks at its operand in another way."""
+    if len(op.operands) != 1 or len(op.results) != 1:
+        return False
+    return op.target in _RESHAPES or bool(getattr(op.target, "is_view", False))
+
+
+def contracts(op: Op) -> bool:
+    """Whether two operands share a factor that is summed over."""
+    n = len(op.operands)
+    return any(
+        sum(i < n for i in op.rule.where[f]) > 1
+        for f in op.rule.contracted
+        if f in op.rule.where
+    )
+
+
 def backward_ops(program: Program) -> set[int]:
     """Ops that depend on a tangent."""
     reached = {program.inputs[i] for i, _ in program.signature.tangents}

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import combinations
 
-import torch
-
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.factors import (
     Axes,
@@ -26,11 +24,9 @@ from fxpar.sharding.factors import (
     result_spec,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program
+from fxpar.sharding.program import Program, is_view
 from fxpar.sharding.propagate import Propagation
 from fxpar.sharding.spec import Spec
-
-aten = torch.ops.aten
 
 
 def at_rest(
@@ -86,10 +82,6 @@ def settle_at_rest(engine: Propagation) -> None:
         engine.extend(rests, among)
 
 
-# What moves nothing, or would be the same work for the whole.
-_RESHAPES = {aten.reshape.default, aten._unsafe_view.default}
-
-
 def gather_before_views(
     program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
 ) -> None:
@@ -98,7 +90,7 @@ def gather_before_views(
     ours = derived(program, resting(program))
     outputs = set(program.outputs)
     for op in reversed(program.ops):
-        if not (op.operands and op.operands[0] in ours and _is_view(op)):
+        if not (op.operands and op.operands[0] in ours and is_view(op)):
             continue
         (result,) = op.results
         reads = {
@@ -117,11 +109,6 @@ def gather_before_views(
             and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
         ):
             strategies[op.index], settled[result] = after, need
-
-
-def _is_view(op: Op) -> bool:
-    views = op.target in _RESHAPES or getattr(op.target, "is_view", False)
-    return views and len(op.results) == len(op.operands) == 1
 
 
 def resting(program: Program) -> set[int]:

@@ -110,21 +110,34 @@ _CLEAR = 1.05
 
 
 def _solved(problem: Problem, asked: Asked) -> Solution:
-    """The problem without its limit, which is easier; with it, if that does not fit."""
+    """The problem without its limit, which is easier; with it, if that does not fit.
+    All of it within the seconds asked for."""
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = _CLOSE if many else EXACT
-    free, limit = replace(problem, limit=None), problem.limit
-    if many and limit is not None:
-        # A glance at what repeats tells whether memory will bind.
-        once, to = tie(free)
-        glance = solve(once, seconds=asked.seconds / 10, tolerance=0.01)
-        choice = [glance.choice[k] for k in to]
-        if evaluate(problem, choice)[1] > _CLEAR * limit:
-            return solve(problem, seconds=asked.seconds, tolerance=tolerance)
-    solution = solve(free, seconds=asked.seconds, tolerance=tolerance)
-    if limit is None or solution.peak <= limit:
-        return solution
-    return solve(problem, seconds=asked.seconds, tolerance=tolerance)
+    end = time.perf_counter() + asked.seconds
+    if problem.limit is None:
+        return solve(problem, seconds=asked.seconds, tolerance=tolerance)
+    if not (many and _is_far_above(problem, asked.seconds / 10)):
+        free = replace(problem, limit=None)
+        solution = solve(free, seconds=asked.seconds / 2, tolerance=tolerance)
+        if solution.peak <= problem.limit:
+            return solution
+    left = max(end - time.perf_counter(), asked.seconds / 4)
+    return solve(problem, seconds=left, tolerance=tolerance)
+
+
+def _is_far_above(problem: Problem, seconds: float) -> bool:
+    """Whether a glance at what repeats, all of it alike and without the limit, needs
+    clearly more than the limit. What is tied need not be feasible: hints may tell
+    layers apart."""
+    assert problem.limit is not None
+    once, to = tie(replace(problem, limit=None))
+    try:
+        glance = solve(once, seconds=seconds, tolerance=0.01)
+    except Infeasible:
+        return False
+    peak = evaluate(problem, [glance.choice[k] for k in to])[1]
+    return peak > _CLEAR * problem.limit
 
 
 def _too_large(error: Infeasible, found: Formulation) -> PlanError:
@@ -135,14 +148,16 @@ def _too_large(error: Infeasible, found: Formulation) -> PlanError:
         lines.append(f"{_name(found, node)} {size / 2**30:.2f} GiB")
     if error.limit is None or error.needed != error.needed:
         return PlanError(
-            "hints contradict each other: no plan keeps them all",
-            fix="leave some of their dims open with '?'",
+            f"no plan keeps all hints: {error.what}",
+            fix="leave some of their dims open with '?', or give search_seconds more",
         )
     return PlanError(
         f"no plan fits in {error.limit / 2**30:.2f} GiB a rank: the smallest found "
         f"needs {error.needed / 2**30:.2f} GiB, of which {', '.join(lines)}",
         fix="use more ranks, a smaller batch, or fxpar.shard"
-        if any(not i.is_sharded for i in program.signature.inputs)
+        if any(
+            i.kind == "parameter" and not i.is_sharded for i in program.signature.inputs
+        )
         else "use more ranks or a smaller batch",
     )
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program
-from fxpar.sharding.search.work import Regions, is_view
+from fxpar.sharding.program import Program, is_view
+from fxpar.sharding.search.work import Regions
 
 # Tensors like a parameter that training holds beside it: the gradient, and two moments
 # of Adam.

@@ -21,11 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program
-
-aten = torch.ops.aten
-
-_RESHAPES = {aten.reshape.default, aten._unsafe_view.default}
+from fxpar.sharding.program import Op, Program, contracts, is_view
 
 # Attention without an entry in torch's registry: flops per (query, key) pair and
 # element of a head, forward and backward.
@@ -46,13 +42,6 @@ class Work:
     points: tuple[int, ...]
     launches: bool
     dtype: torch.dtype
-
-
-def is_view(op: Op) -> bool:
-    """Whether the op only looks at its operand in another way."""
-    if len(op.operands) != 1 or len(op.results) != 1:
-        return False
-    return op.target in _RESHAPES or bool(getattr(op.target, "is_view", False))
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
@@ -104,16 +93,6 @@ def flops_of(op: Op, program: Program) -> float:
     if contracts(op):
         return 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
     return 0.0
-
-
-def contracts(op: Op) -> bool:
-    """Whether two operands share a factor that is summed over."""
-    n = len(op.operands)
-    return any(
-        sum(i < n for i in op.rule.where[f]) > 1
-        for f in op.rule.contracted
-        if f in op.rule.where
-    )
 
 
 class Regions:
