@@ -102,8 +102,24 @@ def ties(found: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
             to = index.get(("output", k, 0))
         if to is not None and np.array_equal(found.nodes[to].specs, node.specs):
             out[i] = to
-    # A tie of a tie, where values are named in two ways.
-    return tuple(out[t] if out[out[t]] == out[t] else i for i, t in enumerate(out))
+    return _heads(out)
+
+
+def _heads(to: Sequence[int]) -> tuple[int, ...]:
+    """For each node the least one it is tied to through others. A parameter of the
+    first layer and one of the last, where the backward begins, name each other."""
+    heads = list(range(len(to)))
+
+    def find(i: int) -> int:
+        while heads[i] != i:
+            heads[i] = heads[heads[i]]
+            i = heads[i]
+        return i
+
+    for i, t in enumerate(to):
+        a, b = find(i), find(t)
+        heads[max(a, b)] = min(a, b)
+    return tuple(find(i) for i in range(len(heads)))
 
 
 def _values(program: Program, tied: Sequence[int]) -> dict[int | None, int]:

@@ -33,8 +33,18 @@ class Excess(NamedTuple):
 
 def without_costs(flat: Flat) -> Flat:
     """The same Flat in which whatever is allowed is free."""
-    free = np.where(np.isinf(flat.pool), np.inf, 0.0)
-    return replace(flat, unary=np.zeros_like(flat.unary), pool=free, constant=0.0)
+    pool, low, high = (
+        np.where(np.isinf(part), np.inf, 0.0)
+        for part in (flat.pool, flat.low, flat.high)
+    )
+    return replace(
+        flat,
+        unary=np.zeros_like(flat.unary),
+        pool=pool,
+        low=low,
+        high=high,
+        constant=0.0,
+    )
 
 
 def excess_of(flat: Flat, choice: np.ndarray) -> float:

@@ -20,13 +20,15 @@ class Flat:
 
     ``size[i]`` strategies, whose costs are ``unary[at[i]:at[i + 1]]``. Each edge stands
     once at either end: the entries e in ``first[i]:first[i + 1]`` lead from i to
-    ``other[e]``; ``table[e]``: where in ``pool`` its (K_i, K_j) table begins;
+    ``other[e]``; ``table[e]``: where in ``pool`` its (K_i, K_j) table begins; the least
+    and largest entry of each of its rows are at ``rows[e]`` in ``low`` and ``high``;
     ``pair[e]``: the entry of the other end; ``message[e]``: where a vector of length
     K_i begins in an array of all entries' vectors, ``messages`` long.
 
     Node i lives in ``live[i]:live[i + 1]``, of which each m occupies
     ``usage[use[m] + k]`` of every row ``begin[m] <= r < end[m]``; ``room[r]``: what a
-    row holds, ``slack`` more counts as rounding. ``constant``: what every choice pays.
+    row holds, ``slack`` more counts as rounding; ``when[r]``: the Problem's time that
+    it begins at, ascending. ``constant``: what every choice pays.
     """
 
     nodes: np.ndarray
@@ -40,12 +42,16 @@ class Flat:
     message: np.ndarray
     messages: int
     pool: np.ndarray
+    rows: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
     live: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     use: np.ndarray
     usage: np.ndarray
     room: np.ndarray
+    when: np.ndarray
     constant: float
     slack: float
 
@@ -55,7 +61,7 @@ def flatten(net: Network) -> Flat:
     nodes = sorted(net.alive)
     place = {i: k for k, i in enumerate(nodes)}
     size = np.array([net.size(i) for i in nodes], np.int64)
-    first, other, table, pool = _edges(net, nodes, place)
+    first, other, table, rows, pool, low, high = _edges(net, nodes, place)
     owner = np.repeat(np.arange(len(nodes)), np.diff(first))
     entry = {
         (i, j): e
@@ -64,7 +70,7 @@ def flatten(net: Network) -> Flat:
     pair = [entry[j, i] for i, j in entry]
     message = np.append(0, np.cumsum(size[owner])).astype(np.int64)
     unary = [net.unary[i] for i in nodes]
-    live, begin, end, use, usage, room = _memory(net, nodes)
+    live, begin, end, use, usage, room, when = _memory(net, nodes)
     return Flat(
         np.array(nodes, np.int64),
         size,
@@ -77,12 +83,16 @@ def flatten(net: Network) -> Flat:
         message[:-1],
         int(message[-1]),
         pool,
+        rows,
+        low,
+        high,
         live,
         begin,
         end,
         use,
         usage,
         room,
+        when,
         net.constant,
         net.slack,
     )
@@ -90,33 +100,40 @@ def flatten(net: Network) -> Flat:
 
 def _edges(
     net: Network, nodes: Sequence[int], place: dict[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(first, other, table, pool)."""
-    offsets: dict[int, int] = {}
+) -> tuple[np.ndarray, ...]:
+    """(first, other, table, rows, pool, low, high)."""
+    offsets: dict[int, tuple[int, int]] = {}
     parts: list[np.ndarray] = []
-    total = 0
-    first, other, table = [0], [], []
+    total = height = 0
+    first, other, table, rows = [0], [], [], []
     for i in nodes:
         for j in sorted(net.adj[i]):
             array = net.adj[i][j]
             if id(array) not in offsets:
-                offsets[id(array)] = total
-                parts.append(array.ravel())
-                total += array.size
+                offsets[id(array)] = total, height
+                parts.append(array)
+                total, height = total + array.size, height + len(array)
             other.append(place[j])
-            table.append(offsets[id(array)])
+            table.append(offsets[id(array)][0])
+            rows.append(offsets[id(array)][1])
         first.append(len(other))
-    pool = np.concatenate(parts) if parts else np.zeros(0)
+    none = [np.zeros(0)]
+    pool = np.concatenate([array.ravel() for array in parts] or none)
+    low = np.concatenate([array.min(1) for array in parts] or none)
+    high = np.concatenate([array.max(1) for array in parts] or none)
     return (
         np.array(first, np.int64),
         np.array(other, np.int64),
         np.array(table, np.int64),
+        np.array(rows, np.int64),
         pool,
+        low,
+        high,
     )
 
 
 def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """(live, begin, end, use, usage, room) over the rows that can be exceeded."""
+    """(live, begin, end, use, usage, room, when) over the rows that can be exceeded."""
     rows = [_joined(net.rows[i]) for i in nodes]
     items = [(a, b, usage) for part in rows for a, b, usage in part]
     begin = np.array([a for a, _, _ in items], np.int64)
@@ -131,6 +148,7 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     starts = np.unique(np.concatenate([begin[lives], end[lives], [0]]))
     starts = starts[starts < len(room)]
     room = np.minimum.reduceat(room, starts) if len(room) else room
+    when = net.times[tight][starts] if len(net.times) else np.arange(len(room))
     begin, end = np.searchsorted(starts, begin), np.searchsorted(starts, end)
     live, use, usages, kept = [0], [], [], []
     total = m = 0
@@ -150,6 +168,7 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
         np.array(use, np.int64),
         np.concatenate(usages) if usages else np.zeros(0),
         room,
+        when,
     )
 
 

@@ -26,28 +26,43 @@ def _compiled(function: Callable) -> Any:
 
 
 def _send_loops(
-    pool: np.ndarray, table: int, source: np.ndarray, out: np.ndarray
+    pool: np.ndarray,
+    table: int,
+    low: np.ndarray,
+    high: np.ndarray,
+    source: np.ndarray,
+    out: np.ndarray,
 ) -> float:
     columns = len(out)
     out[:] = np.inf
+    # No entry of the message is above this, so rows that are add nothing.
+    enough = np.inf
+    for a in range(len(source)):
+        top = source[a] + high[a]
+        enough = top if top < enough else enough
     for a in range(len(source)):
         base = source[a]
-        start = table + a * columns
+        if base + low[a] > enough:
+            continue
+        row = pool[table + a * columns : table + (a + 1) * columns]
         for b in range(columns):
-            value = base + pool[start + b]
-            if value < out[b]:
-                out[b] = value
+            value = base + row[b]
+            out[b] = value if value < out[b] else out[b]
     least = np.inf
     for b in range(columns):
-        if out[b] < least:
-            least = out[b]
+        least = out[b] if out[b] < least else least
     for b in range(columns):
         out[b] -= least
     return least
 
 
 def _send_numpy(
-    pool: np.ndarray, table: int, source: np.ndarray, out: np.ndarray
+    pool: np.ndarray,
+    table: int,
+    low: np.ndarray,
+    high: np.ndarray,
+    source: np.ndarray,
+    out: np.ndarray,
 ) -> float:
     block = pool[table : table + len(source) * len(out)].reshape(len(source), len(out))
     out[:] = (block + source[:, None]).min(0)
@@ -56,19 +71,37 @@ def _send_numpy(
     return least
 
 
-# out[b] = min_a(source[a] + table[a, b]), less its minimum, which is returned.
+# out[b] = min_a(source[a] + table[a, b]), less its minimum, which is returned;
+# ``low`` and ``high``: the least and largest entry of each row of the table.
 _send = _compiled(_send_loops) if COMPILED else _send_numpy
 
 
 @_compiled
 def sweep(
-    size, at, unary, first, other, table, pair, message, pool, messages, choice, rounds
+    size,
+    at,
+    unary,
+    first,
+    other,
+    table,
+    pair,
+    message,
+    pool,
+    rows,
+    low,
+    high,
+    messages,
+    choice,
+    excess,
+    rounds,
 ):
     """``rounds`` passes of TRW-S there and back; the lower bound after the last.
 
     ``messages`` is updated in place (start from zeros); ``choice`` becomes the decoding
-    of the last forward pass. Source: Kolmogorov, "Convergent tree-reweighted message
-    passing for energy minimization", PAMI 28, 2006, sections 3.2 and 3.3.
+    of the last forward pass; ``excess``: how much higher the bound before the last pass
+    at least is when a node takes a strategy. Source: Kolmogorov, "Convergent
+    tree-reweighted message passing for energy minimization", PAMI 28, 2006, sections
+    3.2 and 3.3.
     """
     count = len(size)
     widest = 0
@@ -98,6 +131,7 @@ def sweep(
             least = mine.min()
             bound += least
             mine -= least
+            excess[at[i] : at[i + 1]] = mine
             share = 1.0 / max(before, after, 1)
             for e in range(first[i], first[i + 1]):
                 j = other[e]
@@ -106,7 +140,10 @@ def sweep(
                     vector[:] = share * mine - messages[message[e] : message[e] + k]
                     p = pair[e]
                     out = messages[message[p] : message[p] + size[j]]
-                    bound += _send(pool, table[e], vector, out)
+                    r = rows[e]
+                    bound += _send(
+                        pool, table[e], low[r : r + k], high[r : r + k], vector, out
+                    )
     return bound
 
 

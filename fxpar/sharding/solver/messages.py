@@ -20,11 +20,17 @@ from fxpar.sharding.solver.problem import Edge, Problem
 
 @dataclass
 class Messages:
-    """The state of message passing on one Flat: messages and the last decoding."""
+    """The state of message passing on one Flat: messages and the last decoding.
+
+    ``excess``: (strategies,) how much a strategy of a node raises the bound; the bound
+    before the last pass plus this holds for every choice with the strategy, since each
+    chain through the node then costs its min-marginal (reduced cost).
+    """
 
     flat: Flat
     values: np.ndarray
     choice: np.ndarray
+    excess: np.ndarray
 
     def sweep(self, unary: np.ndarray, rounds: int) -> float:
         """Pass messages; the bound for these unary costs, without the constant."""
@@ -41,8 +47,12 @@ class Messages:
             f.pair,
             f.message,
             f.pool,
+            f.rows,
+            f.low,
+            f.high,
             self.values,
             self.choice,
+            self.excess,
             rounds,
         )
         return float(bound)
@@ -66,26 +76,42 @@ class Messages:
         )
 
 
-def merit(flat: Flat, unary: np.ndarray, rounds: int = 20) -> np.ndarray:
-    """(strategies,) how much worse than its node's best each strategy looks after
-    ``rounds`` of messages (reparametrised unary costs, from 0)."""
-    state = start(flat)
-    state.sweep(unary, rounds)
-    out = unary.copy()
-    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
-    size = flat.size[owner]
-    within = np.arange(flat.messages) - np.repeat(flat.message, size)
-    np.add.at(out, np.repeat(flat.at[owner], size) + within, state.values)
-    return out - np.repeat(np.minimum.reduceat(out, flat.at[:-1]), flat.size)
+def converge(
+    state: Messages, unary: np.ndarray, deadline: float, patience: int = 60
+) -> tuple[float, float]:
+    """Sweep until the bound stalls or the deadline: (the bound, that before the last
+    sweep, to which ``state.excess`` belongs), both without the constant."""
+    bound = before = state.sweep(unary, 1)
+    rounds, stalled = 2, 0
+    while True:
+        begun = time.perf_counter()
+        before = max(before, state.sweep(unary, rounds))
+        now = state.sweep(unary, 1)
+        stalled = 0 if now - bound > 1e-6 * abs(now) else stalled + rounds + 1
+        bound = max(now, bound)
+        each = (time.perf_counter() - begun) / (rounds + 1)
+        left = deadline - time.perf_counter()
+        if stalled > patience or left < 3 * each:
+            return bound, before
+        rounds = max(1, min(2 * rounds, int(left / each / 2), 20))
 
 
 def start(flat: Flat) -> Messages:
     """Messages of zero."""
-    return Messages(flat, np.zeros(flat.messages), np.zeros(len(flat.size), np.int64))
+    return Messages(
+        flat,
+        np.zeros(flat.messages),
+        np.zeros(len(flat.size), np.int64),
+        np.zeros(len(flat.unary)),
+    )
 
 
 def pass_messages(
-    flat: Flat, deadline: float, *, tolerance: float = 1e-9, patience: int = 60
+    flat: Flat,
+    deadline: float,
+    *,
+    tolerance: float = 1e-9,
+    patience: int = 60,
 ) -> tuple[np.ndarray | None, float, float]:
     """(cheapest allowed choice met or None, its cost, bound), memory left aside.
 

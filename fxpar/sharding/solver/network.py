@@ -64,7 +64,8 @@ class Tables:
 @dataclass
 class Network:
     """Nodes, edges as ``adj[i][j]`` of shape (K_i, K_j) with ``adj[j][i]`` its flip,
-    and memory rows: at each row r the summed usage is at most ``room[r]``.
+    and memory rows: at each row r, which is for the Problem's time ``times[r]``, the
+    summed usage is at most ``room[r]``.
 
     ``names[i]``: the Problem's number of each strategy left, ascending. ``alive``:
     nodes not yet eliminated; ``constant``: the cost of the others.
@@ -80,6 +81,7 @@ class Network:
     alive: set[int]
     constant: float = 0.0
     slack: float = 0.0
+    times: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     trail: list[Undo] = field(default_factory=list)
 
     def size(self, i: int) -> int:
@@ -199,7 +201,7 @@ def _lay_rows(net: Network, problem: Problem) -> None:
     first, last = np.searchsorted(times, begin), np.searchsorted(times, end)
     tight = spread(first, last, top, len(times)) > problem.limit * (1 - 1e-9)
     times = times[tight]
-    net.room = np.full(len(times), float(problem.limit))
+    net.room, net.times = np.full(len(times), float(problem.limit)), times
     for node, a, b, usage in live:
         r, s = (int(x) for x in np.searchsorted(times, (a, b)))
         if r < s:

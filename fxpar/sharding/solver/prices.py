@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +51,15 @@ def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
     return out
 
 
+def prices_at(flat: Flat, known: Sequence[tuple[int, float]]) -> np.ndarray:
+    """(rows,) prices given by time, each at the row that has begun by then."""
+    out = np.zeros(len(flat.room))
+    for when, price in known:
+        if len(out):
+            out[max(int(np.searchsorted(flat.when, when, "right")) - 1, 0)] += price
+    return out
+
+
 def raise_prices(
     flat: Flat,
     deadline: float,
@@ -60,12 +70,14 @@ def raise_prices(
     tolerance: float = 1e-6,
 ) -> Priced:
     """Ascend the bound until it is within ``tolerance`` of ``target`` (the cost of a
-    known choice), steps become tiny, or the deadline."""
+    known choice), steps become tiny, or the deadline. ``prices``: those to begin
+    with."""
     state = messages.start(flat)
     prices = np.zeros(len(flat.room)) if prices is None else prices.copy()
     best = Priced(prices, -math.inf, None, math.inf)
     unary = priced_unary(flat, prices)
-    state.sweep(unary, 3)
+    begun = time.perf_counter()
+    messages.converge(state, unary, begun + 0.6 * (deadline - begun), patience=6)
     direction = np.zeros(len(prices))
     step, stalled = 1.0, 0
     ceiling = _ceiling(flat)  # a bound above it means that nothing fits

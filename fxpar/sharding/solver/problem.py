@@ -82,7 +82,9 @@ class Phase(NamedTuple):
 @dataclass(frozen=True)
 class Solution:
     """A choice within the limit. ``bound`` <= the least possible cost <= ``cost``;
-    ``gap`` = (cost - bound) / |cost|; ``peak``: the most memory in use at any time."""
+    ``gap`` = (cost - bound) / |cost|; ``peak``: the most memory in use at any time.
+    ``prices``: (time, what a unit of memory is worth there), where the bound has some.
+    """
 
     choice: tuple[int, ...]
     cost: float
@@ -92,6 +94,7 @@ class Solution:
     feasible: bool
     peak: float
     notes: tuple[Phase, ...] = ()
+    prices: tuple[tuple[int, float], ...] = ()
 
 
 class Infeasible(FxparError, ValueError):

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fxpar.sharding.solver import feasible, messages, milp, mix, prices, window
+from fxpar.sharding.solver import (
+    feasible,
+    fixing,
+    messages,
+    milp,
+    mix,
+    prices,
+    window,
+)
 from fxpar.sharding.solver.flat import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import Network, build
 from fxpar.sharding.solver.problem import (
@@ -43,6 +51,7 @@ class Search:
     def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
         self.problem, self.tolerance = problem, tolerance
         self.begun = self.lap = time.perf_counter()
+        self.enough = math.inf  # a bound that ends the search
         # Phases may be late by what they do between two looks at the clock.
         self.deadline = self.begun + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
         self.choice: tuple[int, ...] | None = None
@@ -51,6 +60,7 @@ class Search:
         self.nearest: tuple[int, ...] | None = None
         self.least = 0.0
         self.notes: list[Phase] = []
+        self.prices: tuple[tuple[int, float], ...] = ()
         integers = [np.all(np.isinf(c) | (c == np.rint(c))) for c in problem.costs]
         tables = [np.all(np.isinf(t) | (t == np.rint(t))) for t in problem.tables]
         self.whole = all(integers) and all(tables)
@@ -86,9 +96,12 @@ class Search:
         return self.deadline - time.perf_counter()
 
     def closed(self) -> bool:
-        """Whether the choice is proved to be within the tolerance of the optimum."""
+        """Whether the choice is proved to be within the tolerance of the optimum, or
+        the bound is enough."""
         if self.choice is None:
             return self.bound == math.inf
+        if self.bound >= self.enough:
+            return True
         return self.cost - self.bound <= self.tolerance * abs(self.cost)
 
     def result(self) -> Solution:
@@ -106,6 +119,7 @@ class Search:
             True,
             peak(self.problem, self.choice)[0],
             tuple(self.notes),
+            self.prices,
         )
 
 
@@ -118,29 +132,33 @@ def solve(
     fixed: Mapping[int, int] | None = None,
     start: Sequence[int] | None = None,
     tolerance: float = EXACT,
+    enough: float = math.inf,
 ) -> Solution:
     """The cheapest choice that fits, found in at most ``seconds``.
 
     ``certify_seconds``: how many of them a bound may take while a choice could still
     be improved (a quarter by default). ``fixed``: nodes pinned to a strategy.
     ``start``: a known choice to improve on. Ends early once the gap is within
-    ``tolerance``. The same problem and ``seed`` have the same answer unless the clock
-    ended a phase. The first call on a machine also compiles the inner loops, which is
-    not counted.
+    ``tolerance``, or the bound reaches ``enough``. The same problem and ``seed`` have
+    the same answer unless the clock ended a phase. The first call on a machine also
+    compiles the inner loops, which is not counted.
 
     Raises Infeasible if nothing is allowed or nothing that fits was found.
     """
     messages.warm()
     search = Search(problem, seconds, tolerance)
+    search.enough = enough
     certify = seconds / 4 if certify_seconds is None else certify_seconds
     net = build(problem, fixed)
     if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
         search.offer(start)
     search.note("build")
-    if not len(net.room):
+    if problem.tied is not None and not fixed:
+        _layered(search, net, seed)
+    elif not len(net.room):
         _pass(search, net, flatten(net), 0.15)
         search.note("messages")
-    if not search.closed():
+    if not search.closed() and search.left() > 0:
         reduce(net, time.perf_counter() + 0.4 * search.left())
         search.note("reduce")
         _core(search, net, certify, seed)
@@ -197,26 +215,28 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     search.note("messages on the core")
     if search.closed():
         return
-    if search.problem.tied is not None:
-        _tied(search, seed)
-        search.note("tied")
-    unary = flat.unary
+    unary, off = flat.unary, 0.0
     if len(flat.room):
         until = time.perf_counter() + min(certify, 0.5 * search.left())
         priced = prices.raise_prices(flat, until, target=search.cost)
-        search.raise_bound(priced.bound)
-        _offer(search, net, flat, priced.choice)
+        _take(search, net, flat, priced)
         unary = prices.priced_unary(flat, priced.prices)
+        off = float(priced.prices @ flat.room)
         search.note("prices")
-        choice = _inside(search, net, flat)
-        if choice is not None and not search.closed():
-            until = time.perf_counter() + 0.05 * search.left()
-            _offer(search, net, flat, mix.mix(flat, choice, priced.met, until))
-            search.note("mixing")
     if search.choice is None and len(flat.room):
         _fit(search, net, flat)
         search.note("least excess")
-    small = milp.variables(flat) <= _PROGRAM
+    size = milp.variables(flat)
+    if size > _SMALL and not search.closed():
+        until = time.perf_counter() + 0.4 * search.left()
+        choice = _inside(search, net, flat)
+        better, bound = fixing.solve_near(
+            flat, unary, off, choice, until, search.tolerance
+        )
+        search.raise_bound(bound)
+        _offer(search, net, flat, better)
+        search.note("integer program of the best strategies")
+    small = size <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
         share = 0.4 if search.choice is not None else 0.7
         until = time.perf_counter() + share * search.left()
@@ -225,6 +245,64 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
         search.raise_bound(answer.bound)
         _offer(search, net, flat, answer.choice)
         search.note("integer program")
+    if search.choice is not None and not search.closed():
+        _improve(search, net, flat, unary, seed)
+        search.note("windows")
+
+
+def _take(
+    search: Search,
+    net: Network,
+    flat: Flat,
+    priced: prices.Priced,
+    layer: np.ndarray | None = None,
+) -> None:
+    """What prices have brought, and mixtures of the choices met."""
+    search.raise_bound(priced.bound)
+    _offer(search, net, flat, priced.choice)
+    where = np.flatnonzero(priced.prices)
+    search.prices = tuple(
+        (int(flat.when[r]), float(priced.prices[r])) for r in where.tolist()
+    )
+    choice = _inside(search, net, flat)
+    if choice is not None and not search.closed():
+        share = 0.05 if layer is None else 0.3
+        until = time.perf_counter() + share * search.left()
+        mixed = mix.mix(flat, choice, priced.met, until, layer)
+        _offer(search, net, flat, mixed)
+        if layer is not None:
+            until = time.perf_counter() + 0.5 * search.left()
+            _offer(search, net, flat, window.combine(flat, mixed, priced.met, until))
+
+
+def _layered(search: Search, net: Network, seed: int) -> None:
+    """Solve with tied nodes as one, which is small, and spread the answer out; from its
+    prices those of the whole problem are near."""
+    small, to = tie(search.problem)
+    try:
+        share = 0.25 if len(net.room) else 0.45
+        found = solve(small, share * search.left(), seed=seed, tolerance=1e-4)
+    except Infeasible:
+        search.note("layers as one: none")
+        return
+    search.offer([found.choice[k] for k in to])
+    search.note("layers as one")
+    flat = flatten(net)
+    until = time.perf_counter() + (0.6 if len(flat.room) else 0.7) * search.left()
+    if len(flat.room):
+        begin = prices.prices_at(flat, found.prices)
+        priced = prices.raise_prices(flat, until, target=search.cost, prices=begin)
+        _take(search, net, flat, priced, mix.layers(flat, to))
+        unary = prices.priced_unary(flat, priced.prices)
+        search.note("prices")
+    else:
+        choice, _, bound = messages.pass_messages(
+            flat, until, tolerance=search.tolerance
+        )
+        search.raise_bound(bound)
+        _offer(search, net, flat, choice)
+        unary = flat.unary
+        search.note("messages")
     if search.choice is not None and not search.closed():
         _improve(search, net, flat, unary, seed)
         search.note("windows")
@@ -260,16 +338,6 @@ def _offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) 
     return search.offer(net.expand(_named(flat, choice)))
 
 
-def _tied(search: Search, seed: int) -> None:
-    """Solve with tied nodes as one and spread the answer out."""
-    small, to = tie(search.problem)
-    try:
-        found = solve(small, 0.35 * search.left(), seed=seed, tolerance=1e-4)
-    except Infeasible:
-        return
-    search.offer([found.choice[k] for k in to])
-
-
 def _improve(
     search: Search,
     net: Network,
@@ -281,12 +349,15 @@ def _improve(
     choice = _inside(search, net, flat)
     if choice is None:
         return
+    state = messages.start(flat)
+    until = time.perf_counter() + 0.1 * search.left()
+    messages.converge(state, unary, until, patience=10)
     choice, _ = window.improve(
         flat,
         choice,
         search.deadline,
         bound=search.bound,
-        merit=messages.merit(flat, unary),
+        merit=state.excess,
         seed=seed,
         tolerance=search.tolerance,
     )

@@ -23,6 +23,8 @@ from fxpar.sharding.solver.reduce import forbid_above, reduce
 _FIRST, _LEAST, _MOST = 8_000, 1_000, 400_000
 # Shares of all strategies, best merit first, that windows choose among.
 _SHARES = (0.2, 0.35, 0.6, 1.0)
+# Choices that are combined with the best one.
+_COMBINED = 4
 
 
 def improve(
@@ -53,7 +55,7 @@ def improve(
             break
         turn = int(random.integers(len(_SHARES)))
         keep = _keep(flat, choice, merit, _SHARES[turn])
-        weight, target = _variables(flat, keep), targets[turn]
+        weight, target = variables_of(flat, keep), targets[turn]
         whole = weight.sum() <= target
         pick = picks[int(random.integers(len(picks)))]
         free = np.arange(len(flat.size))
@@ -84,7 +86,7 @@ def around(
     fits.
     ``choice`` itself may exceed the limit or be forbidden."""
     random = np.random.default_rng(seed)
-    weight = _variables(flat, np.ones(len(flat.unary), bool))
+    weight = variables_of(flat, np.ones(len(flat.unary), bool))
     fitting = math.isfinite(cost_of(flat, choice)) and fits(
         flat, usage_of(flat, choice)
     )
@@ -108,6 +110,18 @@ def around(
             break
         target *= 3
     return best
+
+
+def combine(
+    flat: Flat, choice: np.ndarray, others: Sequence[np.ndarray], deadline: float
+) -> np.ndarray | None:
+    """The best choice met in which every node does as in ``choice`` or in one of the
+    last few of ``others``; None if none fits and is better."""
+    keep = np.zeros(len(flat.unary), bool)
+    for known in [choice, *others[-_COMBINED:]]:
+        keep[flat.at[:-1] + known] = True
+    found, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
+    return found
 
 
 def solve_window(
@@ -225,7 +239,7 @@ def _keep(
     return keep
 
 
-def _variables(flat: Flat, keep: np.ndarray) -> np.ndarray:
+def variables_of(flat: Flat, keep: np.ndarray) -> np.ndarray:
     """(nodes,) each node's share of an integer program's variables, where the mask
     ``keep`` leaves each node some strategies."""
     owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))

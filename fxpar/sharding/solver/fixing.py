@@ -1,0 +1,76 @@
+"""An integer program over the strategies that can still be in a better choice.
+
+In: a Flat with priced costs, a clock. Out: a choice and a bound for all of the Flat. A
+strategy's excess over the bound of message passing is what a choice with it costs more
+at least; strategies above a cut are left out, and the bound is the lesser of the
+program's own and the cut. Never claims more than it has shown.
+
+Source: reduced-cost fixing, here by min-marginals (as Savchynskyy et al., "Global MAP
+optimality by shrinking the combinatorial search area", NIPS 2013, use them).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from fxpar.sharding.solver import messages, window
+from fxpar.sharding.solver.flat import Flat, cost_of
+
+# Variables of the programs that are tried, one after the other.
+_LADDER = (3_000, 12_000, 50_000)
+
+
+def solve_near(
+    flat: Flat,
+    unary: np.ndarray,
+    off: float,
+    choice: np.ndarray | None,
+    deadline: float,
+    tolerance: float = 1e-9,
+) -> tuple[np.ndarray | None, float]:
+    """(the best choice that fits, or None; a bound).
+
+    ``unary``: with prices, ``off``: what the prices of all room take off the bound.
+    ``choice``: the best known, or None. Ends once they are within ``tolerance``.
+    """
+    state = messages.start(flat)
+    now = time.perf_counter()
+    _, before = messages.converge(state, unary, now + 0.3 * (deadline - now))
+    base = bound = before + flat.constant - off
+    everything = np.arange(len(flat.size))
+    for most in _LADDER:
+        cost = math.inf if choice is None else cost_of(flat, choice)
+        now = time.perf_counter()
+        if cost - bound <= tolerance * abs(cost) or deadline - now < 0.05:
+            break
+        cut = _cut(flat, state.excess, cost - base, most)
+        start = state.choice.copy() if choice is None else choice
+        keep = state.excess <= cut
+        keep[flat.at[:-1] + start] = True
+        until = now + 0.5 * (deadline - now)
+        found, proved = window.solve_window(flat, start, everything, until, keep)
+        if found is not None and cost_of(flat, found) < cost:
+            choice, cost = found, cost_of(flat, found)
+        if proved:
+            # The program ends within a hundred thousandth of its optimum.
+            bound = max(bound, min(cost - 1e-5 * abs(cost), base + cut))
+        if not proved or cut >= cost - base:
+            break
+    return choice, bound
+
+
+def _cut(flat: Flat, excess: np.ndarray, enough: float, most: int) -> float:
+    """The largest cut, at most ``enough``, with no more than ``most`` variables."""
+    levels = np.unique(excess[np.isfinite(excess)])
+    levels = levels[levels <= enough]
+    low, high = 0, len(levels)
+    while low < high:
+        middle = (low + high) // 2
+        count = window.variables_of(flat, excess <= levels[middle]).sum()
+        low, high = (middle + 1, high) if count <= most else (low, middle)
+    if low == len(levels):
+        return enough if math.isfinite(enough) else math.inf
+    return float(levels[low - 1]) if low else 0.0
