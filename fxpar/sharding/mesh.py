@@ -19,8 +19,12 @@ from functools import cached_property
 from fxpar.errors import MeshError
 
 _SUB_AXIS = re.compile(r"(\w+):\(([1-9]\d*)\)([1-9]\d*)")
-_AXIS = re.compile(r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*$")
+_AXIS = re.compile(r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*(?:\{([^{}]*)\}\s*)?$")
+_BETWEEN = re.compile(r",(?![^{]*\})")  # a comma, but not one of {1.0,0.5}
 _FORM = 'write axes as name=size, separated by commas: FXPAR_MESH="dp=2,tp=4"'
+_SPEEDS = (
+    'write one positive number for each rank of the axis: FXPAR_MESH="dp=2{1.0,0.5}"'
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp", 4)))``."""
+    """Named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp", 4)))``.
+
+    ``speeds``: for each axis the relative speed of each of its ranks, 1.0 that of the
+    hardware, or None where all compute alike. A rank has the product of those of its
+    coordinates.
+    """
 
     axes: tuple[tuple[str, int], ...]
     links: tuple[Link, ...] = ()
+    speeds: tuple[tuple[float, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -67,6 +77,29 @@ class Mesh:
             object.__setattr__(self, "links", (Link(),) * len(self.axes))
         if len(self.links) != len(self.axes):
             raise MeshError(f"{len(self.links)} links for {len(self.axes)} axes")
+        self._check_speeds()
+
+    def _check_speeds(self) -> None:
+        if not self.speeds:
+            object.__setattr__(self, "speeds", (None,) * len(self.axes))
+        if len(self.speeds) != len(self.axes):
+            raise MeshError(
+                f"speeds of {len(self.speeds)} axes for {len(self.axes)} axes",
+                fix="give a tuple or None for each axis",
+            )
+        for (name, size), speeds in zip(self.axes, self.speeds, strict=True):
+            if speeds is None:
+                continue
+            if len(speeds) != size:
+                raise MeshError(
+                    f"mesh axis {name!r} has {len(speeds)} speeds for {size} ranks",
+                    fix=_SPEEDS,
+                )
+            for speed in speeds:
+                if not 0 < speed < math.inf:
+                    raise MeshError(
+                        f"mesh axis {name!r} has a rank of speed {speed}", fix=_SPEEDS
+                    )
 
     def __hash__(self) -> int:
         # Specs are priced per mesh very often, and hashing every link is slow.
@@ -74,16 +107,20 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str | Mesh) -> Mesh:
-        """Read ``"dp=2,tp=4"``. Raises MeshError naming the malformed part."""
+        """Read ``"dp=2,tp=4"``, or ``"dp=2{1.0,0.5},tp=4"`` with speeds.
+
+        Raises MeshError naming the malformed part.
+        """
         if isinstance(text, Mesh):
             return text
-        axes = []
-        for part in text.split(","):
+        axes, speeds = [], []
+        for part in _BETWEEN.split(text):
             match = _AXIS.match(part)
             if not match:
                 raise MeshError(f"cannot read mesh {text!r}: {part!r}", fix=_FORM)
             axes.append((match[1], int(match[2])))
-        return cls(tuple(axes))
+            speeds.append(None if match[3] is None else _numbers(match[1], match[3]))
+        return cls(tuple(axes), speeds=tuple(speeds))
 
     @classmethod
     def from_device_mesh(cls, device_mesh) -> Mesh:
@@ -140,6 +177,22 @@ class Mesh:
         return MeshError(
             f"mesh {self} has no axis {axis!r}", fix=f"use one of {self.names}"
         )
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """Axes whose ranks compute at different speeds."""
+        found = zip(self.names, self.speeds, strict=True)
+        return tuple(name for name, speeds in found if speeds and len(set(speeds)) > 1)
+
+    def speeds_of(self, axis: str) -> tuple[float, ...]:
+        """Relative speed of each rank of a whole axis."""
+        i, size, _ = self._find(axis)
+        return self.speeds[i] or (1.0,) * size
+
+    @property
+    def slowest(self) -> float:
+        """Relative speed of the slowest rank."""
+        return math.prod(min(speeds) for speeds in self.speeds if speeds)
 
     def _place(self, axis: str) -> tuple[int, int]:
         i, _, stride = self._find(axis)
@@ -207,4 +260,20 @@ class Mesh:
                 yield group
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.axes)
+        parts = []
+        for (name, size), speeds in zip(self.axes, self.speeds, strict=True):
+            words = ",".join(repr(float(speed)) for speed in speeds or ())
+            parts.append(f"{name}={size}" + (f"{{{words}}}" if words else ""))
+        return ",".join(parts)
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    """The numbers between the braces of an axis."""
+    out = []
+    for word in text.split(","):
+        try:
+            out.append(float(word))
+        except ValueError:
+            what = f"mesh axis {name!r}: {word.strip()!r} is not a speed"
+            raise MeshError(what, fix=_SPEEDS) from None
+    return tuple(out)
