@@ -334,6 +334,20 @@ def triton_random_lanes() -> int:
     return 4 if packs else 1
 
 
+def cache_dir() -> str:
+    """Where Inductor keeps its caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as directory
+
+    return directory()
+
+
+def caches_disabled() -> bool:
+    """Whether the user turned off all caches of torch."""
+    from torch._inductor import config
+
+    return bool(config.force_disable_caches)
+
+
 def default_group() -> Any:
     """The default process group, or None before there is one."""
     import torch.distributed as dist

@@ -21,18 +21,19 @@ from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning
 from fxpar.explain.dump import report, watcher
-from fxpar.passes import Request, Result, random
+from fxpar.passes import Request, Result, Watch, random
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.schedule import schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
-from fxpar.runtime.choose import plan_mode, planned
-from fxpar.runtime.groups import Ranks, join
+from fxpar.runtime.choose import choices, plan_mode, planned
+from fxpar.runtime.groups import Ranks, join, settle
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
-from fxpar.sharding.program import Input, Output
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.spec import Spec
 
 
@@ -98,7 +99,9 @@ class _Job:
         A failure is told to the other ranks before it is raised here.
         """
         broken_at = _compat.graph_break_line(gm)
-        step = _Parallelize(self, graphs.next_number(), broken_at)
+        # The mesh may have been chosen since.
+        job = replace(self, ranks=join(self.options)) if self.ranks.open else self
+        step = _Parallelize(job, graphs.next_number(), broken_at)
         if self.options.codegen == "inductor":
             random.register_lowering()
         with _told_to_others(Exception):
@@ -111,14 +114,14 @@ class _Job:
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
-        checks = inputs.Checks(self.named, self.options, self.ranks)
+        checks = inputs.Checks(self.named, self.options, step.ranks)
         return graphs.Compiled(
             compiled,
             [checks.run, step.verify] if self.options.verify else [checks.run],
             step.plan,
             step.results(),
             self.options,
-            self.ranks,
+            step.ranks,
         )
 
     def _schedule(self, graph: fx.Graph, backward: bool) -> None:
@@ -135,6 +138,7 @@ class _Parallelize:
 
     def __init__(self, job: _Job, number: int, broken_at: str | None) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
+        self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.root = torch.nn.Module()  # holds the graph's constants
         self.result: Result | None = None
@@ -145,7 +149,7 @@ class _Parallelize:
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
         """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
-        options, ranks = self.job.options, self.job.ranks
+        options, ranks = self.job.options, self.ranks
         first = next(iter(gm.graph.nodes))
         if "desc" not in first.meta:
             return None
@@ -161,22 +165,14 @@ class _Parallelize:
         watch = watcher(options, f"rank{ranks.rank}/{name}")
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
-        signature = boundaries.declare(signature)
-        if options.inputs == "local":
-            fed = [self.job.named[i].name for i in self.job.local]
-            signature = graphs.local_batch(signature, fed, ranks.mesh)
-        request = Request(
-            ranks.mesh,
-            signature,
-            load(options.hints),
-            plan_mode(options.plan, options, name),
-            strict=options.strict,
-            disable=options.disable,
-            keep_gathered=not options.reshard_after_forward,
-            watch=watch,
-        )
+        request = self._request(boundaries.declare(signature), name, watch)
+        keep = options.cache_plans
         with _said_by_rank_0(ranks.rank):
-            self.result = planned(gm.graph, fake_mode, request, ranks.rank, name)
+            self.result = planned(
+                gm.graph, fake_mode, request, ranks.rank, name, keep=keep
+            )
+        if ranks.open:
+            ranks = self.ranks = settle(ranks, self.plan.mesh)
         agree.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         bound = bind(
@@ -189,6 +185,29 @@ class _Parallelize:
         )
         watch("bound", bound)
         return bound
+
+    def _request(self, signature: Signature, name: str, watch: Watch) -> Request:
+        """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
+        options, ranks = self.job.options, self.ranks
+        local = options.inputs == "local"
+        fed = [self.job.named[i].name for i in self.job.local]
+
+        def lay(mesh: Mesh) -> Signature:
+            return graphs.local_batch(signature, fed, mesh) if local else signature
+
+        mode = plan_mode(options.plan, options, name)
+        return Request(
+            ranks.mesh,
+            lay(ranks.mesh),
+            load(options.hints),
+            mode,
+            strict=options.strict,
+            disable=options.disable,
+            keep_gathered=not options.reshard_after_forward,
+            watch=watch,
+            meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
+            lay=lay,
+        )
 
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""

@@ -131,7 +131,11 @@ class Options:
     """What the user asked for. ``Options.read`` makes one; ``table`` documents it."""
 
     mesh: Any = _option(
-        _mesh, None, "dp=2,tp=4", "mesh axes and sizes; unset: one axis dp of all ranks"
+        _mesh,
+        None,
+        "dp=2,tp=4, auto, auto:4x8",
+        "mesh axes and sizes; auto: a search chooses them (4x8: nodes, devices of "
+        "each); unset: one axis dp of all ranks",
     )
     plan: str = _option(
         _plan,
@@ -194,6 +198,9 @@ class Options:
     )
     search_seconds: float = _option(
         _positive, 20.0, "seconds", "how long a search may solve at most", env=False
+    )
+    cache_plans: bool = _option(
+        _switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
     )
     memory: float | None = _option(
         _positive,

@@ -11,31 +11,37 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
+from fxpar._compat import default_group
 from fxpar.config import Options
-from fxpar.errors import DeviceError, HintError, PlanError
+from fxpar.errors import DeviceError, HintError, MeshError, PlanError
 from fxpar.explain.dump import watcher
 from fxpar.explain.html import render
+from fxpar.explain.text import short_seconds
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes import Request, Result, parallelize
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.phases import as_run
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate import Timeline, simulate
-from fxpar.runtime.choose import plan_mode
+from fxpar.runtime.choose import choices, machine, plan_mode
 from fxpar.runtime.tracing import Call, Outcome
-from fxpar.sharding.hardware import Hardware, detect, lookup
+from fxpar.sharding.describe import dearest, reshards_of
+from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.ask import alternatives, said
+from fxpar.sharding.search.find import Asked
+from fxpar.sharding.search.meshes import Auto, read_auto
+from fxpar.sharding.search.unequal import Ratios, ratios
 from fxpar.sharding.spec import Spec
 
 
@@ -58,20 +64,14 @@ class Predicted:
 
     def __str__(self) -> str:
         sent = ", ".join(f"{_large(n)}B over {axes}" for axes, n in self.sent)
+        step, compute, exposed, hidden = map(
+            short_seconds, (self.seconds, self.compute, self.exposed, self.hidden)
+        )
         return (
-            f"{_short(self.seconds)} a step on {self.hardware}: "
-            f"{_short(self.compute)} compute, {_short(self.exposed)} waiting for "
-            f"communication, {_short(self.hidden)} of communication hidden; sends "
+            f"{step} a step on {self.hardware}: {compute} compute, {exposed} waiting "
+            f"for communication, {hidden} of communication hidden; sends "
             f"{sent or 'nothing'}; peak memory {_large(self.peak_bytes)}B"
         )
-
-
-def _short(seconds: float) -> str:
-    """``1.23 ms``."""
-    scale, unit = next(
-        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
-    )
-    return f"{round(seconds / scale, 3):.3g} {unit}"
 
 
 def _large(number: float) -> str:
@@ -92,13 +92,12 @@ class TracedPlan(Plan):
 
     @cached_property
     def hardware(self) -> Hardware:
-        """That of FXPAR_HARDWARE, else of this process's device. Raises OptionError,
-        and DeviceError on a device that is not known."""
-        return lookup(self.options.hardware) if self.options.hardware else detect()
+        """As ``choose.machine``, which raises OptionError, and DeviceError."""
+        return machine(self.options)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step of a rank, simulated (``passes.simulate`` says how).
+        """One step of the slowest rank, simulated (``passes.simulate`` says how).
 
         What is simulated is the local graph, with forward and backward parted and
         scheduled as when compiled. Which values the backward computes again is decided
@@ -108,8 +107,8 @@ class TracedPlan(Plan):
         result, _ = self._traced()
         graph = as_run(result.local, disable=self.options.disable)
         fused = self.options.codegen == "inductor"
-        machine = self.hardware
-        return simulate(graph, machine.on(self.mesh), machine, fused=fused)
+        mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
+        return simulate(graph, machine.on(mesh), machine, fused=fused)
 
     @cached_property
     def predicted(self) -> Predicted:
@@ -125,15 +124,24 @@ class TracedPlan(Plan):
             line.peak_bytes,
         )
 
+    def diff(self, other: Plan) -> str:
+        """As ``Plan.diff``, and the predicted seconds of a step, if both plans were
+        traced and the hardware is known."""
+        lines = [super().diff(other)]
+        if lines[0] and isinstance(other, TracedPlan) and self.result and other.result:
+            with contextlib.suppress(DeviceError):
+                times = self.predicted.seconds, other.predicted.seconds
+                lines.append("a step: " + " | ".join(map(short_seconds, times)))
+        return "\n".join(lines)
+
     def why(self, name: str) -> str:
-        """As ``Plan.why``; of a searched plan also what else the op that makes the
-        value could do, and what the whole plan would then cost, solved again."""
+        """As ``Plan.why``; of a searched plan also what the value costs, what else the
+        op that makes it could do, or where else it could rest if it is an input, and
+        what the whole plan would then cost, solved again."""
         text = super().why(name)
         found = self.result.decision.found if self.result else None
         value = self.result.decision.program.named(name) if self.result else None
         if found is None or value is None:
-            return text
-        if value not in found.formulation.program.producers:
             return text
         return f"{text}\n{said(found, value, alternatives(found, value))}"
 
@@ -154,6 +162,16 @@ class TracedPlan(Plan):
         if not isinstance(spec, Spec):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
         return said(found, value, alternatives(found, value, spec=spec))
+
+    def ratios(self) -> Ratios:
+        """How the shards would be cut were they sized by the speeds of the mesh
+        (``FXPAR_MESH="dp=2{1.0,0.5}"``), and what a step would then take; printable.
+
+        What runs has equal shards. Raises as ``hardware`` does, and PlanError for a
+        loaded plan.
+        """
+        decision = self._traced()[0].decision
+        return ratios(decision, self.hardware, reshards_of(decision))
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
@@ -237,6 +255,8 @@ def plan(
     """Plan ``fn(*args, **kwargs)`` for ``mesh`` and return the plan.
 
     fn: a module, or a function; modules it closes over keep their parameters.
+    mesh: as FXPAR_MESH: "dp=2,tp=4", or for a search to choose it "auto:8" (ranks) or
+      "auto:4x8" (nodes of so many devices).
     in_specs, out_specs: one entry per tensor argument or result: a Spec, a tuple as in
       ``Spec(...)``, or None for open.
     hints: pattern -> entries per dim, or a TOML file (``fxpar.sharding.hints``).
@@ -246,8 +266,10 @@ def plan(
 
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
-    options = Options.read(None)
-    mesh = Mesh.parse(mesh)
+    options = Options.read({"mesh": mesh})
+    chosen = plan_mode(mode or options.plan, options)
+    auto = read_auto(mesh)
+    mesh = _line(auto) if auto else Mesh.parse(mesh)
     call = Call(fn, args, kwargs, grad)
     module, fake_mode = call.trace()
     given = _given(in_specs, call.count, "in_specs", "tensor arguments")
@@ -267,19 +289,35 @@ def plan(
         mesh,
         signature,
         load(hints if hints is not None else options.hints),
-        plan_mode(mode or options.plan, options),
+        chosen,
         strict=options.strict,
         disable=options.disable,
         watch=watcher(options, "plan"),
+        meshes=choices(mesh, chosen) if auto else (),
     )
     result = parallelize(module.graph, fake_mode, request)
+    found = result.plan
+    if options.hardware and not isinstance(chosen, Asked):
+        on = machine(options).on(found.mesh)
+        found = replace(found, dearest=dearest(result.decision, on))
     return TracedPlan(
-        **asdict_shallow(result.plan),
+        **asdict_shallow(found),
         result=result,
         call=call,
         module=module,
         options=options,
     )
+
+
+def _line(auto: Auto) -> Mesh:
+    """All ranks along one axis. Raises MeshError if nothing says how many there are."""
+    group = default_group()
+    if auto.ranks is None and group is None:
+        raise MeshError(
+            "mesh='auto' is for as many ranks as run, and there is no process group",
+            fix="say how many: mesh='auto:8', or 'auto:4x8' for 4 nodes of 8 devices",
+        )
+    return Mesh((("dp", auto.ranks or group.size()),))
 
 
 def _given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import fx, nn
 import fxpar
 from fxpar import FxparError, Mesh, Spec
 from fxpar.runtime.verify import feeds_of, verify
+from fxpar.sharding.plan import Plan
 
 
 def two(x, w, *, scale=1.0, extra=None):
@@ -156,3 +158,86 @@ def test_every_collective_names_the_node_and_line_it_is_for():
         if "_c10d_functional" in str(node.target)
     ]
     assert all(__file__ in node.meta["fxpar_cause"] for node in sent)
+
+
+# What a plan says of itself
+
+
+def wide(x, w):
+    return torch.relu(x @ w) @ w.t()
+
+
+def test_a_plan_tells_memory_and_the_dearest_reshards(monkeypatch):
+    monkeypatch.delenv("FXPAR_HARDWARE", raising=False)
+    x, w = torch.randn(8, 4), torch.randn(4, 16)
+    hints = {"x": ("dp", None), "w": (None, "tp")}
+    plan = fxpar.plan(wide, x, w, mesh="dp=2,tp=2", hints=hints, mode="propagate")
+    text = plan.summary()
+    held = dict(plan.memory)
+    assert f"memory per rank at its peak: {sum(held.values()):,} bytes" in text
+    # x over dp, w over tp
+    assert held["inputs and buffers"] == 8 * 4 * 4 // 2 + 4 * 16 * 4 // 2
+    (moved,) = plan.dearest
+    assert (moved.calls, moved.bytes, moved.seconds) == (1, 4 * 4 * 4, None)
+    assert moved.steps == ("all_reduce tp",) and "return torch.relu" in moved.line
+    assert "[dp, _] partial(sum: tp) -> [dp, _]  (all_reduce tp)" in text
+
+
+def test_reshards_are_priced_where_the_hardware_is_said(monkeypatch, tmp_path):
+    x, w = torch.randn(8, 4), torch.randn(4, 16)
+    given = {"mesh": "dp=2,tp=2", "hints": {"w": (None, "tp")}, "mode": "propagate"}
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    plan = fxpar.plan(wide, x, w, **given)
+    assert plan.dearest[0].seconds > 0
+    assert re.search(r"[\d.]+ us +64 bytes +1 calls", plan.summary())
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.hash == plan.hash and str(again) == str(plan)
+    monkeypatch.setenv("FXPAR_HARDWARE", "v100")
+    assert fxpar.plan(wide, x, w, **given).dearest[0].seconds > plan.dearest[0].seconds
+    record = plan.to_record()
+    for beside in ("reads", "memory", "dearest"):
+        del record[beside]
+    old = Plan.from_dict(record)
+    assert old.hash == plan.hash and "memory" not in old.summary()
+
+
+def test_reshards_alike_are_told_as_one():
+    def layers(x, w):
+        for _ in range(3):
+            x = torch.relu(x @ w) @ w.t()
+        return x
+
+    x, w = torch.randn(8, 4), torch.randn(4, 16)
+    plan = fxpar.plan(
+        layers, x, w, mesh="tp=2", hints={"w": (None, "tp")}, mode="propagate"
+    )
+    (moved,) = plan.dearest
+    assert moved.calls == 3 and moved.bytes == 3 * 8 * 4 * 4
+
+
+def test_a_diff_tells_what_it_costs(monkeypatch):
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    x, w = torch.randn(8, 4), torch.randn(4, 16)
+    split, whole = (
+        fxpar.plan(wide, x, w, mesh="tp=2", hints={"w": hint}, mode="propagate")
+        for hint in ((None, "tp"), (None, None))
+    )
+    assert split.diff(split) == ""
+    lines = split.diff(whole).splitlines()
+    assert "w: [_, tp] | [_, _]" in lines
+    assert "all_reduce tp: 128 | 0 bytes" in lines
+    assert any(re.fullmatch(r"passing: [\d,]+ \| [\d,]+ bytes", line) for line in lines)
+    assert re.fullmatch(r"a step: .* us \| .* us", lines[-1])
+    assert "a step" not in split.diff(Plan.from_dict(whole.to_record()))
+
+
+def test_why_says_who_laid_an_input():
+    """A parameter at rest is a fact, and told as one; of others the search chose."""
+    x, w = torch.randn(8, 4), torch.randn(4, 16)
+    plan = fxpar.plan(
+        wide, x, w, mesh="tp=2", in_specs=[None, (None, "tp")], mode="search"
+    )
+    assert "tp: w at rest" in plan.why("w") and "no other choice" in plan.why("w")
+    assert "resharding it takes" in plan.why("x")
+    assert "at rest in [tp, _]" in plan.why("x") or "tp: search" in plan.why("x")

@@ -1,9 +1,9 @@
 """A Plan as one HTML page: no network, no other file, nothing but ``page.html``.
 
 In: a Plan and, if there is one, its predicted timeline. Out: the page as text. What a
-Plan alone does not tell (which value each operand is, sizes of inputs, which reshard a
-collective belongs to) is taken from the Decision that a traced plan holds; of a plan
-that was loaded, the page leaves it out. Never plans, traces or runs anything.
+Plan alone does not tell (sizes of inputs, which reshard a collective belongs to) is
+taken from the Decision that a traced plan holds; of a plan that was loaded, the page
+leaves it out. Never plans, traces or runs anything.
 """
 
 from __future__ import annotations
@@ -168,10 +168,6 @@ def _page(plan: Plan) -> _Page:
     rows = _input_rows(plan, decision, values) + ops
     first = len(rows) - len(ops)
     rows += _output_rows(plan, decision)
-    if decision is not None:
-        for row, op in zip(ops, decision.program.ops, strict=True):
-            specs = [spec for _, spec in row.reads]
-            row.reads = list(zip(op.operands, specs, strict=True))
     for number, row in enumerate(rows):
         for v in row.makes:
             values[v].row = number
@@ -199,7 +195,8 @@ def _op_row(node: NodePlan, index: Mapping[str, int], values: Sequence[_Value]) 
         makes.append(v)
     split = ", ".join(f"{f} over {'+'.join(axes)}" for f, axes in node.factors if axes)
     about = f"{node.rule}\n{split}" if split else node.rule
-    reads = [(-1, spec) for spec in node.operands]
+    places = node.reads or [-1] * n
+    reads = list(zip(places, node.operands, strict=True))
     return _Row(node.name, node.op, node.module, node.line, reads, makes, about)
 
 

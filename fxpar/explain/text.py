@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from fxpar.sharding.plan import Collective, NodePlan, Plan
+from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b"}
@@ -47,10 +47,17 @@ def _node_line(node: NodePlan) -> str:
 
 
 def summary_text(plan: Plan) -> str:
-    """Mesh, parameters by spec, collectives by kind and axes, notes."""
+    """Mesh, parameters by spec, collectives by kind and axes, the dearest reshards,
+    memory by kind, notes."""
     lines = [f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
     lines += ["parameters:", *_by_spec(plan.parameters)]
     lines += ["collectives per step and rank:", *_by_kind(plan.collectives)]
+    if plan.dearest:
+        lines += ["dearest reshards:", *map(_moved, plan.dearest)]
+    if plan.memory:
+        most = sum(size for _, size in plan.memory)
+        lines.append(f"memory per rank at its peak: {most:,} bytes")
+        lines += [f"  {kind:<23} {size:>15,} bytes" for kind, size in plan.memory]
     if plan.unknown:
         lines.append(f"ops without a rule, made whole: {', '.join(plan.unknown)}")
     lines += [f"note: {note}" for note in plan.notes]
@@ -66,6 +73,22 @@ def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         out.append(f"  {text:<16} {len(names):>4}  {shown}")
     return out or ["  none"]
+
+
+def _moved(moved: Moved) -> str:
+    taken = "" if moved.seconds is None else f"{short_seconds(moved.seconds):>8} "
+    return (
+        f"  {taken}{moved.bytes:>14,} bytes {moved.calls:>4} calls  "
+        f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  # {moved.line}"
+    )
+
+
+def short_seconds(seconds: float) -> str:
+    """``1.23 ms``."""
+    scale, unit = next(
+        ((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us")
+    )
+    return f"{round(seconds / scale, 3):.3g} {unit}"
 
 
 def _by_kind(collectives: Iterable[Collective]) -> list[str]:

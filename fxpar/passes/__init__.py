@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
-from fxpar.errors import FxparWarning, UnknownOpError, compose
+from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
 from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
 from fxpar.passes.local import localize
@@ -32,7 +32,8 @@ from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program, Signature, read, user_line
-from fxpar.sharding.search.find import Asked
+from fxpar.sharding.search.find import Asked, Found
+from fxpar.sharding.search.meshes import fastest, unlike
 
 __all__ = ["Request", "Result", "parallelize"]
 
@@ -43,11 +44,20 @@ def _unwatched(stage: str, graph: fx.Graph) -> None:
     """Nobody looks at the stages."""
 
 
+def _nothing_known(program: Program, graph: fx.Graph) -> None:
+    """No plan was found before."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked of the pipeline. ``mode``: "propagate", "replicate", an Asked (to
     search), or a Plan. ``keep_gathered``: resting parameters are gathered once for
-    forward and backward."""
+    forward and backward.
+
+    ``meshes``: where a search chooses the mesh, those it may; ``mesh`` is then the
+    first, and ``lay`` gives the signature on another. ``known``: asked before a search,
+    with the normalized program, for a plan that was found before.
+    """
 
     mesh: Mesh
     signature: Signature
@@ -57,6 +67,14 @@ class Request:
     disable: frozenset[str] = frozenset()
     keep_gathered: bool = False
     watch: Watch = _unwatched
+    meshes: tuple[Mesh, ...] = ()
+    lay: Callable[[Mesh], Signature] | None = None
+    known: Callable[[Program, fx.Graph], Plan | None] = _nothing_known
+
+    def on(self, mesh: Mesh) -> Request:
+        """The request for one of ``meshes``."""
+        signature = self.signature if self.lay is None else self.lay(mesh)
+        return replace(self, mesh=mesh, signature=signature, meshes=())
 
 
 @dataclass(frozen=True)
@@ -106,9 +124,18 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
     """Decide; where a plan splits dims that a moment needs whole, expand it, decide
     again."""
     program = read(graph, request.signature)
-    if isinstance(request.mode, Plan):
-        return _recalled(graph, rewriter, program, request.mode, request)
-    decision = _decide(program, request)
+    plan = request.mode
+    if isinstance(plan, Asked):
+        plan = request.known(program, graph) or plan
+    if isinstance(plan, Plan):
+        if plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
+            request = request.on(plan.mesh)
+        return _recalled(graph, rewriter, plan, request)
+    if request.meshes:
+        decision = _chosen(program, request)
+        request = request.on(decision.mesh)
+    else:
+        decision = _decide(program, request)
     split = _split_moments(decision)
     if split and "expand_moments" not in request.disable:
         expand_moments(split, rewriter)
@@ -120,11 +147,11 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
 def _recalled(
     graph: fx.Graph,
     rewriter: Rewriter,
-    program: Program,
     plan: Plan,
     request: Request,
 ) -> Decision:
     """Apply a saved plan, expanding the moments that it does not contain."""
+    program = read(graph, request.signature)
     known = {node.name for node in plan.nodes}
     gone = [
         op.node for op in program.ops if op.target in MOMENTS and op.name not in known
@@ -136,16 +163,62 @@ def _recalled(
     return recall(program, request.mesh, plan)
 
 
-def _decide(program: Program, request: Request) -> Decision:
-    constraints = [
+def _chosen(program: Program, request: Request) -> Decision:
+    """The search's decision on the best of the meshes it may choose.
+
+    Raises MeshError if nothing searches.
+    """
+    asked = request.mode
+    if not isinstance(asked, Asked):
+        raise MeshError(
+            f"FXPAR_MESH=auto is chosen by a search, FXPAR_PLAN is {asked}",
+            fix="set FXPAR_PLAN=search, or name the axes: FXPAR_MESH=dp="
+            f"{request.mesh.size}",
+        )
+    meshes = request.meshes
+    if not _names_axes(program, request):
+        meshes = unlike(meshes, asked.hardware)
+
+    def attempt(mesh: Mesh, asked: Asked, before: Found | None) -> Decision:
+        here = replace(request.on(mesh), mode=asked)
+        return _decide(replace(program, signature=here.signature), here, before)
+
+    return fastest(meshes, asked, attempt)
+
+
+def _names_axes(program: Program, request: Request) -> bool:
+    """Whether anything but the plan says which axis splits what."""
+    inputs, outputs = request.signature.inputs, request.signature.outputs
+    rests = [end.rest for end in inputs] + [end.rest for end in outputs]
+    split = any(rest is not None and not rest.is_whole for rest in rests)
+    used = any(declared.use is not None for declared in inputs)
+    return bool(split or used or request.hints or _constraints(program))
+
+
+def _constraints(program: Program) -> list[tuple[int, list[str]]]:
+    """Hints in the code."""
+    return [
         (op.results[0], op.node.args[1].split(","))
         for op in program.ops
         if op.target is torch.ops.fxpar.constrain.default
     ]
+
+
+def _decide(
+    program: Program, request: Request, before: Found | None = None
+) -> Decision:
     mesh, hints, mode = request.mesh, request.hints, request.mode
+    constraints = _constraints(program)
     if isinstance(mode, Asked):
-        keep = request.keep_gathered
-        return searched(program, mesh, hints, constraints, mode, keep_gathered=keep)
+        return searched(
+            program,
+            mesh,
+            hints,
+            constraints,
+            mode,
+            keep_gathered=request.keep_gathered,
+            before=before,
+        )
     assert isinstance(mode, str)
     return decide(program, mesh, hints, constraints, mode=mode)
 

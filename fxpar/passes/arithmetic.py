@@ -61,6 +61,28 @@ _ALONE = ("aten.sort", "aten.topk", "aten.nonzero", "aten.unique", "aten.median"
 _RANDOM = ("fxpar.rand", "fxpar.seeds", "aten.rand", "prims.inductor")
 _UNORDERED = ("index_put", "index_add", "index_copy", "aten.scatter", "dense_backward")
 
+# Classes of light ops by name, as ``hardware.LIGHT`` has them; all else is a step.
+_CLASSES = {
+    "div": "root",
+    "reciprocal": "root",
+    "sqrt": "root",
+    "rsqrt": "root",
+    "exp": "exp",
+    "sigmoid": "exp",
+    "_softmax": "exp",
+    "_log_softmax": "exp",
+    "log": "log",
+    "log1p": "log",
+    "sin": "sin",
+    "cos": "sin",
+    "tanh": "tanh",
+    "erf": "erf",
+    "gelu": "erf",
+    "random": "draw",
+    "randint": "draw",
+    "inductor_random": "draw",
+}
+
 # A reduction to few rows takes a second kernel to add up, from so many columns on.
 _FEW, _MANY = 64, 8192
 
@@ -108,6 +130,14 @@ def flops_of(node: fx.Node) -> float:
     query, key = _attended(node)
     each = _ATTENTION["backward" in _name(target)]
     return each * math.prod(query.shape) * key.shape[-2]
+
+
+@cache
+def family_of(target: Any) -> str:
+    """Of what contracts: which peak it has, as ``Hardware.peak`` knows it."""
+    found = "attention" if "attention" in _name(target) else ""
+    found = "convolution" if "convolution" in _name(target) else found
+    return f"{found} backward" if found and "backward" in _name(target) else found
 
 
 def least_of(node: fx.Node) -> float:
@@ -223,6 +253,12 @@ def is_pointwise(node: fx.Node) -> bool:
         return False
     reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
     return not domain_of(node, reads).rows
+
+
+def light_class(node: fx.Node) -> str:
+    """What a light op does with each point, a class of ``hardware.LIGHT``."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return _CLASSES.get(getattr(packet, "__name__", ""), "step")
 
 
 def is_unordered(node: fx.Node) -> bool:

@@ -27,11 +27,13 @@ from fxpar.passes.arithmetic import (
     Domain,
     changes_operand,
     domain_of,
+    family_of,
     flops_of,
     is_light,
     is_unordered,
     is_view,
     least_of,
+    light_class,
     nbytes_of,
     tensors_in,
 )
@@ -210,6 +212,7 @@ class _Reader:
             floating = (dtype for dtype in dtypes if dtype.is_floating_point)
             launch.flops, launch.least = flops, least_of(node)
             launch.dtype = next(floating, torch.float32)
+            launch.family = family_of(node.target)
         return self._make(node, launch)
 
     def _alone_launch(self, node: fx.Node, kind: str) -> Launch:
@@ -274,6 +277,7 @@ class _Reader:
             self.growing[kernel] = None
         launch = kernel.launch
         launch.nodes.append(node)
+        launch.light[light_class(node)] += domain.points
         kernel.domain = kernel.domain.joined(domain)
         if not kernel.closed:
             launch.order = self.at
@@ -341,6 +345,7 @@ class _Reader:
         mine, theirs = home.launch, other.launch
         mine.nodes += theirs.nodes
         mine.makes += theirs.makes
+        mine.light += theirs.light
         home.domain = home.domain.joined(other.domain)
         for value, nbytes in other.seen.items():
             if value not in home.seen:

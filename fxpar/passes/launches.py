@@ -7,6 +7,7 @@ are collectives and waits, and where the backward of a joint graph begins.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +52,9 @@ class Launch:
     """A kernel ("fused", "contraction" or "alone"), a collective (its kind) or "wait".
 
     ``nodes``: what it computes. ``order``: its place. ``reads``: bytes of each buffer.
-    ``flops``, ``least``, ``dtype``: of a contraction. ``axes``, ``before``, ``after``:
-    of a collective, and bytes on this rank. ``of``: what a wait waits for.
+    ``flops``, ``least``, ``dtype``, ``family``: of a contraction. ``light``: operations
+    on elements, as ``Hardware.light`` counts. ``axes``, ``before``,
+    ``after``: of a collective, and bytes on this rank. ``of``: what a wait waits for.
     """
 
     kind: str
@@ -64,6 +66,8 @@ class Launch:
     flops: float = 0.0
     least: float = math.inf
     dtype: torch.dtype = torch.float32
+    family: str = ""
+    light: Counter[str] = field(default_factory=Counter)
     axes: tuple[str, ...] = ()
     before: int = 0
     after: int = 0

@@ -5,9 +5,11 @@ gives what takes time in it, for a ``Simulation`` of a search that changes one d
 after the other. Never runs and never changes the graph; linear in nodes.
 
 What is launched, and which ops are one kernel, says ``kernels``; when it runs, with the
-streams of PyTorch and NCCL, ``streams``. A kernel takes its launch and the larger of
-arithmetic and memory, as ``Hardware.seconds`` has it, a collective what
-``sharding.collectives`` says. The host is always ahead of the device. Memory is that of
+streams of PyTorch and NCCL, ``sharding.streams``. A kernel takes its launch and the
+larger of arithmetic and memory, as ``Hardware.seconds`` has it, a collective what
+``sharding.collectives`` says: of that the share ``Hardware.beside`` holds the kernels
+up, where it is called, and the rest runs beside them. The host is always ahead of the
+device. Memory is that of
 a caching allocator: it follows the order of launches, not time.
 """
 
@@ -23,11 +25,11 @@ from torch import fx
 
 from fxpar.passes.kernels import launches_of
 from fxpar.passes.launches import Launch, Launches
-from fxpar.passes.streams import Simulation, Task
 from fxpar.sharding import collectives
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
+from fxpar.sharding.streams import Simulation, Task
 
 __all__ = [
     "COMPUTE",
@@ -103,8 +105,8 @@ class Timeline:
 
     ``events``: in the order they are launched. ``compute_seconds``: kernels;
     ``communication_seconds``: collectives, wherever they run; ``exposed_seconds``: when
-    they run and no kernel does. ``backward``: when the backward of a joint graph
-    begins. ``memory``: (time, bytes) wherever that changes;
+    they run and no kernel does, or hold kernels up. ``backward``: when the backward of
+    a joint graph begins. ``memory``: (time, bytes) wherever that changes;
     ``held``: the largest tensors at its peak, largest first.
     """
 
@@ -161,23 +163,24 @@ def simulate(
     Raises PlanError on a collective it does not know or of a group that names no axes.
     """
     found = launches_of(graph, fused=fused)
-    tasks = _tasks(found, mesh, _machine(hardware, fused), tf32)
-    times = Simulation(tasks, compiled=False)
-    memory = _Memory(found, times, keep_inputs)
-    events = _events(found.launches, tasks, times)
+    work = _work(found, mesh, _machine(hardware, fused), tf32)
+    times = Simulation(work.tasks, compiled=False)
+    memory = _Memory(found, work, times, keep_inputs)
+    events = _events(found.launches, work, times)
     late = (i for i, launch in enumerate(found.launches) if launch.backward)
     first = next(late, None)
+    waited = sum(e.duration for e in events if e.of) + work.lost()
     return Timeline(
         events,
         times.seconds,
-        sum(t.seconds for t in tasks if not t.axes and t.of is None),
-        sum(t.seconds for t in tasks if t.axes),
-        sum(e.duration for e in events if e.of) + times.seconds - times.clock(-1),
+        sum(e.duration for e in events if not e.axes and e.of is None),
+        sum(e.duration for e in events if e.axes),
+        waited + times.seconds - times.clock(-1),
         _traffic(found.launches, mesh),
         tuple(memory.curve.items()),
         memory.peak,
         memory.held(),
-        None if first is None else times.starts[first],
+        None if first is None else times.starts[work.first[first]],
     )
 
 
@@ -191,45 +194,79 @@ def tasks_of(
 ) -> list[Task]:
     """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
     found = launches_of(graph, fused=fused)
-    return _tasks(found, mesh, _machine(hardware, fused), tf32)
+    return _work(found, mesh, _machine(hardware, fused), tf32).tasks
 
 
 def _machine(hardware: Hardware, fused: bool) -> Hardware:
     return hardware if fused else replace(hardware, launch=hardware.eager_launch)
 
 
-def _tasks(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> list[Task]:
+@dataclass(frozen=True)
+class _Work:
+    """``tasks`` of some launches. ``first``, ``last``: of each launch, indices of its
+    tasks, of which a collective may have two: what it takes from kernels, and the rest,
+    which runs beside them."""
+
+    tasks: list[Task]
+    first: list[int]
+    last: list[int]
+
+    def seconds(self, i: int) -> float:
+        """What launch i takes, waits left out."""
+        return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
+
+    def lost(self) -> float:
+        """What collectives take from kernels."""
+        pairs = zip(self.first, self.last, strict=True)
+        return sum(self.tasks[a].seconds for a, b in pairs if a != b)
+
+
+def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _Work:
     where = {launch: i for i, launch in enumerate(found.launches)}
-    out = []
+    work = _Work([], [], [])
     for launch in found.launches:
+        work.first.append(len(work.tasks))
         if launch.of is not None:
-            out.append(Task(launch.name, of=where[launch.of]))
+            work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
         elif launch.axes:
             curve = collectives.along(launch.kind, mesh, launch.axes)
-            out.append(Task(launch.name, curve.seconds(launch.before), launch.axes))
+            taken = curve.seconds(launch.before)
+            lost = taken * hardware.beside
+            if lost:
+                work.tasks.append(Task(f"{launch.name}_beside", lost))
+            work.tasks.append(Task(launch.name, taken - lost, launch.axes))
+        elif launch.kind == "fused":
+            taken = hardware.fused(launch.moved, launch.light)
+            work.tasks.append(Task(launch.name, taken))
         else:
             taken = hardware.seconds(
-                launch.moved, launch.flops, launch.least, launch.dtype, tf32=tf32
+                launch.moved,
+                launch.flops,
+                launch.least,
+                launch.dtype,
+                tf32=tf32,
+                family=launch.family,
             )
-            out.append(Task(launch.name, taken))
-    return out
+            work.tasks.append(Task(launch.name, taken))
+        work.last.append(len(work.tasks) - 1)
+    return work
 
 
 def _events(
-    launches: Sequence[Launch], tasks: Sequence[Task], times: Simulation
+    launches: Sequence[Launch], work: _Work, times: Simulation
 ) -> tuple[Event, ...]:
     lines = _Lines()
     out = []
     for i, launch in enumerate(launches):
         node = launch.nodes[-1]
-        start = times.starts[i]
+        start, end = times.starts[work.first[i]], times.ends[work.last[i]]
         out.append(
             Event(
                 launch.name,
                 launch.kind,
                 "+".join(launch.axes) or COMPUTE,
                 start,
-                tasks[i].seconds if launch.of is None else times.ends[i] - start,
+                work.seconds(i) if launch.of is None else end - start,
                 launch.axes,
                 max(launch.before, launch.after) if launch.axes else launch.moved,
                 launch.flops,
@@ -275,7 +312,9 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
 class _Memory:
     """What is in memory after each launch. ``curve``: time -> bytes."""
 
-    def __init__(self, found: Launches, times: Simulation, keep_inputs: bool) -> None:
+    def __init__(
+        self, found: Launches, work: _Work, times: Simulation, keep_inputs: bool
+    ) -> None:
         self.born = dict.fromkeys(found.inputs, -1)
         end = len(found.launches)
         self.dies = dict.fromkeys(found.inputs, end if keep_inputs else -1)
@@ -287,9 +326,9 @@ class _Memory:
             for buffer in launch.reads:
                 self.dies[buffer] = max(self.dies[buffer], until)
         self.dies.update(dict.fromkeys(found.outputs, end))
-        self._follow(found, times)
+        self._follow(found, work, times)
 
-    def _follow(self, found: Launches, times: Simulation) -> None:
+    def _follow(self, found: Launches, work: _Work, times: Simulation) -> None:
         freed: dict[int, int] = defaultdict(int)
         for buffer, i in self.dies.items():
             freed[i] += buffer.nbytes
@@ -304,10 +343,10 @@ class _Memory:
             if held > self.peak:
                 self.peak, self.at = held, i
             if made:
-                self.curve[times.clock(i - 1) if i else 0.0] = held
+                self.curve[times.clock(work.last[i - 1]) if i else 0.0] = held
             held -= gone
             if gone:
-                self.curve[times.clock(i)] = held
+                self.curve[times.clock(work.last[i])] = held
 
     def held(self) -> tuple[Held, ...]:
         """The largest tensors at the peak."""

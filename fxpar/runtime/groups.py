@@ -14,7 +14,7 @@ import socket
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import agree
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.search.meshes import read_auto
 from fxpar.sharding.spec import Spec
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,6 +42,7 @@ class _Life:
     group: weakref.ref[Any]
     names: dict[Any, str] = field(default_factory=dict)
     device_meshes: dict[Any, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None  # that FXPAR_MESH=auto means from now on
     devices_checked: bool = False
 
 
@@ -58,10 +60,12 @@ def _life() -> _Life:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank in the mesh, and the process groups of its axes."""
+    """This process's rank in the mesh, and the process groups of its axes. ``open``:
+    the mesh is to be chosen; until then it is one axis over all ranks."""
 
     mesh: Mesh
     rank: int
+    open: bool = False
 
     def group(self, axes: Sequence[str]) -> str:
         """Name of this rank's process group along ``axes``."""
@@ -87,9 +91,22 @@ def join(options: Options) -> Ranks:
     """
     size = ensure_process_group(options.mesh)
     mesh = resolve_mesh(options, size)
+    chooses = read_auto(options.mesh) is not None
+    if chooses and size > 1 and (chosen := _life().mesh) is not None:
+        return Ranks(chosen, dist.get_rank())
     if options.mesh is not None and hasattr(options.mesh, "mesh_dim_names"):
         _life().device_meshes[mesh.axes, options.mesh.device_type] = options.mesh
-    return Ranks(mesh, dist.get_rank() if size > 1 else 0)
+    return Ranks(mesh, dist.get_rank() if size > 1 else 0, chooses)
+
+
+def settle(ranks: Ranks, mesh: Mesh) -> Ranks:
+    """The ranks on the mesh that a plan chose. ``FXPAR_MESH=auto`` means that mesh from
+    now on: what is compiled later shares its groups and its parameters."""
+    mesh = Mesh(mesh.axes)
+    if ranks.mesh.size > 1:
+        life = _life()
+        life.mesh = life.mesh or mesh
+    return replace(ranks, mesh=mesh, open=False)
 
 
 def ensure_process_group(mesh: Any = None) -> int:
@@ -147,21 +164,24 @@ def _settle_at_exit() -> None:
 
 
 def resolve_mesh(options: Options, world_size: int) -> Mesh:
-    """The mesh that was asked for, by default one axis dp over all ranks.
+    """The mesh that was asked for, by default one axis dp over all ranks, as while it
+    is to be chosen.
 
     Raises MeshError if it cannot be read or has another number of ranks.
     """
-    asked = options.mesh
+    asked, auto = options.mesh, read_auto(options.mesh)
     if asked is None:
         return Mesh((("dp", world_size),))
-    if hasattr(asked, "mesh_dim_names"):
+    if auto:
+        mesh = Mesh((("dp", auto.ranks or world_size),))
+    elif hasattr(asked, "mesh_dim_names"):
         mesh = Mesh.from_device_mesh(asked)
     else:
         mesh = Mesh.parse(asked)
     if mesh.size != world_size:
         runs = "1 process runs" if world_size == 1 else f"{world_size} processes run"
         raise MeshError(
-            f"mesh {mesh} has {mesh.size} ranks, but {runs}",
+            f"mesh {asked if auto else mesh} has {mesh.size} ranks, but {runs}",
             fix=f"start {mesh.size} processes (on one host: torchrun --nproc-per-node "
             f"{mesh.size}), or choose a mesh of {world_size}, as FXPAR_MESH=dp="
             f"{world_size}",

@@ -27,9 +27,9 @@ from fxpar.passes import Request
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree
 from fxpar.runtime.boundary import part_of
-from fxpar.runtime.choose import plan_mode, planned
+from fxpar.runtime.choose import choices, plan_mode, planned
 from fxpar.runtime.draws import draw_as_one_device
-from fxpar.runtime.groups import Ranks, device_mesh_of, join
+from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.inputs import check_same
 from fxpar.runtime.modules import HOME, Home, Rest, adopt
 from fxpar.runtime.partials import complete_partials
@@ -42,6 +42,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input
 from fxpar.sharding.rest import at_rest
 from fxpar.sharding.search.find import Asked
+from fxpar.sharding.search.meshes import read_auto
 from fxpar.sharding.spec import Spec
 
 # A sample plan: parameter name -> the spec it is used in.
@@ -58,7 +59,8 @@ def shard(
 
     mesh: text, a Mesh or a DeviceMesh; by default FXPAR_MESH, or one axis over all
       ranks. sample: ``(args, kwargs)`` of a call, from which the planner finds how each
-      parameter is used. hints: as for ``fxpar.plan``, by default FXPAR_HINTS.
+      parameter is used, and of ``auto`` the mesh. hints: as for ``fxpar.plan``, by
+      default FXPAR_HINTS.
 
     Axes that hints, or the sample's plan, use for some parameter lie as these say, and
     nowhere else. Every other axis splits each parameter further, on a dim that no hint
@@ -76,7 +78,17 @@ def shard(
     if ranks.mesh.size == 1:
         return model
     table = load(hints if hints is not None else options.hints)
-    uses = {} if sample is None else _uses(model, ranks, sample, table, options)
+    uses: Uses = {}
+    if sample is not None:
+        ranks, uses = _uses(model, ranks, sample, table, options)
+    elif ranks.open:
+        raise MeshError(
+            "FXPAR_MESH=auto is not chosen yet, and fxpar.shard has no call to choose "
+            "it for",
+            fix="pass the arguments of one call: fxpar.shard(model, sample=(args, "
+            "kwargs)), or name the axes of the mesh",
+        )
+    settle(ranks, ranks.mesh)
     layout = _layout(model, ranks.mesh, table, uses, strict=hints is not None)
     check_same(
         [
@@ -191,14 +203,14 @@ def _optimizers() -> list[torch.optim.Optimizer]:
 def _same_mesh(mesh: Any) -> None:
     """Raise MeshError if a mesh is given that FXPAR_MESH contradicts."""
     named = os.environ.get(f"{PREFIX}MESH")
-    if mesh is None or not named:
+    if mesh is None or not named or mesh == named or read_auto(named):
         return
-    given = (
-        Mesh.from_device_mesh(mesh)
-        if hasattr(mesh, "mesh_dim_names")
-        else Mesh.parse(mesh)
-    )
-    if given.axes != Mesh.parse(named).axes:
+    given = mesh
+    if hasattr(mesh, "mesh_dim_names"):
+        given = Mesh.from_device_mesh(mesh)
+    elif not read_auto(mesh):
+        given = Mesh.parse(mesh)
+    if read_auto(mesh) or given.axes != Mesh.parse(named).axes:
         raise MeshError(
             f"fxpar.shard was given mesh {given}, FXPAR_MESH is {named}",
             fix="leave mesh= out, or unset FXPAR_MESH",
@@ -279,8 +291,9 @@ def _uses(
     sample: tuple[Sequence[Any], Mapping[str, Any]],
     table: Mapping[str, Entries],
     options: Options,
-) -> Uses:
-    """How the planner would use each parameter in the sample's call."""
+) -> tuple[Ranks, Uses]:
+    """The ranks, on a mesh that may be chosen here, and how the planner would use each
+    parameter in the sample's call."""
     if any(p.is_meta for p in model.parameters()):
         leaves, tree = _compat.tree_flatten(sample)
         sample = _compat.tree_unflatten(
@@ -297,19 +310,30 @@ def _uses(
     mode: str | Asked | Plan = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
-    request = Request(ranks.mesh, read_signature(module.graph, declare), table, mode)
+    request = Request(
+        ranks.mesh,
+        read_signature(module.graph, declare),
+        table,
+        mode,
+        meshes=choices(ranks.mesh, mode, local=options.inputs == "local")
+        if ranks.open
+        else (),
+    )
     name = "the sample's call"
     try:
         decision = planned(module.graph, fake_mode, request, ranks.rank, name).decision
     except Exception as error:
         agree.abort(str(error))
         raise
+    if ranks.open:
+        ranks = settle(ranks, decision.mesh)
     program = decision.program
-    return {
+    uses = {
         declared.name: decision.settled[v]
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "parameter"
     }
+    return ranks, uses
 
 
 def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
 from fxpar.sharding import conventions
@@ -33,7 +33,8 @@ from fxpar.sharding.strategies import choose
 @dataclass(frozen=True)
 class Decision:
     """What was decided about a Program. ``origins``: per value, why each axis.
-    ``found``: the search that decided, if one did."""
+    ``found``: the search that decided, if one did. ``reasons``: those of a saved plan,
+    which has no origins."""
 
     program: Program
     mesh: Mesh
@@ -43,6 +44,7 @@ class Decision:
     origins: tuple[Mapping[str, Origin], ...]
     notes: tuple[str, ...] = ()
     found: Found | None = None
+    reasons: tuple[tuple[str, str], ...] = ()
 
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
@@ -125,17 +127,31 @@ def searched(
     asked: Asked,
     *,
     keep_gathered: bool = False,
+    before: Found | None = None,
 ) -> Decision:
-    """The fastest plan that keeps the hints and fits in memory.
+    """The fastest plan that keeps the hints and fits in memory. ``before``: as for
+    ``find.search``.
 
     Raises HintError for hints that do not fit, PlanError if no plan does.
     """
+    if program.signature.batch:
+        program = _resting(program, decide(program, mesh, {}).edges.outputs)
     seeds: dict[int, list[Seed]] = {}
     for seed in _given(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
-    found = search(program, mesh, asked, seeds, keep_gathered=keep_gathered)
+    found = search(
+        program, mesh, asked, seeds, keep_gathered=keep_gathered, before=before
+    )
+    rests = {
+        v: f"{declared.name} at rest"
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v is not None and declared.rest is not None
+    }
     origins = [
-        {axis: Origin(_origin(seeds.get(v, ()), axis)) for axis in spec.axes}
+        {
+            axis: Origin(rests.get(v) or _origin(seeds.get(v, ()), axis))
+            for axis in spec.axes
+        }
         for v, spec in enumerate(found.settled)
     ]
     edges = connect(program, found.strategies, found.settled, found.mesh)
@@ -149,6 +165,17 @@ def searched(
         (str(found),),
         found,
     )
+
+
+def _resting(program: Program, rests: Sequence[Spec | None]) -> Program:
+    """The program whose outputs that may follow the batch rest as given: whether one
+    does is no matter of cost, since the user's code goes on with its local part."""
+    signature = program.signature
+    outputs = tuple(
+        replace(out, rest=rest) if out.lie == "batch" else out
+        for out, rest in zip(signature.outputs, rests, strict=True)
+    )
+    return replace(program, signature=replace(signature, outputs=outputs))
 
 
 def _origin(seeds: Sequence[Seed], axis: str) -> str:
@@ -249,7 +276,8 @@ def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
 
 
 def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
-    """Apply a saved plan to a program.
+    """Apply a saved plan to a program, with the links it was made with, since these
+    decide how reshards are lowered.
 
     Raises PlanError where the plan is for another mesh or another program.
     """
@@ -263,6 +291,9 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
             "the plan is for another program: its ops differ",
             fix="plan again: a plan fits the code, shapes and versions it was made for",
         )
+    if program.signature.batch:
+        program = _resting(program, _rests(program, plan))
+    mesh = replace(mesh, links=plan.mesh.links)
     strategies = [Strategy(node.factors, node.passes) for node in plan.nodes]
     settled = [Spec.whole(len(v.shape)) for v in program.values]
     known = dict(plan.values)
@@ -277,4 +308,18 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
         edges,
         tuple({} for _ in program.values),
         plan.notes,
+        reasons=plan.reasons,
     )
+
+
+def _rests(program: Program, plan: Plan) -> list[Spec | None]:
+    """Where a plan's outputs rest, in the order of the program's."""
+    outputs, gradients = iter(plan.outputs), dict(plan.gradients)
+    return [
+        None
+        if v is None
+        else next(outputs)
+        if out.kind == "output"
+        else gradients.get(out.name)
+        for out, v in zip(program.signature.outputs, program.outputs, strict=True)
+    ]

@@ -8,13 +8,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.decide import Decision, duration, route
 from fxpar.sharding.edges import Reshard
+from fxpar.sharding.footprint import footprint
+from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.owners import owners
-from fxpar.sharding.plan import Collective, NodePlan, Plan
+from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.program import Op, backward_ops, user_line
 from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.search.unequal import note
 from fxpar.sharding.spec import Spec
+
+# So many reshards a plan tells of, those that cost most.
+DEAREST = 5
 
 
 def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
@@ -51,9 +57,17 @@ def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
         nodes,
         collectives_of(decision, keep_gathered=keep_gathered),
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
-        tuple(_reasons(decision)),
-        decision.notes,
+        decision.reasons or tuple(_reasons(decision)),
+        _notes(decision),
+        memory=footprint(decision, keep_gathered=keep_gathered),
+        dearest=dearest(decision, keep_gathered=keep_gathered),
     )
+
+
+def _notes(decision: Decision) -> tuple[str, ...]:
+    """Those of the decision, which of a saved plan has said the last one too."""
+    said = note(decision.mesh)
+    return tuple(dict.fromkeys((*decision.notes, *([said] if said else []))))
 
 
 def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
@@ -73,14 +87,53 @@ def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
         str(op.rule),
         user_line(op.node),
         module,
+        op.operands,
     )
 
 
 def collectives_of(
     decision: Decision, *, keep_gathered: bool = False
 ) -> tuple[Collective, ...]:
-    """Every collective of the plan in program order of the reshards; parameters that
-    forward and backward gather stand twice, unless they are kept."""
+    """Every collective of the plan in program order of the reshards."""
+    return tuple(
+        collective
+        for reshard in reshards_of(decision, keep_gathered=keep_gathered)
+        for collective in _collectives(decision, reshard)
+    )
+
+
+def dearest(
+    decision: Decision, mesh: Mesh | None = None, *, keep_gathered: bool = False
+) -> tuple[Moved, ...]:
+    """What resharding costs most, those alike as one. ``mesh``: with the links to price
+    by; default: the decision's. Without links they are ranked by bytes."""
+    mesh = mesh or decision.mesh
+    known = any(link != Link() for link in mesh.links)
+    calls: dict[tuple[Spec, Spec, tuple[str, ...], str], tuple[int, int, float]] = {}
+    for reshard in reshards_of(decision, keep_gathered=keep_gathered):
+        sent = sum(c.bytes for c in _collectives(decision, reshard))
+        if not sent:
+            continue
+        value, way = decision.program.values[reshard.value], route(decision, reshard)
+        size = value.dtype.itemsize
+        taken = duration(way, reshard.source, mesh, value.shape, size) if known else 0.0
+        name, _, line = cause(decision, reshard).partition(" (")
+        steps = tuple(f"{step.kind} {step.names}" for step in way)
+        key = reshard.source, reshard.target, steps, line.removesuffix(")") or name
+        count, total, seconds = calls.get(key, (0, 0, 0.0))
+        calls[key] = count + 1, total + sent, seconds + taken
+    found = sorted(calls.items(), key=lambda item: (-item[1][2], -item[1][1]))
+    return tuple(
+        Moved(source, target, steps, count, total, seconds if known else None, line)
+        for (source, target, steps, line), (count, total, seconds) in found[:DEAREST]
+    )
+
+
+def reshards_of(
+    decision: Decision, *, keep_gathered: bool = False
+) -> tuple[Reshard, ...]:
+    """Every reshard of a step in program order; those of parameters that forward and
+    backward gather stand twice, unless they are kept."""
     reshards = decision.edges.reshards
     again = [] if keep_gathered else _again(decision)
     ordered = heapq.merge(
@@ -88,11 +141,7 @@ def collectives_of(
         sorted(again, key=lambda found: found[0]),
         key=lambda found: found[0],
     )
-    return tuple(
-        collective
-        for _, reshard in ordered
-        for collective in _collectives(decision, reshard)
-    )
+    return tuple(reshard for _, reshard in ordered)
 
 
 def _place(reshard: Reshard) -> float:
@@ -154,6 +203,8 @@ def _reasons(decision: Decision) -> list[tuple[str, str]]:
         if origins:
             lines = [_chain(decision, value.index, axis) for axis in origins]
             out.append((value.name, "\n".join(lines)))
+        elif decision.found is not None:
+            out.append((value.name, "  whole: search"))
     return out
 
 

@@ -1,191 +1,38 @@
 """What a machine can do: arithmetic, memory, launches, and the links of a mesh on it.
 
 In: a name (``lookup("h100")``), a file that ``python -m fxpar calibrate`` wrote, or the
-device that is here (``detect``). Out: a ``Hardware``: rates for a roofline, and
-``links(mesh)``, what serves each axis. All figures are per device, in seconds, bytes
-and floating point operations, and every one in ``BUILT_IN`` has its source beside it.
+device that is here (``detect``). Out: a ``Hardware`` (``rates``): rates for a roofline,
+and ``links(mesh)``, what serves each axis. All figures are per device, in seconds,
+bytes and floating point operations, and every one in ``BUILT_IN`` has its source beside
+it.
 Never measures anything (``runtime.calibrate`` does) and never chooses a plan.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fxpar.config import nearest
 from fxpar.errors import DeviceError, OptionError
-from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.rates import FORMAT, LIGHT, Hardware, Level, Measured, Peak
 
-FORMAT = "fxpar hardware 1"
+__all__ = [
+    "BUILT_IN",
+    "FORMAT",
+    "LIGHT",
+    "Hardware",
+    "Level",
+    "Measured",
+    "Peak",
+    "detect",
+    "load",
+    "lookup",
+]
 
 CALIBRATE = "measure it: python -m fxpar calibrate --out machine.json"
-
-
-@dataclass(frozen=True)
-class Peak:
-    """How fast contractions of one dtype run: ``rate`` of their size.
-
-    Each quantity saturates as in Hockney's r = r_inf n / (n + n_half): ``half_flops``
-    is the work at which starting up takes half the time, ``half_dim`` the smallest of
-    m, n, k at which half of a tile is idle. ``flops`` is the data sheet's figure and
-    ``efficiency`` what large contractions reach of it.
-    """
-
-    flops: float
-    efficiency: float = 1.0
-    half_flops: float = 0.0
-    half_dim: float = 0.0
-
-    def rate(self, flops: Any, least: Any = math.inf) -> Any:
-        """Flops/s of a contraction of ``flops`` and smallest dim ``least``; numbers or
-        arrays."""
-        full = 1 / ((1 + self.half_flops / flops) * (1 + self.half_dim / least))
-        return self.flops * self.efficiency * full
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One kind of collective on one level, where it differs from the level itself."""
-
-    overhead: float
-    latency: float
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of a network, e.g. NVLink in a node. ``devices``: how many it joins, 0
-    for any number. ``bandwidth``: bytes/s one device sends; if ``shared``, what all
-    devices of a unit (the level below) send together. ``latency``: seconds from rank to
-    rank. ``overhead``: seconds per collective. ``tree``: see ``mesh.Link``.
-    """
-
-    devices: int
-    bandwidth: float
-    latency: float
-    overhead: float = 0.0
-    shared: bool = False
-    tree: bool = False
-    kinds: tuple[tuple[str, Measured], ...] = ()
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """``bandwidth``, ``memory``: of the device memory, bytes/s that streaming reaches
-    and bytes. ``launch``: seconds for each kernel (on CPU: op or fused region) of a
-    compiled graph, ``eager_launch`` of one run op by op. ``levels``: the network,
-    innermost first. ``about``: where the figures are from.
-    """
-
-    name: str
-    peaks: tuple[tuple[str, Peak], ...]
-    bandwidth: float
-    memory: float
-    launch: float
-    eager_launch: float
-    levels: tuple[Level, ...]
-    about: str = ""
-
-    def peak(self, dtype: Any, *, tf32: bool = False) -> Peak:
-        """The peak of a torch dtype or its name; ``tf32``: float32 may run as such.
-
-        A dtype without matrix units here runs as the next wider one does.
-        """
-        peaks = dict(self.peaks)
-        name = str(dtype).removeprefix("torch.")
-        name = "float8" if name.startswith("float8") else name
-        name = "tf32" if tf32 and name == "float32" else name
-        while name not in peaks:
-            name = _INSTEAD.get(name, "float32")
-        return peaks[name]
-
-    def seconds(
-        self,
-        nbytes: float,
-        flops: float = 0.0,
-        least: float = math.inf,
-        dtype: Any = "float32",
-        *,
-        tf32: bool = False,
-    ) -> float:
-        """Seconds of one kernel that moves ``nbytes``: a roofline, launch included.
-
-        A contraction has ``flops`` and a smallest dim of ``least``.
-        """
-        work = 0.0
-        if flops:
-            work = flops / self.peak(dtype, tf32=tf32).rate(flops, least)
-        return self.launch + max(work, nbytes / self.bandwidth)
-
-    def links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """The link of every axis: that of the node where groups stay inside, else that
-        between nodes, of which every device has its share. Ranks are row-major, the
-        last axis fastest, and fill one node after the other.
-        """
-        out, stride = [], 1
-        for _, size in reversed(mesh.axes):
-            out.append(self._link(size, stride, mesh.size))
-            stride *= size
-        return tuple(reversed(out))
-
-    def on(self, mesh: Mesh) -> Mesh:
-        """The mesh with this hardware's links."""
-        return Mesh(mesh.axes, self.links(mesh))
-
-    def _link(self, size: int, stride: int, ranks: int) -> Link:
-        link, inside = None, 1
-        for i, level in enumerate(self.levels):
-            reach = _neighbours(size, stride, ranks, level.devices)
-            if level is self.levels[-1]:
-                reach = size
-            if link is None or reach > inside:
-                below = self.levels[i - 1].devices if level.shared and i else 1
-                link = _made(level, min(below, ranks), inside, link)
-                inside = reach
-            if inside == size:
-                break
-        assert link is not None, "hardware without levels"
-        return link
-
-    def save(self, path: str | Path) -> None:
-        """Write the file that ``lookup`` reads."""
-        data = {"format": FORMAT, **asdict(self)}
-        data["peaks"] = dict(data["peaks"])
-        data["levels"] = [
-            level | {"kinds": dict(level["kinds"])} for level in data["levels"]
-        ]
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
-
-
-_INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
-
-
-def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:
-    """How many ranks of a group, ``stride`` apart, share a unit of so many devices:
-    all of them, or the largest number that every unit has alike."""
-    if not devices or ranks <= devices or devices % (stride * size) == 0:
-        return size
-    return math.gcd(size, devices // stride) if devices % stride == 0 else 1
-
-
-def _made(level: Level, sharing: int, inside: int, inner: Link | None) -> Link:
-    kinds = tuple(
-        (kind, Link(m.bandwidth / sharing, m.latency, m.overhead, level.tree))
-        for kind, m in level.kinds
-    )
-    return Link(
-        level.bandwidth / sharing,
-        level.latency,
-        level.overhead,
-        level.tree,
-        inside if inner else 1,
-        inner if inside > 1 else None,
-        kinds,
-    )
 
 
 def load(path: str | Path) -> Hardware:
@@ -196,6 +43,8 @@ def load(path: str | Path) -> Hardware:
             raise ValueError(f"its format is not {FORMAT!r}")
         data["peaks"] = tuple((k, Peak(**v)) for k, v in data["peaks"].items())
         data["levels"] = tuple(_level(entry) for entry in data["levels"])
+        data["light"] = tuple((k, rate) for k, rate in data.get("light", ()))
+        data["near"] = tuple((n, rate) for n, rate in data.get("near", ()))
         if not data["levels"] or "float32" not in dict(data["peaks"]):
             raise ValueError("it needs a level and a peak of float32")
         return Hardware(**data)

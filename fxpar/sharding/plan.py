@@ -7,15 +7,16 @@ writes them down as a Plan.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fxpar.errors import PlanError
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.spec import Spec
 
 FORMAT = 1
@@ -37,7 +38,9 @@ class Collective:
 class NodePlan:
     """One op: its strategy, the specs it reads, makes, and its results settle in.
 
-    ``module``: as ``owners`` writes it, ``forward/layers.0.mlp``; None if unknown."""
+    ``module``: as ``owners`` writes it, ``forward/layers.0.mlp``; None if unknown.
+    ``reads``: the value each operand is, as its place in ``Plan.values``; empty if
+    unknown."""
 
     name: str
     op: str
@@ -51,10 +54,27 @@ class NodePlan:
     rule: str
     line: str | None = None
     module: str | None = None
+    reads: tuple[int, ...] = ()
 
 
-# Of a NodePlan, what the program does not depend on.
-_ASIDE = ("line", "module")
+# Of a NodePlan, what ``hash`` leaves out: what the ranks run does not depend on it, or
+# it is in the program.
+_ASIDE = ("line", "module", "reads")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Reshards that one line of the user's causes, alike: from one spec to another, by
+    the same steps. ``steps``: such as ("all_gather dp",). ``bytes``: of all ``calls``,
+    each as in ``Collective``. ``seconds``: None if no hardware is known."""
+
+    source: Spec
+    target: Spec
+    steps: tuple[str, ...]
+    calls: int
+    bytes: int
+    seconds: float | None
+    line: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,9 @@ class Plan:
 
     ``inputs``/``outputs``: specs of the user's tensor arguments and results.
     ``parameters``/``gradients``: specs by name. ``values``: spec of every named value.
-    ``unknown``: ops without a rule, whose operands were made whole.
+    ``unknown``: ops without a rule, whose operands were made whole. ``memory``: (kind,
+    bytes of a rank) when it holds most, as ``footprint`` has it. ``dearest``: what
+    resharding costs most.
     """
 
     mesh: Mesh
@@ -78,6 +100,8 @@ class Plan:
     reasons: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+    memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    dearest: tuple[Moved, ...] = field(default=(), compare=False)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -109,14 +133,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; timings, reasons, modules and source lines are left out: they may
         differ between runs of the same plan."""
-
-        def plain(x: Any) -> Any:
-            if isinstance(x, Spec):
-                return str(x)
-            if isinstance(x, (list, tuple)):
-                return [plain(y) for y in x]
-            return x
-
+        plain = _plain
         nodes = [
             {k: plain(v) for k, v in asdict_shallow(node).items() if k not in _ASIDE}
             for node in self.nodes
@@ -137,15 +154,25 @@ class Plan:
             ],
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write as JSON, with reasons and source lines beside what ``hash`` covers."""
+    def to_record(self) -> dict[str, Any]:
+        """JSON-ready: ``to_dict`` with what ``hash`` does not cover: links, reasons,
+        notes, source lines and modules."""
         data = self.to_dict()
+        if any(link != Link() for link in self.mesh.links):
+            data["links"] = [asdict(link) for link in self.mesh.links]
         data["reasons"] = list(self.reasons)
         data["notes"] = list(self.notes)
         data["sources"] = [c.source for c in self.collectives]
         data["lines"] = [node.line for node in self.nodes]
         data["modules"] = [node.module for node in self.nodes]
-        Path(path).write_text(json.dumps(data, indent=1))
+        data["reads"] = [node.reads for node in self.nodes]
+        data["memory"] = list(self.memory)
+        data["dearest"] = [_plain(asdict_shallow(moved)) for moved in self.dearest]
+        return data
+
+    def save(self, path: str | Path) -> None:
+        """Write ``to_record`` as JSON."""
+        Path(path).write_text(json.dumps(self.to_record(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -163,7 +190,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of ``to_dict`` (and of what ``save`` adds)."""
+        """Inverse of ``to_record``, and of ``to_dict``, which is without links."""
 
         def specs(texts: Sequence[str]) -> tuple[Spec, ...]:
             return tuple(Spec.parse(text) for text in texts)
@@ -173,6 +200,7 @@ class Plan:
 
         lines = data.get("lines") or [None] * len(data["nodes"])
         modules = data.get("modules") or [None] * len(data["nodes"])
+        reads = data.get("reads") or [()] * len(data["nodes"])
         nodes = tuple(
             NodePlan(
                 name=n["name"],
@@ -187,16 +215,22 @@ class Plan:
                 rule=n["rule"],
                 line=line,
                 module=module,
+                reads=tuple(read),
             )
-            for n, line, module in zip(data["nodes"], lines, modules, strict=True)
+            for n, line, module, read in zip(
+                data["nodes"], lines, modules, reads, strict=True
+            )
         )
         sources = data.get("sources") or [""] * len(data["collectives"])
         collectives = tuple(
             Collective(c["kind"], tuple(c["axes"]), c["bytes"], source)
             for c, source in zip(data["collectives"], sources, strict=True)
         )
+        mesh = Mesh.parse(data["mesh"])
+        if "links" in data:
+            mesh = replace(mesh, links=tuple(map(_link, data["links"])))
         return cls(
-            Mesh.parse(data["mesh"]),
+            mesh,
             specs(data["inputs"]),
             specs(data["outputs"]),
             named(data["parameters"]),
@@ -207,16 +241,25 @@ class Plan:
             tuple(data["unknown"]),
             tuple((name, text) for name, text in data.get("reasons", ())),
             tuple(data.get("notes", ())),
+            memory=tuple((kind, size) for kind, size in data.get("memory", ())),
+            dearest=tuple(map(_moved, data.get("dearest", ()))),
         )
 
     def diff(self, other: Plan) -> str:
-        """What differs from another plan, one line per value; empty if nothing."""
+        """What differs from another plan: specs, one line per value, then what a rank
+        communicates and holds; empty if nothing."""
         mine, theirs = dict(self.values), dict(other.values)
-        lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} | {other.mesh}"]
+        meshes = str(self.mesh), str(other.mesh)
+        lines = [] if meshes[0] == meshes[1] else [f"mesh: {' | '.join(meshes)}"]
         for name in dict.fromkeys([*mine, *theirs]):
             a, b = mine.get(name), theirs.get(name)
             if a != b:
                 lines.append(f"{name}: {a} | {b}")
+        lines += [
+            f"{what}: {before:,} | {after:,} bytes"
+            for what, before, after in _compared(self, other)
+            if before != after
+        ]
         return "\n".join(lines)
 
     def summary(self) -> str:
@@ -235,6 +278,45 @@ class Plan:
         from fxpar.explain.text import plan_text
 
         return plan_text(self)
+
+
+def _compared(one: Plan, other: Plan) -> Iterator[tuple[str, int, int]]:
+    """(what, bytes of one plan, of the other): collectives by kind and axes, memory by
+    kind, where both are known."""
+    sent: list[dict[str, int]] = [{}, {}]
+    for plan, sums in zip((one, other), sent, strict=True):
+        for c in plan.collectives:
+            what = f"{c.kind} {'+'.join(c.axes)}"
+            sums[what] = sums.get(what, 0) + c.bytes
+    held = [dict(one.memory), dict(other.memory)] if one.memory and other.memory else []
+    for pair in (sent, held):
+        for what in dict.fromkeys(itertools.chain(*pair)):
+            a, b = (sums.get(what, 0) for sums in pair)
+            yield what, a, b
+
+
+def _plain(x: Any) -> Any:
+    """Ready for JSON: specs as text."""
+    if isinstance(x, Spec):
+        return str(x)
+    if isinstance(x, dict):
+        return {key: _plain(y) for key, y in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_plain(y) for y in x]
+    return x
+
+
+def _moved(data: Mapping[str, Any]) -> Moved:
+    """Inverse of ``_plain`` on what a Moved holds."""
+    specs = {key: Spec.parse(data[key]) for key in ("source", "target")}
+    return Moved(**{**data, **specs, "steps": tuple(data["steps"])})
+
+
+def _link(data: Mapping[str, Any]) -> Link:
+    """Inverse of ``asdict`` on a link."""
+    inner = data["inner"] and _link(data["inner"])
+    kinds = tuple((kind, _link(own)) for kind, own in data["kinds"])
+    return Link(**{**data, "inner": inner, "kinds": kinds})
 
 
 def asdict_shallow(record: Any) -> dict[str, Any]:

@@ -343,10 +343,15 @@ def is_view(op: Op) -> bool:
 
 
 def contracts(op: Op) -> bool:
-    """Whether two operands share a factor that is summed over."""
-    n = len(op.operands)
+    """Whether two operands share a factor that is summed over. Indices and masks are
+    no factors of a product: what adds at indices multiplies nothing."""
+    floating = {
+        i
+        for i, node in enumerate(tensor_nodes(op.node))
+        if node.meta["val"].dtype.is_floating_point
+    }
     return any(
-        sum(i < n for i in op.rule.where[f]) > 1
+        len(floating.intersection(op.rule.where[f])) > 1
         for f in op.rule.contracted
         if f in op.rule.where
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -157,8 +158,29 @@ def test_an_op_reads_the_values_it_reads(plans: dict[str, Plan]) -> None:
     assert texts(data, first[3][1::2]) == ["[dp, tp]", "[tp, _]"]
     assert data["texts"][data["values"][first[4][0]][4]].endswith("partial(sum: tp)")
     assert len(rows["max_1"][4]) == 2, "values and places"
-    loaded = page_data(plans["loaded"])
-    assert not any(value >= 0 for row in loaded["rows"] for value in row[3][::2])
+
+
+def test_a_loaded_plan_says_which_values_an_op_reads(plans: dict[str, Plan]) -> None:
+    """And a file written before it did so is shown without."""
+    traced, loaded = page_data(plans["model"]), page_data(plans["loaded"])
+
+    def reads(data: dict) -> dict[str, list[str]]:
+        names = texts(data, [value[0] for value in data["values"]])
+        return {
+            data["texts"][row[0]]: [names[v] if v >= 0 else "?" for v in row[3][::2]]
+            for row in data["rows"]
+        }
+
+    found, known = reads(loaded), reads(traced)
+    ops = [node.name for node in plans["model"].nodes]
+    assert "?" not in itertools.chain(*(known[name] for name in ops))
+    assert [found[name] for name in ops] == [known[name] for name in ops]
+    data = plans["model"].to_record()
+    del data["reads"]
+    old = Plan.from_dict(data)
+    assert old.hash == plans["model"].hash
+    shown = reads(page_data(old))
+    assert {value for name in ops for value in shown[name]} == {"?"}
 
 
 def test_unknown_ops_and_notes_are_told(plans: dict[str, Plan]) -> None:

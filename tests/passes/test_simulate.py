@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import fxpar
 from fxpar._compat import new_fake_mode
 from fxpar.errors import PlanError
-from fxpar.passes import Request, parallelize
+from fxpar.passes import Request, arithmetic, parallelize
 from fxpar.passes.builder import Builder
 from fxpar.passes.kernels import launches_of
 from fxpar.passes.phases import as_run
@@ -32,7 +32,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate import Simulation, Task, Timeline, simulate, tasks_of
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import Call
-from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
+from fxpar.sharding.hardware import LIGHT, Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import asdict_shallow
 from fxpar.sharding.program import Output
@@ -913,11 +913,11 @@ def by_events(tasks: list[Task]) -> list[tuple[float, float]]:
         if task.of is not None:
             spans.append((ready, max(ready, spans[task.of][1])))
             continue
-        if task.axes:
+        if task.axes and task.seconds:
             mine = {axis.split(":")[0] for axis in task.axes}
             for j in range(i):
                 theirs = {axis.split(":")[0] for axis in tasks[j].axes}
-                if mine & theirs:
+                if mine & theirs and tasks[j].seconds:
                     ready = max(ready, spans[j][1])
         spans.append((ready, ready + task.seconds))
     return spans
@@ -971,6 +971,51 @@ def test_waits_have_no_duration_to_change():
     with pytest.raises(IndexError):
         simulation.change({2: 2.0})
     assert Simulation([]).seconds == 0.0
+
+
+def test_kernels_of_light_ops_count_what_they_do():
+    s = Sketch()
+    x = s.input(100, 30)
+    drawn = s(
+        ours.random, [100, 30], s.input(dtype=torch.int64), "rand", [100, 30], [0, 0]
+    )
+    y = s(aten.mul.Tensor, s(aten.exp, s(aten.mul.Tensor, x, 2.0)), drawn)
+    rates = (("step", 1e2), ("exp", 1e1), ("draw", 1e0))
+    out = s.run(
+        s(aten.sum.dim_IntList, y, [1]), hardware=machine(launch=0.0, light=rates)
+    )
+    # Two products and a sum of 3000 elements, an exponential and a draw of each.
+    assert out.compute_seconds == pytest.approx(3 * 30 + 300 + 3000)
+    s = Sketch()
+    found = s(aten.erf, s(aten.div.Tensor, s.input(8), s.input(8)))
+    rates = (("root", 1.0), ("erf", 0.5))
+    out = s.run(found, hardware=machine(launch=0.0, light=rates))
+    assert out.compute_seconds == pytest.approx(8 + 16)
+    assert set(arithmetic._CLASSES.values()) < set(LIGHT)
+
+
+@pytest.mark.parametrize("beside", [0.0, 0.25, 1.0])
+def test_collectives_may_hold_kernels_up(beside):
+    """Of D seconds beside C of kernels, a share of D is lost, the rest is hidden."""
+    hardware = machine(beside=beside, launch=0.0, bandwidth=1e7)
+    lines = []
+    for n in (1, 3000):
+        s = Sketch()
+        x, y = s.input(1000, 1000), s.input(n, n)
+        sent = s.reduce(x)
+        made = s(aten.neg, y)
+        lines.append(s.run(s.wait(sent), made, hardware=hardware))
+    for line in lines:
+        sent = line.communication_seconds
+        assert sent == pytest.approx(4e6 * SEND)
+        kernels, rest = line.compute_seconds, (1 - beside) * sent
+        assert line.seconds == pytest.approx(beside * sent + max(kernels, rest))
+        assert line.exposed_seconds == pytest.approx(line.seconds - kernels)
+        by_kind = {event.kind: event for event in line.events}
+        assert by_kind["all_reduce"].duration == pytest.approx(sent)
+        assert by_kind["all_reduce"].start == 0.0
+        assert by_kind["fused"].start == pytest.approx(beside * sent)
+    assert lines[0].compute_seconds < 1e-3 and lines[1].compute_seconds > 4.0
 
 
 def test_tasks_of_a_graph_are_what_simulate_times():

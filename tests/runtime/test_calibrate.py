@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import fxpar
 from fxpar.__main__ import main
+from fxpar.config import Options
 from fxpar.errors import MeshError
-from fxpar.runtime import calibrate, fit
+from fxpar.passes import arithmetic
+from fxpar.runtime import calibrate, fit, groups, probe_links, probes
 from fxpar.sharding import collectives
 from fxpar.sharding.hardware import Hardware, Peak, lookup
 from fxpar.sharding.mesh import Link, Mesh
@@ -75,10 +80,10 @@ def test_one_outlier_does_not_decide() -> None:
 
 def test_groups_are_inside_nodes_or_between_them() -> None:
     mesh = Mesh.parse("node=2,device=4")
-    assert not calibrate._crosses(mesh, ["device"], 4)
-    assert calibrate._crosses(mesh, ["node"], 4)
+    assert not probe_links._crosses(mesh, ["device"], 4)
+    assert probe_links._crosses(mesh, ["node"], 4)
     with pytest.raises(MeshError, match="node\\+device lie partly") as error:
-        calibrate._crosses(mesh, ["node", "device"], 4)
+        probe_links._crosses(mesh, ["node", "device"], 4)
     assert "node=2,device=4" in (error.value.fix or "")
 
 
@@ -98,6 +103,8 @@ def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
     for _, own in level.kinds:
         assert 1e6 < own.bandwidth < 1e12 and 1e-7 < own.latency < 1
     assert 1e8 < first.bandwidth < 1e13 and 1e-8 < first.launch < 1e-2
+    (near,) = first.near
+    assert near[0] == pytest.approx(1 << 19, rel=1e-3) and near[1] > first.bandwidth
     assert 1e8 < first.peak("float32").rate(1e9, 1e3) < 1e14
     assert "2 ranks on mesh dp=2" in first.about
     first.save(tmp_path / "it.json")
@@ -129,11 +136,11 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
         return seen[-1]
 
     x = torch.tensor([1.0, 2.0]) * (me + 1)
-    calibrate._C10D = _Recording(record)
+    probe_links._C10D = _Recording(record)
     try:
-        calibrate._RUN[kind](x, 2, _compat.default_group().group_name, me)
+        probe_links._RUN[kind](x, 2, _compat.default_group().group_name, me)
     finally:
-        calibrate._C10D = torch.ops._c10d_functional
+        probe_links._C10D = torch.ops._c10d_functional
     return x.tolist(), seen[0].tolist()
 
 
@@ -160,6 +167,78 @@ class _Recording:
 def test_what_is_timed_is_the_collective(kind: str, results: list) -> None:
     outcomes = shared_pool(4).run(moved, kind, ranks=2)
     assert [out for _, out in outcomes] == results
+
+
+def probe(mesh: str = "dp=1", **suite: object) -> probes.Probe:
+    """A probe of the quick suite, but for ``suite``."""
+    ranks = groups.join(Options(mesh=mesh))
+    made = dataclasses.replace(probes._SUITES["quick"], **suite)
+
+    class Some(probes.Probe):
+        suite = made
+
+    return Some(torch.device("cpu"), ranks, time.monotonic() + 60, False)
+
+
+def test_families_are_measured_forward_and_backward() -> None:
+    some = probe(
+        convolved=((1, 2, 4, 8, 3), (2, 4, 4, 8, 3), (2, 4, 8, 8, 1)),
+        attended=((1, 2, 8, 4), (2, 2, 16, 8), (2, 2, 32, 8)),
+        families=("float32",),
+    )
+    found = dict(probes.families(some))
+    assert list(found) == [
+        "float32 convolution",
+        "float32 convolution backward",
+        "float32 attention",
+        "float32 attention backward",
+    ]
+    assert all(1e6 < peak.rate(1e5, 8.0) < 1e13 for peak in found.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(probes._convolved, (2, 3, 4, 8, 3)), (probes._attended, (2, 3, 16, 8))],
+)
+def test_flops_are_those_of_a_local_graph(make, shape) -> None:
+    """What calibration divides by is what a simulation multiplies with."""
+    operands, op, flops, late_flops, least = make(
+        torch.device("cpu"), torch.float32, *shape
+    )
+    graph = fxpar.plan(op, *operands, mesh="dp=1", grad=True).result.local
+    counted = [
+        (arithmetic.flops_of(n), arithmetic.least_of(n), arithmetic.family_of(n.target))
+        for n in graph.nodes
+        if n.op == "call_function" and arithmetic.contracts(n.target)
+    ]
+    name = "attention" if make is probes._attended else "convolution"
+    assert counted == [(flops, least, name), (late_flops, least, f"{name} backward")]
+
+
+def test_ranks_that_take_turns_are_timed_together(monkeypatch) -> None:
+    """What counts is when the last rank is done, not what each takes by itself."""
+    some, clock = probe(), [0.0]
+    monkeypatch.setattr(probes.time, "perf_counter", lambda: clock[0])
+
+    def other_rank() -> None:
+        clock[0] += 1.0
+
+    monkeypatch.setattr(probes.Probe, "_meet", lambda self: other_rank())
+    assert some._time(lambda: None, 1) == 0.0
+    assert some._time(lambda: None, 1, meet=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("together", "lost"), [(3.0, 0.0), (4.0, 0.5), (5.0, 1.0), (7.0, 1.0), (2.9, 0.0)]
+)
+def test_what_a_collective_takes_from_kernels(monkeypatch, together, lost) -> None:
+    some = probe("dp=1")
+    times = iter([0.02, 3.0, 2.0, together])  # a product, the collective, work, both
+    monkeypatch.setattr(probes.Probe, "median", lambda self, fn: next(times))
+    monkeypatch.setattr(probe_links, "local_ranks", lambda size: size)
+    ranks = types.SimpleNamespace(mesh=Mesh.parse("dp=2"), group=lambda axes: "g")
+    found = probe_links.beside(dataclasses.replace(some, ranks=ranks))
+    assert found == pytest.approx(lost)
 
 
 def test_out_of_time_the_built_in_figures_stay(tmp_path: Path, capsys) -> None:

@@ -43,6 +43,44 @@ def test_a_kernel_is_bound_by_launch_memory_or_arithmetic() -> None:
     assert h100.seconds(1e12, flops, 8192, "bfloat16") > 0.3
 
 
+def test_what_caches_hold_moves_faster() -> None:
+    near = ((1e4, 1e11), (1e6, 4e10))
+    some = dataclasses.replace(lookup("cpu"), bandwidth=1e10, near=near)
+    assert some.streaming(10.0) == pytest.approx(10 / 1e11)
+    assert some.streaming(1e4) == pytest.approx(1e4 / 1e11)
+    assert some.streaming(1e5) == pytest.approx(1e5 / (4e21**0.5))
+    assert some.streaming(1e6) == pytest.approx(1e6 / 4e10)
+    assert some.streaming(2e6) == pytest.approx(2e6 / 2e10)
+    assert some.streaming(1e9) == pytest.approx(1e9 / 1e10)
+    times = [some.streaming(n) for n in np.logspace(0, 10, 200)]
+    assert (np.diff(times) > 0).all() and some.streaming(0) == 0.0
+    assert some.seconds(1e5) == some.launch + some.streaming(1e5)
+    assert some.at_speed(2.0).streaming(1e5) == pytest.approx(some.streaming(1e5) / 2)
+
+
+def test_light_ops_may_take_longer_than_memory() -> None:
+    cpu = dataclasses.replace(lookup("cpu"), light=())
+    assert cpu.fused(1e6, {"exp": 1e9}) == cpu.launch + cpu.streaming(1e6)
+    some = dataclasses.replace(cpu, light=(("step", 1e10), ("exp", 1e9)))
+    counts = {"exp": 1e6, "step": 2e6, "draw": 1e6}
+    assert some.fused(0, counts) == pytest.approx(cpu.launch + 1.2e-3)
+    assert some.fused(1e9, counts) == pytest.approx(cpu.launch + some.streaming(1e9))
+    twice = some.at_speed(2.0).fused(0, counts)
+    assert twice == pytest.approx(cpu.launch + 0.6e-3)
+
+
+def test_families_of_ops_may_have_their_own_peak() -> None:
+    h100 = lookup("h100")
+    assert h100.peak("bfloat16", family="attention") == h100.peak("bfloat16")
+    own = (*h100.peaks, ("bfloat16 attention", Peak(4e14)))
+    some = dataclasses.replace(h100, peaks=own)
+    assert some.peak("bfloat16", family="attention").flops == 4e14
+    assert some.peak("float8_e5m2", family="attention").flops == 1978.9e12
+    assert some.peak("bfloat16", family="attention backward") == h100.peak("bfloat16")
+    work = some.seconds(0, 4e14, family="attention", dtype="bfloat16")
+    assert work == pytest.approx(1.0, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "flops"),
     [
@@ -125,7 +163,14 @@ def test_links_are_hashed_cheaply_and_compared_fully() -> None:
 def test_files_round_trip(built_in: Hardware, tmp_path: Path) -> None:
     kinds = (("all_reduce", Measured(1e-5, 1e-6, 1e9)),)
     levels = (dataclasses.replace(built_in.levels[0], kinds=kinds),)
-    for written in (built_in, dataclasses.replace(built_in, levels=levels)):
+    changed = dataclasses.replace(
+        built_in,
+        levels=levels,
+        near=((1e4, 1e11),),
+        beside=0.5,
+        light=(("exp", 1e9),),
+    )
+    for written in (built_in, changed):
         written.save(tmp_path / "it.json")
         read = lookup(str(tmp_path / "it.json"))
         assert read == written and hash(read) == hash(written)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import fxpar
+from fxpar.sharding.factors import Strategy, operand_spec
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.rest import at_rest
+from fxpar.sharding.rest import at_rest, derived, gather_before_views, resting
+from fxpar.sharding.spec import Spec
 
 DP = Mesh.parse("dp=4")
 TP = Mesh.parse("tp=4")
@@ -105,3 +112,72 @@ def test_any_shape_on_any_mesh_gets_an_even_spec_and_keeps_what_is_decided() -> 
             assert hinted.dims[-1][:1] == (first,)
             shut = at_rest(shape, mesh, dims, [True] * len(shape))
             assert shut.dims == tuple(dims)
+
+
+# Views of parameters
+
+WHOLE, ROWS = Spec(None, None), Spec("dp", None)
+
+
+def gathered(
+    fn: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+) -> tuple[list[str], list[Spec], list[Spec]]:
+    """``fn`` of a parameter [dp] of 32 elements, each op split on its first dim and
+    read whole in the end, then ``gather_before_views``: ops, where they settle, what
+    they read."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, *fn(self.w)])
+
+    mesh = Mesh.parse("dp=2")
+    plan = fxpar.plan(Model(), torch.randn(4, 8), mesh=mesh, mode="replicate")
+    program = plan.result.decision.program
+    inputs = tuple(
+        replace(i, rest=Spec("dp")) if i.kind == "parameter" else i
+        for i in program.signature.inputs
+    )
+    program = replace(program, signature=replace(program.signature, inputs=inputs))
+    ours = derived(program, resting(program))
+    *ops, last = program.ops
+    assert all(ours.issuperset(op.results) for op in ops), "the last op reads x"
+    settled = [Spec.whole(len(value.shape)) for value in program.values]
+    for v in ours:
+        settled[v] = Spec("dp", *settled[v].dims[1:])
+    strategies = [Strategy(((op.rule.results[0][0][0], ("dp",)),)) for op in ops]
+    strategies.append(Strategy())
+    gather_before_views(program, strategies, settled, mesh)
+    assert strategies[-1] == Strategy(), "what reads x is left alone"
+    return (
+        [str(op.target).split(".")[1] for op in ops],
+        [settled[op.results[0]] for op in ops],
+        [operand_spec(op.rule, strategies[op.index], 0) for op in ops],
+    )
+
+
+def test_what_is_only_seen_in_another_shape_is_gathered_as_it_is_stored() -> None:
+    assert gathered(lambda w: [w.view(4, 8)]) == (["view"], [WHOLE], [Spec(None)])
+    ops, settled, reads = gathered(lambda w: [w.view(8, 4).permute(1, 0)])
+    assert ops == ["view", "permute"]
+    assert settled == [WHOLE, WHOLE] and reads == [Spec(None), WHOLE]
+
+
+def test_a_cast_between_views_comes_before_its_gather() -> None:
+    """Each rank casts its part; what is gathered is what the cast gave."""
+    ops, settled, reads = gathered(
+        lambda w: [w.view(8, 4).to(torch.float64).permute(1, 0)]
+    )
+    assert ops[0] == "view" and ops[2] == "permute" and len(ops) == 3
+    assert settled == [ROWS, ROWS, WHOLE]
+    assert reads == [Spec("dp"), ROWS, WHOLE]
+
+
+def test_a_view_that_is_read_in_two_ways_stays_as_it_is() -> None:
+    """One reader needs it whole, the other as it rests."""
+    ops, settled, reads = gathered(lambda w: [v := w.view(4, 8), v.exp()])
+    assert ops == ["view", "exp"]
+    assert settled == [ROWS, ROWS] and reads == [Spec("dp"), ROWS]

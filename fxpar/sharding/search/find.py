@@ -7,6 +7,7 @@ one rank searches and tells the others. Changes nothing and runs nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +19,8 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate import Seed
 from fxpar.sharding.search import transitions
-from fxpar.sharding.search.formulate import (
-    Facts,
-    Formulation,
-    decode,
-    formulate,
-)
+from fxpar.sharding.search.decode import decode
+from fxpar.sharding.search.formulate import Facts, Formulation, formulate
 from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
 from fxpar.sharding.solver.problem import tie
@@ -34,11 +31,13 @@ from fxpar.sharding.spec import Spec
 @dataclass(frozen=True)
 class Asked:
     """``hardware``: what costs are for. ``seconds``: how long to solve at most.
-    ``memory``: bytes of one rank; None takes the hardware's."""
+    ``memory``: bytes of one rank; None takes the hardware's. ``enough``: a step that
+    is proved to take so many seconds is searched no further."""
 
     hardware: Hardware
     seconds: float = 20.0
     memory: float | None = None
+    enough: float = math.inf
 
     @property
     def budget(self) -> float:
@@ -56,10 +55,22 @@ class Found:
     formulation: Formulation
     solution: Solution
     built: float  # seconds that formulating took
+    took: float = 0.0  # seconds that solving took, on all meshes it was chosen of
+    rivals: float = math.inf  # seconds of a step that no other such mesh can beat
 
     @property
     def predicted(self) -> float:
         return self.solution.cost + self.formulation.launches
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a step that no plan on this mesh can beat."""
+        return self.solution.bound + self.formulation.launches
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether a longer search on this mesh has nothing to find."""
+        return self.solution.gap <= _CLOSE
 
     def __str__(self) -> str:
         found, problem = self.solution, self.formulation.problem
@@ -78,8 +89,10 @@ def search(
     seeds: Mapping[int, Sequence[Seed]],
     *,
     keep_gathered: bool = False,
+    before: Found | None = None,
 ) -> Found:
-    """The fastest plan that fits. Raises PlanError if none does, naming the largest
+    """The fastest plan that fits. ``before``: a shorter search of the same, whose
+    priced problem is solved again. Raises PlanError if no plan fits, naming the largest
     tensors and what would be needed."""
     begun = time.perf_counter()
     if sum(size > 1 for _, size in mesh.axes) > transitions.MOST:
@@ -89,46 +102,50 @@ def search(
             fix="join axes of the mesh, or set FXPAR_PLAN=propagate",
         )
     mesh = asked.hardware.on(mesh)
-    facts = Facts(seeds, keep_gathered)
-    found = formulate(program, mesh, asked.hardware, facts, asked.budget)
-    tied = repeated(program, backward_ops(program))
-    problem = replace(found.problem, tied=ties(found, tied))
-    built = time.perf_counter() - begun
+    # Shards are equal, so the slowest rank decides.
+    asked = replace(asked, hardware=asked.hardware.at_speed(mesh.slowest))
+    if before is None:
+        facts = Facts(seeds, keep_gathered)
+        found = formulate(program, mesh, asked.hardware, facts, asked.budget)
+        tied = repeated(program, backward_ops(program))
+        found = replace(found, problem=replace(found.problem, tied=ties(found, tied)))
+        built = time.perf_counter() - begun
+    else:
+        found, built = before.formulation, before.built
+    begun = time.perf_counter()
     try:
-        solution = _solved(problem, asked)
+        solution = _solved(found.problem, asked, asked.enough - found.launches)
     except Infeasible as error:
         raise _too_large(error, found) from None
-    strategies, settled = decode(found, solution.choice)
-    found = replace(found, problem=problem)
-    return Found(tuple(strategies), tuple(settled), mesh, found, solution, built)
+    took = time.perf_counter() - begun
+    chosen, settled = decode(found, solution.choice)
+    return Found(tuple(chosen), tuple(settled), mesh, found, solution, built, took)
 
 
 # Gap at which a search ends; of problems with few strategies the optimum is wanted.
 _CLOSE, _FEW = 1e-4, 2000
-# So far above its limit a plan made without one is worth no second look.
-_CLEAR = 1.05
 
 
-def _solved(problem: Problem, asked: Asked) -> Solution:
+def _solved(problem: Problem, asked: Asked, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
-    All of it within the seconds asked for."""
+    All of it within the seconds asked for, and until a bound is ``enough``."""
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = _CLOSE if many else EXACT
     end = time.perf_counter() + asked.seconds
     if problem.limit is None:
-        return solve(problem, seconds=asked.seconds, tolerance=tolerance)
+        return solve(problem, asked.seconds, tolerance=tolerance, enough=enough)
     if not (many and _is_far_above(problem, asked.seconds / 10)):
         free = replace(problem, limit=None)
-        solution = solve(free, seconds=asked.seconds / 2, tolerance=tolerance)
+        solution = solve(free, asked.seconds / 2, tolerance=tolerance, enough=enough)
         if solution.peak <= problem.limit:
             return solution
     left = max(end - time.perf_counter(), asked.seconds / 4)
-    return solve(problem, seconds=left, tolerance=tolerance)
+    return solve(problem, left, tolerance=tolerance, enough=enough)
 
 
 def _is_far_above(problem: Problem, seconds: float) -> bool:
     """Whether a glance at what repeats, all of it alike and without the limit, needs
-    clearly more than the limit. What is tied need not be feasible: hints may tell
+    more than the limit. What is tied need not be feasible: hints may tell
     layers apart."""
     assert problem.limit is not None
     once, to = tie(replace(problem, limit=None))
@@ -137,7 +154,7 @@ def _is_far_above(problem: Problem, seconds: float) -> bool:
     except Infeasible:
         return False
     peak = evaluate(problem, [glance.choice[k] for k in to])[1]
-    return peak > _CLEAR * problem.limit
+    return peak > problem.limit
 
 
 def _too_large(error: Infeasible, found: Formulation) -> PlanError:

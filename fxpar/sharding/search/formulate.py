@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from fxpar.errors import HintError
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
@@ -33,21 +32,13 @@ from fxpar.sharding.program import Output, Program, backward_ops
 from fxpar.sharding.propagate import Seed
 from fxpar.sharding.rest import derived, resting
 from fxpar.sharding.search import space, transitions, work
+from fxpar.sharding.search.lifetimes import lifetimes
+from fxpar.sharding.search.lying import allowed, lying
 from fxpar.sharding.search.memory import Entry, entries
+from fxpar.sharding.search.nodes import End, Node, Pool
+from fxpar.sharding.search.rows import Places, rows
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
-
-
-@dataclass(frozen=True)
-class Node:
-    """A variable. ``kind``: "op", "input", "constant", "output" or "value". ``of``:
-    index of the op, input, output, or value. ``specs``: (K, tensors) number of the spec
-    of each tensor of an op under each strategy; (K, 1) for the others."""
-
-    kind: str
-    of: int
-    specs: np.ndarray
-    strategies: tuple[Strategy, ...] = ()
 
 
 @dataclass
@@ -73,28 +64,6 @@ class Facts:
     keep_gathered: bool = False
 
 
-class _Pool:
-    """Numbers for specs."""
-
-    def __init__(self) -> None:
-        self.specs: list[Spec] = []
-        self._number: dict[Spec, int] = {}
-
-    def number(self, spec: Spec) -> int:
-        if spec not in self._number:
-            self._number[spec] = len(self.specs)
-            self.specs.append(spec)
-        return self._number[spec]
-
-
-@dataclass(frozen=True)
-class _End:
-    """One end of an edge: a node, and which column of its specs concerns the value."""
-
-    node: int
-    column: int
-
-
 class _Builder:
     """Nodes first, then the edges between them; tables are shared by what they say."""
 
@@ -105,7 +74,7 @@ class _Builder:
         self.facts = facts
         self.backward = backward_ops(program)
         self.regions = work.Regions(program, self.backward)
-        self.pool = _Pool()
+        self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
         self.edges: list[Edge] = []
@@ -115,6 +84,11 @@ class _Builder:
         self.matrices: dict[Any, np.ndarray] = {}
         self.prices: dict[Any, np.ndarray] = {}
         self.settling: dict[int, tuple[int, int]] = {}
+        self.resting: dict[int, End] = {}  # gradients
+        # Values that forward and backward bring, each for itself, to what they read.
+        self.apart: set[int] = set()
+        if not facts.keep_gathered:
+            self.apart = derived(program, resting(program))
 
     def node(
         self,
@@ -123,13 +97,11 @@ class _Builder:
         specs: np.ndarray,
         costs: np.ndarray | None = None,
         strategies: tuple[Strategy, ...] = (),
+        copies: np.ndarray | None = None,
     ) -> int:
-        self.nodes.append(Node(kind, of, specs, strategies))
+        self.nodes.append(Node(kind, of, specs, strategies, copies))
         self.costs.append(np.zeros(len(specs)) if costs is None else costs)
         return len(self.nodes) - 1
-
-    def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
-        return np.array([[self.pool.number(spec)] for spec in specs])
 
     def op_nodes(self) -> list[int]:
         out = []
@@ -162,43 +134,33 @@ class _Builder:
             )
         return self.prices[key]
 
-    def specs_of_value(self, v: int) -> list[Spec]:
+    def lying(self, v: int) -> list[Spec]:
         """Every way a value may lie with nothing partial, in each order of axes."""
-        shape = self.program.values[v].shape
-        return lying(shape, self.mesh)
+        return lying(self.program.values[v].shape, self.mesh)
 
-    def allowed(self, v: int, specs: Iterable[Spec] = ()) -> list[Spec]:
-        """Those that keep to the hints on a value; if none does, any that do.
-
-        Raises HintError if hints on the value contradict each other.
-        """
+    def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
+        """Those that keep to the hints on a value; if none does, any that do. Raises
+        HintError if hints on the value contradict each other."""
         seeds = self.facts.seeds.get(v, ())
-        found = [s for s in specs if all(keeps(seed, s, self.mesh) for seed in seeds)]
-        if found or not seeds:
-            return found
-        also = [*self.specs_of_value(v), *_joined(seeds, self.mesh)]
-        found = [s for s in also if all(keeps(seed, s, self.mesh) for seed in seeds)]
-        if not found:
-            raise HintError(
-                f"{' and '.join(seed.origin for seed in seeds)} contradict each other "
-                f"on {self.program.values[v].name}",
-                fix="leave some of their dims open with '?'",
-            )
-        return found
+        return allowed(self.program.values[v], seeds, specs, self.mesh)
 
-    def edge(self, v: int, a: _End, b: _End) -> None:
-        """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
+    def like(self, v: int) -> tuple[Any, ...]:
+        """What prices of resharding a value depend on."""
         value = self.program.values[v]
+        return tuple(math.gcd(n, self.mesh.size) for n in value.shape), value.nbytes
+
+    def edge(self, v: int, a: End, b: End) -> None:
+        """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
-        room = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
-        key = (have.tobytes(), need.tobytes(), room, value.nbytes)
+        key = (have.tobytes(), need.tobytes(), self.like(v))
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
-            self.tables.append(self._table(v, have, need))
+            self.tables.append(self.between(v, have, need))
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))
 
-    def _table(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
+    def between(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
+        """Seconds from each spec to each other of a value."""
         value, pool = self.program.values[v], self.pool.specs
         sources, i = np.unique(have, return_inverse=True)
         targets, j = np.unique(need, return_inverse=True)
@@ -213,7 +175,7 @@ class _Builder:
             )
         return self.matrices[key][i][:, j]
 
-    def same(self, a: _End, b: _End) -> None:
+    def same(self, a: End, b: End) -> None:
         """Both must have the same spec."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
@@ -235,21 +197,22 @@ def formulate(
     """The problem of a program. ``mesh`` carries the hardware's links."""
     build = _Builder(program, mesh, hardware, facts)
     ops = build.op_nodes()
-    makers: dict[int, _End] = {}
+    makers: dict[int, End] = {}
     for op in program.ops:
         for r, v in enumerate(op.results):
-            makers[v] = _End(ops[op.index], len(op.operands) + r)
+            makers[v] = End(ops[op.index], len(op.operands) + r)
     _inputs(build, makers)
-    readers: list[list[tuple[int, _End]]] = [[] for _ in program.values]
+    readers: list[list[tuple[int, End]]] = [[] for _ in program.values]
     for op in program.ops:
         phase = int(op.index in build.backward)
         for i, v in enumerate(op.operands):
-            readers[v].append((phase, _End(ops[op.index], i)))
+            readers[v].append((phase, End(ops[op.index], i)))
     _outputs(build, makers, readers)
     _constants(build, makers)
     _values(build, makers, readers)
-    live = entries(program, mesh, build.regions, build.backward)
-    memory = _memory(build, live, makers)
+    lives = lifetimes(program, build.regions, build.backward, build.apart)
+    live = entries(program, build.regions, lives, build.backward, build.apart)
+    memory = _memory(build, live, makers, readers)
     launches = hardware.launch * sum(w.launches for w in build.regions.works)
     problem = Problem(
         tuple(build.costs),
@@ -271,7 +234,7 @@ def formulate(
     )
 
 
-def _inputs(build: _Builder, makers: dict[int, _End]) -> None:
+def _inputs(build: _Builder, makers: dict[int, End]) -> None:
     """A node per input: the spec it rests in, or any its hint allows. Tangents of
     outputs wait for these."""
     program = build.program
@@ -286,17 +249,17 @@ def _inputs(build: _Builder, makers: dict[int, _End]) -> None:
         if declared.rest is not None:
             specs = [declared.rest]
         else:
-            specs = build.allowed(v, build.specs_of_value(v))
-        makers[v] = _End(build.node("input", k, build.numbers(specs)), 0)
+            specs = build.allowed(v, build.lying(v))
+        makers[v] = End(build.node("input", k, build.pool.numbers(specs)), 0)
 
 
 def _outputs(
-    build: _Builder, makers: dict[int, _End], readers: list[list[tuple[int, _End]]]
+    build: _Builder, makers: dict[int, End], readers: list[list[tuple[int, End]]]
 ) -> None:
     """A node per output: where it may rest. Gradients follow parameters whose place is
     open, tangents their outputs."""
     program = build.program
-    made: dict[int, _End] = {}
+    made: dict[int, End] = {}
     for k, (out, v) in enumerate(
         zip(program.signature.outputs, program.outputs, strict=True)
     ):
@@ -304,10 +267,12 @@ def _outputs(
             continue
         leader = _leader(program, out, v)
         if leader is None:
-            numbers = build.numbers(_may_rest(build, out, v))
+            numbers = build.pool.numbers(_may_rest(build, out, v))
         else:
             numbers = build.nodes[makers[leader].node].specs
-        made[k] = _End(build.node("output", k, numbers), 0)
+        made[k] = End(build.node("output", k, numbers), 0)
+        if out.kind == "gradient":
+            build.resting[v] = made[k]
         readers[v].append((int(out.kind == "gradient"), made[k]))
         if leader is not None:
             build.same(makers[leader], made[k])
@@ -315,7 +280,7 @@ def _outputs(
         tangent = program.inputs[i]
         if tangent is not None and k in made:
             numbers = build.nodes[made[k].node].specs
-            makers[tangent] = _End(build.node("input", i, numbers), 0)
+            makers[tangent] = End(build.node("input", i, numbers), 0)
             build.same(made[k], makers[tangent])
 
 
@@ -332,33 +297,30 @@ def _may_rest(build: _Builder, out: Output, v: int) -> list[Spec]:
     if out.rest is not None:
         return [out.rest]
     if out.lie == "open":
-        return build.specs_of_value(v)
+        return build.lying(v)
     if out.lie == "batch" and whole.dims:
         split = Spec.of([build.program.signature.batch, *whole.dims[1:]])
         return list(dict.fromkeys((split, whole)))
     return [whole]
 
 
-def _constants(build: _Builder, makers: dict[int, _End]) -> None:
+def _constants(build: _Builder, makers: dict[int, End]) -> None:
     """A node per tensor of the graph itself, whole everywhere."""
     for value in build.program.values:
         if value.index not in makers:
             whole = [Spec.whole(len(value.shape))]
-            node = build.node("constant", value.index, build.numbers(whole))
-            makers[value.index] = _End(node, 0)
+            node = build.node("constant", value.index, build.pool.numbers(whole))
+            makers[value.index] = End(node, 0)
 
 
 def _values(
     build: _Builder,
-    makers: dict[int, _End],
-    readers: Sequence[Sequence[tuple[int, _End]]],
+    makers: dict[int, End],
+    readers: Sequence[Sequence[tuple[int, End]]],
 ) -> None:
     """Edges from maker to reader, by way of a node where there are several readers or a
     hint to keep."""
     program = build.program
-    again: set[int] = set()
-    if not build.facts.keep_gathered:
-        again = derived(program, resting(program))
     for value in program.values:
         v, found, maker = value.index, readers[value.index], makers[value.index]
         free = build.nodes[maker.node].kind == "input" and not is_fixed(build, maker)
@@ -368,7 +330,7 @@ def _values(
             continue
         if not found:
             continue
-        phases = ([0], [1]) if v in again else ([0, 1],)
+        phases = ([0], [1]) if v in build.apart else ([0, 1],)
         settled: dict[int, int] = {}
         for phase in phases:
             mine = [end for p, end in found if p in phase]
@@ -378,122 +340,66 @@ def _values(
         build.settling[v] = forward, settled.get(1, forward)
 
 
-def is_fixed(build: _Builder, end: _End) -> bool:
+def is_fixed(build: _Builder, end: End) -> bool:
     """Whether a node has one spec only."""
     return len(build.nodes[end.node].specs) == 1
 
 
-def _settle(build: _Builder, v: int, maker: _End, ends: Sequence[_End]) -> int:
+def _is_parameter(build: _Builder, end: End) -> bool:
+    node = build.nodes[end.node]
+    inputs = build.program.signature.inputs
+    return node.kind == "input" and inputs[node.of].kind == "parameter"
+
+
+def _settle(build: _Builder, v: int, maker: End, ends: Sequence[End]) -> int:
     pool = build.pool.specs
+    have = build.nodes[maker.node].specs[:, maker.column]
     numbers = dict.fromkeys(
         itertools.chain(
-            build.nodes[maker.node].specs[:, maker.column],
-            *(build.nodes[end.node].specs[:, end.column] for end in ends),
+            have, *(build.nodes[end.node].specs[:, end.column] for end in ends)
         )
     )
-    specs = build.allowed(v, (pool[n] for n in numbers))
-    node = build.node("value", v, build.numbers(specs))
-    build.edge(v, maker, _End(node, 0))
+    specs = build.pool.numbers(build.allowed(v, (pool[n] for n in numbers)))
+    if len(have) > 1 and _is_parameter(build, maker):
+        node = _settle_or_copy(build, v, maker, specs)
+    else:
+        copies = specs[:, 0] != have[0] if len(have) == 1 else None
+        node = build.node("value", v, specs, copies=copies)
+        build.edge(v, maker, End(node, 0))
     for end in ends:
-        build.edge(v, _End(node, 0), end)
+        build.edge(v, End(node, 0), end)
+    return node
+
+
+def _settle_or_copy(build: _Builder, v: int, maker: End, specs: np.ndarray) -> int:
+    """Where a parameter may rest as the plan wants, each spec stands twice: as it rests,
+    and as a copy of what rests otherwise, which takes memory of its own."""
+    have = build.nodes[maker.node].specs[:, maker.column]
+    kept = specs[np.isin(specs[:, 0], have)]
+    copies = np.arange(len(kept) + len(specs)) >= len(kept)
+    node = build.node("value", v, np.concatenate([kept, specs]), copies=copies)
+    need = build.nodes[node].specs[:, 0]
+    key = ("copy", have.tobytes(), need.tobytes(), build.like(v))
+    if key not in build.table_of:
+        build.table_of[key] = len(build.tables)
+        rests = have[:, None] == need[None, :]
+        table = build.between(v, have, need)
+        build.tables.append(np.where(rests == copies, np.inf, table))
+    build.edges.append(Edge(maker.node, node, build.table_of[key]))
     return node
 
 
 def _memory(
-    build: _Builder, live: Sequence[Entry], makers: Mapping[int, _End]
+    build: _Builder,
+    live: Sequence[Entry],
+    makers: dict[int, End],
+    readers: Sequence[Sequence[tuple[int, End]]],
 ) -> list[Live]:
-    """Bytes of each entry under each strategy of the node that decides them."""
-    out, pool = [], build.pool.specs
-    share: dict[int, float] = {}
-    for entry in live:
-        settled = build.settling.get(entry.value)
-        end = makers[entry.value]
-        if settled is not None and build.nodes[end.node].kind != "input":
-            end = _End(settled[0], 0)
-        numbers = build.nodes[end.node].specs[:, end.column]
-        for n in numbers:
-            if n not in share:
-                share[n] = 1 / build.mesh.count(pool[n].sharded_axes)
-        usage = entry.nbytes * np.array([share[n] for n in numbers])
-        out.append(Live(end.node, entry.begin, entry.end, usage))
-    return out
-
-
-def lying(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
-    """Every spec without partial axes that divides ``shape`` evenly, whole first."""
-    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
-    found: dict[Spec, None] = {}
-    for places in itertools.product([None, *range(len(shape))], repeat=len(axes)):
-        where = dict(zip(axes, places, strict=True))
-        for order in space.orders(mesh):
-            dims = [
-                tuple(axis for axis in order if where.get(axis) == d)
-                for d in range(len(shape))
-            ]
-            if all(
-                n % mesh.count(split) == 0 for n, split in zip(shape, dims, strict=True)
-            ):
-                found[Spec.of(dims)] = None
-    return list(found)
-
-
-def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
-    """Whether a spec is what a hint asks: closed dims exactly, open ones at least."""
-    asked = stripped(Spec.of(seed.dims), mesh)
-    return not spec.partial and all(
-        have == want if shut else have[: len(want)] == want
-        for have, want, shut in zip(spec.dims, asked.dims, seed.closed, strict=True)
-    )
-
-
-def _joined(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
-    """The spec that has what all hints ask for, in their order of axes."""
-    parts = zip(*(seed.dims for seed in seeds), strict=True)
-    dims = [max(part, key=len) for part in parts]
-    used = [axis for dim in dims for axis in dim]
-    if len(set(used)) < len(used):
-        return []
-    return [stripped(Spec.of(dims), mesh)]
-
-
-def stripped(spec: Spec, mesh: Mesh) -> Spec:
-    """A spec without axes of one rank, of which the space has none."""
-    return spec.without({axis for axis in mesh.names if mesh.sizes[axis] == 1})
-
-
-def decode(
-    found: Formulation, choice: Sequence[int]
-) -> tuple[list[Strategy], list[Spec]]:
-    """(strategy per op, spec each value settles in) of a choice."""
-    program, nodes = found.program, found.nodes
-    strategies = [Strategy() for _ in program.ops]
-    settled: list[Spec | None] = [None] * len(program.values)
-    made: dict[int, Spec] = {}
-    need: dict[int, Spec] = {}
-    for node, k in zip(nodes, choice, strict=True):
-        specs = [found.pool[n] for n in node.specs[k]]
-        if node.kind == "op":
-            op = program.ops[node.of]
-            strategies[node.of] = node.strategies[k]
-            for v, spec in zip(op.tensors, specs, strict=True):
-                if v in op.results:
-                    made[v] = spec
-            for v, spec in zip(op.operands, specs, strict=False):
-                need.setdefault(v, spec)
-        elif node.kind == "input" and (given := program.inputs[node.of]) is not None:
-            settled[given] = specs[0]
-        elif node.kind == "output" and (out := program.outputs[node.of]) is not None:
-            need.setdefault(out, specs[0])
-    for v, (forward, _) in found.settling.items():
-        if settled[v] is None:
-            (number,) = nodes[forward].specs[choice[forward]]
-            settled[v] = found.pool[number]
-    lie = []
-    for value in program.values:
-        spec = settled[value.index]
-        if spec is None:
-            spec = made.get(value.index, Spec.whole(len(value.shape)))
-            if spec.partial:
-                spec = need.get(value.index, spec)
-        lie.append(spec)
-    return strategies, lie
+    """Rows of memory, of what lives when."""
+    lone = {
+        v: found[0][1]
+        for v, found in enumerate(readers)
+        if len(found) == 1 and v not in build.settling
+    }
+    places = Places(build.nodes, makers, build.settling, lone, build.resting)
+    return rows(live, places, build.pool.specs, build.mesh)

@@ -355,8 +355,10 @@ def test_why_and_why_not(slow: Hardware) -> None:
     assert "ms" in whole and "[_, _]" in whole
     with pytest.raises(PlanError, match="no strategy of"):
         plan.why_not(product, Spec(None, None, partial={"x": "max"}))
-    with pytest.raises(PlanError, match="is an input"):
-        plan.why_not("input", ("x", None))
+    assert "computing it takes" in plan.why(product)
+    assert "rest in [x, _]" in plan.why_not("input", ("x", None))
+    with pytest.raises(PlanError, match="is an input that cannot rest in"):
+        plan.why_not("input", Spec(None, None, partial={"x": "sum"}))
     with pytest.raises(PlanError, match="only a searched plan"):
         fxpar.plan(mlp(), batch(), mesh="x=4", mode="propagate").why_not(
             product, (None, None)

@@ -1,0 +1,35 @@
+"""Other choices of a search, lowered as the one that it made, and their steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+
+def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
+    """(decision, local graph) of a plan's program under another ``Found``."""
+    from fxpar import _compat
+    from fxpar.passes.local import localize
+    from fxpar.passes.regather import regather
+    from fxpar.passes.resharded import insert_reshards
+    from fxpar.passes.waits import sink_waits
+    from fxpar.sharding.edges import connect
+
+    decision, graph = plan.result.decision, plan.result.normalized
+    edges = connect(decision.program, found.strategies, found.settled, found.mesh)
+    decision = replace(
+        decision, strategies=found.strategies, settled=found.settled, edges=edges
+    )
+    fake_mode = _compat.fake_mode_of([node.meta.get("val") for node in graph.nodes])
+    local = localize(insert_reshards(graph, decision), decision, fake_mode)
+    sink_waits(local)
+    regather(local)
+    return decision, local
+
+
+def timeline(local: Any, mesh: Any, machine: Any) -> Any:
+    """One step of a local graph, simulated as it is run."""
+    from fxpar.passes.phases import as_run
+    from fxpar.passes.simulate import simulate
+
+    return simulate(as_run(local), machine.on(mesh), machine)

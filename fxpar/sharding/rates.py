@@ -1,0 +1,235 @@
+"""The rates of a device and its network: the numbers, and what they say of a kernel.
+
+In: figures, per device, in seconds, bytes and floating point operations. Out: seconds
+of kernels, and the link of every axis of a mesh. ``hardware`` knows machines by name
+and reads files. Never measures anything and never chooses a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fxpar.sharding.mesh import Link, Mesh
+
+FORMAT = "fxpar hardware 1"
+
+# Classes of operations on single elements: a simple one, a division or root, functions
+# that take a polynomial, a random number.
+LIGHT = ("step", "root", "exp", "log", "sin", "tanh", "erf", "draw")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """How fast contractions of one dtype run: ``rate`` of their size.
+
+    Each quantity saturates as in Hockney's r = r_inf n / (n + n_half): ``half_flops``
+    is the work at which starting up takes half the time, ``half_dim`` the smallest of
+    m, n, k at which half of a tile is idle. ``flops`` is the data sheet's figure and
+    ``efficiency`` what large contractions reach of it.
+    """
+
+    flops: float
+    efficiency: float = 1.0
+    half_flops: float = 0.0
+    half_dim: float = 0.0
+
+    def rate(self, flops: Any, least: Any = math.inf) -> Any:
+        """Flops/s of a contraction of ``flops`` and smallest dim ``least``; numbers or
+        arrays."""
+        full = 1 / ((1 + self.half_flops / flops) * (1 + self.half_dim / least))
+        return self.flops * self.efficiency * full
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kind of collective on one level, where it differs from the level itself."""
+
+    overhead: float
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a network, e.g. NVLink in a node. ``devices``: how many it joins, 0
+    for any number. ``bandwidth``: bytes/s one device sends; if ``shared``, what all
+    devices of a unit (the level below) send together. ``latency``: seconds from rank to
+    rank. ``overhead``: seconds per collective. ``tree``: see ``mesh.Link``.
+    """
+
+    devices: int
+    bandwidth: float
+    latency: float
+    overhead: float = 0.0
+    shared: bool = False
+    tree: bool = False
+    kinds: tuple[tuple[str, Measured], ...] = ()
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """``bandwidth``, ``memory``: of the device memory, bytes/s that streaming reaches
+    and bytes. ``launch``: seconds for each kernel (on CPU: op or fused region) of a
+    compiled graph, ``eager_launch`` of one run op by op. ``levels``: the network,
+    innermost first. ``about``: where the figures are from.
+
+    ``peaks`` may tell a family of ops apart from products of matrices by a name as
+    "float32 convolution backward". ``near``: (bytes, bytes/s), of kernels that move no
+    more than that, which caches hold; from the last to ``bandwidth`` the rate changes
+    evenly in logarithms, as between them. ``beside``: what share of a collective's time
+    kernels that run beside it lose, 0 where it has engines of its own, about 1 where
+    the cores that compute also copy and add up. ``light``: how many operations on
+    single elements fused kernels do in a second, by the classes of ``LIGHT``; one that
+    is not there never takes longer than memory does.
+    """
+
+    name: str
+    peaks: tuple[tuple[str, Peak], ...]
+    bandwidth: float
+    memory: float
+    launch: float
+    eager_launch: float
+    levels: tuple[Level, ...]
+    about: str = ""
+    near: tuple[tuple[float, float], ...] = ()
+    beside: float = 0.0
+    light: tuple[tuple[str, float], ...] = ()
+
+    def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:
+        """The peak of a torch dtype or its name; ``tf32``: float32 may run as such.
+        ``family``: of ops, which run as products do where they have no own figures.
+
+        A dtype without matrix units here runs as the next wider one does.
+        """
+        peaks = dict(self.peaks)
+        name = str(dtype).removeprefix("torch.")
+        name = "float8" if name.startswith("float8") else name
+        name = "tf32" if tf32 and name == "float32" else name
+        while name not in peaks:
+            name = _INSTEAD.get(name, "float32")
+        return peaks.get(f"{name} {family}", peaks[name])
+
+    def streaming(self, nbytes: float) -> float:
+        """Seconds to move bytes through memory, or caches that hold them."""
+        if not self.near or nbytes >= self.near[-1][0] * _FAR:
+            return nbytes / self.bandwidth
+        points = (*self.near, (self.near[-1][0] * _FAR, self.bandwidth))
+        sizes, rates = zip(*points, strict=True)
+        at = np.interp(math.log(max(nbytes, 1.0)), np.log(sizes), np.log(rates))
+        return nbytes / math.exp(at)
+
+    def seconds(
+        self,
+        nbytes: float,
+        flops: float = 0.0,
+        least: float = math.inf,
+        dtype: Any = "float32",
+        *,
+        tf32: bool = False,
+        family: str = "",
+    ) -> float:
+        """Seconds of one kernel that moves ``nbytes``: a roofline, launch included.
+
+        A contraction has ``flops`` and a smallest dim of ``least``.
+        """
+        work = 0.0
+        if flops:
+            peak = self.peak(dtype, tf32=tf32, family=family)
+            work = flops / peak.rate(flops, least)
+        return self.launch + max(work, self.streaming(nbytes))
+
+    def fused(self, nbytes: float, counts: Mapping[str, float]) -> float:
+        """Seconds of a kernel of light ops that moves ``nbytes`` and does so many
+        operations on elements, by class, launch included."""
+        work = sum(counts.get(kind, 0.0) / rate for kind, rate in self.light)
+        return self.launch + max(work, self.streaming(nbytes))
+
+    def links(self, mesh: Mesh) -> tuple[Link, ...]:
+        """The link of every axis: that of the node where groups stay inside, else that
+        between nodes, of which every device has its share. Ranks are row-major, the
+        last axis fastest, and fill one node after the other.
+        """
+        out, stride = [], 1
+        for _, size in reversed(mesh.axes):
+            out.append(self._link(size, stride, mesh.size))
+            stride *= size
+        return tuple(reversed(out))
+
+    def on(self, mesh: Mesh) -> Mesh:
+        """The mesh with this hardware's links."""
+        return replace(mesh, links=self.links(mesh))
+
+    def at_speed(self, speed: float) -> Hardware:
+        """The same with kernels that take ``1 / speed`` times as long; launches and
+        links stay."""
+        peaks = tuple((k, replace(p, flops=p.flops * speed)) for k, p in self.peaks)
+        near = tuple((size, rate * speed) for size, rate in self.near)
+        bandwidth = self.bandwidth * speed
+        return replace(
+            self,
+            peaks=peaks,
+            bandwidth=bandwidth,
+            near=near,
+            light=tuple((kind, rate * speed) for kind, rate in self.light),
+        )
+
+    def _link(self, size: int, stride: int, ranks: int) -> Link:
+        link, inside = None, 1
+        for i, level in enumerate(self.levels):
+            reach = _neighbours(size, stride, ranks, level.devices)
+            if level is self.levels[-1]:
+                reach = size
+            if link is None or reach > inside:
+                below = self.levels[i - 1].devices if level.shared and i else 1
+                link = _made(level, min(below, ranks), inside, link)
+                inside = reach
+            if inside == size:
+                break
+        assert link is not None, "hardware without levels"
+        return link
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that ``lookup`` reads."""
+        data = {"format": FORMAT, **asdict(self)}
+        data["peaks"] = dict(data["peaks"])
+        data["levels"] = [
+            level | {"kinds": dict(level["kinds"])} for level in data["levels"]
+        ]
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+
+# So many times the bytes of the last entry of ``near`` are out of reach of caches.
+_FAR = 4.0
+
+_INSTEAD = {"tf32": "float32", "float8": "bfloat16"}
+
+
+def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:
+    """How many ranks of a group, ``stride`` apart, share a unit of so many devices:
+    all of them, or the largest number that every unit has alike."""
+    if not devices or ranks <= devices or devices % (stride * size) == 0:
+        return size
+    return math.gcd(size, devices // stride) if devices % stride == 0 else 1
+
+
+def _made(level: Level, sharing: int, inside: int, inner: Link | None) -> Link:
+    kinds = tuple(
+        (kind, Link(m.bandwidth / sharing, m.latency, m.overhead, level.tree))
+        for kind, m in level.kinds
+    )
+    return Link(
+        level.bandwidth / sharing,
+        level.latency,
+        level.overhead,
+        level.tree,
+        inside if inner else 1,
+        inner if inside > 1 else None,
+        kinds,
+    )

@@ -1,0 +1,214 @@
+"""When tasks run: one compute stream, and a stream for each set of axes.
+
+In: tasks in the order they are launched. Out: start and end of each, in seconds.
+``Simulation.change`` takes new durations, and other axes, and computes again only what
+they change: the delta simulation of FlexFlow (Jia, Zaharia and Aiken, SysML 2019), with
+the very result of a full one. Knows no graph and no hardware.
+
+The model is what PyTorch does, with NCCL and gloo alike. Kernels run one after the
+other. Each set of axes that communicates has a process group, and so a stream: a
+collective starts once all that was launched before it has run, not merely its operand,
+since its stream waits for the compute stream where it is called. It also waits for
+those called before it along any of its axes: sets that share an axis share its links,
+on which two at a time would each have a part, to end no sooner together. Axes that are
+not shared have links of their own, as the devices of FlexFlow do. A wait holds the
+compute stream until its collective is done. A collective of no duration is as if it
+were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Task:
+    """What takes time, in the order it is launched. Without ``axes`` and ``of`` a
+    kernel; with ``axes`` a collective along them, which, if it has any duration, first
+    waits for the collective ``of``; with ``of`` alone a wait for that collective."""
+
+    name: str
+    seconds: float = 0.0
+    axes: tuple[str, ...] = ()
+    of: int | None = None
+
+
+class Simulation:
+    """When each of some tasks runs; ``change`` gives some of them other durations.
+
+    ``starts``, ``ends``: seconds, by index of the task; of a collective of no duration
+    when its result is there. ``axes``: all that collectives may run along, in the order
+    of ``bits``; by default those of the tasks. ``compiled``: whether to run the loop by
+    numba, which takes a second to load and is then some 50 times as fast.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        axes: Sequence[str] | None = None,
+        compiled: bool = True,
+    ) -> None:
+        n = len(tasks)
+        known = dict.fromkeys(_whole(axis) for task in tasks for axis in task.axes)
+        self.axes = tuple(known) if axes is None else tuple(axes)
+        of = [-1 if t.of is None else t.of for t in tasks]
+        kinds = [1 if t.axes else 2 if t.of is not None else 0 for t in tasks]
+        width = len(self.axes)
+        arrays: list[Any] = [
+            kinds,
+            of,
+            _readers(of),
+            [self.bits(t.axes) for t in tasks],
+        ]
+        times: list[Any] = [
+            [t.seconds for t in tasks],
+            [0.0] * n,
+            [-1.0] * n,
+            [-1.0] * n,
+            [-1.0] * (n * width),
+        ]
+        self._advance: Callable[..., int] = _advance
+        if compiled:
+            self._advance = _compiled()
+            arrays = [np.array(x, dtype=np.int64) for x in arrays]
+            times = [np.array(x, dtype=np.float64) for x in times]
+        self._kinds, self._of, self._reader, self._along = arrays
+        self.durations, self.starts, self.ends, self._clock, self._free = times
+        if n:
+            self._run(0, n - 1)
+
+    def bits(self, axes: Sequence[str]) -> int:
+        """Axes as a number, for ``change``."""
+        return sum(1 << self.axes.index(a) for a in {_whole(axis) for axis in axes})
+
+    def _run(self, first: int, last: int) -> int:
+        return self._advance(
+            first,
+            last,
+            len(self.axes),
+            self._kinds,
+            self._of,
+            self._reader,
+            self._along,
+            self.durations,
+            self.starts,
+            self.ends,
+            self._clock,
+            self._free,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """When all is done."""
+        n = len(self._clock) * len(self.axes)
+        return float(max([self.clock(-1), *self._free[n - len(self.axes) : n]]))
+
+    def clock(self, i: int) -> float:
+        """When the compute stream has come past task i, or past all: -1."""
+        return float(self._clock[i]) if len(self._clock) else 0.0
+
+    def change(
+        self, durations: Mapping[int, float], along: Mapping[int, int] | None = None
+    ) -> float:
+        """Give tasks, by index, other durations, and collectives other axes (``bits``);
+        returns ``seconds``. Raises IndexError, and ValueError on a wait, which takes
+        what it takes."""
+        if not durations:
+            return self.seconds
+        for i in durations:
+            if i < 0 or self._kinds[i] == 2:
+                raise ValueError(f"task {i} has no duration of its own")
+        for i, taken in durations.items():
+            self.durations[i] = taken
+        for i, bits in (along or {}).items():
+            assert i in durations and self._kinds[i] == 1, "axes of a collective only"
+            self._along[i] = bits
+        self._run(min(durations), max(durations))
+        return self.seconds
+
+
+def _whole(axis: str) -> str:
+    """The axis of which it may be a part."""
+    return axis.partition(":")[0]
+
+
+def _readers(of: Sequence[int]) -> list[int]:
+    """For each task the last that waits for it."""
+    out = [-1] * len(of)
+    for i, j in enumerate(of):
+        if j >= 0:
+            out[j] = i
+    return out
+
+
+def _advance(
+    first,
+    last,
+    width,
+    kinds,
+    of,
+    reader,
+    along,
+    durations,
+    starts,
+    ends,
+    clock,
+    free,
+):
+    """Run tasks from ``first`` on; stop, at the earliest at ``last``, where all is as
+    it was. ``clock[i]``: the compute stream's time after task i; ``free[i * width +
+    a]``: when the links of axis a are free then. Returns where."""
+    now = clock[first - 1] if first > 0 else 0.0
+    for i in range(first, len(kinds)):
+        row = i * width
+        start = now
+        if kinds[i] == 0:
+            now = now + durations[i]
+            end = now
+        elif kinds[i] == 2:
+            now = max(now, ends[of[i]])
+            end = now
+        elif durations[i] > 0.0:
+            if of[i] >= 0:
+                now = max(now, ends[of[i]])
+            start = now
+            for a in range(width):
+                if along[i] >> a & 1 and i > 0:
+                    start = max(start, free[row - width + a])
+            end = start + durations[i]
+        else:
+            if of[i] >= 0:
+                start = max(start, ends[of[i]])
+            end = start
+        if end != ends[i]:
+            last = max(last, reader[i])
+        same = now == clock[i]
+        for a in range(width):
+            until = free[row - width + a] if i > 0 else 0.0
+            if kinds[i] == 1 and durations[i] > 0.0 and along[i] >> a & 1:
+                until = end
+            if until != free[row + a]:
+                free[row + a] = until
+                same = False
+        starts[i] = start
+        ends[i] = end
+        clock[i] = now
+        if same and i >= last:
+            return i
+    return len(kinds) - 1
+
+
+@cache
+def _compiled() -> Callable[..., int]:
+    """``_advance`` by numba, kept on disk; itself where numba is not installed."""
+    try:
+        from numba import njit
+    except ImportError:
+        return _advance
+    return njit(cache=True)(_advance)

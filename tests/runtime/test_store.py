@@ -1,0 +1,314 @@
+"""Plans on disk: hits, misses, and what must never be taken for a plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.explain.dump import graph_text
+from fxpar.passes import Request, Result
+from fxpar.passes.signature import read_signature
+from fxpar.runtime import agree, choose, store
+from fxpar.runtime.tracing import Call
+from fxpar.sharding import decide
+from fxpar.sharding import rules as rule_table
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.search.find import Asked
+from fxpar.sharding.search.meshes import candidates
+from tests.sharding.search.test_search import batch, machine
+
+SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of plans; empty."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
+    return tmp_path / "caches" / "fxpar"
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of every search that is run."""
+    run, original = [], decide.search
+
+    def counted(program: Any, mesh: Any, asked: Asked, *args: Any, **kw: Any) -> Any:
+        run.append(asked.seconds)
+        return original(program, mesh, asked, *args, **kw)
+
+    monkeypatch.setattr(decide, "search", counted)
+    return run
+
+
+def layer() -> nn.Module:
+    """The smallest program with something to decide."""
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU()).double()
+
+
+def planned(
+    model: Any = None,
+    x: Any = None,
+    *,
+    mesh: str = "dp=2,tp=2",
+    rank: int = 0,
+    keep: bool = True,
+    asked: Asked | None = None,
+    change: Callable[[Request], Request] = lambda request: request,
+) -> Result:
+    call = Call(model or layer(), (batch() if x is None else x,), {}, False)
+    module, mode = call.trace()
+
+    def declare(kind: str, payload: Any, node: Any) -> Any:
+        return call.declare(kind, payload, node, [None])
+
+    signature = read_signature(module.graph, declare)
+    asked = asked or Asked(machine(), SECONDS)
+    request = Request(Mesh.parse(mesh), signature, {}, asked)
+    return choose.planned(module.graph, mode, change(request), rank, "g", keep=keep)
+
+
+def files(disk: Path) -> list[Path]:
+    return sorted(disk.glob("*")) if disk.exists() else []
+
+
+def test_a_plan_found_before_is_taken(
+    disk: Path, searches: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = planned()
+    assert len(searches) == 1 and [p.suffix for p in files(disk)] == [".json"]
+    with caplog.at_level(logging.INFO, "fxpar"):
+        second = planned()
+    assert len(searches) == 1 and "nothing is searched" in caplog.text
+    assert second.plan.hash == first.plan.hash
+    assert graph_text(second.local) == graph_text(first.local)
+    assert second.plan.mesh == first.plan.mesh  # with its links
+    assert second.plan.reasons == first.plan.reasons
+    assert second.plan.notes[:-1] == first.plan.notes
+    assert second.plan.notes[-1].startswith(f"found before: {files(disk)[0]}")
+
+
+def test_it_is_not_kept_unless_asked_for(disk: Path, searches: list[float]) -> None:
+    from torch._inductor import config
+
+    planned(keep=False)
+    with config.patch(force_disable_caches=True):
+        planned()
+    assert len(searches) == 2 and not files(disk)
+
+
+def one_hint(request: Request) -> Request:
+    return replace(request, hints={"0.weight": ("tp", None)})
+
+
+def kept_gathered(request: Request) -> Request:
+    return replace(request, keep_gathered=True)
+
+
+def resting(request: Request) -> Request:
+    first, *rest = request.signature.inputs
+    first = replace(first, rest=fxpar.Spec("dp", None))
+    return replace(request, signature=replace(request.signature, inputs=(first, *rest)))
+
+
+def open_mesh(request: Request) -> Request:
+    return replace(request, meshes=candidates(4, machine()))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": batch(rows=16)},
+        {"x": batch().float(), "model": layer().float()},
+        {"model": nn.Sequential(*layer(), nn.ReLU())},
+        {"mesh": "dp=4"},
+        {"mesh": "tp=2,dp=2"},
+        {"asked": Asked(replace(machine(), bandwidth=2e8), SECONDS)},
+        {"asked": Asked(machine(), SECONDS, memory=1e9)},
+        {"change": one_hint},
+        {"change": kept_gathered},
+        {"change": resting},
+        {"change": open_mesh},
+    ],
+    ids=lambda other: "+".join(getattr(v, "__name__", k) for k, v in other.items()),
+)
+def test_another_question_is_another_plan(
+    other: dict[str, Any], disk: Path, searches: list[float]
+) -> None:
+    planned()
+    planned(**other)
+    assert len(files(disk)) == 2
+
+
+def test_rules_count(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned()
+    monkeypatch.setattr(rule_table, "_USER", {})
+    fxpar.rule("aten::relu", "a b -> a b")  # the table says more
+    planned()
+    assert len(files(disk)) == 2
+
+
+@pytest.mark.parametrize("version", ["torch", "fxpar"])
+def test_other_versions_count(
+    version: str, disk: Path, searches: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned()
+    if version == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99")
+    else:
+        monkeypatch.setattr(store, "own_version", lambda: "another")
+    planned()
+    assert len(searches) == 2 and len(files(disk)) == 2
+
+
+def test_fxpars_version_is_that_of_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fxpar"
+    (package / "runtime").mkdir(parents=True)
+    (package / "a.py").write_text("x = 1")
+    monkeypatch.setattr(store, "__file__", str(package / "runtime" / "store.py"))
+    store.own_version.cache_clear()
+    first = store.own_version()
+    (package / "a.py").write_text("x = 2")
+    store.own_version.cache_clear()
+    assert store.own_version() != first
+    store.own_version.cache_clear()
+
+
+def truncated(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def altered(text: str) -> str:
+    data = json.loads(text)
+    data["plan"]["nodes"][0]["factors"] = []
+    return json.dumps(data)
+
+
+def a_list(text: str) -> str:
+    return "[]"
+
+
+def without_digest(text: str) -> str:
+    return "{}"
+
+
+def anothers(text: str) -> str:
+    data = json.loads(text) | {"key": "f" * 64}
+    return json.dumps(data | {"digest": store._digest(data)})
+
+
+def no_plan(text: str) -> str:
+    data = json.loads(text) | {"plan": {"mesh": "dp=2"}}
+    return json.dumps(data | {"digest": store._digest(data)})
+
+
+def no_mesh(text: str) -> str:
+    data = json.loads(text)
+    data["plan"]["mesh"] = "nonsense"
+    return json.dumps(data | {"digest": store._digest(data)})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [truncated, altered, a_list, without_digest, anothers, no_plan, no_mesh],
+    ids=lambda spoil: spoil.__name__,
+)
+def test_a_spoiled_file_is_none(
+    spoil: Callable[[str], str], disk: Path, searches: list[float]
+) -> None:
+    first = planned()
+    (path,) = files(disk)
+    path.write_text(spoil(path.read_text()))
+    assert planned().plan.hash == first.plan.hash
+    assert len(searches) == 2
+    planned()  # and was written again
+    assert len(searches) == 2
+
+
+def test_bytes_that_are_no_text_are_none(disk: Path, searches: list[float]) -> None:
+    planned()
+    (path,) = files(disk)
+    path.write_bytes(b"\xff\xfe\x00")
+    planned()
+    path.unlink()
+    path.mkdir()
+    planned()  # neither read nor written
+    assert len(searches) == 3
+
+
+def test_a_folder_that_cannot_be_is_no_error(disk: Path, searches: list[float]) -> None:
+    disk.parent.mkdir()
+    disk.write_text("a file")
+    planned()
+    planned()
+    assert len(searches) == 2
+
+
+def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
+    plan = replace(planned().plan, notes=())
+    found = planned(keep=False).decision.found
+    assert found is not None and found.is_proved
+    key, (path,) = "1" * 64, files(disk)
+
+    def kept(seconds: float, **how: Any) -> None:
+        store.save(key, plan, replace(found, **how), seconds)
+
+    late = replace(found.solution, gap=0.1)
+    kept(10.0, solution=late, took=1.0)  # ended early, unproved
+    assert store.load(key, 1.0) is None
+    kept(10.0, solution=late, took=9.0)
+    assert store.load(key, 20.0) is None
+    loaded = store.load(key, 10.0)
+    assert loaded is not None and loaded.hash == plan.hash
+    assert "not proved, searched 10 s" in loaded.notes[-1]
+    kept(10.0, took=9.0, rivals=found.predicted / 2)  # another mesh may be better
+    assert store.load(key, 20.0) is None
+    kept(10.0)
+    assert store.load(key, 20.0) is not None
+    assert path.exists() and not list(disk.glob("*.new"))
+
+
+def test_a_chosen_mesh_is_kept_too(disk: Path, searches: list[float]) -> None:
+    def pairs(request: Request) -> Request:
+        return replace(request, meshes=(Mesh.parse("dp=4"), Mesh.parse("dp=2,tp=2")))
+
+    first = planned(mesh="dp=4", change=pairs)
+    count = len(searches)
+    second = planned(mesh="dp=4", change=pairs)
+    assert len(searches) == count >= 2
+    assert second.plan.hash == first.plan.hash
+    assert second.plan.mesh == first.plan.mesh
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_other_ranks_follow_rank_0s_links(
+    opened: bool, disk: Path, monkeypatch: pytest.MonkeyPatch, searches: list[float]
+) -> None:
+    """Even one whose own hardware has other links, and none of the files."""
+    told: list[str] = []
+
+    def gather(tag: str, text: str) -> list[str]:
+        told.append(text)
+        return [told[0]]
+
+    monkeypatch.setattr(agree, "gather", gather)
+    change = open_mesh if opened else resting
+    mine = planned(mesh="dp=4" if opened else "dp=2,tp=2", change=change)
+    count = len(searches)
+    other = Asked(replace(machine(), levels=machine().levels[1:]), SECONDS)
+    theirs = planned(
+        mesh="dp=4" if opened else "dp=2,tp=2", rank=1, asked=other, change=change
+    )
+    assert len(searches) == count and len(files(disk)) == 1
+    assert theirs.plan.hash == mine.plan.hash and theirs.plan.mesh == mine.plan.mesh
+    assert graph_text(theirs.local) == graph_text(mine.local)

@@ -1,0 +1,230 @@
+"""Searches of random traced programs against every choice there is.
+
+The cost of a choice is written here once more, from what plans are made of: the
+strategy of each op, where inputs and outputs rest, and for every value read more than
+once the spec it settles in. Nothing of the formulation or the solver is used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fxpar
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.search import space, transitions, work
+from fxpar.sharding.search.find import Asked, search
+from fxpar.sharding.spec import Spec
+from tests.passes.random_programs import Case
+from tests.sharding.search.test_search import machine
+
+MOST = 200_000  # choices of a program
+
+
+class Few(Case):
+    """A random program of one or two statements on a small mesh."""
+
+    def _statement(self) -> None:
+        if len(self.lines) < 1 + self.seed % 2:
+            super()._statement()
+
+    def _mesh(self) -> str:
+        return "x=2" if self.seed % 4 else "x=2,y=2"
+
+
+@dataclass(frozen=True)
+class End:
+    """Who makes or reads a value: the axis of the joint choice that decides it (None:
+    nothing else depends on it) and its spec under each option."""
+
+    axis: Any
+    specs: Sequence[Spec]
+
+
+class Everything:
+    """Every joint choice of a program, and what it costs."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program, self.mesh = program, mesh
+        self.axes: dict[Any, int] = {}
+        self.makers: dict[int, End] = {}
+        self.readers: dict[int, list[End]] = {v.index: [] for v in program.values}
+        for op in program.ops:
+            found = space.strategies(op.rule, mesh)
+            self.axes["op", op.index] = len(found)
+            rows = [space.specs(op.rule, strategy) for strategy in found]
+            for i, v in enumerate(op.tensors):
+                end = End(("op", op.index), [row[i] for row in rows])
+                if i < len(op.operands):
+                    self.readers[v].append(end)
+                else:
+                    self.makers[v] = end
+        self._borders()
+
+    def _borders(self) -> None:
+        program, signature = self.program, self.program.signature
+        tangents = dict(signature.tangents)
+        for i, (declared, v) in enumerate(
+            zip(signature.inputs, program.inputs, strict=True)
+        ):
+            if v is not None and i not in tangents:
+                self.makers[v] = self._border(("in", i), v, declared.rest)
+        for k, (out, v) in enumerate(
+            zip(signature.outputs, program.outputs, strict=True)
+        ):
+            if v is None:
+                continue
+            of = program.inputs[out.of] if out.of is not None else None
+            if of is not None and of != v and out.rest is None:
+                end = self.makers[of]
+            else:
+                end = self._border(("out", k), v, out.rest)
+            self.readers[v].append(end)
+            for i, other in tangents.items():
+                if other == k and program.inputs[i] is not None:
+                    self.makers[program.inputs[i]] = end
+        for value in program.values:
+            if value.index not in self.makers:
+                self.makers[value.index] = End(None, [Spec.whole(len(value.shape))])
+
+    def _border(self, axis: Any, v: int, rest: Spec | None) -> End:
+        specs = [rest] if rest is not None else self._lying(v)
+        self.axes[axis] = len(specs)
+        return End(axis, specs)
+
+    def _lying(self, v: int) -> list[Spec]:
+        """Every way to lie with nothing partial, axes in the order of the mesh or batch
+        axes last."""
+        shape, found = self.program.values[v].shape, {}
+        specs = [Spec.of([()] * len(shape))]
+        for order in space.orders(self.mesh):
+            these = [[()] * len(shape)]
+            for axis in order:
+                these += [
+                    [(*e, axis) if d == at else e for d, e in enumerate(dims)]
+                    for dims in these
+                    for at in range(len(shape))
+                ]
+            specs += [Spec.of(dims) for dims in these]
+        for spec in specs:
+            if all(
+                n % self.mesh.count(axes) == 0
+                for n, axes in zip(shape, spec.dims, strict=True)
+            ):
+                found[spec] = None
+        return list(found)
+
+    @property
+    def count(self) -> float:
+        return float(np.prod([float(n) for n in self.axes.values()]))
+
+    def least(self) -> float:
+        """Seconds of the best choice, launches apart."""
+        place = {axis: i for i, axis in enumerate(self.axes)}
+        total = np.zeros(tuple(self.axes.values()))
+        hardware = machine()
+        works = work.Regions(self.program, backward_ops(self.program)).works
+        for op in self.program.ops:
+            found = space.strategies(op.rule, self.mesh)
+            mine = works[op.index]
+            seconds = [work.seconds(op, mine, s, self.mesh, hardware) for s in found]
+            total = total + _along(np.array(seconds), [place["op", op.index]], total)
+        for value in self.program.values:
+            if self.readers[value.index]:
+                total = total + self._moved(value.index, place, total)
+        return float(total.min())
+
+    def _moved(self, v: int, place: dict[Any, int], total: np.ndarray) -> Any:
+        """Seconds to bring a value from its maker to its readers, over all choices."""
+        maker, readers = self.makers[v], self.readers[v]
+        if len(readers) == 1:
+            return self._between(v, maker, readers[0], place, total)
+        settled = dict.fromkeys([*maker.specs, *(s for r in readers for s in r.specs)])
+        least: Any = np.inf
+        for spec in settled:
+            here = End(None, [spec])
+            way = self._between(v, maker, here, place, total)
+            for reader in readers:
+                way = way + self._between(v, here, reader, place, total)
+            least = np.minimum(least, way)
+        return least
+
+    def _between(
+        self, v: int, a: End, b: End, place: dict[Any, int], total: np.ndarray
+    ) -> Any:
+        value = self.program.values[v]
+        table = transitions.matrix(
+            a.specs, b.specs, self.mesh, value.shape, value.dtype.itemsize
+        )
+        if a.axis is not None and a.axis == b.axis:
+            return _along(table.diagonal(), [place[a.axis]], total)
+        axes = [place[end.axis] for end in (a, b) if end.axis is not None]
+        rows = slice(None) if a.axis is not None else 0
+        columns = slice(None) if b.axis is not None else 0
+        return _along(table[rows, columns], axes, total)
+
+
+def _along(array: np.ndarray, axes: Sequence[int], total: np.ndarray) -> np.ndarray:
+    """An array over some axes of the joint choice, to be broadcast over the others."""
+    order = np.argsort(axes)
+    shape = [1] * total.ndim
+    for axis, size in zip(axes, array.shape, strict=True):
+        shape[axis] = size
+    return array.transpose(order).reshape(shape)
+
+
+def check(plan: Any, what: str = "") -> bool:
+    """Whether the program was small enough; raises where the search is not right."""
+    program, mesh = plan.result.decision.program, plan.mesh
+    every = Everything(program, machine().on(mesh))
+    if not program.ops or every.count > MOST or len(every.axes) > 24:
+        return False
+    least = every.least()
+    found = search(program, mesh, Asked(machine(), 60.0), {})
+    assert found.solution.cost == pytest.approx(least, rel=1e-6, abs=1e-15), what
+    assert found.solution.bound <= least * (1 + 1e-6) + 1e-15
+    return True
+
+
+def check_random(seed: int) -> bool:
+    case = Few(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = fxpar.plan(
+            case.program(),
+            *case.tensors(),
+            mesh=case.mesh,
+            in_specs=case.in_specs,
+            out_specs=case.out_specs,
+            mode="replicate",
+            grad=case.grad,
+        )
+    return check(plan, str(case))
+
+
+def two_readers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.sort(0)[0], x.cumsum(0)
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x"), None])
+def test_readers_that_need_the_same_share_it(spec: tuple | None) -> None:
+    x = torch.randn(8, 4)
+    assert check(fxpar.plan(two_readers, x, mesh="x=2", in_specs=[spec]))
+
+
+def test_no_plan_of_a_random_program_is_better() -> None:
+    assert sum(check_random(seed) for seed in range(16)) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(1, 25))
+def test_no_plan_of_many_random_programs_is_better(block: int) -> None:
+    seeds = range(16 * block, 16 * block + 16)
+    assert sum(check_random(seed) for seed in seeds) >= 3

@@ -1,0 +1,307 @@
+"""Meshes that a search may choose from, and the choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxpar
+from fxpar.errors import HintError, MeshError, PlanError
+from fxpar.sharding.hardware import Hardware, Level, lookup
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.search import find
+from fxpar.sharding.search.find import Asked, search
+from fxpar.sharding.search.meshes import (
+    Auto,
+    candidates,
+    fastest,
+    in_nodes,
+    read_auto,
+    unlike,
+)
+from fxpar.sharding.solver import solve
+from tests.sharding.search.test_search import batch, machine, mlp, program_of
+from tests.sharding.solver.problems import layered
+
+
+def texts(meshes: Any) -> list[str]:
+    return [str(mesh) for mesh in meshes]
+
+
+@pytest.mark.parametrize(
+    ("text", "auto"),
+    [
+        ("auto", Auto()),
+        ("auto:8", Auto(8)),
+        ("auto:4x8", Auto(32, 8)),
+        ("dp=2", None),
+        ("auto=2,tp=2", None),
+        (None, None),
+        (Mesh.parse("dp=2"), None),
+    ],
+)
+def test_what_auto_asks_for(text: Any, auto: Auto | None) -> None:
+    assert read_auto(text) == auto
+
+
+@pytest.mark.parametrize("text", ["auto:", "auto:0", "auto:2x", "auto:2x2x2", "autos"])
+def test_malformed_auto_is_named(text: str) -> None:
+    with pytest.raises(MeshError, match=f"(?s){text}.*auto:4x8"):
+        read_auto(text)
+
+
+def test_ranks_of_one_network_split_in_every_way() -> None:
+    assert texts(candidates(8, lookup("cpu"))) == [
+        "dp=8",
+        "dp=2,tp=4",
+        "dp=4,tp=2",
+        "dp=2,cp=2,tp=2",
+    ]
+    assert texts(candidates(6, lookup("cpu"))) == ["dp=6", "dp=2,tp=3", "dp=3,tp=2"]
+    assert texts(candidates(7, lookup("cpu"))) == ["dp=7"]
+    assert texts(candidates(1, lookup("cpu"))) == ["dp=1"]
+    assert len(candidates(64, lookup("cpu"))) == 1 + 5 + 10
+
+
+def test_no_axis_lies_partly_in_a_node() -> None:
+    assert texts(candidates(64, lookup("h100"))) == [
+        "dp=64",
+        "dp=8,tp=8",
+        "dp=2,cp=4,tp=8",
+        "dp=4,cp=2,tp=8",
+        "dp=8,cp=2,tp=4",
+        "dp=8,cp=4,tp=2",
+    ]
+    inside = candidates(8, lookup("h100"))  # one node
+    assert inside == candidates(8, lookup("cpu"))
+
+
+def test_nodes_may_be_smaller_than_the_hardware_has_them() -> None:
+    small = in_nodes(lookup("h100"), 2)
+    assert [level.devices for level in small.levels] == [2, 0]
+    assert texts(candidates(8, small))[1:] == ["dp=4,tp=2", "dp=2,cp=2,tp=2"]
+    pairs = in_nodes(lookup("k80"), 2)  # pairs, in nodes of 4
+    assert [level.devices for level in pairs.levels] == [2, 2, 0]
+    assert in_nodes(lookup("cpu"), 2) == lookup("cpu")
+    assert in_nodes(lookup("h100"), None) == lookup("h100")
+    mesh = small.on(Mesh.parse("dp=4,tp=2"))
+    assert mesh.link("dp").bandwidth < mesh.link("tp").bandwidth
+
+
+def test_in_local_mode_every_axis_is_one_of_the_batch() -> None:
+    from fxpar.sharding.conventions import batch_axes
+
+    for mesh in candidates(8, lookup("cpu"), local=True):
+        assert batch_axes(mesh) == mesh.names
+    assert {batch_axes(mesh) for mesh in candidates(8, lookup("cpu"))} == {("dp",)}
+
+
+def test_orders_of_axes_with_one_link_are_alike() -> None:
+    alike = unlike(candidates(8, lookup("cpu")), lookup("cpu"))
+    assert texts(alike) == ["dp=8", "dp=2,tp=4", "dp=2,cp=2,tp=2"]
+    pairs = candidates(8, in_nodes(lookup("h100"), 2))
+    assert unlike(pairs, in_nodes(lookup("h100"), 2)) == pairs
+
+
+# -- the choice, with searches that are made up --------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """Of a Found what the choice reads."""
+
+    mesh: Mesh
+    predicted: float
+    bound: float
+    took: float = 0.0
+    rivals: float = float("inf")
+
+    @property
+    def is_proved(self) -> bool:
+        return self.predicted - self.bound < 1e-9
+
+
+@dataclass(frozen=True)
+class Decided:
+    found: Made
+    notes: tuple[str, ...] = ("search: ...",)
+
+
+@dataclass
+class Searches:
+    """Searches whose results are given: by mesh of a glance, then of a longer one."""
+
+    results: dict[str, Any]
+    asked: list[tuple[str, float, bool]] = field(default_factory=list)
+    enough: list[float] = field(default_factory=list)
+
+    def __call__(self, mesh: Mesh, asked: Asked, before: Any) -> Any:
+        self.asked.append((str(mesh), asked.seconds, before is not None))
+        self.enough.append(asked.enough)
+        found = self.results[str(mesh)]
+        if isinstance(found, Exception):
+            raise found
+        if isinstance(found, list):
+            found = found[before is not None]
+        return Decided(Made(mesh, *found))
+
+    def choose(self, seconds: float = 8.0) -> Any:
+        meshes = [Mesh.parse(text) for text in self.results]
+        return fastest(meshes, Asked(machine(), seconds), self)  # type: ignore[arg-type]
+
+
+def test_the_fastest_is_searched_longer_and_the_others_noted() -> None:
+    searches = Searches({"dp=4": (3.0, 2.0), "dp=2,tp=2": [(2.0, 1.0), (1.5, 1.0)]})
+    chosen = searches.choose()
+    assert str(chosen.found.mesh) == "dp=2,tp=2" and chosen.found.predicted == 1.5
+    assert chosen.found.rivals == 2.0
+    assert searches.asked == [
+        ("dp=4", 2.0, False),
+        ("dp=2,tp=2", 2.0, False),
+        ("dp=2,tp=2", 8.0, True),
+    ]
+    assert chosen.notes == (
+        "search: ...",
+        "mesh dp=2,tp=2 chosen of 2: 1500 ms a step; dp=4 3000 ms",
+    )
+
+
+def test_a_glance_ends_where_a_mesh_cannot_win() -> None:
+    inf = float("inf")
+    searches = Searches({"a=4": (2.0, 1.0), "b=4": (3.0, 3.0), "c=4": (1.0, 0.5)})
+    searches.choose()
+    assert searches.enough == [inf, 2.0, 2.0, inf]
+
+
+def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layered(4, 6, 6, limit=0.3, noise=0.5)
+    solution = solve(problem, enough=30.0)
+    assert solution.gap > 1e-4 and solution.bound >= 30.0
+    assert "windows" not in [phase.name for phase in solution.notes]
+
+    given = []
+
+    def watched(*args: Any, enough: float, **how: Any) -> Any:
+        given.append(enough)
+        return solve(*args, enough=enough, **how)
+
+    monkeypatch.setattr(find, "solve", watched)
+    program = program_of(mlp(), batch(), mesh="dp=4")
+    launching = replace(machine(), launch=1e-3)
+    asked = Asked(launching, enough=5.0)
+    launches = search(program, Mesh.parse("dp=4"), asked, {}).formulation.launches
+    assert launches > 0 and given[0] == 5.0 - launches
+
+
+def test_a_longer_search_that_finds_less_is_not_taken() -> None:
+    chosen = Searches({"dp=4": [(3.0, 2.0), (4.0, 1.0)], "tp=4": (5.0, 5.0)}).choose()
+    assert chosen.found.predicted == 3.0
+
+
+def test_a_proved_plan_is_searched_once() -> None:
+    searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (4.0, 1.0)})
+    assert searches.choose().found.rivals == 1.0
+    assert len(searches.asked) == 2
+
+
+def test_fewer_axes_win_where_plans_are_alike() -> None:
+    searches = Searches({"dp=4": (1.0, 1.0), "dp=2,tp=2": (0.9999, 0.9999)})
+    assert str(searches.choose().found.mesh) == "dp=4"
+    searches.results["dp=2,tp=2"] = (0.99, 0.99)
+    assert str(searches.choose().found.mesh) == "dp=2,tp=2"
+
+
+def test_meshes_without_a_plan_are_left_out() -> None:
+    searches = Searches({"dp=4": HintError("no axis tp"), "dp=2,tp=2": (1.0, 1.0)})
+    chosen = searches.choose()
+    assert str(chosen.found.mesh) == "dp=2,tp=2"
+    assert "dp=4 no axis tp" in chosen.notes[-1]
+
+
+def test_where_no_mesh_has_a_plan_the_error_is_raised() -> None:
+    with pytest.raises(HintError, match="of tp=4"):
+        Searches({"dp=4": HintError("of dp=4"), "tp=4": HintError("of tp=4")}).choose()
+    late = Searches({"dp=4": PlanError("a"), "dp=2,tp=2": PlanError("too large")})
+    with pytest.raises(PlanError, match="too large"):
+        late.choose()
+    assert late.asked[-1] == ("dp=2,tp=2", 8.0, False)
+
+
+def test_what_time_does_not_reach_is_noted_and_could_be_better() -> None:
+    searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (1.0, 1.0)})
+    chosen = searches.choose(seconds=1e-9)
+    assert str(chosen.found.mesh) == "dp=4" and chosen.found.rivals == 0.0
+    assert "tp=4 not tried" in chosen.notes[-1]
+
+
+# -- fxpar.plan ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """Nodes of any size: ``machine()`` has pairs."""
+    machine().save(tmp_path / "slow.json")
+    monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
+    return machine()
+
+
+def test_no_named_mesh_is_faster_than_the_chosen_one(pairs: Hardware) -> None:
+    model, x = mlp(), batch()
+    plan = fxpar.plan(model, x, mesh="auto:2x2", mode="search", grad=True)
+    named = [
+        fxpar.plan(model, x, mesh=mesh, mode="search", grad=True)
+        for mesh in ("dp=4", "dp=2,tp=2")
+    ]
+    seconds = {str(p.mesh): found_of(p).predicted for p in named}
+    assert found_of(plan).predicted == pytest.approx(min(seconds.values()), rel=1e-3)
+    assert plan.mesh.size == 4 and f"mesh {plan.mesh} chosen of 2" in str(plan)
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
+def found_of(plan: Any) -> Any:
+    return plan.result.decision.found
+
+
+def test_a_hint_names_the_axes_that_there_must_be(pairs: Hardware) -> None:
+    hints = {"0.0.weight": ("tp", None)}
+    how = {"mesh": "auto:2x2", "mode": "search", "hints": hints}
+    plan = fxpar.plan(mlp(), batch(), **how)
+    assert str(plan.mesh) == "dp=2,tp=2"
+    assert str(plan.spec("0.0.weight")) == "[tp, _]"
+    with pytest.raises(HintError, match="no axis 'ep'"):
+        fxpar.plan(
+            mlp(), batch(), mesh="auto:4", mode="search", hints={"0.0.weight": ("ep",)}
+        )
+
+
+def test_nodes_decide_the_links(pairs: Hardware) -> None:
+    wide = replace(pairs, levels=(Level(4, 1e10, 1e-8, 1e-7), pairs.levels[1]))
+    assert in_nodes(pairs, 4) == wide
+    how = {"mode": "search", "hints": {"0.0.weight": ("tp", None)}}
+    links = [
+        fxpar.plan(mlp(), batch(), mesh=mesh, **how).mesh.link("dp").bandwidth
+        for mesh in ("auto:2x2", "auto:1x4")
+    ]
+    assert links == [1e9, 1e10]
+
+
+def test_auto_asks_for_what_it_lacks(pairs: Hardware) -> None:
+    with pytest.raises(MeshError, match=r"no process group\n.*auto:8"):
+        fxpar.plan(mlp(), batch(), mesh="auto", mode="search")
+    with pytest.raises(MeshError, match="FXPAR_PLAN is propagate\n.*search"):
+        fxpar.plan(mlp(), batch(), mesh="auto:4", mode="propagate")
+
+
+def test_a_saved_plan_brings_its_mesh(pairs: Hardware, tmp_path: Path) -> None:
+    how = {"hints": {"0.0.weight": ("tp", None)}}
+    plan = fxpar.plan(mlp(), batch(), mesh="auto:2x2", mode="search", **how)
+    plan.save(tmp_path / "plan.json")
+    path = str(tmp_path / "plan.json")
+    again = fxpar.plan(mlp(), batch(), mesh="auto:4", mode=path)
+    assert again.mesh == plan.mesh and again.hash == plan.hash
+    with pytest.raises(PlanError, match="this run has dp=8"):
+        fxpar.plan(mlp(), batch(), mesh="auto:8", mode=path)
