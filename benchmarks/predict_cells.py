@@ -147,8 +147,10 @@ def _gpt2() -> tuple[Any, dict[str, Any]]:
 
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     shape = {"n_embd": 320, "n_layer": 3, "n_head": 8, "n_positions": 128}
-    config = GPT2Config(vocab_size=2048, use_cache=False, **shape, **drops)
-    return GPT2LMHeadModel(config), _words(8, 128)
+    shape |= {"vocab_size": 2048, "tie_word_embeddings": False, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **drops))
+    model.loss_type = "ForCausalLM"  # else a warning breaks the graph
+    return model, _words(8, 128)
 
 
 def _bert() -> tuple[Any, dict[str, Any]]:

@@ -139,8 +139,8 @@ class Options:
     )
     plan: str = _option(
         _plan,
-        "propagate",
-        "propagate, search, replicate, file",
+        "search",
+        "search, propagate, replicate, file",
         "how the sharding is chosen",
     )
     inputs: str = _option(

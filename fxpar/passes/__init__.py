@@ -32,8 +32,9 @@ from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program, Signature, read, user_line
-from fxpar.sharding.search.find import Asked, Found
+from fxpar.sharding.search.find import Asked, Found, has_too_many_axes
 from fxpar.sharding.search.meshes import fastest, unlike
+from fxpar.sharding.search.transitions import MOST
 
 __all__ = ["Request", "Result", "parallelize"]
 
@@ -209,6 +210,12 @@ def _decide(
 ) -> Decision:
     mesh, hints, mode = request.mesh, request.hints, request.mode
     constraints = _constraints(program)
+    if isinstance(mode, Asked) and has_too_many_axes(mesh):
+        what = f"a search takes at most {MOST} axes of more than one rank: the plan"
+        fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
+        text = compose(f"{what} for {mesh} is propagated", fix=fix)
+        warnings.warn(text, FxparWarning, stacklevel=2)
+        mode = "propagate"
     if isinstance(mode, Asked):
         return searched(
             program,

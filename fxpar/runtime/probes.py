@@ -8,6 +8,7 @@ to start together, and no program of the user.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 import warnings
@@ -269,7 +270,7 @@ def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
                 x = torch.rand(m, k, device=probe.device).to(dtype)
                 y = torch.rand(k, n, device=probe.device).to(dtype)
                 out = torch.mm(x, y)
-                seconds = probe.median(partial(torch.mm, x, y, out=out))
+                seconds = probe.median(_in_turn(_product, x, y, out))
                 if seconds is None:
                     break
                 # Out of reach of caches, a thin product is bound by memory instead.
@@ -280,6 +281,27 @@ def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
             torch.set_float32_matmul_precision(before)
         if len(points) > 3:
             yield name, fit_peak(points)
+
+
+# Bytes of operands that are used in turn: more than caches hold, as in a step, where a
+# product reads what was made or read long before.
+_COLD = 1 << 26
+
+
+def _in_turn(
+    fn: Callable[..., Any], *operands: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Calls ``fn`` with one copy of its operands after the other."""
+    nbytes = sum(x.nbytes for x in operands)
+    copies = [operands]
+    for _ in range(min(_COLD // nbytes, 256)):
+        copies.append(tuple(x.detach().clone() for x in operands))
+    turns = itertools.cycle(copies)
+    return lambda: fn(*next(turns))
+
+
+def _product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, y, out=out)
 
 
 def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
@@ -305,7 +327,7 @@ def _family(
     points: dict[str, list[Point]] = {name: [], f"{name} backward": []}
     for shape in shapes:
         operands, op, flops, late_flops, least = make(probe.device, dtype, *shape)
-        seconds = probe.median(partial(op, *operands))
+        seconds = probe.median(_in_turn(op, *operands))
         given = [x.requires_grad_() for x in operands]
         out = op(*given)
         back = partial(

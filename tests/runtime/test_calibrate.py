@@ -215,6 +215,15 @@ def test_flops_are_those_of_a_local_graph(make, shape) -> None:
     assert counted == [(flops, least, name), (late_flops, least, f"{name} backward")]
 
 
+def test_operands_are_not_those_of_the_last_call() -> None:
+    x, seen = torch.zeros(1 << 24), []
+    call = probes._in_turn(lambda y: seen.append(y), x)
+    for _ in range(3):
+        call()
+    assert seen[0].data_ptr() == seen[2].data_ptr() != seen[1].data_ptr()
+    assert torch.equal(seen[1], x)
+
+
 def test_ranks_that_take_turns_are_timed_together(monkeypatch) -> None:
     """What counts is when the last rank is done, not what each takes by itself."""
     some, clock = probe(), [0.0]

@@ -64,7 +64,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
 def test_options_beat_variables_and_empty_is_not_given() -> None:
     environ = {"FXPAR_DEBUG": "1", "FXPAR_CODEGEN": "eager", "FXPAR_PLAN": ""}
     options = Options.read({"debug": 2, "codegen": None}, environ)
-    assert (options.debug, options.codegen, options.plan) == (2, "eager", "propagate")
+    assert (options.debug, options.codegen, options.plan) == (2, "eager", "search")
 
 
 def test_the_environment_is_read_at_call_time(monkeypatch) -> None:

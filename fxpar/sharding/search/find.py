@@ -82,6 +82,11 @@ class Found:
         )
 
 
+def has_too_many_axes(mesh: Mesh) -> bool:
+    """Whether the space of strategies on this mesh is too large to be searched."""
+    return sum(size > 1 for _, size in mesh.axes) > transitions.MOST
+
+
 def search(
     program: Program,
     mesh: Mesh,
@@ -95,7 +100,7 @@ def search(
     priced problem is solved again. Raises PlanError if no plan fits, naming the largest
     tensors and what would be needed."""
     begun = time.perf_counter()
-    if sum(size > 1 for _, size in mesh.axes) > transitions.MOST:
+    if has_too_many_axes(mesh):
         raise PlanError(
             f"a search takes at most {transitions.MOST} axes of more than one rank, "
             f"the mesh is {mesh}",

@@ -372,8 +372,8 @@ def _settle(build: _Builder, v: int, maker: End, ends: Sequence[End]) -> int:
 
 
 def _settle_or_copy(build: _Builder, v: int, maker: End, specs: np.ndarray) -> int:
-    """Where a parameter may rest as the plan wants, each spec stands twice: as it rests,
-    and as a copy of what rests otherwise, which takes memory of its own."""
+    """Where a parameter may rest as the plan wants, each spec stands twice: as it
+    rests, and as a copy of what rests otherwise, which takes memory of its own."""
     have = build.nodes[maker.node].specs[:, maker.column]
     kept = specs[np.isin(specs[:, 0], have)]
     copies = np.arange(len(kept) + len(specs)) >= len(kept)

@@ -112,7 +112,7 @@ def cheaper(
     problem = found.formulation.problem
     known: dict[tuple[int, ...], None] = {}
     for share in discounts:
-        priced = replace(_discounted(found.formulation, share), limit=None)
+        priced = replace(discounted(found.formulation, share), limit=None)
         try:
             solution = solve(priced, seconds, tolerance=1e-4)
             if problem.limit is not None and solution.peak > problem.limit:
@@ -124,7 +124,7 @@ def cheaper(
     return [choice for choice in known if choice != found.solution.choice]
 
 
-def _discounted(found: Formulation, share: float) -> Problem:
+def discounted(found: Formulation, share: float) -> Problem:
     """The problem with what compute may hide at a share of its price."""
     problem, tables = found.problem, list(found.problem.tables)
     cheap: dict[int, int] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
 from fxpar.passes.phases import as_run
@@ -24,7 +24,9 @@ from fxpar.sharding.rest import at_rest
 from fxpar.sharding.search.compare import cost_of
 from fxpar.sharding.search.find import Asked, search
 from fxpar.sharding.search.formulate import Facts, Formulation, formulate
+from fxpar.sharding.search.lifetimes import lifetimes
 from fxpar.sharding.search.memory import MOMENTS
+from fxpar.sharding.search.work import Regions
 from fxpar.sharding.solver import evaluate
 from tests.models import NAMES, build_loss
 
@@ -114,28 +116,52 @@ def test_saved_activations_grow_with_layers() -> None:
     assert saved[1] - saved[0] == 4 * rows * 16 * 4 / 2
 
 
-def test_what_is_checkpointed_is_not_saved() -> None:
-    class Checked(Two):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = checkpoint(
-                    lambda x, layer=layer: torch.relu(layer(torch.relu(layer(x)))),
-                    x,
-                    use_reentrant=False,
-                )
-            return x.sum()
+def lives(program: Program) -> tuple[set[str], set[str]]:
+    """Names of what is written to memory, and of what the backward computes again."""
+    backward = backward_ops(program)
+    found = lifetimes(program, Regions(program, backward), backward)
+    written, again = (
+        {program.values[v].name for v in values & program.producers.keys()}
+        for values in (found.written, found.again)
+    )
+    return written, again
 
-    class Plain(Two):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.relu(layer(torch.relu(layer(x))))
-            return x.sum()
 
-    found = []
-    for kind in (Plain, Checked):
-        held = dict(footprint(decided(kind(layers=6), torch.randn(512, 16))))
-        found.append(held["saved for the backward"])
-    assert found[1] <= found[0]
+def test_tags_of_checkpoints_hold() -> None:
+    program = decided(Two(), torch.randn(8, 16)).program
+    (relu, _) = (op for op in program.ops if op.name.startswith("relu"))
+    assert relu.name not in lives(program)[1], "products of the backward read it"
+    relu.node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    assert relu.name in lives(program)[1]
+
+    def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x + 1).exp().mul(w).sum()
+
+    program = decided(twice, torch.randn(8, 16), torch.randn(8, 16)).program
+    (light,) = (op for op in program.ops if "exp" in op.name)
+    assert light.name in lives(program)[1]
+    light.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    written, again = lives(program)
+    assert light.name in written and light.name not in again
+
+
+def test_a_light_value_between_two_kernels_is_in_memory() -> None:
+    """Read before a product and after it; not if all of it is one kernel."""
+
+    def residual(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x + 1
+        return kept.sin() @ w + kept
+
+    def fused(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept = x + 1
+        return (kept.sin() + kept) @ w
+
+    x, w = torch.randn(8, 16), torch.randn(16, 16)
+    for fn, is_written in ((residual, True), (fused, False)):
+        program = decided(fn, x, w, grad=False).program
+        first = program.ops[0]
+        assert "add" in first.name
+        assert (first.name in lives(program)[0]) == is_written
 
 
 # Parameters at rest

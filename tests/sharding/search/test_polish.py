@@ -21,7 +21,7 @@ from fxpar.sharding.search.find import Asked, Found, search
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.moves import Moves
 from fxpar.sharding.search.overlap import Overlap
-from fxpar.sharding.search.polish import cheaper, polish, walk
+from fxpar.sharding.search.polish import discounted, polish, taken, walk
 from fxpar.sharding.search.tasks import layout
 from fxpar.sharding.solver import evaluate
 from tests.sharding.search.test_search import batch, machine, mlp, slow  # noqa: F401
@@ -163,6 +163,8 @@ def test_a_walk_is_never_worse_and_the_same_again(found: Found) -> None:
     assert Overlap(form, one.choice).seconds == one.seconds
     assert np.isfinite(evaluate(form.problem, one.choice)[0])
     assert walk(form, one.choice, 0).choice == one.choice
+    hot = walk(form, one.choice, 100, heat=1e9)  # anything is accepted
+    assert hot.accepted > 10 and hot.seconds <= hot.start
 
 
 def test_a_walk_stays_within_memory(
@@ -206,15 +208,31 @@ def test_proposals_change_layers_together_and_pass_strategies_on(found: Found) -
     assert several > 10
 
 
-def test_plans_with_what_is_hidden_at_a_discount(found: Found) -> None:
+def test_what_compute_may_hide_is_cheaper(found: Found) -> None:
+    form, problem = found.formulation, found.formulation.problem
+    cheap = discounted(form, 0.1)
+    for choice in random_choices(form, 8, 20):
+        aside = [
+            float(problem.tables[t][choice[i], choice[j]])
+            for (i, j, t), free in zip(
+                problem.edges, layout(form, ()).aside, strict=True
+            )
+            if free
+        ]
+        assert sum(aside) > 0
+        less = evaluate(problem, choice)[0] - evaluate(cheap, choice)[0]
+        assert less == pytest.approx(0.9 * sum(aside))
+
+
+def test_the_best_candidate_is_where_the_walk_begins(found: Found) -> None:
     form = found.formulation
-    for choice in cheaper(found, [0.02], 2.0):
-        assert np.isfinite(evaluate(form.problem, choice)[0])
-        assert evaluate(form.problem, choice)[0] >= found.solution.bound
+    poor = taken(found, random_choices(form, 6, 60)[-1])
+    ranked = polish(poor, discounts=[1.0])
+    assert ranked.candidates[0] == Overlap(form, poor.solution.choice).seconds
+    assert ranked.walk.start == min(ranked.candidates) < ranked.candidates[0]
+    assert ranked.found.solution.choice == ranked.walk.choice
     polished = polish(found, 200)
-    assert polish(found).walk.seconds == polished.walk.start
     assert polished.walk.seconds <= polished.walk.start == min(polished.candidates)
-    assert polished.candidates[0] == Overlap(form, found.solution.choice).seconds
     assert polished.found.solution.cost == pytest.approx(
         evaluate(form.problem, polished.walk.choice)[0]
     )
