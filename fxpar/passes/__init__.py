@@ -123,7 +123,8 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 
 def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
     """Decide; where a plan splits dims that a moment needs whole, expand it, decide
-    again."""
+    again. A search sees moments expanded: it would not split what their rules keep
+    whole."""
     program = read(graph, request.signature)
     plan = request.mode
     if isinstance(plan, Asked):
@@ -132,6 +133,12 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
         if plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
             request = request.on(plan.mesh)
         return _recalled(graph, rewriter, plan, request)
+    if isinstance(plan, Asked) and "expand_moments" not in request.disable:
+        moments = [op.node for op in program.ops if op.target in MOMENTS]
+        if moments:
+            expand_moments(moments, rewriter)
+            graph.eliminate_dead_code()
+            program = read(graph, request.signature)
     if request.meshes:
         decision = _chosen(program, request)
         request = request.on(decision.mesh)

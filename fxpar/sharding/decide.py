@@ -24,10 +24,13 @@ from fxpar.sharding.propagate import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard import steps
 from fxpar.sharding.rest import gather_before_views, settle_at_rest
 from fxpar.sharding.search import transitions
-from fxpar.sharding.search.find import Asked, Found, search
+from fxpar.sharding.search.find import Asked, Found, begun_from, search
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.steps import Step, cost
 from fxpar.sharding.strategies import choose
+
+# A gap that a search should not end with.
+_WIDE = 0.005
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ def decide(
     constraints: Sequence[tuple[int, Entries]] = (),
     *,
     mode: str = "propagate",
+    batch: Sequence[str] | None = None,
 ) -> Decision:
     """Propagate hints (and conventions for axes no hint names), then choose strategies,
-    place reductions and connect. ``constraints``: (value, entries) found in the code.
+    place reductions and connect. ``constraints``: (value, entries) found in the code;
+    ``batch``: the axes that split the batch, by default those named so.
 
     Raises HintError for hints that do not fit.
     """
@@ -100,7 +105,8 @@ def decide(
         engine.tie(a, b)
     if mode != "replicate":
         seeds = _given(program, mesh, hints, constraints)
-        _seed_all(engine, seeds + _resting_outputs(program, mesh), notes)
+        axes = conventions.batch_axes(mesh) if batch is None else batch
+        _seed_all(engine, seeds + _resting_outputs(program, mesh), axes, notes)
     settle_at_rest(engine)
     state = engine.state
     strategies = choose(program, state, mesh)
@@ -142,6 +148,13 @@ def searched(
     found = search(
         program, mesh, asked, seeds, keep_gathered=keep_gathered, before=before
     )
+    if found.solution.gap > _WIDE and found.bound < asked.enough:
+        # Never dearer than what one would begin with by hand.
+        known = (
+            decide(program, mesh, hints, constraints, batch=batch).strategies
+            for batch in (None, mesh.names)
+        )
+        found = begun_from(found, asked, known)
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -200,17 +213,15 @@ def _given(
     return seeds
 
 
-def _seed_all(engine: Propagation, seeds: list[Seed], notes: list[str]) -> None:
+def _seed_all(
+    engine: Propagation, seeds: list[Seed], over: Iterable[str], notes: list[str]
+) -> None:
     """The given seeds, then conventions for what they leave open. A batch axis that
     only parameters name (ZeRO) still splits the batch."""
     program, mesh = engine.program, engine.mesh
     axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
     named, named_on_values = _named(seeds), _named(s for s in seeds if s.priority == 0)
-    batch = [
-        axis
-        for axis in conventions.batch_axes(mesh)
-        if axis in axes and axis not in named_on_values
-    ]
+    batch = [axis for axis in over if axis in axes and axis not in named_on_values]
     taken = {seed.value for seed in seeds}
     extra = conventions.batch_seeds(program, mesh, batch, notes)
     engine.seed(seeds + [seed for seed in extra if seed.value not in taken])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
@@ -19,6 +19,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate import Seed
 from fxpar.sharding.search import transitions
+from fxpar.sharding.search.compare import cost_of
 from fxpar.sharding.search.decode import decode
 from fxpar.sharding.search.formulate import Facts, Formulation, formulate
 from fxpar.sharding.search.layers import repeated, ties
@@ -125,6 +126,42 @@ def search(
     took = time.perf_counter() - begun
     chosen, settled = decode(found, solution.choice)
     return Found(tuple(chosen), tuple(settled), mesh, found, solution, built, took)
+
+
+def begun_from(
+    found: Found, asked: Asked, known: Iterable[Sequence[Strategy]]
+) -> Found:
+    """What a search finds that begins again from the cheapest of some known strategies
+    of all ops, where one is cheaper than what was found; else what was found."""
+    begun, best, start = time.perf_counter(), found.solution.cost, None
+    for strategies in known:
+        try:
+            other = cost_of(found.formulation, strategies, asked.seconds / 10)
+        except (Infeasible, PlanError):
+            continue
+        if other.cost < best:
+            best, start = other.cost, other.choice
+    if start is None:
+        return found
+    problem, old = found.formulation.problem, found.solution
+    new = solve(problem, asked.seconds / 4, start=start, tolerance=_CLOSE)
+    bound = max(old.bound, new.bound)
+    took = time.perf_counter() - begun
+    new = replace(
+        new,
+        bound=bound,
+        gap=max(new.cost - bound, 0.0) / abs(new.cost),
+        seconds=old.seconds + took,
+        notes=old.notes + new.notes,
+    )
+    strategies, settled = decode(found.formulation, new.choice)
+    return replace(
+        found,
+        strategies=tuple(strategies),
+        settled=tuple(settled),
+        solution=new,
+        took=found.took + took,
+    )
 
 
 # Gap at which a search ends; of problems with few strategies the optimum is wanted.

@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.errors import HintError, PlanError
+from fxpar.errors import FxparWarning, HintError, PlanError
 from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops)
+from fxpar.sharding import decide
 from fxpar.sharding.decide import duration
 from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import backward_ops
 from fxpar.sharding.reshard import price
-from fxpar.sharding.search import transitions
+from fxpar.sharding.search import find, transitions
 from fxpar.sharding.search.ask import alternatives
 from fxpar.sharding.search.compare import cost_of
 from fxpar.sharding.search.find import Asked, search
@@ -216,8 +217,12 @@ def test_memory_binds(slow: Hardware) -> None:
 
 
 def test_more_axes_than_can_be_searched(slow: Hardware) -> None:
+    mesh = Mesh.parse("a=2,b=2,c=2,d=2")
     with pytest.raises(PlanError, match="at most 3 axes"):
-        fxpar.plan(mlp(), batch(), mesh="a=2,b=2,c=2,d=2", mode="search")
+        search(program_of(mlp(), batch(), mesh=str(mesh)), mesh, Asked(slow), {})
+    with pytest.warns(FxparWarning, match="at most 3 axes.* is propagated"):
+        plan = fxpar.plan(mlp(), batch(), mesh=mesh, mode="search")
+    assert plan.hash == fxpar.plan(mlp(), batch(), mesh=mesh, mode="propagate").hash
     fxpar.plan(mlp(), batch(), mesh="a=2,b=2,c=2,d=1", mode="search")
 
 
@@ -363,3 +368,36 @@ def test_why_and_why_not(slow: Hardware) -> None:
         fxpar.plan(mlp(), batch(), mesh="x=4", mode="propagate").why_not(
             product, (None, None)
         )
+
+
+def normalized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x @ w, None, None, training=True)
+
+
+def test_statistics_of_a_batch_are_split(slow: Hardware) -> None:
+    # The rule of var_mean keeps what it reduces whole; a search must see beyond it.
+    # Features are odd, so that only the batch can be.
+    x, w = torch.randn(64, 7).double(), torch.randn(7, 9).double()
+    plan = fxpar.plan(normalized, x, w, mesh="dp=2", mode="search", grad=True)
+    assert plan.outputs[0].dims[0] == ("dp",) or plan.spec("sub").dims[0] == ("dp",)
+    got, want = plan.simulate(x, w), plan.reference(x, w)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1])
+
+
+def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
+    slow: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of(mlp(3), batch(), mesh="dp=2,tp=2", grad=True)
+    mesh = Mesh.parse("dp=2,tp=2")
+    best = search(program, mesh, Asked(slow), {})
+    far = replace(
+        best, solution=replace(best.solution, cost=2 * best.solution.cost, gap=0.5)
+    )
+    began = find.begun_from(far, Asked(slow), [best.strategies])
+    assert began.solution.cost == pytest.approx(best.solution.cost)
+    assert began.solution.gap < 1e-3
+    # And decide asks for it.
+    monkeypatch.setattr(decide, "search", lambda *args, **how: far)
+    decision = decide.searched(program, mesh, {}, (), Asked(slow))
+    assert decision.found.solution.cost < far.solution.cost
