@@ -33,6 +33,11 @@ def test_debugging_lists_every_option() -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FXPAR_PLAN", raising=False)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_env_variables_exist(page: Path) -> None:
     from fxpar import config

@@ -98,6 +98,11 @@ def _read_apart(
     return {b for b in apart if program.ops[producers[b][0]].operands}
 
 
+def _tag(op: Op) -> bool | None:
+    """Whether an op is tagged to be computed again; None if it is not tagged."""
+    return _TAGGED.get(op.node.meta.get("recompute"))
+
+
 class _Backward:
     """What the backward is given and what it computes again; one value decided after
     the other, as ``passes.phases`` does on the local graph."""
@@ -115,7 +120,8 @@ class _Backward:
         self.late = [op for op in ops if op.index in backward]
         self.early = [op for op in ops if op.index not in backward]
         self.needed: set[int] = set()
-        self.must: set[int] = set()  # be kept: a heavy op reads it
+        # Be kept: a heavy op reads it, or a tag says so.
+        self.must = {v for op in self.early if _tag(op) is False for v in op.results}
 
     def split(self) -> tuple[set[int], set[int]]:
         """(computed again, kept), bases."""
@@ -144,10 +150,9 @@ class _Backward:
 
     def _is_lighter(self, op: Op, mine: Collection[int]) -> bool:
         """Whether what a value is made of weighs less, what is needed being there."""
-        tag = _TAGGED.get(op.node.meta.get("recompute"))
-        if tag or self.gathered and not set(mine).difference(self.gathered):
+        if _tag(op) or self.gathered and not set(mine).difference(self.gathered):
             return True
-        if tag is False or self.must.intersection(mine) or not self._is_pointwise(op):
+        if self.must.intersection(mine) or not self._is_pointwise(op):
             return False
         values, read = self.program.values, self._made(op)
         size = sum(values[v].nbytes for v in mine)
