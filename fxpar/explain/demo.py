@@ -26,6 +26,8 @@ from fxpar.errors import OptionError
 from fxpar.sharding.mesh import Mesh
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
+# A search would leave so small a model whole, and there would be nothing to see.
+PLAN = "propagate"
 TOLERANCE = 1e-5  # relative; what rounding in another order makes of a float32 loss
 HEARTBEAT = 15.0
 TAIL = 30
@@ -68,8 +70,8 @@ def demo(
             _run([sys.executable, *arguments], _environment(1, plain=True), timeout)
         )
         print(
-            f'[2/2] FXPAR_MESH="{mesh}" torchrun --standalone --nproc-per-node {ranks} '
-            f"-m fxpar run {shown}",
+            f'[2/2] FXPAR_MESH="{mesh}" FXPAR_PLAN={PLAN} torchrun --standalone '
+            f"--nproc-per-node {ranks} -m fxpar run {shown}",
             flush=True,
         )
         environment = _environment(ranks, mesh=mesh, codegen=codegen)
@@ -123,6 +125,7 @@ def _environment(
         out["TORCH_COMPILE_DISABLE"] = "1"
     if mesh:
         out["FXPAR_MESH"] = mesh
+        out.setdefault("FXPAR_PLAN", PLAN)
     if codegen:
         out["FXPAR_CODEGEN"] = codegen
     # The children import this very fxpar, installed or not.

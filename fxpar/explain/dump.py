@@ -107,17 +107,25 @@ def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
     return watch
 
 
+# Notes that begin so say what a search did; all others are warnings.
+_NEWS = ("search: ", "mesh ", "found before")
+
+
 def report(
     plan: Plan, options: Options, rank: int, name: str, broken_at: str | None
 ) -> None:
-    """What the plan has to say: warnings once, on rank 0; the plan, if asked for.
+    """What the plan has to say, on rank 0: what a search did to the log, the rest as
+    warnings; the plan, if asked for.
 
     ``broken_at``: the user's line where Dynamo broke the graph, None if it did not.
     """
     if rank != 0:
         return
     for note in plan.notes:
-        warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
+        if note.startswith(_NEWS):
+            log.info("%s: %s", name, note)
+        else:
+            warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
     if broken_at is not None:
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
         what = (

@@ -29,8 +29,8 @@ from fxpar.sharding.spec import Spec
 from fxpar.sharding.steps import Step, cost
 from fxpar.sharding.strategies import choose
 
-# A gap that a search should not end with.
-_WIDE = 0.005
+# A gap that a search should not end with, and one that is worth a warning.
+_WIDE, _POOR = 0.005, 0.05
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,19 @@ def searched(
         found.settled,
         edges,
         tuple(origins),
-        (str(found),),
+        (str(found), *_wide(found, asked)),
         found,
     )
+
+
+def _wide(found: Found, asked: Asked) -> list[str]:
+    """A warning where a longer search is worth while."""
+    if found.solution.gap <= _POOR:
+        return []
+    return [
+        f"the plan may be {found.solution.gap:.0%} from the best after "
+        f"{asked.seconds:.0f} s of search: give search_seconds more"
+    ]
 
 
 def _resting(program: Program, rests: Sequence[Spec | None]) -> Program:
