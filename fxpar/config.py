@@ -197,7 +197,7 @@ class Options:
         env=False,
     )
     search_seconds: float = _option(
-        _positive, 20.0, "seconds", "how long a search may solve at most", env=False
+        _positive, 30.0, "seconds", "how long a search may solve at most", env=False
     )
     cache_plans: bool = _option(
         _switch, True, "0, 1", "0: searched plans are not kept on disk", env=False

@@ -36,7 +36,7 @@ class Asked:
     is proved to take so many seconds is searched no further."""
 
     hardware: Hardware
-    seconds: float = 20.0
+    seconds: float = 30.0
     memory: float | None = None
     enough: float = math.inf
 
@@ -178,7 +178,10 @@ def _solved(problem: Problem, asked: Asked, enough: float) -> Solution:
         return solve(problem, asked.seconds, tolerance=tolerance, enough=enough)
     if not (many and _is_far_above(problem, asked.seconds / 10)):
         free = replace(problem, limit=None)
-        solution = solve(free, asked.seconds / 2, tolerance=tolerance, enough=enough)
+        share = 0.9 if many else 0.5  # a glance has said that it is likely to fit
+        solution = solve(
+            free, share * asked.seconds, tolerance=tolerance, enough=enough
+        )
         if solution.peak <= problem.limit:
             return solution
     left = max(end - time.perf_counter(), asked.seconds / 4)

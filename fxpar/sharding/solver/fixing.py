@@ -1,9 +1,9 @@
-"""An integer program over the strategies that can still be in a better choice.
+"""Strategies that can still be in a better choice, and what is solved of them alone.
 
 In: a Flat with priced costs, a clock. Out: a choice and a bound for all of the Flat. A
 strategy's excess over the bound of message passing is what a choice with it costs more
-at least; strategies above a cut are left out, and the bound is the lesser of the
-program's own and the cut. Never claims more than it has shown.
+at least; strategies above a cut are left out, and the bound is the lesser of what is
+then proved and the cut. Never claims more than it has shown.
 
 Source: reduced-cost fixing, here by min-marginals (as Savchynskyy et al., "Global MAP
 optimality by shrinking the combinatorial search area", NIPS 2013, use them).
@@ -17,7 +17,8 @@ import time
 import numpy as np
 
 from fxpar.sharding.solver import messages, window
-from fxpar.sharding.solver.flat import Flat, cost_of
+from fxpar.sharding.solver.flat import Flat, cost_of, flatten
+from fxpar.sharding.solver.reduce import reduce
 
 # Variables of the programs that are tried, one after the other.
 _LADDER = (3_000, 12_000, 50_000)
@@ -60,6 +61,38 @@ def solve_near(
         if not proved or cut >= cost - base:
             break
     return choice, bound
+
+
+def pass_pruned(
+    flat: Flat, upper: float, deadline: float, tolerance: float
+) -> tuple[np.ndarray | None, float]:
+    """(a choice or None, a bound that holds for all that is below ``upper``): messages
+    on everything, then without the strategies that are in nothing below ``upper``,
+    reduced. Memory is left aside."""
+    begun = time.perf_counter()
+    state = messages.start(flat)
+    enough = upper - tolerance * abs(upper) - flat.constant
+    until = begun + 0.35 * (deadline - begun)
+    bound, before = messages.converge(state, flat.unary, until, enough=enough)
+    bound += flat.constant
+    choice = state.choice.copy()
+    state.descend(flat.unary, choice)
+    if upper - bound <= tolerance * abs(upper):
+        return choice, bound
+    keep = state.excess <= upper - (before + flat.constant) + 1e-9 * abs(upper)
+    net = window.restrict(flat, choice, np.arange(len(flat.size)))
+    for i in range(len(flat.size)):
+        net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
+    now = time.perf_counter()
+    # What dominates costs more to find here than it saves.
+    reduce(net, now + 0.5 * (deadline - now), dominance=False)
+    core = flatten(net)
+    better, _, higher = messages.pass_messages(core, deadline, tolerance=tolerance)
+    bound = max(bound, min(higher, upper))
+    if better is None:
+        return choice, bound
+    found = {int(i): int(k) for i, k in zip(core.nodes, better, strict=True)}
+    return np.array(net.expand(found), np.int64), bound
 
 
 def _cut(flat: Flat, excess: np.ndarray, enough: float, most: int) -> float:

@@ -77,10 +77,15 @@ class Messages:
 
 
 def converge(
-    state: Messages, unary: np.ndarray, deadline: float, patience: int = 60
+    state: Messages,
+    unary: np.ndarray,
+    deadline: float,
+    patience: int = 60,
+    enough: float = math.inf,
 ) -> tuple[float, float]:
-    """Sweep until the bound stalls or the deadline: (the bound, that before the last
-    sweep, to which ``state.excess`` belongs), both without the constant."""
+    """Sweep until the bound stalls or is ``enough``, or the deadline: (the bound, that
+    before the last sweep, to which ``state.excess`` belongs), both without the
+    constant."""
     bound = before = state.sweep(unary, 1)
     rounds, stalled = 2, 0
     while True:
@@ -91,7 +96,7 @@ def converge(
         bound = max(now, bound)
         each = (time.perf_counter() - begun) / (rounds + 1)
         left = deadline - time.perf_counter()
-        if stalled > patience or left < 3 * each:
+        if stalled > patience or bound >= enough or left < 3 * each:
             return bound, before
         rounds = max(1, min(2 * rounds, int(left / each / 2), 20))
 

@@ -287,8 +287,10 @@ def _layered(search: Search, net: Network, seed: int) -> None:
         return
     search.offer([found.choice[k] for k in to])
     search.note("layers as one")
+    if search.choice is None:
+        return
     flat = flatten(net)
-    until = time.perf_counter() + (0.6 if len(flat.room) else 0.7) * search.left()
+    until = time.perf_counter() + (0.6 if len(flat.room) else 0.85) * search.left()
     if len(flat.room):
         begin = prices.prices_at(flat, found.prices)
         priced = prices.raise_prices(flat, until, target=search.cost, prices=begin)
@@ -296,9 +298,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
         unary = prices.priced_unary(flat, priced.prices)
         search.note("prices")
     else:
-        choice, _, bound = messages.pass_messages(
-            flat, until, tolerance=search.tolerance
-        )
+        choice, bound = fixing.pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
         _offer(search, net, flat, choice)
         unary = flat.unary
