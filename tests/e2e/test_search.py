@@ -3,6 +3,7 @@ and gradients of one device."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.runtime import choose
-from tests.models import NAMES, build_loss
+from tests.e2e.test_sharded_training import whole
+from tests.e2e.test_training import DOUBLE, STEPS, Run, compare, one_device
+from tests.models import NAMES, build_double, build_loss, double
 from tests.sharding.search.test_search import machine
 from tests.spawn import shared_pool
 
@@ -28,58 +30,50 @@ def _forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(
-    name: str, mesh: str | None, hardware: str, sharded: bool
-) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
-    """Losses of two steps, the last gradients, and what plans say of themselves."""
+def trained(name: str, mesh: str, sharded: bool) -> tuple[Run, list[str]]:
+    """A model trained on searched plans, and the hashes of these."""
     torch._dynamo.reset()
-    model, batch = build_loss(name, 8)
-    program: Any = model
     before = len(fxpar.plans())
-    if mesh is not None:
-        options = {"mesh": mesh, "plan": "search", "hardware": hardware}
+    with double() if name in DOUBLE else contextlib.nullcontext():
+        model, batch = (build_loss, build_double)[name in DOUBLE](name)
         if sharded:
             sample = ((), batch) if mesh == "auto" else None
-            given = {"FXPAR_PLAN": "search", "FXPAR_HARDWARE": hardware}
-            with mock.patch.dict(os.environ, given):
-                model = fxpar.shard(model, mesh=mesh, sample=sample)
-        options |= {"codegen": "eager", "search_seconds": 5, "cache_plans": False}
-        program = torch.compile(model, backend="fxpar", options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = program(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    whole = {
-        n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()
-    }
-    return losses, whole, [plan.hash for plan in fxpar.plans()[before:]]
+            model = fxpar.shard(model, mesh=mesh, sample=sample)
+        options = {"mesh": mesh, "codegen": "eager", "search_seconds": 5}
+        program: Any = torch.compile(model, backend="fxpar", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(5)
+        losses, first = [], {}
+        for step in range(STEPS):
+            loss = program(**batch)
+            loss.backward()
+            if step == 0:
+                first = {n: whole(p.grad) for n, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        run = Run(losses, first, dict(model.named_buffers()))
+    return run, [plan.hash for plan in fxpar.plans()[before:]]
 
 
 def check(name: str, mesh: str, path: Path, sharded: bool) -> None:
-    machine().save(path)
-    want = trained(name, None, "", False)
+    machine().save(path / "slow.json")
+    pool, env = shared_pool(4), {"FXPAR_PLAN": "search"}
+    env |= {"FXPAR_HARDWARE": str(path / "slow.json")}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(path)}  # no plan is there
     if mesh == "auto":  # chosen for the life of a process group
-        shared_pool(4).renew()
-    results = shared_pool(4).run(trained, name, mesh, str(path), sharded, timeout=400.0)
-    for losses, grads, hashes in results:
-        assert hashes and hashes == results[0][2]
-        assert losses == pytest.approx(want[0], rel=1e-4)
-        for key, grad in want[1].items():
-            torch.testing.assert_close(
-                grads[key], grad, rtol=1e-3, atol=2e-5, msg=f"{name} {key}"
-            )
+        pool.renew()
+    results = pool.run(trained, name, mesh, sharded, env=env, timeout=400.0)
     if mesh == "auto":
-        shared_pool(4).renew()
+        pool.renew()
+    compare([run for run, _ in results], one_device(name))
+    for _, hashes in results:
+        assert hashes and hashes == results[0][1]
 
 
 @pytest.mark.parametrize(("name", "mesh", "sharded"), [("llama", "dp=2,tp=2", True)])
 def test_search(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
-    check(name, mesh, tmp_path / "slow.json", sharded)
+    check(name, mesh, tmp_path, sharded)
 
 
 @pytest.mark.slow
@@ -87,7 +81,7 @@ def test_search(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 def test_five_models(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
-    check(name, mesh, tmp_path / "slow.json", sharded)
+    check(name, mesh, tmp_path, sharded)
 
 
 def by_default(hardware: str) -> tuple[float, str]:
