@@ -25,12 +25,15 @@ from fxpar.sharding.reshard import steps
 from fxpar.sharding.rest import gather_before_views, settle_at_rest
 from fxpar.sharding.search import transitions
 from fxpar.sharding.search.find import Asked, Found, begun_from, search
+from fxpar.sharding.search.polish import ranked
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.steps import Step, cost
 from fxpar.sharding.strategies import choose
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05
+# Plans of programs of more ops are not simulated: that takes longer than to search.
+_RANKED = 2500
 
 
 @dataclass(frozen=True)
@@ -148,13 +151,20 @@ def searched(
     found = search(
         program, mesh, asked, seeds, keep_gathered=keep_gathered, before=before
     )
-    if found.solution.gap > _WIDE and found.bound < asked.enough:
-        # Never dearer than what one would begin with by hand.
-        known = (
-            decide(program, mesh, hints, constraints, batch=batch).strategies
-            for batch in (None, mesh.names)
-        )
+    wide = found.solution.gap > _WIDE and found.bound < asked.enough
+    rank = asked.ranked and len(program.ops) <= _RANKED
+    # What one would begin with by hand.
+    known = [
+        decide(program, mesh, hints, constraints, batch=batch).strategies
+        for batch in (None, mesh.names)
+        if wide or rank
+    ]
+    if wide:
         found = begun_from(found, asked, known)
+    notes = [str(found), *_wide(found, asked)]
+    if rank:
+        found, said = ranked(found, asked, known)
+        notes += said
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -175,7 +185,7 @@ def searched(
         found.settled,
         edges,
         tuple(origins),
-        (str(found), *_wide(found, asked)),
+        tuple(notes),
         found,
     )
 

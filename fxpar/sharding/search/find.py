@@ -33,12 +33,14 @@ from fxpar.sharding.spec import Spec
 class Asked:
     """``hardware``: what costs are for. ``seconds``: how long to solve at most.
     ``memory``: bytes of one rank; None takes the hardware's. ``enough``: a step that
-    is proved to take so many seconds is searched no further."""
+    is proved to take so many seconds is searched no further. ``ranked``: of a few good
+    plans the one with the shortest simulated step is taken."""
 
     hardware: Hardware
     seconds: float = 30.0
     memory: float | None = None
     enough: float = math.inf
+    ranked: bool = True
 
     @property
     def budget(self) -> float:
