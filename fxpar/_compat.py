@@ -98,7 +98,8 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
     """Context in which a module uses ``tensors`` as its parameters and buffers."""
     from torch.nn.utils.stateless import _reparametrize_module
 
-    return _reparametrize_module(module, tensors, tie_weights=True)
+    # A module that stands in two places is swapped twice: it is restored in reverse.
+    return _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
 
 
 def preserve_node_meta() -> Any:

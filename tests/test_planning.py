@@ -241,3 +241,15 @@ def test_why_says_who_laid_an_input():
     assert "tp: w at rest" in plan.why("w") and "no other choice" in plan.why("w")
     assert "resharding it takes" in plan.why("x")
     assert "at rest in [tp, _]" in plan.why("x") or "tp: search" in plan.why("x")
+
+
+def test_a_module_used_twice_is_left_as_it_was() -> None:
+    layer = torch.nn.Linear(8, 8)
+    model = torch.nn.Sequential(layer, torch.nn.GELU(), layer)
+    weight, x = layer.weight, torch.randn(4, 8)
+    for _ in range(2):
+        plan = fxpar.plan(model, x, mesh="dp=2", grad=True)
+        assert layer.weight is weight
+    got, want = plan.simulate(x), plan.reference(x)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1]["0.weight"], want[1]["0.weight"])
