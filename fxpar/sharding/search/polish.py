@@ -35,8 +35,8 @@ from fxpar.sharding.solver import Infeasible, Problem, evaluate, solve
 # for nothing: it has to fit beside the compute that hides it.
 DISCOUNTS = (0.5, 0.2, 0.02)
 
-# Steps that differ by less are as good as each other.
-_SAME = 0.005
+# A simulated step must be shorter by this share: the simulation is a model, too.
+_SAME = 0.02
 
 # Of the walk: heat as a share of the step; back to the best plan so many times.
 HEAT, RESTARTS = 2e-4, 20
