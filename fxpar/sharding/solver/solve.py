@@ -290,7 +290,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     if search.choice is None:
         return
     flat = flatten(net)
-    until = time.perf_counter() + (0.6 if len(flat.room) else 0.85) * search.left()
+    until = time.perf_counter() + (0.7 if len(flat.room) else 0.95) * search.left()
     if len(flat.room):
         begin = prices.prices_at(flat, found.prices)
         priced = prices.raise_prices(flat, until, target=search.cost, prices=begin)
