@@ -197,7 +197,6 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.sharding.decide import decide
     from fxpar.sharding.hardware import lookup
     from fxpar.sharding.search.compare import cost_of
-    from fxpar.sharding.search.find import Asked, search
     from fxpar.sharding.search.formulate import Facts, formulate
 
     machine = lookup(HARDWARE)
@@ -217,9 +216,20 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
         kept = completed(program, mesh, expert, memory)
         seconds = min(seconds, kept.predicted)
         row |= {"completed_seconds": kept.predicted, "completed_gap": kept.solution.gap}
-    found = search(program, mesh, Asked(machine, SECONDS, memory), {})
+    found = free_search(program, mesh, memory)
     row |= {"expert_seconds": seconds, **told(found)}
     return row | {"expert_over_found": seconds / found.predicted}
+
+
+def free_search(program: Any, mesh: Any, memory: float | None) -> Any:
+    """What a search without hints finds, before plans are ranked by simulation: one
+    cost model for all."""
+    from fxpar.sharding.decide import searched
+    from fxpar.sharding.hardware import lookup
+    from fxpar.sharding.search.find import Asked
+
+    asked = Asked(lookup(HARDWARE), SECONDS, memory, ranked=False)
+    return searched(program, mesh, {}, (), asked).found
 
 
 def completed(program: Any, mesh: Any, expert: Expert, memory: float) -> Any:
@@ -249,9 +259,7 @@ def run(name: str, layers: int, meshes: Sequence[str]) -> Iterator[dict[str, Any
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fxpar.errors import FxparError
-    from fxpar.sharding.hardware import lookup
     from fxpar.sharding.mesh import Mesh
-    from fxpar.sharding.search.find import Asked, search
 
     model = MODELS[name]
     with FakeTensorMode():
@@ -261,7 +269,7 @@ def run(name: str, layers: int, meshes: Sequence[str]) -> Iterator[dict[str, Any
         mesh = Mesh.parse(text)
         rows = [compare(program, mesh, e) for e in experts(model, program, mesh)]
         try:
-            free = told(search(program, mesh, Asked(lookup(HARDWARE), SECONDS), {}))
+            free = told(free_search(program, mesh, None))
         except FxparError as error:
             free = {"why": str(error)}
         yield {
