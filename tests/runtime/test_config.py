@@ -17,7 +17,7 @@ def test_defaults() -> None:
     options = Options.read(None, {})
     assert options == Options()
     assert (options.plan, options.inputs, options.outputs) == (
-        "propagate",
+        "search",
         "global",
         "global",
     )
