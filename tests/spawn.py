@@ -274,7 +274,12 @@ def _host_store() -> tuple[Any, int]:
 
 
 def _environment(*more: Mapping[str, str]) -> dict[str, str]:
-    out = {k: v for k, v in os.environ.items() if not k.startswith("FXPAR_")}
+    # Of fxpar's own variables the default that tests/conftest.py sets.
+    out = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("FXPAR_") or k == "FXPAR_PLAN"
+    }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     out |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
     for variables in more:
