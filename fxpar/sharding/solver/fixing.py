@@ -45,7 +45,8 @@ def solve_near(
     for most in _LADDER:
         cost = math.inf if choice is None else cost_of(flat, choice)
         now = time.perf_counter()
-        if cost - bound <= tolerance * abs(cost) or deadline - now < 0.05:
+        near = choice is not None and cost - bound <= tolerance * abs(cost)
+        if near or deadline - now < 0.05:
             break
         cut = _cut(flat, state.excess, cost - base, most)
         start = state.choice.copy() if choice is None else choice

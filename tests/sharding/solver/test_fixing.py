@@ -1,0 +1,104 @@
+"""Reduced costs: no bound they prove is above the optimum, on every choice tried."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fxpar.sharding.solver import (
+    Infeasible,
+    Problem,
+    evaluate,
+    fixing,
+    messages,
+    prices,
+)
+from fxpar.sharding.solver.flat import Flat, flatten
+from fxpar.sharding.solver.network import Network, build
+from tests.sharding.solver.problems import brute, small
+
+SEEDS = range(120)
+
+
+def cases(memory: bool) -> Iterator[tuple[Problem, Network, Flat, float]]:
+    """Random problems of which something is left to choose, with their least cost."""
+    for seed in SEEDS:
+        problem = small(seed, memory=memory)
+        if not memory:
+            problem = replace(problem, limit=None)
+        try:
+            net = build(problem)
+        except Infeasible:
+            continue
+        best, _ = brute(problem)
+        if math.isfinite(best):
+            yield problem, net, flatten(net), best
+
+
+def above(bound: float, best: float) -> bool:
+    return bound > best + 1e-9 * (1 + abs(best))
+
+
+def test_a_strategy_costs_at_least_its_excess() -> None:
+    tried = tight = 0
+    for problem, net, flat, _ in cases(memory=False):
+        state = messages.start(flat)
+        until = time.perf_counter() + 1.0
+        _, before = messages.converge(state, flat.unary, until, patience=4)
+        for place, i in enumerate(flat.nodes.tolist()):
+            for k, name in enumerate(net.names[i].tolist()):
+                excess = float(state.excess[flat.at[place] + k])
+                with_it, _ = brute(problem, {i: name})
+                claimed = before + flat.constant + excess
+                assert not above(claimed, with_it), (problem, i, name)
+                tried += 1
+                tight += claimed > with_it - 1e-6 * (1 + abs(with_it))
+    assert tried > 200 and tight > tried / 2
+
+
+@pytest.mark.parametrize("ladder", [(1,), (4, 12), (3, 1000)])
+def test_programs_of_the_best_strategies(
+    ladder: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixing, "_LADDER", ladder)
+    solved = 0
+    for problem, net, flat, best in cases(memory=True):
+        now = time.perf_counter()
+        priced = prices.raise_prices(flat, now + 0.05)
+        unary = prices.priced_unary(flat, priced.prices)
+        off = float(priced.prices @ flat.room)
+        choice, bound = fixing.solve_near(flat, unary, off, None, now + 5.0)
+        assert not above(bound, best), problem
+        if choice is not None:
+            names = {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
+            cost, peak = evaluate(problem, net.expand(names))
+            assert cost >= best - 1e-9 * (1 + abs(best))
+            assert problem.limit is None or peak <= problem.limit * (1 + 1e-9)
+            solved += cost <= best + 1e-4 * (1 + abs(best))
+    assert solved > 20
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.3])
+def test_messages_without_hopeless_strategies(slack: float) -> None:
+    closed = 0
+    for problem, _, flat, best in cases(memory=False):
+        upper = best + slack * abs(best)
+        until = time.perf_counter() + 1.0
+        choice, bound = fixing.pass_pruned(flat, upper, until, 1e-9)
+        assert not above(bound, best), problem
+        assert choice is None or (choice < flat.size).all()
+        closed += bound >= best - 1e-6 * (1 + abs(best))
+    assert closed > 50
+
+
+def test_excess_is_of_the_costs_it_was_made_with() -> None:
+    for _, _, flat, best in cases(memory=False):
+        state = messages.start(flat)
+        state.sweep(flat.unary, 3)
+        least = np.minimum.reduceat(state.excess, flat.at[:-1])
+        assert least == pytest.approx(0.0, abs=1e-9) and math.isfinite(best)
