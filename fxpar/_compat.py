@@ -358,6 +358,15 @@ def default_group() -> Any:
     return dist.distributed_c10d._get_default_group()
 
 
+def forget_meshes() -> None:
+    """Empty DTensor's caches of results, which hold the meshes they were made on. Equal
+    meshes are one to them (2.13), although another process group's names mean others.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
 def default_store() -> Any:
     """The key-value store that the default process group was started with."""
     import torch.distributed as dist

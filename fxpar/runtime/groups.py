@@ -54,6 +54,7 @@ def _life() -> _Life:
     world = _compat.default_group()
     assert world is not None, "there is no process group"
     if not _lives or _lives[0].group() is not world:
+        _compat.forget_meshes()
         _lives[:] = [_Life(weakref.ref(world))]
     return _lives[0]
 

@@ -96,14 +96,16 @@ def test_groups_along_axes() -> None:
 
 
 def sums_of_two_lives() -> list[float]:
-    """A group name must not outlive the process group it was made in."""
+    """A group name must not outlive the process group it was made in, nor a mesh what
+    DTensor remembers of it."""
     store, rank, size = _compat.default_store(), dist.get_rank(), dist.get_world_size()
     out = []
     for life in range(2):
         ranks = groups.join(Options(mesh="dp=2,tp=2"))
-        ranks.dtensor(torch.ones(2), Spec("dp"))
         # Another number of groups in each life, so that equal names are other groups.
         name = [ranks.group(axes) for axes in (["tp"], ["dp"])[life:]][-1]
+        double = ranks.dtensor(torch.tensor([10.0**rank]), Spec("dp")) * 2
+        out.append(double.full_tensor().sum().item() / 2)
         x = torch.ops._c10d_functional.all_reduce(
             torch.tensor([10.0**rank]), "sum", name
         )
@@ -119,7 +121,7 @@ def sums_of_two_lives() -> list[float]:
 def test_groups_end_with_their_process_group() -> None:
     pool = shared_pool(4)
     for rank, sums in enumerate(pool.run(sums_of_two_lives)):
-        assert sums == [sum(10**m for m in MESH.group(rank, ["dp"]))] * 2
+        assert sums == [sum(10**m for m in MESH.group(rank, ["dp"]))] * 4
     pool.renew()
 
 
