@@ -126,6 +126,7 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
     again. A search sees moments expanded: it would not split what their rules keep
     whole."""
     program = read(graph, request.signature)
+    request = _searchable(request)
     plan = request.mode
     if isinstance(plan, Asked):
         plan = request.known(program, graph) or plan
@@ -150,6 +151,17 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
         graph.eliminate_dead_code()
         decision = _decide(read(graph, request.signature), request)
     return decision
+
+
+def _searchable(request: Request) -> Request:
+    """The request; to propagate, where its mesh has too many axes for a search."""
+    if not isinstance(request.mode, Asked) or not has_too_many_axes(request.mesh):
+        return request
+    what = f"a search takes at most {MOST} axes of more than one rank: the plan"
+    fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
+    text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
+    return replace(request, mode="propagate")
 
 
 def _recalled(
@@ -217,12 +229,6 @@ def _decide(
 ) -> Decision:
     mesh, hints, mode = request.mesh, request.hints, request.mode
     constraints = _constraints(program)
-    if isinstance(mode, Asked) and has_too_many_axes(mesh):
-        what = f"a search takes at most {MOST} axes of more than one rank: the plan"
-        fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
-        text = compose(f"{what} for {mesh} is propagated", fix=fix)
-        warnings.warn(text, FxparWarning, stacklevel=2)
-        mode = "propagate"
     if isinstance(mode, Asked):
         return searched(
             program,

@@ -35,8 +35,8 @@ from fxpar.sharding.search.meshes import ALIKE
 
 FORMAT = "fxpar plan on disk 1"
 
-# A search that took this share of its seconds used all it may: a plan that fits in
-# memory is found in half of them.
+# A search that took this share of its seconds used all it may: a small problem has half
+# of them without its limit.
 _USED = 0.45
 
 

@@ -60,6 +60,7 @@ class Found:
     built: float  # seconds that formulating took
     took: float = 0.0  # seconds that solving took, on all meshes it was chosen of
     rivals: float = math.inf  # seconds of a step that no other such mesh can beat
+    first: Solution | None = None  # of the search, where ranking took another
 
     @property
     def predicted(self) -> float:
@@ -73,7 +74,7 @@ class Found:
     @property
     def is_proved(self) -> bool:
         """Whether a longer search on this mesh has nothing to find."""
-        return self.solution.gap <= _CLOSE
+        return (self.first or self.solution).gap <= _CLOSE
 
     def __str__(self) -> str:
         found, problem = self.solution, self.formulation.problem

@@ -118,7 +118,7 @@ def ranked(
         f"simulated to take {after * 1e3:.4g} ms, that of the plan above "
         f"{before * 1e3:.4g} ms"
     )
-    return best.found, [note]
+    return replace(best.found, first=found.solution), [note]
 
 
 def taken(found: Found, choice: Sequence[int]) -> Found:

@@ -41,6 +41,9 @@ from fxpar.sharding.solver.reduce import reduce
 EXACT = 1e-9
 # An integer program with more variables than this rarely ends in useful time.
 _PROGRAM = 250_000
+# With tied nodes as one at most this share of a problem's nodes is left where it pays
+# to solve that first.
+_REPEATS = 0.6
 # With no more than this, solving again takes no longer than looking for a short cut.
 _SMALL = 20_000
 
@@ -153,7 +156,7 @@ def solve(
     if start is not None and all(start[i] == k for i, k in (fixed or {}).items()):
         search.offer(start)
     search.note("build")
-    if problem.tied is not None and not fixed:
+    if _repeats(problem) and not fixed:
         _layered(search, net, seed)
     elif not len(net.room):
         _pass(search, net, flatten(net), 0.15)
@@ -273,6 +276,12 @@ def _take(
         if layer is not None:
             until = time.perf_counter() + 0.5 * search.left()
             _offer(search, net, flat, window.combine(flat, mixed, priced.met, until))
+
+
+def _repeats(problem: Problem) -> bool:
+    """Whether with tied nodes as one the problem is much smaller."""
+    tied = problem.tied
+    return tied is not None and len(set(tied)) <= _REPEATS * len(tied)
 
 
 def _layered(search: Search, net: Network, seed: int) -> None:
