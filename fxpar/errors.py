@@ -53,6 +53,10 @@ class PlanError(FxparError):
     """A plan that cannot be made, loaded or applied."""
 
 
+class ScheduleError(FxparError):
+    """A schedule that cannot be read, or a verb that would change a number."""
+
+
 class ShardError(FxparError):
     """Parameters that cannot be laid out at rest, or were replaced since."""
 

@@ -35,6 +35,9 @@ PROVENANCE = (
     "quantization_tag",
 )
 
+# Of fxpar's own: what made a reshard necessary; whether it is one of a parameter.
+OURS = ("fxpar_cause", "fxpar_parameter")
+
 
 def value_of(arg: Any) -> Any:
     """Arguments with nodes replaced by their fake values."""
@@ -62,11 +65,16 @@ class Builder:
         node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:
             node.meta["val"] = target(*value_of(args), **value_of(kwargs))
+        self.stamp(node)
+        return node
+
+    def stamp(self, node: fx.Node) -> None:
+        """Note where a node that was appended comes from."""
         if self._origin is not None:
             meta = self._origin.meta
-            node.meta.update({key: meta[key] for key in PROVENANCE if key in meta})
-            node.meta["fxpar_origin"] = self._origin.name
-        return node
+            keys = (*PROVENANCE, *OURS)
+            node.meta.update({key: meta[key] for key in keys if key in meta})
+            node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
 
     def offset(self, axes: Sequence[str], stride: int, base: int = 0) -> Any:
         """An int: ``base + stride * (this rank's shard of axes)``; may be a node."""

@@ -1,9 +1,9 @@
 """resharded -> local: what one rank runs, the same text on every rank.
 
 In: the resharded graph (global shapes). Out: a new graph in local shapes whose reshards
-are ``_c10d_functional`` collectives on symbolic groups and local slices, and whose
-shape arguments are local. The rank enters through ``offset`` ints alone, so the graph
-is equal on all ranks and its size does not depend on their number.
+are steps, or once lowered ``_c10d_functional`` collectives on symbolic groups and local
+slices, and whose shape arguments are local. The rank enters through ``offset`` ints
+alone, so the graph is equal on all ranks and its size does not depend on their number.
 """
 
 from __future__ import annotations
@@ -14,23 +14,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
-from fxpar.passes.local_ops import LOCAL, Call
-from fxpar.passes.lower import lower_steps
+from fxpar.passes.local_ops import Call, local_form
+from fxpar.passes.lower import lower
+from fxpar.passes.steps import emit
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
 from fxpar.sharding.rest import derived, resting
-from fxpar.sharding.rules import row_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 
 
 def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
-    """The local graph of a resharded one. Raises PlanError if a shard comes out with
-    another shape than its spec says, naming the op."""
+    """The local graph of a resharded one, lowered. Raises as ``partition``."""
+    return lower(partition(graph, decision, fake_mode), decision.mesh, fake_mode)
+
+
+def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
+    """The local graph of a resharded one; its reshards are nodes of ``passes.steps``,
+    its inputs know their specs (``meta["fxpar_spec"]``). Raises PlanError if a shard
+    comes out with another shape than its spec says, naming the op."""
     return _Localizer(decision, fake_mode).run(graph)
 
 
@@ -94,7 +99,7 @@ class _Localizer:
         copy = self.graph.node_copy(node)
         copy.meta = dict(node.meta)
         if v is not None:
-            spec = self.decision.edges.made[v]
+            spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
             copy.meta["val"] = local_like(
                 node.meta["val"], spec, self.decision, self.mode
             )
@@ -147,15 +152,8 @@ class _Localizer:
 
     def _reshard(self, node: fx.Node) -> fx.Node:
         reshard = node.meta["fxpar_reshard"]
-        before = len(self.graph.nodes)
-        result = lower_steps(
-            self.build, self.map[node.args[0]], route(self.decision, reshard)
-        )
-        added = len(self.graph.nodes) - before
-        for made, _ in zip(reversed(self.graph.nodes), range(added), strict=False):
-            made.meta["fxpar_cause"] = node.meta["fxpar_cause"]
-            made.meta["fxpar_parameter"] = reshard.value in self.of_parameters
-        return result
+        node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
+        return emit(self.build, self.map[node.args[0]], route(self.decision, reshard))
 
     def _op(self, node: fx.Node, op: Op) -> fx.Node:
         strategy = self.decision.strategies[op.index]
@@ -172,7 +170,7 @@ class _Localizer:
         else:
             shapes = tuple(self.program.values[v].shape for v in op.tensors)
             call = Call(self.build, node, op.rule, operands, results, shapes)
-            made = self._sharded(call, op, args, kwargs)
+            made = local_form(call, args, kwargs)
         self._check(made, op, results)
         return made
 
@@ -190,18 +188,6 @@ class _Localizer:
         copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
         copy.meta["fxpar_origin"] = node.name
         return copy
-
-    def _sharded(self, call: Call, op: Op, args: Any, kwargs: Any) -> fx.Node:
-        local = LOCAL.get(op.target)
-        if local is None and isinstance(op.target, _compat.OpOverload):
-            local = LOCAL.get(op.target.name())
-        if local is not None:
-            return local(call, *args, **kwargs)
-        row = row_of(op.target)
-        if row is not None and row.shape is not None and row.shape < len(args):
-            shape = list(call.local_shape())
-            args = (*args[: row.shape], shape, *args[row.shape + 1 :])
-        return self.build.call(op.target, *args, **kwargs)
 
     def _check(self, made: fx.Node, op: Op, results: tuple[Spec, ...]) -> None:
         got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]

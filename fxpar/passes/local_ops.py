@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
+from fxpar import _compat
 from fxpar.passes import local_indexing, local_own, local_sizes, local_views
 from fxpar.passes.local_call import Call, Localizer
+from fxpar.sharding.rules import row_of
 
-__all__ = ["LOCAL", "Call", "Localizer"]
+__all__ = ["LOCAL", "Call", "Localizer", "local_form"]
 
 LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
@@ -23,3 +27,19 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_own.LOCAL,
 }
+
+
+def local_form(call: Call, args: Any, kwargs: Any) -> fx.Node:
+    """Append one op on local arguments; the op's own name where nothing else is said,
+    its shape argument, if its row marks one, made local."""
+    target = call.node.target
+    local = LOCAL.get(target)
+    if local is None and isinstance(target, _compat.OpOverload):
+        local = LOCAL.get(target.name())
+    if local is not None:
+        return local(call, *args, **kwargs)
+    row = row_of(target)
+    if row is not None and row.shape is not None and row.shape < len(args):
+        shape = list(call.local_shape())
+        args = (*args[: row.shape], shape, *args[row.shape + 1 :])
+    return call.build.call(target, *args, **kwargs)

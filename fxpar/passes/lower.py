@@ -1,7 +1,7 @@
 """Lowering of reshards: the steps of ``sharding.reshard`` as local ops and collectives.
 
-In: a node with a local value and the steps its spec has to go through. Out: the nodes
-that do so, appended to the graph: ``_c10d_functional`` collectives, each with its wait,
+In: a local graph with the steps of ``passes.steps``. Out: the same graph with each of
+them lowered in its place: ``_c10d_functional`` collectives, each with its wait,
 ``fxpar::permute``, and ATen data movement with static sizes. The graph stays the same
 on every rank; where a rank's position matters it enters through ``Builder.offset``.
 
@@ -13,22 +13,17 @@ data before or after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar.passes import steps
 from fxpar.passes.builder import Builder
 from fxpar.passes.ops import group_name
-from fxpar.sharding.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
-)
+from fxpar.passes.steps import Axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.steps import Step
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -37,13 +32,34 @@ c10d = torch.ops._c10d_functional
 _BOOL = {"sum": "max", "product": "min"}
 
 
-def lower_steps(build: Builder, node: fx.Node, steps: Iterable[Step]) -> fx.Node:
-    """The value of ``node`` after the steps: ``node`` itself where nothing has to be
-    done, else contiguous, so that every view the one-device graph takes of it holds."""
-    result = node
-    for step in steps:
-        result = _LOWER[type(step)](build, result, step)
-    return node if result is node else _contiguous(build, result)
+def lower(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
+    """Lower all steps of a graph, in place."""
+    build = Builder(graph, fake_mode, mesh)
+    for chain in steps.chains(graph.nodes):
+        first, last = chain[0], chain[-1]
+        calls = [(node.target, node.args[1:]) for node in chain]
+        with graph.inserting_before(last), build.at(last):
+            made = _lowered(build, first.args[0], calls)
+        last.replace_all_uses_with(made)
+        for node in reversed(chain):
+            graph.erase_node(node)
+    graph.lint()
+    return graph
+
+
+def lower_steps(build: Builder, node: fx.Node, way: Iterable[Step]) -> fx.Node:
+    """The value of ``node`` after the steps of a reshard, appended."""
+    return _lowered(build, node, [steps.call_of(step, build.mesh) for step in way])
+
+
+def _lowered(
+    build: Builder, node: Any, calls: Sequence[tuple[Any, tuple[Any, ...]]]
+) -> fx.Node:
+    """The value after the calls, contiguous, so that every view the one-device graph
+    takes of it holds."""
+    for target, args in calls:
+        node = _LOWER[target](build, node, *args)
+    return _contiguous(build, node) if calls else node
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -97,23 +113,23 @@ def _from_front(
     return build.call(aten.view.default, _contiguous(build, x), list(shape))
 
 
-def _slice(build: Builder, x: fx.Node, step: Slice) -> fx.Node:
-    size = _shape(x)[step.dim] // build.mesh.count(step.axes)
-    start = build.offset(step.axes, size)
-    end = build.offset(step.axes, size, size)
-    return build.call(aten.slice.Tensor, x, step.dim, start, end)
+def _slice(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
+    size = _shape(x)[dim] // build.mesh.count(axes)
+    start = build.offset(axes, size)
+    end = build.offset(axes, size, size)
+    return build.call(aten.slice.Tensor, x, dim, start, end)
 
 
-def _mask(build: Builder, x: fx.Node, step: Mask) -> fx.Node:
-    if step.op not in ("sum", "product"):
+def _mask(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
+    if op not in ("sum", "product"):
         return x  # of equal values, the largest, smallest and mean are that value
 
     def scalar(value: fx.Node | int, dtype: torch.dtype) -> fx.Node:
         device = x.meta["val"].device
         return build.call(aten.full.default, [], value, dtype=dtype, device=device)
 
-    index = scalar(build.offset(step.axes, 1), torch.int64)
-    identity = scalar(int(step.op == "product"), x.meta["val"].dtype)
+    index = scalar(build.offset(axes, 1), torch.int64)
+    identity = scalar(int(op == "product"), x.meta["val"].dtype)
     first = build.call(aten.eq.Scalar, index, 0)
     return build.call(aten.where.self, first, x, identity)
 
@@ -125,57 +141,62 @@ def _reduction(x: fx.Node, op: str) -> str:
     return "sum" if op == "avg" else op
 
 
-def _averaged(build: Builder, x: fx.Node, step: AllReduce | ReduceScatter) -> fx.Node:
-    if step.op != "avg":
+def _averaged(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
+    if op != "avg":
         return x
-    return build.call(aten.div.Scalar, x, build.mesh.count(step.axes))
+    return build.call(aten.div.Scalar, x, build.mesh.count(axes))
 
 
-def _all_reduce(build: Builder, x: fx.Node, step: AllReduce) -> fx.Node:
-    x, op = _contiguous(build, x), _reduction(x, step.op)
-    group = group_name(build.mesh, step.axes)
-    x = build.wait(build.call(c10d.all_reduce.default, x, op, group))
-    return _averaged(build, x, step)
+def _all_reduce(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
+    x, kind = _contiguous(build, x), _reduction(x, op)
+    group = group_name(build.mesh, axes)
+    x = build.wait(build.call(c10d.all_reduce.default, x, kind, group))
+    return _averaged(build, x, op, axes)
 
 
-def _reduce_scatter(build: Builder, x: fx.Node, step: ReduceScatter) -> fx.Node:
-    mesh, op = build.mesh, _reduction(x, step.op)
-    x, _ = _to_front(build, x, step.dim, step.axes)
-    k, group = mesh.count(step.axes), group_name(mesh, step.axes)
-    x = build.wait(build.call(c10d.reduce_scatter_tensor.default, x, op, k, group))
-    return _averaged(build, x, step)
+def _reduce_scatter(
+    build: Builder, x: fx.Node, dim: int, op: str, axes: Axes
+) -> fx.Node:
+    mesh, kind = build.mesh, _reduction(x, op)
+    x, _ = _to_front(build, x, dim, axes)
+    k, group = mesh.count(axes), group_name(mesh, axes)
+    x = build.wait(build.call(c10d.reduce_scatter_tensor.default, x, kind, k, group))
+    return _averaged(build, x, op, axes)
 
 
-def _all_gather(build: Builder, x: fx.Node, step: AllGather) -> fx.Node:
+def _all_gather(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
     mesh, block = build.mesh, _shape(x)
-    k, group = mesh.count(step.axes), group_name(mesh, step.axes)
+    k, group = mesh.count(axes), group_name(mesh, axes)
     x = _contiguous(build, x)
     x = build.wait(build.call(c10d.all_gather_into_tensor.default, x, k, group))
-    return _from_front(build, x, block, step.dim, step.axes)
+    return _from_front(build, x, block, dim, axes)
 
 
-def _all_to_all(build: Builder, x: fx.Node, step: AllToAll) -> fx.Node:
+def _all_to_all(
+    build: Builder, x: fx.Node, source_dim: int, target_dim: int, axes: Axes
+) -> fx.Node:
     mesh = build.mesh
-    x, block = _to_front(build, x, step.target_dim, step.axes)
-    splits = [block[0]] * mesh.count(step.axes)
-    group = group_name(mesh, step.axes)
+    x, block = _to_front(build, x, target_dim, axes)
+    splits = [block[0]] * mesh.count(axes)
+    group = group_name(mesh, axes)
     x = build.call(c10d.all_to_all_single.default, x, splits, splits, group)
-    return _from_front(build, build.wait(x), block, step.source_dim, step.axes)
+    return _from_front(build, build.wait(x), block, source_dim, axes)
 
 
-def _permute(build: Builder, x: fx.Node, step: Permute) -> fx.Node:
-    group = group_name(build.mesh, step.axes)
-    sources = list(step.sources(build.mesh))
+def _permute(
+    build: Builder, x: fx.Node, sources: tuple[int, ...], axes: Axes
+) -> fx.Node:
+    group = group_name(build.mesh, axes)
     x = _contiguous(build, x)
-    return build.call(torch.ops.fxpar.permute.default, x, sources, group)
+    return build.call(torch.ops.fxpar.permute.default, x, list(sources), group)
 
 
-_LOWER: dict[type[Step], Callable[..., fx.Node]] = {
-    Slice: _slice,
-    Mask: _mask,
-    AllReduce: _all_reduce,
-    ReduceScatter: _reduce_scatter,
-    AllGather: _all_gather,
-    AllToAll: _all_to_all,
-    Permute: _permute,
+_LOWER: dict[Any, Callable[..., fx.Node]] = {
+    steps.slice_: _slice,
+    steps.mask: _mask,
+    steps.all_reduce: _all_reduce,
+    steps.reduce_scatter: _reduce_scatter,
+    steps.all_gather: _all_gather,
+    steps.all_to_all: _all_to_all,
+    steps.permute: _permute,
 }

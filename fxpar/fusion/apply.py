@@ -1,0 +1,161 @@
+"""The one place where a schedule changes a graph.
+
+In: a schedule, and a local graph with its communication as steps or as functional
+collectives. Out: a new graph in which each line was done in turn, in the form the given
+one had; the given one is unchanged. A verb that would change a number raises
+ScheduleError, naming the node, the user's line and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.errors import ScheduleError
+from fxpar.fusion import bucket, gathers, overlap, regions, reorder, slices
+from fxpar.fusion.edit import Edit, lift
+from fxpar.fusion.schedule import Line, Schedule
+from fxpar.passes.builder import Builder
+from fxpar.passes.lower import lower
+from fxpar.passes.waits import sink_waits
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+# verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
+# Each is described where it is defined.
+VERBS: dict[str, Callable[..., list[fx.Node]]] = {
+    "split": gathers.split,
+    "hierarchical": gathers.hierarchical,
+    "merge": gathers.merge,
+    "drop": gathers.drop,
+    "hoist": gathers.hoist,
+    "sink": gathers.sink,
+    "reorder": reorder.reorder,
+    "as_slice": slices.as_slice,
+    "fuse": regions.fuse,
+    "overlap": overlap.overlap,
+    "bucket": bucket.bucket,
+}
+
+
+def apply(
+    schedule: Schedule | str,
+    graph: fx.Graph | fx.GraphModule,
+    mesh: Mesh | str,
+    *,
+    inputs: Sequence[Spec | Sequence[Any] | str | None] | None = None,
+    permit: Collection[str] = (),
+    groups: Mapping[str, tuple[str, ...]] | None = None,
+    lowered: bool | None = None,
+) -> fx.Graph:
+    """The graph after all lines of ``schedule``.
+
+    graph: nodes carry fake values (``meta["val"]``), as make_fx leaves them. inputs:
+    for each tensor input how it lies on the mesh; None is whole. Not needed for graphs
+    of fxpar's own pipeline. permit: inputs that ``as_slice`` may keep in slices.
+    groups: axes of the process groups that collectives name. lowered: whether the
+    result has collectives that run, or steps and regions; default: as ``graph``.
+
+    Raises ScheduleError.
+    """
+    schedule = Schedule.of(schedule)
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    copy = _copy(graph.graph if isinstance(graph, fx.GraphModule) else graph)
+    _lay(copy, inputs)
+    build = Builder(copy, _fake_mode(copy), mesh)
+    lifted = lift(copy, build, groups)
+    edit = Edit(copy, build, frozenset(permit))
+    for line in schedule.lines:
+        _do(edit, line)
+        copy.lint()
+    if lifted if lowered is None else lowered:
+        finish(copy, mesh, build.fake_mode)
+    return copy
+
+
+def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
+    """What runs, in place: regions are their nodes again, steps collectives, each
+    waited for where it is first read."""
+    regions.inline(graph)
+    lower(graph, mesh, fake_mode)
+    sink_waits(graph)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    return new
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    bare = [n.name for n in graph.nodes if n.op != "output" and "val" not in n.meta]
+    if bare:
+        raise ScheduleError(
+            f"node {bare[0]} has no fake value",
+            fix="trace the graph with make_fx(..., tracing_mode='fake')",
+        )
+    values = [node.meta.get("val") for node in graph.nodes]
+    return _compat.fake_mode_of(values) or _compat.new_fake_mode()
+
+
+def _lay(graph: fx.Graph, inputs: Sequence[Any] | None) -> None:
+    """Note the specs of tensor inputs."""
+    if inputs is None:
+        return
+    tensors = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    ]
+    if len(tensors) != len(inputs):
+        raise ScheduleError(
+            f"inputs has {len(inputs)} entries for {len(tensors)} tensors",
+            fix="give one entry per tensor input; None is whole",
+        )
+    for node, given in zip(tensors, inputs, strict=True):
+        whole = Spec.whole(node.meta["val"].dim())
+        node.meta["fxpar_spec"] = whole if given is None else _spec(given)
+
+
+def _spec(given: Spec | Sequence[Any] | str) -> Spec:
+    if isinstance(given, Spec):
+        return given
+    return Spec.parse(given) if isinstance(given, str) else Spec(*given)
+
+
+def _do(edit: Edit, line: Line) -> None:
+    verb = VERBS.get(line.verb)
+    if verb is None:
+        raise ScheduleError(
+            f"{line.verb!r} is no verb, in: {line}", fix=f"verbs are {sorted(VERBS)}"
+        )
+    arguments = [
+        tuple(map(edit.node, a)) if isinstance(a, tuple) else edit.node(str(a))
+        for a in line.arguments
+    ]
+    options = {
+        key: tuple(map(edit.node, value)) if isinstance(value, tuple) else value
+        for key, value in line.options
+    }
+    try:
+        made = verb(edit, *arguments, **options)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise ScheduleError(
+            f"{line}: {error}", fix=f"see {line.verb} in docs/schedules.md"
+        ) from error
+    if len(line.gives) > len(made):
+        raise ScheduleError(
+            f"{line}: gives {len(made)} values, {len(line.gives)} are named",
+            fix=f"name at most {len(made)} after '->'",
+        )
+    for name, node in zip(line.gives, made, strict=False):
+        edit.call(node, name)

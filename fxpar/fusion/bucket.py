@@ -1,0 +1,134 @@
+"""Verb ``bucket``: collectives of one kind that do not wait for each other become one.
+
+``bucket([rs, rs_1]) -> rs``: their operands are joined in one flat tensor, which one
+collective moves, and its result is cut up again. Reductions join with equal op and
+dtype, gathers with equal dtype; all along the same axes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion.edit import Edit, refuse
+from fxpar.fusion.regions import arrange, path_outside
+from fxpar.passes import steps
+from fxpar.passes.builder import Builder
+
+aten = torch.ops.aten
+
+
+def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
+    """Gives the one collective."""
+    first, *others = sorted(nodes)
+    if first.target not in _JOIN:
+        raise refuse("bucket", first, "is no all-reduce, reduce-scatter or all-gather")
+    kind = _kind(first)
+    for node in others:
+        if _kind(node) != kind:
+            raise refuse("bucket", node, f"is not of the kind of {first.name}")
+    between = path_outside([first, *others])
+    if between is not None:
+        raise refuse("bucket", between, "waits for one of them, another for it")
+    last = max(nodes)
+    with edit.before(last) as build:
+        whole, cut = _JOIN[first.target](build, sorted(nodes))
+        pieces = [cut(node) for node in sorted(nodes)]
+    for node, piece in zip(sorted(nodes), pieces, strict=True):
+        edit.swap(node, piece)
+    arrange(edit.graph)
+    return [whole]
+
+
+def _kind(node: fx.Node) -> tuple[Any, ...]:
+    """What must be equal: op of a reduction, axes, dtype and device."""
+    value = node.meta["val"]
+    op = [a for a in node.args[1:-1] if isinstance(a, str)]
+    return node.target, *op, node.args[-1], value.dtype, value.device
+
+
+def _reduced(build: Builder, nodes: list[fx.Node]) -> Any:
+    """All-reduces: flat, one behind the other."""
+    flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
+    joined = build.call(aten.cat.default, flat)
+    whole = steps.step(build, steps.all_reduce, joined, *nodes[0].args[1:])
+    starts = _starts(nodes)
+
+    def cut(node: fx.Node) -> fx.Node:
+        shape = list(node.meta["val"].shape)
+        piece = _piece(build, whole, 0, starts[node], math.prod(shape))
+        return build.call(aten.reshape.default, piece, shape)
+
+    return whole, cut
+
+
+def _scattered(build: Builder, nodes: list[fx.Node]) -> Any:
+    """Reduce-scatters: one row per rank, in it the parts that the rank shall have."""
+    count = build.mesh.count(steps.axes_of(nodes[0]))
+    flat = []
+    for node in nodes:
+        x: Any = node.args[0]
+        dim, shape = _dim(node), list(x.meta["val"].shape)
+        cut_up = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
+        rows = build.call(aten.reshape.default, x, cut_up)
+        rows = build.call(aten.movedim.int, rows, dim, 0)
+        flat.append(build.call(aten.reshape.default, rows, [count, -1]))
+    joined = build.call(aten.cat.default, flat, 1)
+    args: Any = (0, *nodes[0].args[2:])
+    whole = steps.step(build, steps.reduce_scatter, joined, *args)
+    starts = _starts(nodes)
+
+    def cut(node: fx.Node) -> fx.Node:
+        shape = list(node.meta["val"].shape)
+        piece = _piece(build, whole, 1, starts[node], math.prod(shape))
+        return build.call(aten.reshape.default, piece, shape)
+
+    return whole, cut
+
+
+def _collected(build: Builder, nodes: list[fx.Node]) -> Any:
+    """All-gathers: one row per rank, in it what the rank had."""
+    count = build.mesh.count(steps.axes_of(nodes[0]))
+    flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
+    joined = build.call(aten.cat.default, flat, 1)
+    whole = steps.step(build, steps.all_gather, joined, 0, steps.axes_of(nodes[0]))
+    parts: Any = [n.args[0] for n in nodes]
+    starts = dict(zip(nodes, _starts(parts).values(), strict=True))
+
+    def cut(node: fx.Node) -> fx.Node:
+        x: Any = node.args[0]
+        dim, shape = _dim(node), list(x.meta["val"].shape)
+        piece = _piece(build, whole, 1, starts[node], math.prod(shape))
+        piece = build.call(aten.reshape.default, piece, [count, *shape])
+        piece = build.call(aten.movedim.int, piece, 0, dim)
+        return build.call(aten.reshape.default, piece, list(node.meta["val"].shape))
+
+    return whole, cut
+
+
+def _dim(node: fx.Node) -> int:
+    dim: Any = node.args[1]
+    return dim
+
+
+def _starts(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+    """Where each begins, one flat behind the other."""
+    out, start = {}, 0
+    for node in nodes:
+        out[node] = start
+        start += node.meta["val"].numel()
+    return out
+
+
+def _piece(build: Builder, x: fx.Node, dim: int, start: int, size: int) -> fx.Node:
+    return build.call(aten.slice.Tensor, x, dim, start, start + size)
+
+
+_JOIN: dict[Any, Any] = {
+    steps.all_reduce: _reduced,
+    steps.reduce_scatter: _scattered,
+    steps.all_gather: _collected,
+}

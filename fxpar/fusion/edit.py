@@ -1,0 +1,170 @@
+"""A local graph while a schedule is applied to it: what every verb gets to see.
+
+``Edit`` holds the graph, in which all communication is a step, the names that lines of
+the schedule gave, and how to build. ``lift`` makes steps of the collectives of a graph
+that was lowered, or written by hand. Verbs change the graph through it alone, and raise
+``ScheduleError`` before they change anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.varying import varying
+from fxpar.passes import ops, steps
+from fxpar.passes.builder import Builder
+from fxpar.sharding.program import user_line
+
+c10d = torch.ops._c10d_functional
+
+Axes = tuple[str, ...]
+
+
+@dataclass
+class Edit:
+    """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
+    kept in slices."""
+
+    graph: fx.Graph
+    build: Builder
+    permit: frozenset[str] = frozenset()
+    names: dict[str, fx.Node] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Any:
+        return self.build.mesh
+
+    def node(self, name: str) -> fx.Node:
+        """The node that a line means. Raises ScheduleError if there is none."""
+        given, nodes = self.names.get(name), list(self.graph.nodes)
+        for node in nodes:
+            if node is given or (given is None and node.name == name):
+                return node
+        near = [n.name for n in nodes if name.rstrip("_0123456789") in n.name]
+        raise ScheduleError(
+            f"the graph has no node named {name!r}",
+            fix=f"names are such as {(near or [n.name for n in nodes])[:5]}",
+        )
+
+    def call(self, node: fx.Node, name: str) -> None:
+        """Give a node the name that a line gives it, if no other has it."""
+        self.names[name] = node
+        if all(other.name != name for other in self.graph.nodes):
+            node.name = name
+
+    def varies(self) -> dict[fx.Node, frozenset[str]]:
+        """Node -> axes it varies over."""
+        return varying(self.graph)
+
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[Builder]:
+        """What is built inside stands before ``node`` and comes from it."""
+        with self.graph.inserting_before(node), self.build.at(node):
+            yield self.build
+
+    @contextmanager
+    def after(self, node: fx.Node, origin: fx.Node | None = None) -> Iterator[Builder]:
+        """What is built inside stands right behind ``node``."""
+        with self.graph.inserting_before(node.next), self.build.at(origin or node):
+            yield self.build
+
+    def swap(self, old: fx.Node, new: fx.Node) -> None:
+        """Readers of ``old`` read ``new``; ``old`` goes, and what only it read."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.erase([old])
+
+    def erase(self, nodes: Iterable[fx.Node]) -> None:
+        """Erase nodes that nobody reads, and what only they read."""
+        rest, there = list(nodes), set(self.graph.nodes)
+        while rest:
+            node = rest.pop()
+            kept = node.users or node.op in ("placeholder", "output")
+            if node in there and not kept:
+                rest += node.all_input_nodes
+                self.graph.erase_node(node)
+                there.discard(node)
+
+
+def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
+    """The error of a verb that would change a number."""
+    what = f"{verb}: {node.name} {why}"
+    return ScheduleError(what, where=user_line(node), fix=fix)
+
+
+def lift(
+    graph: fx.Graph, build: Builder, groups: Mapping[str, Axes] | None = None
+) -> bool:
+    """Make steps of the functional collectives of a graph, in place; whether there were
+    any. ``groups``: axes of process groups by name; symbolic ones name their own.
+
+    Raises ScheduleError on a group whose axes are unknown, and on a collective that no
+    step stands for.
+    """
+    found = False
+    for node in list(graph.nodes):
+        read = _LIFT.get(node.target)
+        if read is None:
+            continue
+        axes = _axes(node, groups or {})
+        target, args = read(node, axes)
+        with graph.inserting_before(node), build.at(node):
+            made = steps.step(build, target, node.args[0], *args, axes)
+        name = node.name
+        _replace_waited(graph, node, made)
+        made.name = name  # which lines of a schedule call it by
+        found = True
+    if found:
+        graph.lint()
+    return found
+
+
+def _axes(node: fx.Node, groups: Mapping[str, Axes]) -> Axes:
+    name: Any = node.kwargs.get("group_name", node.args[-1])
+    if name in groups:
+        return groups[name]
+    if not str(name).startswith(ops.GROUP_PREFIX):
+        raise ScheduleError(
+            f"{node.name} communicates in group {name!r}, whose axes are unknown",
+            fix='pass groups={name: axes}, or trace with a group named "fxpar:tp"',
+        )
+    return ops.group_axes(name)
+
+
+def _replace_waited(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
+    """Readers of the collective's result, behind one or more waits, read the step."""
+    for user in list(node.users):
+        if user.target is c10d.wait_tensor.default:
+            _replace_waited(graph, user, made)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    graph.erase_node(node)
+
+
+def _even(node: fx.Node, axes: Axes) -> Any:
+    args: Any = node.args
+    _, give, take, *_ = args
+    if len({*give, *take}) != 1:
+        raise ScheduleError(f"{node.name} exchanges pieces of unequal size")
+    return steps.all_to_all, (0, 0)
+
+
+# functional collective -> (node, axes) -> the step and its arguments
+_LIFT: dict[Any, Any] = {
+    c10d.all_reduce.default: lambda n, a: (steps.all_reduce, (n.args[1],)),
+    c10d.reduce_scatter_tensor.default: lambda n, a: (
+        steps.reduce_scatter,
+        (0, n.args[1]),
+    ),
+    c10d.all_gather_into_tensor.default: lambda n, a: (steps.all_gather, (0,)),
+    c10d.all_to_all_single.default: _even,
+    torch.ops.fxpar.permute.default: lambda n, a: (
+        steps.permute,
+        (tuple(n.args[1]),),
+    ),
+}

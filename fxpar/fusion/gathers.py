@@ -1,0 +1,155 @@
+"""Verbs on collectives alone: split, hierarchical, merge, drop, hoist, sink.
+
+In: an Edit and the nodes a line names. Out: the nodes that later lines may name. Each
+refuses what would change a number or leave a reader without its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpar.fusion.edit import Axes, Edit, refuse
+from fxpar.passes import steps
+
+
+def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]:
+    """``split(ar, dim=) -> rs, ag``: an all-reduce as a reduce-scatter along ``dim``
+    and an all-gather (CoCoNeT, ARSplitRSAG). By default the first dim that divides."""
+    axes, op = _reduction("split", edit, reduced)
+    dim = _dim("split", edit, reduced, dim, axes)
+    return _split(edit, reduced, dim, op, axes, ())
+
+
+def hierarchical(
+    edit: Edit, reduced: fx.Node, inner: str, outer: str, dim: int | None = None
+) -> list[fx.Node]:
+    """``hierarchical(ar, inner=, outer=) -> rs, ar, ag``: reduce-scatter along the
+    inner axes, where links are fast, all-reduce of the part along the outer ones,
+    all-gather inside. Axes are joined by ``_and_``, as in ``tp_and_sp``."""
+    axes, op = _reduction("hierarchical", edit, reduced)
+    near, far = tuple(inner.split("_and_")), tuple(outer.split("_and_"))
+    if sorted(near + far) != sorted(axes):
+        raise refuse("hierarchical", reduced, f"reduces over {axes}, not {near + far}")
+    dim = _dim("hierarchical", edit, reduced, dim, near)
+    return _split(edit, reduced, dim, op, near, far)
+
+
+def _split(
+    edit: Edit, reduced: fx.Node, dim: int, op: str, near: Axes, far: Axes
+) -> list[fx.Node]:
+    x: Any = reduced.args[0]
+    with edit.before(reduced) as build:
+        made = [steps.step(build, steps.reduce_scatter, x, dim, op, near)]
+        if far:
+            made.append(steps.step(build, steps.all_reduce, made[-1], op, far))
+        made.append(steps.step(build, steps.all_gather, made[-1], dim, near))
+    edit.swap(reduced, made[-1])
+    return made
+
+
+def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
+    """(axes, op) of an all-reduce of summands."""
+    if node.target is not steps.all_reduce:
+        raise refuse(verb, node, "is no all-reduce")
+    axes, source = steps.axes_of(node), node.all_input_nodes[0]
+    equal = [a for a in axes if a not in edit.varies()[source]]
+    if equal:
+        raise refuse(
+            verb, node, f"reduces {source.name}, which is equal on all ranks of {equal}"
+        )
+    op: Any = node.args[1]
+    return axes, op
+
+
+def _dim(verb: str, edit: Edit, node: fx.Node, dim: int | None, axes: Axes) -> int:
+    shape, count = list(node.meta["val"].shape), edit.mesh.count(axes)
+    if dim is None:
+        dim = next((d for d, n in enumerate(shape) if n % count == 0 and n), -1)
+        if dim < 0:
+            raise refuse(verb, node, f"has no dim that {count} ranks divide: {shape}")
+    if not 0 <= dim < len(shape) or shape[dim] % count:
+        raise refuse(verb, node, f"of shape {shape} has no {count} parts along {dim}")
+    return dim
+
+
+def merge(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
+    """``merge(ag, ag_1) -> ag``: equal steps of one value become one; a gather of what
+    another gathered along the same dim becomes one over the axes of both."""
+    first, *others = nodes
+    for node in others:
+        if not steps.is_step(node) or node.target is not first.target:
+            raise refuse("merge", node, f"is not of the kind of {first.name}")
+        if node.args == first.args:
+            earlier, later = (first, node) if first < node else (node, first)
+            edit.swap(later, earlier)
+            first = earlier
+        elif node.args[0] is first and list(first.users) == [node]:
+            first = _nested(edit, first, node)
+        else:
+            raise refuse("merge", node, f"moves another value than {first.name}")
+    return [first]
+
+
+def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
+    axes = (*steps.axes_of(node), *steps.axes_of(first))
+    if node.target is not steps.all_gather and node.target is not steps.all_reduce:
+        raise refuse("merge", node, "is neither a gather nor an all-reduce")
+    if node.args[1] != first.args[1]:
+        raise refuse("merge", node, "is along another dim, or of another op")
+    with edit.before(node) as build:
+        made = steps.step(build, node.target, first.args[0], node.args[1], axes)
+    edit.swap(node, made)
+    return made
+
+
+def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
+    """``drop(ag)``: a gather that nobody reads, or of which every reader takes back
+    this rank's slice."""
+    for node in nodes:
+        if node.target is not steps.all_gather:
+            raise refuse("drop", node, "is no all-gather")
+        whole = [user for user in node.users if not _takes_back(user, node)]
+        if whole:
+            names = ", ".join(user.name for user in whole[:3])
+            raise refuse("drop", node, f"is read whole by {names}")
+    for node in nodes:
+        take_back(edit, node)
+        edit.erase([node])
+    return []
+
+
+def _takes_back(user: fx.Node, gathered: fx.Node) -> bool:
+    return user.target is steps.slice_ and user.args[1:] == gathered.args[1:]
+
+
+def take_back(edit: Edit, gathered: fx.Node) -> None:
+    """Slices of what was just gathered are what was gathered."""
+    for user in list(gathered.users):
+        if _takes_back(user, gathered):
+            edit.swap(user, gathered.all_input_nodes[0])
+
+
+def hoist(edit: Edit, node: fx.Node) -> list[fx.Node]:
+    """``hoist(ag)``: start a step as soon as what it reads is there."""
+    _step("hoist", node)
+    source = node.all_input_nodes[0]
+    if source.op == "placeholder":
+        inputs = edit.graph.find_nodes(op="placeholder")
+        source = max(inputs)
+    source.append(node)
+    return [node]
+
+
+def sink(edit: Edit, node: fx.Node) -> list[fx.Node]:
+    """``sink(ag)``: start a step right before its first reader."""
+    _step("sink", node)
+    if node.users:
+        min(node.users).prepend(node)
+    return [node]
+
+
+def _step(verb: str, node: fx.Node) -> None:
+    if not steps.is_step(node):
+        raise refuse(verb, node, "is no collective")
