@@ -168,24 +168,28 @@ class Cutter:
             source: Any = node.args[0]
             return source
         if (node, dim) not in self._cuts:
-            self._cuts[node, dim] = self._pulled(node, dim) or self.cut(node, dim)
+            pulls = node in self.pull and isinstance(node.meta["val"], torch.Tensor)
+            made = self._pulled(node, dim) if pulls else self.cut(node, dim)
+            self._cuts[node, dim] = made
         return self._cuts[node, dim]
 
-    def _pulled(self, node: fx.Node, dim: int) -> fx.Node | None:
+    def _pulled(self, node: fx.Node, dim: int) -> fx.Node:
         """The slice of a value, computed on slices."""
-        if node not in self.pull or not isinstance(node.meta["val"], torch.Tensor):
-            return None
-        with self.build.at(node):
-            if steps.is_step(node):
-                source: Any = node.args[0]
-                part = Part(self.sliced(source, dim), dim)
-                made = self._step(node, {source: part})
-            else:
-                rule = self._rule(node)
-                cut = self._factor(rule, rule.results[0], dim)
-                made = self._run(node, rule, [cut], {})
+        try:
+            with self.build.at(node):
+                made = self._backwards(node, dim)
+        except Refused as error:
+            raise Refused(f"needs {node.name} on slices, which {error}") from error
         self.pulled[node] = made.node
         return made.node
+
+    def _backwards(self, node: fx.Node, dim: int) -> Made:
+        if steps.is_step(node):
+            source: Any = node.args[0]
+            return self._step(node, {source: Part(self.sliced(source, dim), dim)})
+        rule = self._rule(node)
+        cut = self._factor(rule, rule.results[0], dim)
+        return self._run(node, rule, [cut], {})
 
     def _cut(self, node: fx.Node, dim: int) -> fx.Node:
         return steps.step(self.build, steps.slice_, node, dim, self.axes)

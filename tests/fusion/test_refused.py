@@ -90,7 +90,7 @@ def test_numbers_drawn_by_local_index() -> None:
     toy = Toy(program, SUMMANDS)
     refused(toy, SPLIT + "reorder([rand_like, add], ag)", "reads all of the dim")
     made = Toy(lambda x: all_reduce(x) + torch.rand(8, 4), SUMMANDS)
-    refused(made, SPLIT + "reorder([rand, add], ag)", "no sharding rule")
+    refused(made, SPLIT + "reorder([rand, add], ag)", "needs rand on slices")
 
 
 def test_state_that_is_read_whole_later() -> None:
