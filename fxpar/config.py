@@ -158,6 +158,13 @@ class Options:
         "h100, ..., file",
         "what costs are for: a name, or a file of calibrate; unset: this device",
     )
+    schedule: str = _option(
+        _text,
+        "auto",
+        "auto, none, file",
+        "what is done to compute and collectives after sharding: a schedule's text, or "
+        "the file that holds it",
+    )
     codegen: str = _option(
         _choice("inductor", "eager"),
         "inductor",

@@ -30,7 +30,7 @@ from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.phases import as_run
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate import Timeline, simulate
-from fxpar.runtime.choose import choices, machine, plan_mode
+from fxpar.runtime.choose import choices, machine, plan_mode, scheduling
 from fxpar.runtime.tracing import Call, Outcome
 from fxpar.sharding.describe import dearest, reshards_of
 from fxpar.sharding.hardware import Hardware
@@ -250,6 +250,7 @@ def plan(
     hints: Mapping[str, Entries] | str | None = None,
     mode: str | None = None,
     grad: bool = False,
+    schedule: str | None = None,
     **kwargs: Any,
 ) -> TracedPlan:
     """Plan ``fn(*args, **kwargs)`` for ``mesh`` and return the plan.
@@ -262,11 +263,12 @@ def plan(
     hints: pattern -> entries per dim, or a TOML file (``fxpar.sharding.hints``).
     mode: as FXPAR_PLAN. grad: plan forward and backward together; gradients are of the
       parameters and of the arguments that require grad (all floating ones, if nothing
-      does).
+      does). schedule: as FXPAR_SCHEDULE.
 
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
-    options = Options.read({"mesh": mesh})
+    asked = {"mesh": mesh} | ({} if schedule is None else {"schedule": str(schedule)})
+    options = Options.read(asked)
     chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
     mesh = _line(auto) if auto else Mesh.parse(mesh)
@@ -294,6 +296,7 @@ def plan(
         disable=options.disable,
         watch=watcher(options, "plan"),
         meshes=choices(mesh, chosen) if auto else (),
+        reschedule=scheduling(options),
     )
     result = parallelize(module.graph, fake_mode, request)
     found = result.plan

@@ -274,11 +274,10 @@ def _host_store() -> tuple[Any, int]:
 
 
 def _environment(*more: Mapping[str, str]) -> dict[str, str]:
-    # Of fxpar's own variables the default that tests/conftest.py sets.
+    # Of fxpar's own variables the defaults that tests/conftest.py sets.
+    ours = ("FXPAR_PLAN", "FXPAR_SCHEDULE")
     out = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("FXPAR_") or k == "FXPAR_PLAN"
+        k: v for k, v in os.environ.items() if not k.startswith("FXPAR_") or k in ours
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     out |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}

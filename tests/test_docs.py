@@ -36,6 +36,7 @@ def test_debugging_lists_every_option() -> None:
 @pytest.fixture(autouse=True)
 def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FXPAR_PLAN", raising=False)
+    monkeypatch.delenv("FXPAR_SCHEDULE", raising=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

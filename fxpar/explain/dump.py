@@ -107,8 +107,8 @@ def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
     return watch
 
 
-# Notes that begin so say what a search did; all others are warnings.
-_NEWS = ("search: ", "mesh ", "found before")
+# Notes that begin so say what was chosen; all others are warnings.
+_NEWS = ("search: ", "schedule: ", "mesh ", "found before")
 
 
 def report(

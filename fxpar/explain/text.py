@@ -60,6 +60,10 @@ def summary_text(plan: Plan) -> str:
         lines += [f"  {kind:<23} {size:>15,} bytes" for kind, size in plan.memory]
     if plan.unknown:
         lines.append(f"ops without a rule, made whole: {', '.join(plan.unknown)}")
+    if plan.schedule:
+        lines += ["schedule:", *map(_short_line, plan.schedule.splitlines())]
+    if plan.near:
+        lines += ["near misses of a schedule:", *(f"  {text}" for text in plan.near)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -73,6 +77,21 @@ def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         out.append(f"  {text:<16} {len(names):>4}  {shown}")
     return out or ["  none"]
+
+
+# So many names of a list are shown.
+_NAMES = 6
+
+
+def _short_line(line: str) -> str:
+    """A line of a schedule; of a long list of nodes the first."""
+    before, bracket, rest = line.partition("[")
+    inside, _, after = rest.partition("]")
+    names = inside.split(", ")
+    if bracket and len(names) > _NAMES:
+        shown = ", ".join(names[:_NAMES])
+        return f"  {before}[{shown}, ... {len(names)} in all]{after}"
+    return f"  {line}"
 
 
 def _moved(moved: Moved) -> str:

@@ -136,6 +136,7 @@ def _do(edit: Edit, line: Line) -> None:
         raise ScheduleError(
             f"{line.verb!r} is no verb, in: {line}", fix=f"verbs are {sorted(VERBS)}"
         )
+    edit.look()
     arguments = [
         tuple(map(edit.node, a)) if isinstance(a, tuple) else edit.node(str(a))
         for a in line.arguments

@@ -36,6 +36,7 @@ class Edit:
     build: Builder
     permit: frozenset[str] = frozenset()
     names: dict[str, fx.Node] = field(default_factory=dict)
+    _index: dict[str, fx.Node] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Any:
@@ -43,15 +44,19 @@ class Edit:
 
     def node(self, name: str) -> fx.Node:
         """The node that a line means. Raises ScheduleError if there is none."""
-        given, nodes = self.names.get(name), list(self.graph.nodes)
-        for node in nodes:
-            if node is given or (given is None and node.name == name):
-                return node
-        near = [n.name for n in nodes if name.rstrip("_0123456789") in n.name]
+        given = self.names.get(name)
+        found = self._index.get(given.name if given is not None else name)
+        if found is not None and given in (None, found):
+            return found
+        near = [known for known in self._index if name.rstrip("_0123456789") in known]
         raise ScheduleError(
             f"the graph has no node named {name!r}",
-            fix=f"names are such as {(near or [n.name for n in nodes])[:5]}",
+            fix=f"names are such as {(near or list(self._index))[:5]}",
         )
+
+    def look(self) -> None:
+        """Note what the graph's nodes are called now."""
+        self._index = {node.name: node for node in self.graph.nodes}
 
     def call(self, node: fx.Node, name: str) -> None:
         """Give a node the name that a line gives it, if no other has it."""

@@ -1,8 +1,9 @@
 """The pipeline: from a one-device graph to the graph each rank runs.
 
-traced -> normalized -> planned -> resharded -> local, each a printable, runnable FX
-graph. ``parallelize`` runs it; ``runtime.binding`` puts one rank into the local graph.
-Every stage is handed to ``watch`` by name, which dumps it or draws it.
+traced -> normalized -> planned -> resharded -> scheduled -> local, each a printable FX
+graph, and all but the scheduled one, whose steps are not lowered, runnable.
+``parallelize`` runs it; ``runtime.binding`` puts one rank into the local graph. Every
+stage is handed to ``watch`` by name, which dumps it or draws it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fxpar import _compat
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
 from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
-from fxpar.passes.local import localize
+from fxpar.passes.local import partition
+from fxpar.passes.lower import lower
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
 from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
@@ -36,9 +38,22 @@ from fxpar.sharding.search.find import Asked, Found, has_too_many_axes
 from fxpar.sharding.search.meshes import fastest, unlike
 from fxpar.sharding.search.transitions import MOST
 
-__all__ = ["Request", "Result", "parallelize"]
+__all__ = ["Request", "Result", "Scheduled", "parallelize"]
 
 Watch = Callable[[str, fx.Graph], None]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A local graph with steps after its schedule, and what to note in the plan."""
+
+    graph: fx.Graph
+    noted: Callable[[Plan], Plan] = lambda plan: plan
+
+
+def _as_it_is(graph: fx.Graph, decision: Decision, saved: Plan | None) -> Scheduled:
+    """No schedule."""
+    return Scheduled(graph)
 
 
 def _unwatched(stage: str, graph: fx.Graph) -> None:
@@ -57,7 +72,8 @@ class Request:
 
     ``meshes``: where a search chooses the mesh, those it may; ``mesh`` is then the
     first, and ``lay`` gives the signature on another. ``known``: asked before a search,
-    with the normalized program, for a plan that was found before.
+    with the normalized program, for a plan that was found before. ``reschedule``: gives
+    the local graph, its reshards steps, after its schedule.
     """
 
     mesh: Mesh
@@ -71,6 +87,7 @@ class Request:
     meshes: tuple[Mesh, ...] = ()
     lay: Callable[[Mesh], Signature] | None = None
     known: Callable[[Program, fx.Graph], Plan | None] = _nothing_known
+    reschedule: Callable[[fx.Graph, Decision, Plan | None], Scheduled] = _as_it_is
 
     def on(self, mesh: Mesh) -> Request:
         """The request for one of ``meshes``."""
@@ -109,14 +126,19 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     clock.lap("plan")
     resharded = insert_reshards(graph, decision)
     request.watch("resharded", resharded)
-    local = localize(resharded, decision, fake_mode)
+    local = partition(resharded, decision, fake_mode)
+    saved = request.mode if isinstance(request.mode, Plan) else None
+    scheduled = request.reschedule(local, decision, saved)
+    if scheduled.graph is not local:
+        request.watch("scheduled", scheduled.graph)
+    local = lower(scheduled.graph, decision.mesh, fake_mode)
     if "sink_waits" not in request.disable:
         sink_waits(local)
     if not request.keep_gathered:
         regather(local)
     request.watch("local", local)
     clock.lap("partition")
-    plan = describe(decision, keep_gathered=request.keep_gathered)
+    plan = scheduled.noted(describe(decision, keep_gathered=request.keep_gathered))
     clock.lap("describe")
     return Result(replace(plan, timings=clock.laps), graph, local, decision)
 

@@ -11,6 +11,8 @@ from typing import Any
 from torch import fx
 
 from fxpar.config import Options
+from fxpar.errors import DeviceError
+from fxpar.fusion.stage import Reschedule, rescheduler
 from fxpar.passes import Request, Result, parallelize
 from fxpar.runtime import agree, store
 from fxpar.sharding.hardware import Hardware, detect, lookup
@@ -33,6 +35,14 @@ def machine(options: Options) -> Hardware:
     found = lookup(options.hardware) if options.hardware else detect()
     auto = read_auto(options.mesh)
     return in_nodes(found, auto.devices if auto else None)
+
+
+def known_machine(options: Options) -> Hardware | None:
+    """As ``machine``; None on a device without known figures."""
+    try:
+        return machine(options)
+    except DeviceError:
+        return None
 
 
 def choices(
@@ -63,6 +73,11 @@ def plan_mode(text: str, options: Options, graph: str = "") -> str | Asked | Pla
     return Plan.load(path / graph / "plan.json" if path.is_dir() else path)
 
 
+def scheduling(options: Options) -> Reschedule:
+    """What is done to a local graph, as the options say."""
+    return rescheduler(options.schedule, known_machine(options))
+
+
 def planned(
     graph: fx.Graph,
     fake_mode: Any,
@@ -82,12 +97,15 @@ def planned(
     if not isinstance(asked, Asked):
         return parallelize(graph, fake_mode, request)
     request = replace(request, mesh=asked.hardware.on(request.mesh))
+    # Beginning again and comparing plans come on top of the seconds asked for.
+    work = 2 * asked.seconds
     if rank == 0:
         search = _kept if keep and store.allowed() else parallelize
         result = search(graph, fake_mode, request)
-        agree.gather(f"the plan of {name}", json.dumps(result.plan.to_record()))
+        text = json.dumps(result.plan.to_record())
+        agree.gather(f"the plan of {name}", text, work=work)
         return result
-    text, *_ = agree.gather(f"the plan of {name}", "")
+    text, *_ = agree.gather(f"the plan of {name}", "", work=work)
     plan = Plan.from_dict(json.loads(text))
     return parallelize(graph, fake_mode, replace(request, mode=plan))
 

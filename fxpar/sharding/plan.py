@@ -85,7 +85,8 @@ class Plan:
     ``parameters``/``gradients``: specs by name. ``values``: spec of every named value.
     ``unknown``: ops without a rule, whose operands were made whole. ``memory``: (kind,
     bytes of a rank) when it holds most, as ``footprint`` has it. ``dearest``: what
-    resharding costs most.
+    resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
+    to the local graph; ``near``: what came near to be, and why it is not.
     """
 
     mesh: Mesh
@@ -102,6 +103,8 @@ class Plan:
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
     memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
+    schedule: str = ""
+    near: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -138,7 +141,8 @@ class Plan:
             {k: plain(v) for k, v in asdict_shallow(node).items() if k not in _ASIDE}
             for node in self.nodes
         ]
-        return {
+        data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
+        return data | {
             "format": FORMAT,
             "mesh": str(self.mesh),
             "inputs": plain(self.inputs),
@@ -167,6 +171,7 @@ class Plan:
         data["modules"] = [node.module for node in self.nodes]
         data["reads"] = [node.reads for node in self.nodes]
         data["memory"] = list(self.memory)
+        data["near"] = list(self.near)
         data["dearest"] = [_plain(asdict_shallow(moved)) for moved in self.dearest]
         return data
 
@@ -243,6 +248,8 @@ class Plan:
             tuple(data.get("notes", ())),
             memory=tuple((kind, size) for kind, size in data.get("memory", ())),
             dearest=tuple(map(_moved, data.get("dearest", ()))),
+            schedule=data.get("schedule", ""),
+            near=tuple(data.get("near", ())),
         )
 
     def diff(self, other: Plan) -> str:

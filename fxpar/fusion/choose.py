@@ -1,0 +1,144 @@
+"""Chooses a schedule for a local graph by cost.
+
+In: a local graph with steps, the hardware. Out: a ``Chosen``: the schedule, the graph
+after it, what a step is predicted to take before and after, and near misses with the
+reason. Candidates come from ``sequence``, which is exact for the sum of seconds; one is
+taken if the simulated step is not slower with it, memory deciding between equals. All
+ranks choose alike: nothing here depends on the clock or on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.apply import apply
+from fxpar.fusion.rows import rows_of
+from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.sequence import Cut, Prices, cut
+from fxpar.fusion.varying import varying
+from fxpar.passes import steps
+from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
+from fxpar.passes.phases import as_run
+from fxpar.passes.simulate import Timeline, simulate
+from fxpar.sharding.collectives import along
+from fxpar.sharding.hardware import Hardware
+from fxpar.sharding.mesh import Mesh
+
+# A schedule that saves no more than this share of a step is not worth its name.
+_LEAST = 1e-3
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
+    what was thought of and left, and why."""
+
+    schedule: Schedule
+    graph: fx.Graph
+    seconds: tuple[float, float]
+    peak: tuple[int, int]
+    near: tuple[str, ...] = ()
+
+
+def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
+    """The best schedule found; an empty one if none pays."""
+    mesh = hardware.on(mesh)
+    now = before = _timeline(graph, mesh, hardware)
+    schedule, near = Schedule(), list[str]()
+    for axes in dict.fromkeys(_reduced_along(graph)):
+        for found in _candidates(graph, mesh, axes, hardware):
+            lines = _lines(found, len(schedule.lines))
+            try:
+                after = apply(lines, graph, mesh)
+            except ScheduleError as error:
+                near.append(f"{'+'.join(axes)}: {error.what}")
+                continue
+            then = _timeline(after, mesh, hardware)
+            if _is_better(then, now):
+                graph, now, schedule = after, then, schedule + lines
+            else:
+                near.append(_said(found, axes, now, then))
+    return Chosen(
+        schedule,
+        graph,
+        (before.seconds, now.seconds),
+        (before.peak_bytes, now.peak_bytes),
+        tuple(dict.fromkeys(near)),
+    )
+
+
+def _is_better(then: Timeline, now: Timeline) -> bool:
+    saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
+    return saved > _LEAST or (saved >= -_LEAST and then.peak_bytes < now.peak_bytes)
+
+
+def _said(found: Cut, axes: tuple[str, ...], now: Timeline, then: Timeline) -> str:
+    return (
+        f"{'+'.join(axes)}: splitting {len(found.split)} all-reduces and running "
+        f"{len(found.sliced)} ops on slices would take {then.seconds * 1e3:.4g} ms "
+        f"instead of {now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
+        f"of {now.peak_bytes}"
+    )
+
+
+def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:
+    for node in graph.find_nodes(op="call_function", target=steps.all_reduce):
+        yield steps.axes_of(node)
+
+
+def _candidates(
+    graph: fx.Graph, mesh: Mesh, axes: tuple[str, ...], hardware: Hardware
+) -> list[Cut]:
+    """What pays by the sum of seconds, best first; none of them shares a reduction
+    with a better one."""
+    prices = _prices(mesh, axes, hardware)
+    found = [cut(rows, prices) for rows in rows_of(graph, mesh, axes, varying(graph))]
+    taken: set[fx.Node] = set()
+    out = []
+    for one in sorted(found, key=lambda c: -c.saved):
+        if one.split and one.sliced and taken.isdisjoint(one.split):
+            out.append(one)
+            taken.update(one.split)
+    return out
+
+
+def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:
+    count = mesh.count(axes)
+
+    def collective(kind: str, value: fx.Node) -> float:
+        size = sum(map(nbytes_of, tensors_in(value.meta["val"])))
+        before = size / count if kind == "all_gather" else size
+        return float(along(kind, mesh, axes).seconds(before))
+
+    def work(op: fx.Node) -> float:
+        if is_view(op) or steps.is_step(op):
+            return 0.0
+        values = tensors_in(op.meta["val"])
+        size = sum(map(nbytes_of, values))
+        dtype = values[0].dtype
+        flops = flops_of(op)
+        return hardware.seconds(size, flops, dtype=dtype) - hardware.launch
+
+    return Prices(work, collective, 1 / count)
+
+
+def _lines(found: Cut, start: int) -> Schedule:
+    """The cut as verbs: every all-reduce split, then all ops across the gathers."""
+    out, gathers = [], []
+    for i, (node, dim) in enumerate(found.split.items(), start):
+        gathers.append(f"gather_{i}")
+        gives = f"scatter_{i}", gathers[-1]
+        out.append(Line("split", (node.name,), (("dim", dim),), gives))
+    names = tuple(op.name for op in found.sliced)
+    out.append(Line("reorder", (names, *gathers)))
+    return Schedule(tuple(out))
+
+
+def _timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Timeline:
+    """A step as it would run."""
+    copy = apply(Schedule(), graph, mesh, lowered=True)
+    return simulate(as_run(copy), mesh, hardware)
