@@ -16,9 +16,9 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply import apply
-from fxpar.fusion.rows import rows_of
+from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.fusion.sequence import Cut, Prices, cut
+from fxpar.fusion.sequence import Cut, Prices, at_most, cut
 from fxpar.fusion.varying import varying
 from fxpar.passes import steps
 from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
@@ -50,7 +50,9 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     now = before = _timeline(graph, mesh, hardware)
     schedule, near = Schedule(), list[str]()
     for axes in dict.fromkeys(_reduced_along(graph)):
-        for found in _candidates(graph, mesh, axes, hardware):
+        candidates, left = _candidates(graph, mesh, axes, hardware)
+        near += left
+        for found in candidates:
             lines = _lines(found, len(schedule.lines))
             try:
                 after = apply(lines, graph, mesh)
@@ -92,18 +94,31 @@ def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:
 
 def _candidates(
     graph: fx.Graph, mesh: Mesh, axes: tuple[str, ...], hardware: Hardware
-) -> list[Cut]:
-    """What pays by the sum of seconds, best first; none of them shares a reduction
-    with a better one."""
+) -> tuple[list[Cut], list[str]]:
+    """(what pays by the sum of seconds, best first; why other regions do not). None
+    shares a reduction with a better one."""
     prices = _prices(mesh, axes, hardware)
-    found = [cut(rows, prices) for rows in rows_of(graph, mesh, axes, varying(graph))]
+    regions = rows_of(graph, mesh, axes, varying(graph))
+    cuts = sorted(((cut(rows, prices), rows) for rows in regions), key=_saved)
     taken: set[fx.Node] = set()
-    out = []
-    for one in sorted(found, key=lambda c: -c.saved):
+    out, near = [], []
+    for one, rows in cuts:
         if one.split and one.sliced and taken.isdisjoint(one.split):
             out.append(one)
             taken.update(one.split)
-    return out
+        elif taken.isdisjoint(rows.reduced) and rows.ops:
+            work, more = at_most(rows, prices)
+            near.append(
+                f"{'+'.join(axes)}: {len(rows.reduced)} all-reduces could be split "
+                f"and {len(rows.ops)} ops run on slices, which saves "
+                f"{work * 1e6:.4g} us of them and takes {more * 1e6:.4g} us more of "
+                f"communication"
+            )
+    return out, near
+
+
+def _saved(pair: tuple[Cut, Rows]) -> float:
+    return -pair[0].saved
 
 
 def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:

@@ -136,3 +136,19 @@ def _value(
             continue
         slices = value in rows.ops.get(user, ())
         network.arc(("gathered", value), user if slices else "whole", np.inf)
+
+
+def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
+    """(seconds of ops that slices can save at most, seconds that collectives then take
+    longer at least): all ops on slices, and gathers where something reads whole."""
+    work = sum(prices.work(op) for op in rows.ops) * (1 - prices.share)
+    more = 0.0
+    for value in rows.reduced:
+        more += prices.collective("reduce_scatter", value)
+        more -= prices.collective("all_reduce", value)
+    for value, dim in rows.dims.items():
+        made = value in rows.reduced or value in rows.makers
+        whole = any(value not in rows.ops.get(user, ()) for user in value.users)
+        if made and whole and dim is not None:
+            more += prices.collective("all_gather", value)
+    return work, more
