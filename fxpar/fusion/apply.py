@@ -29,6 +29,7 @@ from fxpar.sharding.spec import Spec
 # Each is described where it is defined.
 VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "split": gathers.split,
+    "cut": gathers.cut,
     "hierarchical": gathers.hierarchical,
     "merge": gathers.merge,
     "drop": gathers.drop,

@@ -9,13 +9,15 @@ ranks choose alike: nothing here depends on the clock or on the rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply import apply
+from fxpar.fusion.beside import Site, sites
 from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence import Cut, Prices, at_most, cut
@@ -30,6 +32,9 @@ from fxpar.sharding.mesh import Mesh
 
 # A schedule that saves no more than this share of a step is not worth its name.
 _LEAST = 1e-3
+
+# In so many chunks a product may run, tried in this order.
+CHUNKS = (4, 2)
 
 
 @dataclass(frozen=True)
@@ -46,45 +51,86 @@ class Chosen:
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
-    mesh = hardware.on(mesh)
-    now = before = _timeline(graph, mesh, hardware)
-    schedule, near = Schedule(), list[str]()
+    state = _Search(graph, hardware.on(mesh), hardware)
+    before = state.now
     for axes in dict.fromkeys(_reduced_along(graph)):
-        candidates, left = _candidates(graph, mesh, axes, hardware)
-        near += left
+        candidates, left = _candidates(state.graph, state.mesh, axes, hardware)
+        state.near += left
         for found in candidates:
-            lines = _lines(found, len(schedule.lines))
-            try:
-                after = apply(lines, graph, mesh)
-            except ScheduleError as error:
-                near.append(f"{'+'.join(axes)}: {error.what}")
-                continue
-            then = _timeline(after, mesh, hardware)
-            if _is_better(then, now):
-                graph, now, schedule = after, then, schedule + lines
-            else:
-                near.append(_said(found, axes, now, then))
+            what = (
+                f"{'+'.join(axes)}: splitting {len(found.split)} all-reduces and "
+                f"running {len(found.sliced)} ops on slices"
+            )
+            state.attempt(_lines(found, len(state.schedule.lines)), what)
+    _overlapped(state)
     return Chosen(
-        schedule,
-        graph,
-        (before.seconds, now.seconds),
-        (before.peak_bytes, now.peak_bytes),
-        tuple(dict.fromkeys(near)),
+        state.schedule,
+        state.graph,
+        (before.seconds, state.now.seconds),
+        (before.peak_bytes, state.now.peak_bytes),
+        tuple(dict.fromkeys(state.near)),
     )
+
+
+class _Search:
+    """The schedule so far, the graph after it, and how long a step takes with it."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
+        self.first = self.graph = graph
+        self.mesh, self.hardware = mesh, hardware
+        self.schedule = Schedule()
+        self.near: list[str] = []
+        self.now = _timeline(graph, mesh, hardware)
+
+    def attempt(self, lines: Schedule, what: str) -> bool:
+        """Add lines if a step is better with them; else note why not."""
+        try:
+            after = apply(self.schedule + lines, self.first, self.mesh)
+        except ScheduleError as error:
+            self.near.append(f"{what}: {error.what}")
+            return False
+        then = _timeline(after, self.mesh, self.hardware)
+        if _is_better(then, self.now):
+            self.schedule, self.graph, self.now = self.schedule + lines, after, then
+            return True
+        self.near.append(
+            f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
+            f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead of "
+            f"{self.now.peak_bytes}"
+        )
+        return False
+
+
+def _overlapped(state: _Search) -> None:
+    """Products in chunks beside their collectives, those of equal shapes together, what
+    could save most first."""
+    groups: dict[Any, list[Site]] = {}
+    work = _work(state.hardware)
+    for site in sites(state.graph, work, _moved(state)):
+        groups.setdefault(site.alike, []).append(site)
+    least = _LEAST * state.now.seconds
+    for group in sorted(groups.values(), key=lambda g: -sum(s.seconds for s in g)):
+        if sum(site.seconds for site in group) / 2 < least:
+            return
+        for chunks in CHUNKS:
+            lines = Schedule(tuple(site.line(chunks) for site in group))
+            what = f"{len(group)} of {group[0].line(chunks)}"
+            if state.attempt(lines, what):
+                break
+
+
+def _moved(state: _Search) -> Callable[[fx.Node], float]:
+    def moved(node: fx.Node) -> float:
+        size = sum(map(nbytes_of, tensors_in(node.all_input_nodes[0].meta["val"])))
+        kind = getattr(node.target, "__name__", "")
+        return float(along(kind, state.mesh, steps.axes_of(node)).seconds(size))
+
+    return moved
 
 
 def _is_better(then: Timeline, now: Timeline) -> bool:
     saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
     return saved > _LEAST or (saved >= -_LEAST and then.peak_bytes < now.peak_bytes)
-
-
-def _said(found: Cut, axes: tuple[str, ...], now: Timeline, then: Timeline) -> str:
-    return (
-        f"{'+'.join(axes)}: splitting {len(found.split)} all-reduces and running "
-        f"{len(found.sliced)} ops on slices would take {then.seconds * 1e3:.4g} ms "
-        f"instead of {now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
-        f"of {now.peak_bytes}"
-    )
 
 
 def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:
@@ -129,16 +175,20 @@ def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:
         before = size / count if kind == "all_gather" else size
         return float(along(kind, mesh, axes).seconds(before))
 
+    return Prices(_work(hardware), collective, 1 / count)
+
+
+def _work(hardware: Hardware) -> Callable[[fx.Node], float]:
+    """Seconds of an op beyond its launch."""
+
     def work(op: fx.Node) -> float:
         if is_view(op) or steps.is_step(op):
             return 0.0
         values = tensors_in(op.meta["val"])
-        size = sum(map(nbytes_of, values))
-        dtype = values[0].dtype
-        flops = flops_of(op)
-        return hardware.seconds(size, flops, dtype=dtype) - hardware.launch
+        size, dtype = sum(map(nbytes_of, values)), values[0].dtype
+        return hardware.seconds(size, flops_of(op), dtype=dtype) - hardware.launch
 
-    return Prices(work, collective, 1 / count)
+    return work
 
 
 def _lines(found: Cut, start: int) -> Schedule:

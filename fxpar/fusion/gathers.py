@@ -1,4 +1,4 @@
-"""Verbs on collectives alone: split, hierarchical, merge, drop, hoist, sink.
+"""Verbs on collectives alone: split, cut, hierarchical, merge, drop, hoist, sink.
 
 In: an Edit and the nodes a line names. Out: the nodes that later lines may name. Each
 refuses what would change a number or leave a reader without its value.
@@ -20,6 +20,28 @@ def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]
     axes, op = _reduction("split", edit, reduced)
     dim = _dim("split", edit, reduced, dim, axes)
     return _split(edit, reduced, dim, op, axes, ())
+
+
+def cut(edit: Edit, value: fx.Node, axes: str, dim: int | None = None) -> list[fx.Node]:
+    """``cut(w, axes=, dim=) -> part, ag``: a value equal on all ranks as the gather of
+    its slices, across which what reads it may then move. Axes as in ``hierarchical``.
+    """
+    over = tuple(axes.split("_and_"))
+    unknown = [axis for axis in over if axis not in edit.mesh.names]
+    if unknown:
+        raise refuse("cut", value, f"cannot be cut along {unknown} of {edit.mesh}")
+    differ = [axis for axis in over if axis in edit.varies()[value]]
+    if differ:
+        raise refuse("cut", value, f"differs between ranks along {differ}")
+    dim = _dim("cut", edit, value, dim, over)
+    readers = list(value.users)
+    at = min(readers) if value.op == "placeholder" else value.next
+    with edit.graph.inserting_before(at), edit.build.at(value):
+        part = steps.step(edit.build, steps.slice_, value, dim, over)
+        whole = steps.step(edit.build, steps.all_gather, part, dim, over)
+    for reader in readers:
+        reader.replace_input_with(value, whole)
+    return [part, whole]
 
 
 def hierarchical(

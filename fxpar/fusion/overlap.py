@@ -122,19 +122,17 @@ def _gather_first(
     region = _between((gather,), ends)
     if not region:
         raise refuse("overlap", gather, f"is not read by {ends[0].name}")
-    last = max(region)
-    with edit.after(last) as build:
-        straight = _Layout(dim, chunks)
-        gathered = []
+    anchor = max(region).next
+    with edit.before(anchor) as build:
+        straight, skew = _Layout(dim, chunks), _Skew(anchor)
+        gathered, made = [], []
         for i in range(chunks):
             part = straight.cut(build, x, dim, i)
             gathered.append(steps.step(build, steps.all_gather, part, along, axes))
-        made = []
-        for i in range(chunks):
             parts = {gather: Part(gathered[i], dim)}
             made.append(_run(edit, region, parts, layout, i, chunks))
-            if i:  # one chunk ahead
-                _before(made[i - 1], gathered[i])
+            skew.end()
+        skew.order()
         joined = [
             layout.join(build, [m[end][0] for m in made], made[0][end][1])
             for end in ends
@@ -178,10 +176,12 @@ def _reduce_last(
         if outside:
             raise refuse("overlap", node, f"is read by {outside[0].name} too")
     with edit.before(reduced) as build:
-        pieces = []
+        pieces, skew = [], _Skew(reduced)
         for i in range(chunks):
             made = _pull(edit, region, source, layout, i, chunks)
             pieces.append(steps.step(build, reduced.target, made, *args[1:]))
+            skew.end()
+        skew.order()
         joined = _Layout(dim, chunks).join(build, pieces, dim)
     edit.swap(reduced, joined)
     return [joined]
@@ -260,13 +260,39 @@ def _between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.
     return sorted(found - set(starts))
 
 
-def _before(made: dict[fx.Node, Any], gathered: fx.Node) -> None:
-    """Start a gather before the chunk computed meanwhile."""
-    first = min(node for node, _ in made.values())
-    chain: list[fx.Node] = []
-    at: Any = gathered
-    while first < at:
-        chain.append(at)
-        at = at.all_input_nodes[0]
-    for node in reversed(chain):
-        first.prepend(node)
+class _Skew:
+    """Orders what chunks are made of, so that they run beside each other: what comes
+    after s collectives of chunk i stands with the start of chunk i + s, after it."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.last = anchor.prev
+        self.anchor = anchor
+        self.chunks: list[list[fx.Node]] = []
+
+    def end(self) -> None:
+        """A chunk is built: all that stands before the anchor since the one before."""
+        built = []
+        node = self.anchor.prev
+        while node is not self.last:
+            built.append(node)
+            node = node.prev
+        self.chunks.append(built[::-1])
+        self.last = self.anchor.prev
+
+    def order(self) -> None:
+        """Move the nodes."""
+        late: dict[fx.Node, int] = {}
+        place = []
+        for i, chunk in enumerate(self.chunks):
+            for k, node in enumerate(chunk):
+                late[node] = max(
+                    (
+                        late[n] + (n.target in steps.COLLECTIVE)
+                        for n in node.all_input_nodes
+                        if n in late
+                    ),
+                    default=0,
+                )
+                place.append((i + late[node], late[node], k, node))
+        for *_, node in sorted(place, key=lambda p: p[:3]):
+            self.anchor.prepend(node)
