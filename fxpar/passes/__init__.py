@@ -1,7 +1,7 @@
 """The pipeline: from a one-device graph to the graph each rank runs.
 
-traced -> normalized -> planned -> resharded -> scheduled -> local, each a printable FX
-graph, and all but the scheduled one, whose steps are not lowered, runnable.
+traced -> normalized -> planned -> resharded -> rewritten -> local, each a printable FX
+graph, and all but the rewritten one, whose steps are not lowered, runnable.
 ``parallelize`` runs it; ``runtime.binding`` puts one rank into the local graph. Every
 stage is handed to ``watch`` by name, which dumps it or draws it.
 """
@@ -130,7 +130,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     saved = request.mode if isinstance(request.mode, Plan) else None
     scheduled = request.reschedule(local, decision, saved)
     if scheduled.graph is not local:
-        request.watch("scheduled", scheduled.graph)
+        request.watch("rewritten", scheduled.graph)
     local = lower(scheduled.graph, decision.mesh, fake_mode)
     if "sink_waits" not in request.disable:
         sink_waits(local)
