@@ -96,7 +96,8 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
-    bare = [n.name for n in graph.nodes if n.op != "output" and "val" not in n.meta]
+    inputs = graph.find_nodes(op="placeholder")
+    bare = [node.name for node in inputs if "val" not in node.meta]
     if bare:
         raise ScheduleError(
             f"node {bare[0]} has no fake value",

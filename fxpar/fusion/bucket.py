@@ -8,6 +8,7 @@ dtype, gathers with equal dtype; all along the same axes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from fxpar.passes.builder import Builder
 
 aten = torch.ops.aten
 
+Nodes = tuple[fx.Node, ...]
+
 
 def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     """Gives the one collective."""
-    first, *others = sorted(nodes)
+    nodes = tuple(sorted(set(nodes)))
+    first, *others = nodes
     if first.target not in _JOIN:
         raise refuse("bucket", first, "is no all-reduce, reduce-scatter or all-gather")
     kind = _kind(first)
@@ -35,9 +39,9 @@ def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
         raise refuse("bucket", between, "waits for one of them, another for it")
     last = max(nodes)
     with edit.before(last) as build:
-        whole, cut = _JOIN[first.target](build, sorted(nodes))
-        pieces = [cut(node) for node in sorted(nodes)]
-    for node, piece in zip(sorted(nodes), pieces, strict=True):
+        whole, cut = _JOIN[first.target](build, nodes)
+        pieces = [cut(node) for node in nodes]
+    for node, piece in zip(nodes, pieces, strict=True):
         edit.swap(node, piece)
     arrange(edit.graph)
     return [whole]
@@ -50,12 +54,12 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
     return node.target, *op, node.args[-1], value.dtype, value.device
 
 
-def _reduced(build: Builder, nodes: list[fx.Node]) -> Any:
+def _reduced(build: Builder, nodes: Nodes) -> Any:
     """All-reduces: flat, one behind the other."""
     flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
     joined = build.call(aten.cat.default, flat)
     whole = steps.step(build, steps.all_reduce, joined, *nodes[0].args[1:])
-    starts = _starts(nodes)
+    starts = _starts(nodes, nodes)
 
     def cut(node: fx.Node) -> fx.Node:
         shape = list(node.meta["val"].shape)
@@ -65,7 +69,7 @@ def _reduced(build: Builder, nodes: list[fx.Node]) -> Any:
     return whole, cut
 
 
-def _scattered(build: Builder, nodes: list[fx.Node]) -> Any:
+def _scattered(build: Builder, nodes: Nodes) -> Any:
     """Reduce-scatters: one row per rank, in it the parts that the rank shall have."""
     count = build.mesh.count(steps.axes_of(nodes[0]))
     flat = []
@@ -79,7 +83,7 @@ def _scattered(build: Builder, nodes: list[fx.Node]) -> Any:
     joined = build.call(aten.cat.default, flat, 1)
     args: Any = (0, *nodes[0].args[2:])
     whole = steps.step(build, steps.reduce_scatter, joined, *args)
-    starts = _starts(nodes)
+    starts = _starts(nodes, nodes)
 
     def cut(node: fx.Node) -> fx.Node:
         shape = list(node.meta["val"].shape)
@@ -89,14 +93,13 @@ def _scattered(build: Builder, nodes: list[fx.Node]) -> Any:
     return whole, cut
 
 
-def _collected(build: Builder, nodes: list[fx.Node]) -> Any:
+def _collected(build: Builder, nodes: Nodes) -> Any:
     """All-gathers: one row per rank, in it what the rank had."""
     count = build.mesh.count(steps.axes_of(nodes[0]))
     flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
     joined = build.call(aten.cat.default, flat, 1)
     whole = steps.step(build, steps.all_gather, joined, 0, steps.axes_of(nodes[0]))
-    parts: Any = [n.args[0] for n in nodes]
-    starts = dict(zip(nodes, _starts(parts).values(), strict=True))
+    starts = _starts(nodes, [n.all_input_nodes[0] for n in nodes])
 
     def cut(node: fx.Node) -> fx.Node:
         x: Any = node.args[0]
@@ -114,12 +117,13 @@ def _dim(node: fx.Node) -> int:
     return dim
 
 
-def _starts(nodes: list[fx.Node]) -> dict[fx.Node, int]:
-    """Where each begins, one flat behind the other."""
+def _starts(nodes: Nodes, sized: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Where the part of each begins, one flat behind the other; parts are as large as
+    the values of ``sized``."""
     out, start = {}, 0
-    for node in nodes:
+    for node, like in zip(nodes, sized, strict=True):
         out[node] = start
-        start += node.meta["val"].numel()
+        start += like.meta["val"].numel()
     return out
 
 

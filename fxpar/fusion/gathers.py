@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.fusion.edit import Axes, Edit, refuse
@@ -27,6 +28,8 @@ def cut(edit: Edit, value: fx.Node, axes: str, dim: int | None = None) -> list[f
     its slices, across which what reads it may then move. Axes as in ``hierarchical``.
     """
     over = tuple(axes.split("_and_"))
+    if not isinstance(value.meta.get("val"), torch.Tensor):
+        raise refuse("cut", value, "is no tensor")
     unknown = [axis for axis in over if axis not in edit.mesh.names]
     if unknown:
         raise refuse("cut", value, f"cannot be cut along {unknown} of {edit.mesh}")

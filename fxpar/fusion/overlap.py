@@ -133,6 +133,9 @@ def _gather_first(
             made.append(_run(edit, region, parts, layout, i, chunks))
             skew.end()
         skew.order()
+        lost = [end for end in ends if end not in made[0]]
+        if lost:
+            raise refuse("overlap", lost[0], "gives no one tensor")
         joined = [
             layout.join(build, [m[end][0] for m in made], made[0][end][1])
             for end in ends
@@ -166,8 +169,12 @@ def _reduce_last(
     if dim is None:
         whole = [d for d, n in enumerate(shape) if d != along and n % chunks == 0]
         dim = whole[0] if whole else (along if along is not None else 0)
-    layout = _Layout(dim, chunks, count if dim == along else 1)
-    _check_size(reduced, reduced, dim, chunks)
+    apart, straight = _Layout(dim, chunks, count), _Layout(dim, chunks)
+    before = after = straight
+    if dim == along:
+        gathers = reduced.target is steps.all_gather
+        before, after = (straight, apart) if gathers else (apart, straight)
+    _check_size(reduced, source if before is straight else reduced, dim, chunks)
     region = sorted({*starts, *_between(starts, (source,))})
     if source not in region:
         raise refuse("overlap", reduced, f"does not reduce what {starts[0].name} gives")
@@ -178,11 +185,11 @@ def _reduce_last(
     with edit.before(reduced) as build:
         pieces, skew = [], _Skew(reduced)
         for i in range(chunks):
-            made = _pull(edit, region, source, layout, i, chunks)
+            made = _pull(edit, region, source, before, i, chunks)
             pieces.append(steps.step(build, reduced.target, made, *args[1:]))
             skew.end()
         skew.order()
-        joined = _Layout(dim, chunks).join(build, pieces, dim)
+        joined = after.join(build, pieces, dim)
     edit.swap(reduced, joined)
     return [joined]
 
@@ -233,7 +240,8 @@ def _cutter(
     def cut(x: fx.Node, dim: int) -> fx.Node:
         return layout.cut(build, x, dim, i)
 
-    return Cutter(build, (_AXIS,), {}, pull=frozenset(pull), cut=cut)
+    grain = layout.ranks * layout.chunks
+    return Cutter(build, (_AXIS,), {}, pull=frozenset(pull), cut=cut, grain=grain)
 
 
 def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:

@@ -65,7 +65,9 @@ class Made:
 class Cutter:
     """Runs ops on slices over ``axes``. ``varies``: node -> axes it varies over.
     ``pull``: whole values that are computed on slices where only a slice is read.
-    ``cut``: appends the slice of any other, by default this rank's."""
+    ``cut``: appends the slice of any other, by default this rank's. ``grain``: parts of
+    a dim that slices keep together in order; more than the slices where each of them
+    is made of several parts."""
 
     def __init__(
         self,
@@ -74,10 +76,11 @@ class Cutter:
         varies: Mapping[fx.Node, frozenset[str]],
         pull: Collection[fx.Node] = (),
         cut: Callable[[fx.Node, int], fx.Node] | None = None,
+        grain: int = 1,
     ) -> None:
         self.build, self.axes, self.varies, self.pull = build, axes, varies, pull
         self.cut = cut or self._cut
-        self.count = build.mesh.count(axes)
+        self.grain = grain
         self.pulled: dict[fx.Node, fx.Node] = {}
         self._rules = RuleReader()
         self._cuts: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -106,6 +109,8 @@ class Cutter:
     ) -> Made:
         """``node`` where slices ``cut`` these factors."""
         operands = tensor_nodes(node)
+        for number in set(node.all_input_nodes).difference(operands):
+            self._check_equal(number)
         strategy = self._strategy(rule, cut)
         reads = tuple(operand_spec(rule, strategy, i) for i in range(len(operands)))
         made = tuple(result_spec(rule, strategy, i) for i in range(len(rule.results)))
@@ -134,6 +139,8 @@ class Cutter:
         factor, mesh = cut[0], self.build.mesh
         if factor in rule.whole:
             raise Refused("reads all of the dim that is sliced")
+        if rule.size[factor] % self.grain:
+            raise Refused("would cut through the parts that slices are made of")
         found = {factor: self.axes}
         if not all(expressible(t, found, rule.size, mesh) for t in rule.tensors):
             raise Refused("would not have contiguous slices")
@@ -152,15 +159,18 @@ class Cutter:
     ) -> fx.Node:
         if node in parts:
             return parts[node].node
+        self._check_equal(node)
+        if spec.partial:
+            raise Refused(f"would add {node.name} once on each rank")
+        where = [d for d, axes in enumerate(spec.dims) if axes]
+        return self.sliced(node, where[0]) if where else node
+
+    def _check_equal(self, node: fx.Node) -> None:
         differ = [a for a in self.axes if a in self.varies.get(node, ())]
         if differ:
             raise Refused(
                 f"reads {node.name}, which differs between ranks along {differ}"
             )
-        if spec.partial:
-            raise Refused(f"would add {node.name} once on each rank")
-        where = [d for d, axes in enumerate(spec.dims) if axes]
-        return self.sliced(node, where[0]) if where else node
 
     def sliced(self, node: fx.Node, dim: int) -> fx.Node:
         """The slice of a whole value; one that was just gathered is there already."""

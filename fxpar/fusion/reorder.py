@@ -121,7 +121,8 @@ def _before_reduction(
         passes = [p for p in rule.passages if p.operands == mine and op in p.reductions]
         if not known or not passes:
             raise refuse("reorder", node, f"is not linear in {reduced.name}")
-        others = [n for n in operands if n is not reduced and set(axes) & varies[n]]
+        read = [n for n in node.all_input_nodes if n is not reduced]
+        others = [n for n in read if set(axes) & varies[n]]
         if others:
             raise refuse(
                 "reorder", node, f"reads {others[0].name}, which differs along {axes}"
