@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar.fusion.schedule import Line
 from fxpar.passes import steps
-from fxpar.passes.arithmetic import contracts, is_view
+from fxpar.passes.arithmetic import contracts, is_view, tensors_in
 from fxpar.passes.launches import depending_on_tangents
 
 _REDUCING = (steps.reduce_scatter, steps.all_reduce)
@@ -88,5 +88,6 @@ def _behind(node: fx.Node, late: Any, work: Seconds, moved: Seconds) -> Iterator
 
 
 def _shapes(node: fx.Node) -> tuple[Any, ...]:
-    values = [n.meta["val"] for n in (*node.all_input_nodes, node)]
+    read = (*node.all_input_nodes, node)
+    values = [v for n in read for v in tensors_in(n.meta.get("val"))]
     return node.target, *((tuple(v.shape), v.dtype) for v in values)
