@@ -13,6 +13,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 if TYPE_CHECKING:
+    from fxpar.backend import train_step
     from fxpar.planning import plan
     from fxpar.runtime.boundary import constrain
     from fxpar.runtime.graphs import plans
@@ -32,6 +33,7 @@ __all__ = [
     "plans",
     "rule",
     "shard",
+    "train_step",
 ]
 
 _LAZY = {
@@ -41,6 +43,7 @@ _LAZY = {
     "plans": "fxpar.runtime.graphs",
     "rule": "fxpar.sharding.rules",
     "shard": "fxpar.runtime.shard",
+    "train_step": "fxpar.backend",
 }
 
 

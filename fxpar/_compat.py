@@ -102,6 +102,89 @@ def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
     return _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
 
 
+def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
+    """What ``fn`` does with fake tensors of ``mode`` and numbers, as one ATen graph: it
+    writes in place where ``fn`` does; backward passes inside are ops of it."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode, preserve_node_meta(), enable_python_dispatcher():
+        return make_fx(fn)(*args)
+
+
+def nodes_being_traced() -> Any:
+    """The nodes traced so far, inside ``trace_flat``."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    proxies = get_proxy_mode()
+    assert proxies is not None, "nothing is being traced"
+    return proxies.tracer.graph.nodes
+
+
+def keep_lines_in_backward(result: torch.Tensor) -> None:
+    """Give what is traced of the backward of ``result`` the user's lines of the
+    forward."""
+    from torch._functorch._aot_autograd import logging_utils
+
+    if result.grad_fn is not None:
+        logging_utils.setup_stacktrace_preservation_hooks([result.grad_fn])
+
+
+def written_input(desc: Any) -> Any:
+    """The descriptor of a new value of the input that ``desc`` describes."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    return d.InputMutationAOTOutput(desc)
+
+
+def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """``torch.compile`` into one graph, apart from others of the same code: Dynamo
+    counts recompilations per code object. Python's floats are constants of the graph,
+    and guarded, since what they become otherwise is read back inside it. Calls of
+    loggers are left out of it, since they would break it."""
+    import logging
+    import types
+
+    from torch._dynamo import config
+
+    own = types.FunctionType(
+        fn.__code__.replace(),
+        fn.__globals__,
+        fn.__name__,
+        fn.__defaults__,
+        fn.__closure__,
+    )
+    compiled = torch.compile(own, backend=backend, fullgraph=True)
+
+    names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
+    silent = "ignore_logging_functions"
+    if not hasattr(config, silent):
+        silent = "ignore_logger_methods"  # 2.11
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Libraries add methods to loggers when they are imported.
+        found = {getattr(logging.Logger, name, None) for name in names} - {None}
+        ignored = getattr(config, silent) | found
+        with config.patch({"specialize_float": True, silent: ignored}):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
+    """Of an error of Dynamo: what it could not trace, and at which of the user's lines;
+    None of other errors."""
+    from torch._dynamo import exc
+
+    if not isinstance(error, (exc.Unsupported, exc.UserError)):
+        return None
+    stack = getattr(error, "real_stack", None)
+    where = None
+    if stack:
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"
+    return str(error).splitlines()[0], where
+
+
 def preserve_node_meta() -> Any:
     """Context in which traced nodes take the metadata set by ``set_stack_trace``."""
     from torch.fx import traceback

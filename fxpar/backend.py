@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.config import Options
-from fxpar.errors import FxparError, FxparWarning
+from fxpar.errors import FxparError, FxparWarning, OptionError
 from fxpar.explain.dump import report, watcher
 from fxpar.passes import Request, Result, Watch, random
 from fxpar.passes.boundaries import absorb
@@ -27,9 +27,13 @@ from fxpar.passes.schedule import schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
-from fxpar.runtime.choose import choices, plan_mode, planned
+from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, join, settle
 from fxpar.runtime.names import Named, name_inputs
+from fxpar.runtime.step import TrainStep
+from fxpar.runtime.step_forward import End
+from fxpar.runtime.step_trace import Step
+from fxpar.runtime.step_writes import lift_writes, put_writes
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
@@ -50,25 +54,76 @@ def fxpar(
     instead of inside Dynamo's wrapping of backend errors.
     """
     try:
-        with _told_to_others(FxparError):
-            asked = Options.read(options)
-            homes = graphs.homes(gm)
-            if homes and asked.mesh is None:
-                asked = replace(asked, mesh=homes[0].mesh)
-            ranks = join(asked)
-            graphs.follow_dtypes(homes, asked)
-            named = name_inputs(gm.graph, examples)
-            local = graphs.local_inputs(named, examples, asked)
-            if local:
-                graphs.require_dynamic_batch(gm, examples, local)
-        if ranks.mesh.size == 1 and asked.codegen == "inductor":
+        job = _job(gm, examples, options)
+        if job.is_plain:
             return _compat.compile_fx(graphs.without_hints(gm), examples)
-        job = _Job(asked, ranks, named, frozenset(local))
-        if local or graphs.has_symbols(examples):
-            return graphs.PerShape(gm, examples, local, ranks.mesh, job.compile)
-        return job.compile(gm, examples)
+        return job.per_shape(gm, examples, job.compile)
     except FxparError as error:
         return graphs.raiser(error)
+
+
+def train_step(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: float | None = None,
+    options: dict[str, Any] | None = None,
+) -> TrainStep:
+    """Forward, backward and the optimizer's step as one program over the mesh.
+
+    ``step = fxpar.train_step(model, loss_fn, optimizer)``, then ``loss = step(*batch)``
+    for every batch: ``loss_fn(model, *batch)`` gives the loss, a scalar, or a tuple
+    that begins with it. Parameters, buffers and optimizer state are the user's own,
+    changed in place; a model of ``fxpar.shard`` is updated part by part. ``clip``:
+    gradients are scaled to this global norm if theirs is larger. ``options``: as for
+    ``torch.compile(backend="fxpar")``.
+
+    Raises PlanError if the optimizer needs a closure; calls raise it if the forward is
+    not one graph, or the optimizer cannot be traced. OptionError, also on options that
+    say how gradients or results leave a graph, which here they do not.
+    """
+    asked = Options.read(options)
+    for name in ("reduce_dtype", "outputs"):
+        if getattr(asked, name) != getattr(Options, name):
+            raise OptionError(
+                f"fxpar.train_step has no option {name!r}",
+                fix="leave it out, or torch.compile the model instead",
+            )
+
+    def backend(step: TrainStep) -> Callable[..., Any]:
+        def compile_forward(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+            try:
+                job = _job(gm, examples, options)
+
+                def stage(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+                    return step.stage(gm, examples, job.named, job.compile_step)
+
+                return job.per_shape(gm, examples, stage)
+            except FxparError as error:
+                return graphs.raiser(error)
+
+        return compile_forward
+
+    return TrainStep(model, loss_fn, optimizer, clip, backend)
+
+
+def _job(
+    gm: fx.GraphModule, examples: Sequence[Any], options: dict[str, Any] | None
+) -> _Job:
+    """What to compile a Dynamo graph for; it may be told to trace again."""
+    with _told_to_others(FxparError):
+        asked = Options.read(options)
+        homes = graphs.homes(gm)
+        if homes and asked.mesh is None:
+            asked = replace(asked, mesh=homes[0].mesh)
+        ranks = join(asked)
+        graphs.follow_dtypes(homes, asked)
+        named = name_inputs(gm.graph, examples)
+        local = graphs.local_inputs(named, examples, asked)
+        if local:
+            graphs.require_dynamic_batch(gm, examples, local)
+    return _Job(asked, ranks, named, frozenset(local))
 
 
 @contextlib.contextmanager
@@ -84,12 +139,40 @@ def _told_to_others(kind: type[Exception]) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Job:
     """One graph to compile: everything but the graph itself. ``local``: positions of
-    the inputs that hold one rank's part of the batch."""
+    the inputs that hold one rank's part of the batch; ``rests``: specs that results
+    must have, by position; ``writes``: inputs that are written to lie as before."""
 
     options: Options
     ranks: Ranks
     named: Sequence[Named]
     local: frozenset[int]
+    rests: Mapping[int, Spec] = field(default_factory=dict)
+    writes: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to do for fxpar."""
+        return self.ranks.mesh.size == 1 and self.options.codegen == "inductor"
+
+    def per_shape(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    ) -> Callable[..., Any]:
+        """A Dynamo graph compiled on concrete shapes, now or with each call's."""
+        local = sorted(self.local)
+        if local or graphs.has_symbols(examples):
+            mesh = self.ranks.mesh
+            return graphs.PerShape(gm, examples, local, mesh, compile_graph)
+        return compile_graph(gm, examples)
+
+    def compile_step(self, step: Step, rests: Mapping[int, Spec]) -> Callable[..., Any]:
+        """The checked, compiled function of a traced training step."""
+        if self.is_plain:
+            return _compat.compile_fx(graphs.without_hints(step.module), step.fakes)
+        job = replace(self, named=step.ends, rests=rests, writes=True)
+        return job.compile(step.module, step.fakes)
 
     def compile(
         self, gm: fx.GraphModule, examples: Sequence[Any]
@@ -114,7 +197,7 @@ class _Job:
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
-        checks = inputs.Checks(self.named, self.options, step.ranks)
+        checks = inputs.Checks(self._compared(), self.options, step.ranks)
         return graphs.Compiled(
             compiled,
             [checks.run, step.verify] if self.options.verify else [checks.run],
@@ -124,7 +207,15 @@ class _Job:
             step.ranks,
         )
 
+    def _compared(self) -> list[Named]:
+        """The inputs; those of which each rank holds a part go by another kind."""
+        return [
+            Named(x.name, "part") if isinstance(x, End) and x.rest else x
+            for x in self.named
+        ]
+
     def _schedule(self, graph: fx.Graph, backward: bool) -> None:
+        backward |= self.writes  # the backward is in the graph of a training step
         schedule(graph, backward=backward, disable=self.options.disable)
 
 
@@ -140,6 +231,7 @@ class _Parallelize:
         self.job, self.number, self.broken_at = job, number, broken_at
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
+        self.declared: list[Input] = []
         self.root = torch.nn.Module()  # holds the graph's constants
         self.result: Result | None = None
 
@@ -163,6 +255,7 @@ class _Parallelize:
         self.root = gm
         name = f"graph{self.number}"
         watch = watcher(options, f"rank{ranks.rank}/{name}")
+        written = lift_writes(gm.graph) if self.job.writes else []
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self._request(boundaries.declare(signature), name, watch)
@@ -183,6 +276,7 @@ class _Parallelize:
             fake_mode,
             inductor=options.codegen == "inductor",
         )
+        put_writes(bound, written)
         watch("bound", bound)
         return bound
 
@@ -207,6 +301,7 @@ class _Parallelize:
             watch=watch,
             meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
             lay=lay,
+            reschedule=scheduling(options),
         )
 
     def results(self) -> dict[int, Spec]:
@@ -229,16 +324,27 @@ class _Parallelize:
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
         self.places.append(payload if kind == "input" else None)
+        self.declared.append(self._declare(kind, payload, node))
+        return self.declared[-1]
+
+    def _declare(self, kind: str, payload: Any, node: fx.Node) -> Input:
         whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
         if kind == "input":
             named = self.job.named[payload]
+            if isinstance(named, End):
+                return Input(named.name, named.kind, named.rest or whole, named.use)
             return Input(named.name, named.kind, whole)
         rest = None if kind == "tangent" else whole
         return Input(f"{kind}_{node.name}", kind, rest)
 
     def _output(self, kind: str, name: str, of: int | None) -> Output:
+        if self.job.writes and kind == "mutation" and of is not None:
+            return Output(name, kind, of, self.declared[of].rest)
+        rest = None
+        if kind == "output":
+            rest = self.job.rests.get(int(name.removeprefix("output_")))
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
-        return Output(name, kind, of, lie="open" if open_ended else "whole")
+        return Output(name, kind, of, rest, "open" if open_ended else "whole")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ joined until a bucket is full: their operands are copied into one tensor, which 
 collective moves, and its result is cut up again. A gather joins if its operand is made
 of graph inputs by cheap ops alone; a reduction if nothing but cheap ops stand between
 its result and the graph's output. Operands never wait for anything of their own bucket,
-nor for a bucket that does.
+nor for a bucket that does. In the graph of a training step the update stands behind
+the reductions, as the output does elsewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ c10d = torch.ops._c10d_functional
 # Bytes of a full bucket, in the form each rank holds whole. What is larger goes alone:
 # there the bandwidth of the link counts and not its latency.
 FULL = 1 << 20
+
+# What a node of a training step says of itself, in metadata that all passes keep.
+PHASE = "fxpar_phase"
 
 # Work that may stand between a collective and the border of the graph.
 _CHEAP = {
@@ -112,12 +116,19 @@ def _to_output(graph: fx.Graph) -> set[fx.Node]:
     pass_on = _CHEAP | _SCALED | {WAIT, _SCATTER, _REDUCE}
     for node in reversed(list(graph.nodes)):
         read = all(
-            user.op == "output" or (user in found and user.target in pass_on)
+            user.op == "output"
+            or phase_of(user) == "update"
+            or (user in found and user.target in pass_on)
             for user in node.users
         )
         if node.users and read:
             found.add(node)
     return found
+
+
+def phase_of(node: fx.Node) -> str | None:
+    """In the graph of a training step: "forward", "backward" or "update"."""
+    return (node.meta.get("custom") or {}).get(PHASE)
 
 
 def _depends(

@@ -1,0 +1,295 @@
+"""A user's optimizer as a traced training step sees it: tensors and numbers in slots.
+
+In: a ``torch.optim.Optimizer``. Out: the tensors and numbers its step reads, by name,
+and a stand-in of the same class that holds traced values in their place, whose own
+``step`` is then traced. The user's optimizer is changed here only where asked: state it
+would make in its first step is made (``prepare``), values are put (``write``).
+
+A number may be traced as a 0-dim float64 tensor, so that another value needs no other
+graph. ``Numbers`` lets torch functions take such tensors where they take numbers, and
+answers comparisons with the value of now; the answers then belong to what was traced.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fxpar.errors import PlanError
+
+# How an optimizer computes, not what: it is traced one tensor after the other.
+_MANNERS = ("foreach", "fused")
+
+# These branch on how many steps were done, unless told to do without.
+_BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where an optimizer keeps a value. ``place``: "group" or "state"; ``index``: of
+    the group, or of the parameter in the order of the groups; ``item``: which one of a
+    tuple, as of ``betas``."""
+
+    place: str
+    index: int
+    key: str
+    item: int | None = None
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order of the groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
+    for i, group in enumerate(optimizer.param_groups):
+        yield "group", i, group
+    state = optimizer.state
+    for i, p in enumerate(parameters(optimizer)):
+        if p in state:
+            yield "state", i, state[p]
+
+
+def slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Any]]:
+    """Every value of the groups and of the state, tuples by their items."""
+    for place, index, held in _dicts(optimizer):
+        for key, value in held.items():
+            if place == "group" and (key == "params" or key in _MANNERS):
+                continue
+            if isinstance(value, (tuple, list)):
+                for item, x in enumerate(value):
+                    yield Slot(place, index, key, item), x
+            else:
+                yield Slot(place, index, key), value
+
+
+def write(optimizer: torch.optim.Optimizer, slot: Slot, value: Any) -> None:
+    """Put a value where it belongs."""
+    if slot.place == "group":
+        held: Any = optimizer.param_groups[slot.index]
+    else:
+        held = optimizer.state[parameters(optimizer)[slot.index]]
+    if slot.item is not None:
+        values = list(held[slot.key])
+        values[slot.item] = value
+        value = type(held[slot.key])(values)
+    held[slot.key] = value
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Plain values that the object itself keeps; a step that changes one, as a counter,
+    cannot be traced once for all steps."""
+    plain = (int, float, bool, str, type(None))
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if isinstance(value, plain) and not key.startswith("_")
+    }
+
+
+def refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Raise PlanError for an optimizer whose step cannot be one with the rest."""
+    kind = type(optimizer).__name__
+    given = inspect.signature(type(optimizer).step).parameters
+    closure = given.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"{kind} calls a closure several times in a step, so that there is no one "
+            "graph of a step",
+            fix="torch.compile the model, and call optimizer.step(closure) yourself",
+        )
+    if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+        raise PlanError(
+            f"{kind} has a hook that runs before its step, where fxpar.train_step has "
+            "no gradients to show",
+            fix="remove the hook, or use train_step(..., clip=...) if it clips",
+        )
+
+
+def prepare(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
+    """Make the state that the first step would make, where torch's own optimizers say
+    how, for the parameters ``trained``. Others make theirs while they are traced, and
+    are traced once more when it is there."""
+    if isinstance(optimizer, torch.optim.SGD):
+        _prepare_sgd(optimizer, trained)
+        return
+    init = getattr(type(optimizer), "_init_group", None)
+    if init is None or not str(init.__module__).startswith("torch.optim."):
+        return
+    ids = {id(p) for p in trained}
+    lists = len(inspect.signature(init).parameters) - 2  # without self and the group
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in ids or optimizer.state.get(p):
+                continue
+            before, p.grad = p.grad, torch.zeros_like(p)
+            try:
+                init(optimizer, {**group, "params": [p]}, *([] for _ in range(lists)))
+            finally:
+                p.grad = before
+
+
+def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> None:
+    """Momentum of zero, with which a step gives what the first one gives; with
+    dampening it would not."""
+    ids = {id(p) for p in trained}
+    for group in optimizer.param_groups:
+        if not is_number(group["momentum"]) or not group["momentum"]:
+            continue
+        for p in group["params"]:
+            if id(p) in ids and not group["dampening"]:
+                state = optimizer.state[p]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a stand-in holds. ``parameters``: of those with a gradient or None, in the
+    order of ``parameters(optimizer)``; ``values``: by slot."""
+
+    parameters: Sequence[torch.Tensor | None]
+    values: Mapping[Slot, torch.Tensor]
+
+
+def stand_in(
+    optimizer: torch.optim.Optimizer, traced: Traced
+) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
+    """An optimizer of the same class on traced values; and by its position each
+    parameter that it holds. Hooks, and ``step`` as schedulers wrap it, stay behind."""
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    vars(made).pop("step", None)
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    made._optimizer_step_pre_hooks = made._optimizer_step_post_hooks = hooks
+    made.state, made.param_groups = defaultdict(dict), []
+    held, position = {}, 0
+    for i, group in enumerate(optimizer.param_groups):
+        mine = []
+        for p in group["params"]:
+            fake = traced.parameters[position]
+            if fake is not None:
+                mine.append(fake)
+                held[position] = fake
+                if optimizer.state.get(p):
+                    made.state[fake] = _replaced(
+                        optimizer.state[p], "state", position, traced.values
+                    )
+            position += 1
+        copy = _replaced(group, "group", i, traced.values)
+        copy |= {key: False for key in _MANNERS if key in group}
+        if isinstance(optimizer, _BRANCHING):
+            copy["capturable"] = True
+        made.param_groups.append(copy | {"params": mine})
+    return made, held
+
+
+def _replaced(
+    held: Mapping[str, Any],
+    place: str,
+    index: int,
+    values: Mapping[Slot, torch.Tensor],
+) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in held.items():
+        if isinstance(value, (tuple, list)) and key != "params":
+            places = (Slot(place, index, key, item) for item in range(len(value)))
+            pairs = zip(places, value, strict=True)
+            out[key] = type(value)(values.get(slot, x) for slot, x in pairs)
+        else:
+            out[key] = values.get(Slot(place, index, key), value)
+    return out
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """The step of its class, without the profiler's wrapping and hooks."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+# Torch functions that take a number by this keyword: how it is applied as a tensor.
+_SCALED: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    "add": ("alpha", lambda other: other),
+    "sub": ("alpha", lambda other: other),
+    "addcmul": ("value", operator.mul),
+    "addcdiv": ("value", operator.truediv),
+}
+
+_COMPARISONS = {
+    name: getattr(operator, name) for name in ["eq", "ne", "lt", "le", "gt", "ge"]
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``value of slot <relation> other`` was ``holds`` when it was traced."""
+
+    slot: Slot
+    relation: str
+    other: Any
+    holds: bool
+
+    def stands(self, value: Any) -> bool:
+        return bool(_COMPARISONS[self.relation](value, self.other)) == self.holds
+
+
+class Numbers(TorchFunctionMode):
+    """Inside, tensors that stand for numbers are taken where numbers are.
+
+    ``known``: by id of a tensor the slot and the number it stands for. ``answers``:
+    comparisons so far. A number changed in place is no longer known.
+    """
+
+    def __init__(self, known: dict[int, tuple[Slot, Any]]) -> None:
+        super().__init__()
+        self.known, self.answers = known, list[Answer]()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), func.__name__.strip("_")
+        if args and id(args[0]) in self.known:
+            if name == "bool":
+                return self._answer(args[0], "ne", 0)
+            if name in _COMPARISONS and not isinstance(args[1], torch.Tensor):
+                return self._answer(args[0], name, args[1])
+            if _is_in_place(func.__name__):
+                del self.known[id(args[0])]
+        if name in _SCALED:
+            keyword, product = _SCALED[name]
+            if isinstance(kwargs.get(keyword), torch.Tensor):
+                x, *rest = args
+                scaled = product(*rest) * kwargs.pop(keyword)
+                verb = "sub" if name == "sub" else "add"
+                verb += "_" if _is_in_place(func.__name__) else ""
+                return getattr(torch.Tensor, verb)(x, scaled.to(x.dtype), **kwargs)
+        if name == "lerp" and isinstance(weight := _weight(args, kwargs), torch.Tensor):
+            kwargs["weight"] = weight.to(args[0].dtype)
+            args = args[:2]
+        return func(*args, **kwargs)
+
+    def _answer(self, x: torch.Tensor, relation: str, other: Any) -> bool:
+        slot, value = self.known[id(x)]
+        holds = bool(_COMPARISONS[relation](value, other))
+        self.answers.append(Answer(slot, relation, other, holds))
+        return holds
+
+
+def _weight(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[2] if len(args) > 2 else kwargs.get("weight")
+
+
+def _is_in_place(name: str) -> bool:
+    """``add_``, ``__iadd__``."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__int__")
+    return name.endswith("_")

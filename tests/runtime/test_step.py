@@ -1,0 +1,617 @@
+"""``fxpar.train_step`` on one process: optimizers, settings that change, refusals.
+
+The op-by-op path runs the whole pipeline on a mesh of one rank, so that nothing here
+waits for a kernel to be generated but one test, which is about generated kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+import fxpar
+from fxpar.errors import FxparWarning, OptionError, PlanError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+STEPS = 5
+LOG = logging.getLogger("a user's")
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """BatchNorm, a tied weight, a parameter nobody uses, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias before the normalization: its gradient is nothing but rounding.
+        self.up, self.norm = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16)
+        self.mix, self.again = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.again.weight = self.mix.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(F.gelu(self.norm(self.up(x)))) * self.frozen
+        return self.down(self.again(x).tanh() * self.scale)
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def batches(count: int, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 8, generator=made), torch.randn(size, 4, generator=made))
+        for _ in range(count)
+    ]
+
+
+def train_step(model: Any, optimizer: Any, loss: Any = loss_fn, **how: Any) -> Any:
+    how = {"options": {"codegen": "eager"}} | how
+    return fxpar.train_step(model, loss, optimizer, **how)
+
+
+def eager_step(model: Any, optimizer: Any, batch: Any, clip: float | None) -> float:
+    optimizer.zero_grad()
+    loss = loss_fn(model, *batch)
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()
+
+
+def same(got: Any, want: Any, tolerance: float = 1e-10) -> None:
+    """Equal losses, states of models and states of optimizers."""
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def compare(
+    make: Make,
+    *,
+    clip: float | None = None,
+    schedule: Callable[[Any], Any] | None = None,
+    steps: int = STEPS,
+    tolerance: float = 1e-10,
+) -> int:
+    """Train by both; how many programs were compiled."""
+    runs, before = [], len(fxpar.plans())
+    for compiled in (False, True):
+        model = build()
+        optimizer = make(model.parameters())
+        scheduler = schedule(optimizer) if schedule else None
+        step = train_step(model, optimizer, clip=clip) if compiled else None
+        losses = []
+        for batch in batches(steps):
+            losses.append(
+                step(*batch).item()
+                if step
+                else eager_step(model, optimizer, batch, clip)
+            )
+            if scheduler:
+                scheduler.step()
+        runs.append((losses, model.state_dict(), optimizer.state_dict()))
+    same(runs[1], runs[0], tolerance)
+    return len(fxpar.plans()) - before
+
+
+class Lamb(torch.optim.Optimizer):
+    """As users write them: state made in the first step, numbers in it, ``data``."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "decay": 0.01})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, grad = self.state[p], p.grad.data
+                if not state:
+                    state["step"] = 0
+                    state["m"] = torch.zeros_like(p.data)
+                    state["v"] = torch.zeros_like(p.data)
+                state["step"] += 1
+                state["m"] = state["m"] * beta1 + grad * (1 - beta1)
+                state["v"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                m = state["m"] / (1 - beta1 ** state["step"])
+                update = m / (state["v"].sqrt() + 1e-6)
+                if group["decay"] != 0:
+                    update.add_(p.data, alpha=group["decay"])
+                ratio = p.data.norm() / update.norm()
+                p.data.add_(update * ratio, alpha=-group["lr"])
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps in a group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "count": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["count"])
+
+
+OPTIMIZERS: dict[str, tuple[Make, int]] = {
+    # The programs that are compiled for it: two if the first step makes state.
+    "sgd": (lambda p: torch.optim.SGD(p, 0.1), 1),
+    "nesterov": (
+        lambda p: torch.optim.SGD(
+            p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+        ),
+        1,
+    ),
+    "dampening": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5), 2),
+    "adam": (
+        lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1, amsgrad=True),
+        1,
+    ),
+    "adamw": (lambda p: torch.optim.AdamW(p, 0.01), 1),
+    "foreach": (lambda p: torch.optim.AdamW(p, 0.01, foreach=True), 1),
+    "tensor": (lambda p: torch.optim.AdamW(p, torch.tensor(0.01), foreach=False), 1),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, 0.01, lr_decay=0.1), 1),
+    "rmsprop": (lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5), 1),
+    "radam": (lambda p: torch.optim.RAdam(p, 0.01), 1),
+    "lamb": (Lamb, 2),
+    "counts": (Counts, 1),
+}
+
+
+QUICK = ("nesterov", "dampening", "adam", "lamb", "counts")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
+def test_as_the_eager_loop(name: str) -> None:
+    make, programs = OPTIMIZERS[name]
+    steps = 8 if name == "radam" else STEPS  # from the sixth on it does otherwise
+    assert compare(make, steps=steps) == programs
+
+
+@pytest.mark.parametrize("norm", [0.05, pytest.param(1e3, marks=pytest.mark.slow)])
+def test_clipping(norm: float) -> None:
+    compare(OPTIMIZERS["sgd"][0], clip=norm)
+
+
+def test_single_precision_counts_steps_as_python_does() -> None:
+    """``step`` is a float32 tensor, and what comes of it double in the eager loop."""
+    torch.set_default_dtype(torch.float32)
+    p, q = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
+    eager, ours = (torch.optim.AdamW([x], 0.01) for x in (p, q))
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = q
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.q * x).pow(2).sum()
+
+    step = train_step(Held(), ours, lambda model, x: model(x))
+    for i in range(3):
+        x = torch.arange(4, dtype=torch.float64) + i
+        eager.zero_grad()
+        (p * x).pow(2).sum().backward()
+        eager.step()
+        step(x)
+    same(q, p)
+    assert ours.state[q]["step"].dtype == torch.float32
+    same(ours.state_dict(), eager.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "programs"),
+    [
+        ("adamw", lambda o: lr_scheduler.StepLR(o, 1, 0.7), 1),
+        # Momentum is a constant until it is seen to change, then an input for good.
+        ("nesterov", lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=10), 2),
+        pytest.param(
+            "adamw",
+            lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=10),
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_schedulers_do_not_compile_again(
+    name: str, schedule: Any, programs: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*before")
+        assert compare(OPTIMIZERS[name][0], schedule=schedule, steps=8) == programs
+
+
+def test_groups() -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        first, *rest = parameters
+        groups = [
+            {"params": [first], "lr": 0.02, "weight_decay": 0.3},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    assert compare(make) == 1
+
+
+def test_decay_that_becomes_zero() -> None:
+    """The optimizer branches on it, so that there are two programs."""
+    runs = []
+    for compiled in (False, True):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.3)
+        step = train_step(model, optimizer) if compiled else None
+        before = len(fxpar.plans())
+        losses = []
+        for decay, batch in zip((0.3, 0.2, 0.1, 0.0, 0.0), batches(5), strict=True):
+            optimizer.param_groups[0]["weight_decay"] = decay
+            loss = step(*batch) if step else eager_step(model, optimizer, batch, None)
+            losses.append(float(loss))
+        runs.append((losses, model.state_dict()))
+        programs = len(fxpar.plans()) - before
+    same(runs[1], runs[0])
+    assert programs == 3  # constant, input not zero, input zero
+
+
+def test_what_a_step_does_not_touch() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    unused, frozen = model.unused.clone(), model.frozen.clone()
+
+    def looks(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return loss_fn(model, x, y), 2 * model.unused
+
+    loss, seen = train_step(model, optimizer, looks)(*batches(1)[0])
+    assert not seen.requires_grad
+    assert not loss.requires_grad and loss.shape == ()
+    assert torch.equal(model.unused, unused) and torch.equal(model.frozen, frozen)
+    assert model.unused not in optimizer.state and model.frozen not in optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_eager_loop_goes_on() -> None:
+    """After two steps each on its own, a stock optimizer takes over the state."""
+    model, want = build(), build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    reference = torch.optim.AdamW(want.parameters(), 0.01)
+    step = train_step(model, optimizer)
+    for batch in batches(2):
+        step(*batch)
+        eager_step(want, reference, batch, None)
+    taken = torch.optim.AdamW(model.parameters(), 0.5)
+    taken.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for batch in batches(2):
+        loss = eager_step(model, taken, batch, None)
+        assert loss == pytest.approx(eager_step(want, reference, batch, None))
+    same(model.state_dict(), want.state_dict())
+    same(taken.state_dict(), reference.state_dict())
+
+
+def test_state_that_is_loaded_is_used() -> None:
+    """``load_state_dict`` puts other tensors in the place of those a step was with."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    step = train_step(model, optimizer)
+    first, second = batches(2)
+    step(*first)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    before = len(fxpar.plans())
+    want = step(*second).item()
+    after = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert step(*second).item() == want
+    same((model.state_dict(), optimizer.state_dict()), after, 0.0)
+    assert len(fxpar.plans()) == before
+
+
+def test_another_batch_size_compiles_again() -> None:
+    model, want = build(), build()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    reference = torch.optim.AdamW(want.parameters(), 0.01)
+    step, before = train_step(model, optimizer), len(fxpar.plans())
+    for size in (8, 6, 8):
+        (batch,) = batches(1, size)
+        loss = step(*batch).item()
+        assert loss == pytest.approx(eager_step(want, reference, batch, None))
+    same(model.state_dict(), want.state_dict())
+    assert len(fxpar.plans()) - before <= 3
+
+
+def test_python_values_are_guarded() -> None:
+    """What the forward reads in Python is looked at again in every step."""
+    model = build()
+    factor = [1.0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return factor[0] * loss_fn(model, x, y)
+
+    step, (batch,) = train_step(model, optimizer, loss), batches(1)
+    first = step(*batch).item()
+    factor[0] = 3.0
+    assert step(*batch).item() == pytest.approx(3 * first)
+    mean = model.norm.running_mean.clone()
+    model.eval()
+    step(*batch)
+    assert torch.equal(model.norm.running_mean, mean)
+
+
+def test_logging_does_not_break_the_graph() -> None:
+    model = build()
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        LOG.warning("a step")
+        return loss_fn(model, x, y)
+
+    step = train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    batch = batches(1)[0]
+    want = loss_fn(build(), *batch).item()
+    assert step(*batch).item() == pytest.approx(want)
+
+
+def test_more_results_and_keywords() -> None:
+    model = build()
+
+    def loss(model: nn.Module, *, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = model(x)
+        return F.mse_loss(out, y), {"out": out}
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = batches(1)[0]
+    want = copy.deepcopy(model)(x)
+    got, more = train_step(model, optimizer, loss)(x=x, y=y)
+    same(more["out"], want.detach())
+    same(got, F.mse_loss(want, y).detach())
+
+
+def test_dropout_draws_as_the_compiled_loop() -> None:
+    runs = []
+    for whole in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.4), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"codegen": "eager"}
+        step = train_step(model, optimizer)
+        compiled = torch.compile(model, backend="fxpar", options=options)
+        torch.manual_seed(3)
+        losses = [
+            step(*batch).item()
+            if whole
+            else eager_step(compiled, optimizer, batch, None)
+            for batch in batches(3)
+        ]
+        runs.append((losses, model.state_dict()))
+    same(runs[1], runs[0])
+
+
+def test_checkpointed_layers_draw_once() -> None:
+    """A backward that computes a checkpointed region again uses its first mask."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(layers.parameters(), 1.0)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> Any:
+        out = checkpoint(model, x, use_reentrant=False)
+        return out.sum(), out
+
+    before = layers[0].weight.detach().clone()
+    x = torch.ones(4, 8)
+    _, out = train_step(layers, optimizer, loss)(x)
+    scale = (out != 0).double() * 2
+    same(before - layers[0].weight, scale.T @ x)
+
+
+def test_post_hooks_run() -> None:
+    model, seen = build(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.scale.item()))
+    step = train_step(model, optimizer)
+    for batch in batches(2):
+        step(*batch)
+    assert len(seen) == 2 and seen[-1] == model.scale.item()
+
+
+def test_every_op_knows_its_phase(tmp_path: Any) -> None:
+    """The border between backward and update stays visible in what is run."""
+    from fxpar import backend
+
+    kept: list[Any] = []
+    run = backend._run_op_by_op
+
+    def keep(gm: Any, examples: Any) -> Any:
+        kept.append(gm.graph)
+        return run(gm, examples)
+
+    backend._run_op_by_op = keep  # type: ignore[assignment]
+    try:
+        model = build()
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1))(*batches(1)[0])
+    finally:
+        backend._run_op_by_op = run
+    (graph,) = kept
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    phases = [n.meta.get("custom", {}).get("fxpar_phase") for n in calls]
+    assert set(phases) == {"forward", "backward", "update"}
+    order = [phases.index(phase) for phase in ("forward", "backward", "update")]
+    assert order == sorted(order)
+    assert set(phases[order[2] :]) == {"update"}
+
+
+def test_generated_kernels() -> None:
+    model, want = nn.Linear(8, 4), nn.Linear(8, 4)
+    want.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    reference = torch.optim.AdamW(want.parameters(), 0.01)
+    step = train_step(model, optimizer, options={"codegen": "inductor"})
+    for batch in batches(3):
+        loss = step(*batch).item()
+        assert loss == pytest.approx(eager_step(want, reference, batch, None))
+    same(model.state_dict(), want.state_dict())
+    same(optimizer.state_dict(), reference.state_dict())
+
+
+# What is refused
+
+
+class Attribute(Counts):
+    count = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.done = 0
+
+    def step(self) -> None:
+        self.done += 1
+
+
+class Item(Counts):
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-1 / p.grad.abs().max().item())
+
+
+class Branches(Counts):
+    """Asks for a number that it changed before: that of this step is not known."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None and group["count"] > 1:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:count of Branches")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Branches, "Branches counts steps in 'count' of a group"),
+        (Attribute, "changes its attribute 'done'"),
+        (Item, "step of Item cannot be traced: it reads the value of a tensor"),
+        (
+            lambda p: torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1),
+            "SGD holds no parameter that the loss depends on",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_be_traced(make: Make, says: str) -> None:
+    model = build()
+    step = train_step(model, make(model.parameters()))
+    with pytest.raises(PlanError, match=says) as raised:
+        step(*batches(1)[0])
+    assert "fix:" in str(raised.value)
+
+
+def test_an_optimizer_with_a_closure() -> None:
+    model = build()
+    with pytest.raises(PlanError, match="LBFGS calls a closure"):
+        train_step(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_an_optimizer_with_a_pre_hook() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(PlanError, match="hook that runs before"):
+        train_step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda m, x, y: (m(x) - y) ** 2, "should be a scalar, and is"),
+        (lambda m, x, y: loss_fn(m, x, y).detach(), "depends on no parameter"),
+        (lambda m, x, y: (torch._dynamo.graph_break(), m(x).sum())[1], "not one graph"),
+    ],
+)
+def test_losses_that_are_none(loss: Any, says: str) -> None:
+    model = build()
+    step = train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    with pytest.raises(PlanError, match=says) as raised:
+        step(*batches(1)[0])
+    assert "fix:" in str(raised.value)
+
+
+def test_a_hook_on_a_gradient() -> None:
+    model = build()
+    model.scale.register_hook(lambda gradient: 2 * gradient)
+    step = train_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(PlanError, match="parameter scale has a hook"):
+        step(*batches(1)[0])
+
+
+@pytest.mark.parametrize("name", ["reduce_dtype", "outputs"])
+def test_options_that_a_step_has_not(name: str) -> None:
+    model = build()
+    value = {"reduce_dtype": "float32", "outputs": "dtensor"}[name]
+    with pytest.raises(OptionError, match=f"no option '{name}'"):
+        train_step(
+            model, torch.optim.SGD(model.parameters(), 0.1), options={name: value}
+        )
+
+
+def test_clip_is_a_norm() -> None:
+    model = build()
+    with pytest.raises(OptionError, match="clip cannot be"):
+        train_step(model, torch.optim.SGD(model.parameters(), 0.1), clip=-1.0)
+
+
+class Root(Counts):
+    """Takes the root of the learning rate in Python, where it cannot be an input."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-math.sqrt(group["lr"]))
+
+
+def test_a_rate_that_cannot_be_an_input() -> None:
+    with pytest.warns(FxparWarning, match="lr of Root is a constant"):
+        programs = compare(
+            Root, schedule=lambda o: lr_scheduler.StepLR(o, 2, 0.5), steps=4
+        )
+    assert programs == 2
