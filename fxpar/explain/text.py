@@ -24,7 +24,8 @@ def plan_text(plan: Plan) -> str:
     """The whole plan: ops with specs and user lines, then the summary."""
     lines = [f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
-    return "\n".join(lines) + "\n\n" + summary_text(plan)
+    near = [f"near miss: {text}" for text in plan.near]
+    return "\n".join(lines) + "\n\n" + "\n".join([summary_text(plan), *near])
 
 
 def _tensors(
@@ -62,8 +63,6 @@ def summary_text(plan: Plan) -> str:
         lines.append(f"ops without a rule, made whole: {', '.join(plan.unknown)}")
     if plan.schedule:
         lines += ["schedule:", *map(_short_line, plan.schedule.splitlines())]
-    if plan.near:
-        lines += ["near misses of a schedule:", *(f"  {text}" for text in plan.near)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 

@@ -96,11 +96,9 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
-    inputs = graph.find_nodes(op="placeholder")
-    bare = [node.name for node in inputs if "val" not in node.meta]
-    if bare:
+    if all("val" not in node.meta for node in graph.nodes):
         raise ScheduleError(
-            f"node {bare[0]} has no fake value",
+            "the graph's nodes have no fake values",
             fix="trace the graph with make_fx(..., tracing_mode='fake')",
         )
     values = [node.meta.get("val") for node in graph.nodes]

@@ -33,6 +33,12 @@ from fxpar.sharding.mesh import Mesh
 # A schedule that saves no more than this share of a step is not worth its name.
 _LEAST = 1e-3
 
+# What saves this share of what it costs comes near to pay.
+_NEAR = 0.5
+
+# Chunks are tried where they could save this share of a step.
+_TRIED = 0.01
+
 # In so many chunks a product may run, tried in this order.
 CHUNKS = (4, 2)
 
@@ -108,7 +114,7 @@ def _overlapped(state: _Search) -> None:
     work = _work(state.hardware)
     for site in sites(state.graph, work, _moved(state)):
         groups.setdefault(site.alike, []).append(site)
-    least = _LEAST * state.now.seconds
+    least = _TRIED * state.now.seconds
     for group in sorted(groups.values(), key=lambda g: -sum(s.seconds for s in g)):
         if sum(site.seconds for site in group) / 2 < least:
             return
@@ -152,8 +158,9 @@ def _candidates(
         if one.split and one.sliced and taken.isdisjoint(one.split):
             out.append(one)
             taken.update(one.split)
-        elif taken.isdisjoint(rows.reduced) and rows.ops:
-            work, more = at_most(rows, prices)
+            continue
+        work, more = at_most(rows, prices)
+        if taken.isdisjoint(rows.reduced) and work > _NEAR * more:
             near.append(
                 f"{'+'.join(axes)}: {len(rows.reduced)} all-reduces could be split "
                 f"and {len(rows.ops)} ops run on slices, which saves "

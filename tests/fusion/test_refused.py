@@ -228,3 +228,9 @@ def test_an_input_must_say_how_it_lies() -> None:
         apply(SPLIT, toy.before, "tp=4")
     with pytest.raises(ScheduleError, match="has 2 entries for 1"):
         apply(SPLIT, toy.before, "tp=4", inputs=[None, None])
+
+
+def test_a_graph_must_know_its_values() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x)).graph
+    with pytest.raises(ScheduleError, match="have no fake values"):
+        apply("", graph, "tp=4")

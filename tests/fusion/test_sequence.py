@@ -154,7 +154,7 @@ def test_it_is_split_where_that_pays() -> None:
 def test_what_does_not_pay_is_told() -> None:
     """Two results that are read whole are two gathers, for one all-reduce."""
     toy = Toy(two, *BLOCK_SUM)
-    quick = replace(machine(), bandwidth=1e15)
+    quick = replace(machine(), bandwidth=3e9)
     chosen = choose(lifted(toy), Mesh.parse("tp=4"), quick)
     assert not chosen.schedule
     assert chosen.seconds[0] == chosen.seconds[1]
@@ -162,8 +162,8 @@ def test_what_does_not_pay_is_told() -> None:
 
 
 def two(x: Any, r: Any) -> Any:
-    y = all_reduce(x) + r
-    return torch.tanh(y), y
+    y = all_reduce(x)
+    return y + r, y
 
 
 BLOCK_SUM = ("[_, _] partial(sum: tp)", (64, 64)), ("[_, _]", (64, 64))
