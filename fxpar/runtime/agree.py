@@ -109,8 +109,11 @@ def agree(
     raise error(f"{fact}\n{diff}", fix=fix or SAME)
 
 
-def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
-    """What every rank gave, in order of ranks. Meant for short texts.
+def gather(
+    tag: str, text: str, timeout: float | None = None, *, work: float = 0.0
+) -> list[str]:
+    """What every rank gave, in order of ranks. Meant for short texts. ``work``: seconds
+    that a rank may be busy before it comes, for which the others wait besides.
 
     Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
     """
@@ -122,7 +125,8 @@ def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
         return {"texts": list(texts)}
 
     with _answering():
-        return _round(channel, tag, text, judge, timeout)["texts"]
+        wait = _allowed(timeout) + work
+        return _round(channel, tag, text, judge, wait)["texts"]
 
 
 def abort(message: str) -> None:

@@ -118,6 +118,19 @@ def test_a_missing_rank_is_named() -> None:
     assert all("rank 0 did not come to 'graph'" in text for text in said[1:])
 
 
+def one_works() -> list[str]:
+    agree.agree("start", "", "")
+    if rank() == 0:
+        time.sleep(0.6)
+    return agree.gather("the plan", f"of {rank()}", timeout=0.2, work=20.0)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_works_is_waited_for() -> None:
+    for gathered in shared_pool(4).run(one_works, ranks=2):
+        assert gathered == ["of 0", "of 1"]
+
+
 def lives() -> list[int]:
     channel = agree._channel()
     assert channel.rounds == 0

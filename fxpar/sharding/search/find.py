@@ -179,7 +179,7 @@ def _solved(problem: Problem, asked: Asked, enough: float) -> Solution:
     end = time.perf_counter() + asked.seconds
     if problem.limit is None:
         return solve(problem, asked.seconds, tolerance=tolerance, enough=enough)
-    if not (many and _is_far_above(problem, asked.seconds / 10)):
+    if not (many and _is_above(problem, asked.seconds / 10)):
         free = replace(problem, limit=None)
         share = 0.9 if many else 0.5  # a glance has said that it is likely to fit
         solution = solve(
@@ -191,7 +191,7 @@ def _solved(problem: Problem, asked: Asked, enough: float) -> Solution:
     return solve(problem, left, tolerance=tolerance, enough=enough)
 
 
-def _is_far_above(problem: Problem, seconds: float) -> bool:
+def _is_above(problem: Problem, seconds: float) -> bool:
     """Whether a glance at what repeats, all of it alike and without the limit, needs
     more than the limit. What is tied need not be feasible: hints may tell
     layers apart."""

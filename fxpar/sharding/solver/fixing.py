@@ -18,6 +18,7 @@ import numpy as np
 
 from fxpar.sharding.solver import messages, window
 from fxpar.sharding.solver.flat import Flat, cost_of, flatten
+from fxpar.sharding.solver.problem import Infeasible
 from fxpar.sharding.solver.reduce import reduce
 
 # Variables of the programs that are tried, one after the other.
@@ -82,11 +83,14 @@ def pass_pruned(
         return choice, bound
     keep = state.excess <= upper - (before + flat.constant) + 1e-9 * abs(upper)
     net = window.restrict(flat, choice, np.arange(len(flat.size)))
-    for i in range(len(flat.size)):
-        net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
-    now = time.perf_counter()
-    # What dominates costs more to find here than it saves.
-    reduce(net, now + 0.5 * (deadline - now), dominance=False)
+    try:
+        for i in range(len(flat.size)):
+            net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
+        now = time.perf_counter()
+        # What dominates costs more to find here than it saves.
+        reduce(net, now + 0.5 * (deadline - now), dominance=False)
+    except Infeasible:  # ``upper`` is the optimum, but for rounding
+        return choice, max(bound, upper)
     core = flatten(net)
     better, _, higher = messages.pass_messages(core, deadline, tolerance=tolerance)
     bound = max(bound, min(higher, upper))

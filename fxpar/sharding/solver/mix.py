@@ -26,47 +26,84 @@ def mix(
     deadline: float,
     layer: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The best cut between ``choice``, or another that fits, and any other; then again
-    from there, until none is better or the deadline. ``layer``: (nodes,) of each node,
-    by which cuts are tried first."""
+    """The best cut between any two of ``choice`` and the others; then again between it
+    and each of them, until none is better or the deadline. ``layer``: (nodes,) of each
+    node, by which cuts are tried first."""
     best, cost = choice, cost_of(flat, choice)
-    starts = [choice] + [x for x in others if fits(flat, usage_of(flat, x))]
-    while starts:
-        again = False
-        for start in starts:
-            for other in others:
-                for mixed in _cuts(flat, start, other, layer):
-                    if time.perf_counter() > deadline:
-                        return best
-                    value = cost_of(flat, mixed)
-                    if value < cost - 1e-9 * abs(cost) and fits(
-                        flat, usage_of(flat, mixed)
-                    ):
-                        best, cost, again = mixed, value, True
-        starts = [best] if again else []
+    known = [choice, *others]
+    pairs = [(a, b) for k, a in enumerate(known) for b in known[k + 1 :]]
+    while pairs:
+        before = cost
+        for a, b in pairs:
+            for order, ends in _orders(flat, np.flatnonzero(a != b), layer):
+                if time.perf_counter() > deadline:
+                    return best
+                below = cost - 1e-9 * abs(cost)
+                for x, y in ((a, b), (b, a)):
+                    found = _cut(flat, x, y, order, ends, below)
+                    if found is not None and (value := cost_of(flat, found)) < cost:
+                        best, cost = found, value
+        pairs = [(best, other) for other in others] if cost < before else []
     return best
 
 
-def _cuts(
-    flat: Flat, a: np.ndarray, b: np.ndarray, layer: np.ndarray | None
-) -> Iterator[np.ndarray]:
-    """``a`` with a stretch of each of several orders of the differing nodes as in
-    ``b``: stretches from the beginning, and up to the end."""
-    differ = np.flatnonzero(a != b)
-    if not len(differ):
-        return
-    for order, ends in _orders(flat, differ, layer):
-        for mark in ends.tolist():
-            for part in (order[:mark], order[mark:]):
-                out = a.copy()
-                out[part] = b[part]
-                yield out
+def _cut(
+    flat: Flat,
+    a: np.ndarray,
+    b: np.ndarray,
+    order: np.ndarray,
+    ends: np.ndarray,
+    below: float,
+) -> np.ndarray | None:
+    """The cheapest choice that fits of those with the first nodes of ``order``, up to
+    one of its ``ends``, as in ``b`` and the rest as in ``a``; None if none costs less
+    than ``below``."""
+    place = np.full(len(a), len(order))
+    place[order] = np.arange(len(order))
+    costs = cut_costs(flat, a, b, place, len(order))[ends]
+    for k in np.argsort(costs, kind="stable").tolist():
+        if costs[k] >= below:
+            return None
+        out = np.where(place < ends[k], b, a)
+        if fits(flat, usage_of(flat, out)):
+            return out
+    return None
+
+
+def cut_costs(
+    flat: Flat, a: np.ndarray, b: np.ndarray, place: np.ndarray, count: int
+) -> np.ndarray:
+    """(count + 1,) costs: the m-th of the choice in which the nodes with ``place`` < m
+    are as in ``b``, the others as in ``a``; inf where a pair is forbidden."""
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    one = np.flatnonzero(owner < flat.other)
+    i, j, width = owner[one], flat.other[one], flat.size[flat.other[one]]
+    # An edge changes where its first end does, and where its last one does.
+    early = place[i] <= place[j]
+    half = (np.where(early, b[i], a[i]), np.where(early, a[j], b[j]))
+    cells = [(a[i], a[j]), half, (b[i], b[j])]
+    edges = [flat.pool[flat.table[one] + x * width + y] for x, y in cells]
+    ends = np.minimum(place[i], place[j]), np.maximum(place[i], place[j])
+    nodes = [flat.unary[flat.at[:-1] + a], flat.unary[flat.at[:-1] + b]]
+    change, forbidden = np.zeros(count + 2), np.zeros(count + 2)
+    for values, at in ((nodes, (place,)), (edges, ends)):
+        finite = [np.where(np.isinf(v), 0.0, v) for v in values]
+        bad = [np.isinf(v).astype(float) for v in values]
+        change[0] += finite[0].sum()
+        forbidden[0] += bad[0].sum()
+        for k, where in enumerate(at):
+            np.add.at(change, where + 1, finite[k + 1] - finite[k])
+            np.add.at(forbidden, where + 1, bad[k + 1] - bad[k])
+    total = np.cumsum(change)[:-1] + flat.constant
+    return np.where(np.cumsum(forbidden)[:-1] > 0, np.inf, total)
 
 
 def _orders(
     flat: Flat, differ: np.ndarray, layer: np.ndarray | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Orders of some nodes, each with the places where it may be cut."""
+    if not len(differ):
+        return
     if layer is not None:
         order = differ[np.argsort(layer[differ], kind="stable")]
         yield order, np.append(np.flatnonzero(np.diff(layer[order])) + 1, len(order))

@@ -11,10 +11,11 @@ improving relaxation methods by modified gradient techniques", 1975).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,7 +30,8 @@ _MET = 16
 class Priced:
     """``prices``: (rows,) >= 0, those of the best ``bound``; ``choice``: the cheapest
     that fits among those met, or None, at ``cost``; ``met``: the last few decodings
-    that are allowed, whether or not they fit."""
+    that are allowed, by what they cost at these prices, those that fit and those that
+    do not in turn."""
 
     prices: np.ndarray
     bound: float
@@ -60,6 +62,12 @@ def prices_at(flat: Flat, known: Sequence[tuple[int, float]]) -> np.ndarray:
     return out
 
 
+def named(flat: Flat, prices: np.ndarray) -> tuple[tuple[int, float], ...]:
+    """(time, price) of the rows that have a price: what ``prices_at`` takes."""
+    where = np.flatnonzero(prices).tolist()
+    return tuple((int(flat.when[r]), float(prices[r])) for r in where)
+
+
 def raise_prices(
     flat: Flat,
     deadline: float,
@@ -77,7 +85,10 @@ def raise_prices(
     best = Priced(prices, -math.inf, None, math.inf)
     unary = priced_unary(flat, prices)
     begun = time.perf_counter()
-    messages.converge(state, unary, begun + 0.6 * (deadline - begun), patience=6)
+    enough = target - tolerance * abs(target) if math.isfinite(target) else math.inf
+    enough += float(prices @ flat.room) - flat.constant
+    until = begun + 0.6 * (deadline - begun)
+    messages.converge(state, unary, until, patience=6, enough=enough)
     direction = np.zeros(len(prices))
     step, stalled = 1.0, 0
     ceiling = _ceiling(flat)  # a bound above it means that nothing fits
@@ -109,7 +120,21 @@ def raise_prices(
         unary = priced_unary(flat, prices)
         if time.perf_counter() + 1.5 * (time.perf_counter() - begun) > deadline:
             break
-    return best
+    return replace(best, met=in_turn(flat, best.prices, best.met))
+
+
+def in_turn(
+    flat: Flat, prices: np.ndarray, met: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Choices, cheapest at the prices first: one that fits and one that does not in
+    turn."""
+    order: tuple[list, list] = ([], [])
+    for number, choice in enumerate(met):
+        used = usage_of(flat, choice)
+        value = cost_of(flat, choice) + float(prices @ used)
+        order[fits(flat, used)].append((value, number))
+    turns = itertools.zip_longest(sorted(order[True]), sorted(order[False]))
+    return [met[item[1]] for turn in turns for item in turn if item is not None]
 
 
 def _ceiling(flat: Flat) -> float:

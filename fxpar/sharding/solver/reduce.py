@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from fxpar.sharding.solver.network import Network, Row, consistent
+from fxpar.sharding.solver.network import Network, Row, Tables, consistent
 
 # Largest (K_j, K_k, K_i) block the elimination of a node of degree two may cost, and
 # largest (K, K, K_j) block a comparison of strategies may.
@@ -124,27 +124,40 @@ def _settle_rows(net: Network, i: int) -> None:
 def _dominate(net: Network, i: int) -> bool:
     """Remove strategies another one replaces at no cost and no more memory, whatever
     the neighbours choose; whether any was."""
-    cost = net.unary[i]
+    cost, near = net.unary[i], tuple(net.adj[i].values())
     size = len(cost)
+    if any(size * size * table.shape[1] > _BLOCK for table in near):
+        return False
+    usages = tuple(usage for _, _, usage in net.rows[i])
+    key = (cost.tobytes(), *map(id, near), *(usage.tobytes() for usage in usages))
+    make = partial(_undominated, net.tables, cost, near, usages)
+    stays = net.tables.once(("stays", len(near), *key), near, make)
+    if len(stays) == size:
+        return False
+    net.keep(i, stays)
+    return True
+
+
+def _undominated(
+    tables: Tables,
+    cost: np.ndarray,
+    near: tuple[np.ndarray, ...],
+    usages: tuple[np.ndarray, ...],
+) -> np.ndarray:
+    """The strategies that stay; ``near``: the tables of a node's edges."""
     # saved[a, b]: at least this much is saved by b instead of a.
     saved = cost[:, None] - cost[None, :]
-    for j, table in net.adj[i].items():
-        if size * size * net.size(j) > _BLOCK:
-            return False
-        saved = saved + net.tables.once(("gap", id(table)), table, partial(_gap, table))
+    for table in near:
+        saved = saved + tables.once(("gap", id(table)), table, partial(_gap, table))
     better = saved >= 0
-    for _, _, usage in net.rows[i]:
+    for usage in usages:
         better &= usage[:, None] >= usage[None, :]
     np.fill_diagonal(better, False)
-    if not better.any():
-        return False
-    stays = np.ones(size, bool)
-    for a in range(
-        size - 1, -1, -1
-    ):  # one at a time: equals must not remove each other
+    stays = np.ones(len(cost), bool)
+    # One at a time: equals must not remove each other.
+    for a in np.flatnonzero(better.any(1))[::-1].tolist():
         stays[a] = not (better[a] & stays).any()
-    net.keep(i, np.flatnonzero(stays))
-    return True
+    return np.flatnonzero(stays)
 
 
 def _gap(table: np.ndarray) -> np.ndarray:
@@ -201,10 +214,21 @@ def _answer(net: Network, i: int, j: int, best: np.ndarray) -> None:
 def _eliminate_link(net: Network, i: int) -> None:
     """Degree two: an edge between the neighbours pays for the node's best answer."""
     (j, left), (k, right) = sorted(net.adj[i].items())
-    flip = net.tables.flip
-    total = flip(left)[:, None, :] + (flip(right) + net.unary[i])[None, :, :]
-    best = total.argmin(2)
-    table = np.take_along_axis(total, best[:, :, None], 2)[:, :, 0]
+    own = net.unary[i]
+    # Layers that repeat share the work, and what it makes.
+    key, sources = (id(left), id(right), own.tobytes()), (left, right)
+
+    def answers() -> np.ndarray:
+        flip = net.tables.flip
+        total = flip(left)[:, None, :] + (flip(right) + own)[None, :, :]
+        return total.argmin(2)
+
+    def costs() -> np.ndarray:
+        states = np.arange(len(best))[:, None], np.arange(best.shape[1])[None, :]
+        return left[best, states[0]] + right[best, states[1]] + own[best]
+
+    best = net.tables.once(("best", *key), sources, answers)
+    table = net.tables.once(("link", *key), sources, costs)
     net.disconnect(i, j)
     net.disconnect(i, k)
     net.alive.discard(i)

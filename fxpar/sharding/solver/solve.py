@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fxpar.sharding.solver import (
+    columns,
     feasible,
     fixing,
     messages,
@@ -23,18 +24,10 @@ from fxpar.sharding.solver import (
     prices,
     window,
 )
-from fxpar.sharding.solver.flat import Flat, cost_of, fits, flatten, usage_of
+from fxpar.sharding.solver.flat import Flat, fits, flatten
 from fxpar.sharding.solver.network import Network, build
-from fxpar.sharding.solver.problem import (
-    Infeasible,
-    Phase,
-    Problem,
-    Solution,
-    evaluate,
-    largest_at,
-    peak,
-    tie,
-)
+from fxpar.sharding.solver.problem import Infeasible, Problem, Solution, tie
+from fxpar.sharding.solver.progress import Search, inside, named, offer, project
 from fxpar.sharding.solver.reduce import reduce
 
 # A gap below this is rounding.
@@ -46,84 +39,8 @@ _PROGRAM = 250_000
 _REPEATS = 0.6
 # With no more than this, solving again takes no longer than looking for a short cut.
 _SMALL = 20_000
-
-
-class Search:
-    """The best choice and bound so far, and the log."""
-
-    def __init__(self, problem: Problem, seconds: float, tolerance: float) -> None:
-        self.problem, self.tolerance = problem, tolerance
-        self.begun = self.lap = time.perf_counter()
-        self.enough = math.inf  # a bound that ends the search
-        # Phases may be late by what they do between two looks at the clock.
-        self.deadline = self.begun + seconds - min(0.05 * seconds, 0.3 + 0.02 * seconds)
-        self.choice: tuple[int, ...] | None = None
-        self.cost, self.bound = math.inf, -math.inf
-        # Where nothing fits: the choice of the smallest peak met, and a bound on peaks.
-        self.nearest: tuple[int, ...] | None = None
-        self.least = 0.0
-        self.notes: list[Phase] = []
-        self.prices: tuple[tuple[int, float], ...] = ()
-        integers = [np.all(np.isinf(c) | (c == np.rint(c))) for c in problem.costs]
-        tables = [np.all(np.isinf(t) | (t == np.rint(t))) for t in problem.tables]
-        self.whole = all(integers) and all(tables)
-
-    def offer(self, choice: Sequence[int] | None) -> bool:
-        """Take a choice of the Problem's nodes if it fits and is cheaper."""
-        if choice is None:
-            return False
-        cost, top = evaluate(self.problem, choice)
-        limit = self.problem.limit
-        if cost >= self.cost or (limit is not None and top > limit * (1 + 1e-12)):
-            return False
-        self.choice, self.cost = tuple(int(k) for k in choice), cost
-        return True
-
-    def raise_bound(self, bound: float) -> None:
-        """Take a bound if it is higher. Whole costs have a whole optimum."""
-        if bound == math.inf and self.choice is not None:
-            return  # what fits only within rounding, a program may call infeasible
-        bound -= 1e-11 * abs(bound)
-        if self.whole and math.isfinite(bound):
-            bound = math.ceil(bound - 1e-6)
-        self.bound = max(self.bound, bound)
-
-    def note(self, name: str) -> None:
-        """Write a line of the log."""
-        now = time.perf_counter()
-        self.notes.append(Phase(name, now - self.lap, self.cost, self.bound))
-        self.lap = now
-
-    def left(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - time.perf_counter()
-
-    def closed(self) -> bool:
-        """Whether the choice is proved to be within the tolerance of the optimum, or
-        the bound is enough."""
-        if self.choice is None:
-            return self.bound == math.inf
-        if self.bound >= self.enough:
-            return True
-        return self.cost - self.bound <= self.tolerance * abs(self.cost)
-
-    def result(self) -> Solution:
-        """The Solution, or Infeasible raised."""
-        if self.choice is None:
-            raise _nothing_fits(self)
-        bound = min(self.bound, self.cost)
-        gap = (self.cost - bound) / abs(self.cost) if self.cost > bound else 0.0
-        return Solution(
-            self.choice,
-            self.cost,
-            bound,
-            gap,
-            time.perf_counter() - self.begun,
-            True,
-            peak(self.problem, self.choice)[0],
-            tuple(self.notes),
-            self.prices,
-        )
+# Choices met with tied nodes as one that are mixed.
+_MIXED = 6
 
 
 def solve(
@@ -195,7 +112,7 @@ def resolve(
         choice = project(net, flat, start.choice)
         pinned = [i for i in fixed if start.choice[i] != fixed[i]]
         found = window.around(flat, choice, pinned, search.deadline, seed)
-        _offer(search, net, flat, found)
+        offer(search, net, flat, found)
         search.note("windows")
     if search.choice is not None:
         return search.result()
@@ -232,12 +149,12 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     size = milp.variables(flat)
     if size > _SMALL and not search.closed():
         until = time.perf_counter() + 0.4 * search.left()
-        choice = _inside(search, net, flat)
+        choice = inside(search, net, flat)
         better, bound = fixing.solve_near(
             flat, unary, off, choice, until, search.tolerance
         )
         search.raise_bound(bound)
-        _offer(search, net, flat, better)
+        offer(search, net, flat, better)
         search.note("integer program of the best strategies")
     small = size <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
@@ -246,36 +163,22 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
         magnitude = max(abs(search.bound), 1e-300)
         answer = milp.solve_program(flat, until, magnitude=magnitude)
         search.raise_bound(answer.bound)
-        _offer(search, net, flat, answer.choice)
+        offer(search, net, flat, answer.choice)
         search.note("integer program")
     if search.choice is not None and not search.closed():
         _improve(search, net, flat, unary, seed)
         search.note("windows")
 
 
-def _take(
-    search: Search,
-    net: Network,
-    flat: Flat,
-    priced: prices.Priced,
-    layer: np.ndarray | None = None,
-) -> None:
+def _take(search: Search, net: Network, flat: Flat, priced: prices.Priced) -> None:
     """What prices have brought, and mixtures of the choices met."""
     search.raise_bound(priced.bound)
-    _offer(search, net, flat, priced.choice)
-    where = np.flatnonzero(priced.prices)
-    search.prices = tuple(
-        (int(flat.when[r]), float(priced.prices[r])) for r in where.tolist()
-    )
-    choice = _inside(search, net, flat)
+    offer(search, net, flat, priced.choice)
+    search.prices = prices.named(flat, priced.prices)
+    choice = inside(search, net, flat)
     if choice is not None and not search.closed():
-        share = 0.05 if layer is None else 0.3
-        until = time.perf_counter() + share * search.left()
-        mixed = mix.mix(flat, choice, priced.met, until, layer)
-        _offer(search, net, flat, mixed)
-        if layer is not None:
-            until = time.perf_counter() + 0.5 * search.left()
-            _offer(search, net, flat, window.combine(flat, mixed, priced.met, until))
+        until = time.perf_counter() + 0.05 * search.left()
+        offer(search, net, flat, mix.mix(flat, choice, priced.met, until))
 
 
 def _repeats(problem: Problem) -> bool:
@@ -285,11 +188,12 @@ def _repeats(problem: Problem) -> bool:
 
 
 def _layered(search: Search, net: Network, seed: int) -> None:
-    """Solve with tied nodes as one, which is small, and spread the answer out; from its
-    prices those of the whole problem are near."""
+    """Solve with tied nodes as one, which is small, and spread the answer out; under a
+    limit, mix what the ends of its prices ask for; then bound the whole problem."""
     small, to = tie(search.problem)
+    limited = len(net.room) > 0
     try:
-        share = 0.25 if len(net.room) else 0.45
+        share = 0.08 if limited else 0.45
         found = solve(small, share * search.left(), seed=seed, tolerance=1e-4)
     except Infeasible:
         search.note("layers as one: none")
@@ -298,30 +202,75 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     search.note("layers as one")
     if search.choice is None:
         return
+    known = _mixed(search, net, small, to, found.prices) if limited else ()
+    reduce(net, time.perf_counter() + 0.3 * search.left())
     flat = flatten(net)
-    until = time.perf_counter() + (0.7 if len(flat.room) else 0.95) * search.left()
+    search.note("reduce")
+    if search.closed() or not len(flat.size):
+        return
+    unary = flat.unary
     if len(flat.room):
-        begin = prices.prices_at(flat, found.prices)
-        priced = prices.raise_prices(flat, until, target=search.cost, prices=begin)
-        _take(search, net, flat, priced, mix.layers(flat, to))
+        until = time.perf_counter() + 0.5 * search.left()
+        begin = prices.prices_at(flat, known)
+        priced = prices.raise_prices(
+            flat,
+            until,
+            target=search.cost,
+            prices=begin,
+            patience=10,
+            tolerance=max(1e-6, search.tolerance),
+        )
+        _take(search, net, flat, priced)
         unary = prices.priced_unary(flat, priced.prices)
         search.note("prices")
     else:
+        until = time.perf_counter() + 0.95 * search.left()
         choice, bound = fixing.pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
-        _offer(search, net, flat, choice)
-        unary = flat.unary
+        offer(search, net, flat, choice)
         search.note("messages")
-    if search.choice is not None and not search.closed():
+    if not search.closed():
         _improve(search, net, flat, unary, seed)
         search.note("windows")
+
+
+def _mixed(
+    search: Search,
+    net: Network,
+    small: Problem,
+    to: Sequence[int],
+    known: Sequence[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    """Prices found with tied nodes as one, where that is quick, and mixtures of the
+    choices met there: at one price layers are all one way or all the other."""
+    core = build(small)
+    reduce(core, time.perf_counter() + 0.1 * search.left())
+    tied = flatten(core)
+    if not len(tied.room):
+        return ()
+    until = time.perf_counter() + 0.1 * search.left()
+    priced = columns.generate(tied, until, prices.prices_at(tied, known))
+    flat = flatten(net)
+    others = []
+    for choice in priced.met[:_MIXED]:
+        wide = core.expand(named(tied, choice))
+        others.append(project(net, flat, [wide[k] for k in to]))
+    best = inside(search, net, flat)
+    if best is not None:
+        until = time.perf_counter() + 0.1 * search.left()
+        best = mix.mix(flat, best, others, until, mix.layers(flat, to))
+        offer(search, net, flat, best)
+        until = time.perf_counter() + 0.15 * search.left()
+        offer(search, net, flat, window.combine(flat, best, others, until))
+    search.note("layers mixed")
+    return prices.named(tied, priced.prices)
 
 
 def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
     until = time.perf_counter() + share * search.left()
     choice, _, bound = messages.pass_messages(flat, until)
     search.raise_bound(bound)
-    _offer(search, net, flat, choice)
+    offer(search, net, flat, choice)
 
 
 def _fit(search: Search, net: Network, flat: Flat) -> None:
@@ -330,21 +279,11 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     until = time.perf_counter() + 0.3 * search.left()
     found = feasible.least_excess(flat, until)
     if found.choice is not None:
-        search.nearest = net.expand(_named(flat, found.choice))
+        search.nearest = net.expand(named(flat, found.choice))
         search.offer(search.nearest)
     search.least = max(search.least, search.problem.limit + found.bound)
     if search.choice is None and found.bound > flat.slack:
         search.bound = math.inf
-
-
-def _named(flat: Flat, choice: np.ndarray) -> dict[int, int]:
-    return {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
-
-
-def _offer(search: Search, net: Network, flat: Flat, choice: np.ndarray | None) -> bool:
-    if choice is None:
-        return False
-    return search.offer(net.expand(_named(flat, choice)))
 
 
 def _improve(
@@ -355,7 +294,7 @@ def _improve(
     seed: int,
 ) -> None:
     """Large neighbourhood search from the best choice; ``unary``: with prices."""
-    choice = _inside(search, net, flat)
+    choice = inside(search, net, flat)
     if choice is None:
         return
     state = messages.start(flat)
@@ -370,48 +309,4 @@ def _improve(
         seed=seed,
         tolerance=search.tolerance,
     )
-    _offer(search, net, flat, choice)
-
-
-def _inside(search: Search, net: Network, flat: Flat) -> np.ndarray | None:
-    """The best choice in the Flat, or None if it is not there or not known."""
-    if search.choice is None:
-        return None
-    choice = project(net, flat, search.choice)
-    allowed = math.isfinite(cost_of(flat, choice))
-    return choice if allowed and fits(flat, usage_of(flat, choice)) else None
-
-
-def project(net: Network, flat: Flat, choice: Sequence[int]) -> np.ndarray:
-    """A choice of the Problem in the Flat; strategies that were removed become the
-    first one left."""
-    out = np.zeros(len(flat.size), np.int64)
-    for place, i in enumerate(flat.nodes.tolist()):
-        at = np.flatnonzero(net.names[i] == choice[i])
-        out[place] = at[0] if len(at) else 0
-    return out
-
-
-def _nothing_fits(search: Search) -> Infeasible:
-    """The error for a problem without an answer, with the choice that came closest."""
-    problem, near = search.problem, search.nearest
-    if near is None:
-        return Infeasible(
-            "no choice is allowed: every one is forbidden or exceeds the limit"
-            if search.bound == math.inf
-            else "no allowed choice was found in the time given",
-            limit=problem.limit,
-        )
-    needed, time_of_peak = peak(problem, near)
-    proved = search.bound == math.inf or search.least > (problem.limit or 0.0)
-    largest = largest_at(problem, near, time_of_peak)
-    items = ", ".join(f"node {i}: {usage:.4g}" for i, usage in largest)
-    return Infeasible(
-        f"the limit is {problem.limit:.6g}; the smallest peak "
-        f"{'there is' if proved else 'found'} needs {needed:.6g} "
-        f"(at time {time_of_peak}; largest: {items})",
-        needed,
-        search.least,
-        problem.limit,
-        largest,
-    )
+    offer(search, net, flat, choice)

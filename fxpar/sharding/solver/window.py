@@ -116,9 +116,9 @@ def combine(
     flat: Flat, choice: np.ndarray, others: Sequence[np.ndarray], deadline: float
 ) -> np.ndarray | None:
     """The best choice met in which every node does as in ``choice`` or in one of the
-    last few of ``others``; None if none fits and is better."""
+    first few of ``others``; None if none fits and is better."""
     keep = np.zeros(len(flat.unary), bool)
-    for known in [choice, *others[-_COMBINED:]]:
+    for known in [choice, *others[:_COMBINED]]:
         keep[flat.at[:-1] + known] = True
     found, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
     return found

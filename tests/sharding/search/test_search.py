@@ -31,6 +31,8 @@ from fxpar.sharding.search.compare import cost_of
 from fxpar.sharding.search.find import Asked, search
 from fxpar.sharding.search.formulate import Facts, formulate
 from fxpar.sharding.search.layers import repeated
+from fxpar.sharding.search.overlap import Overlap
+from fxpar.sharding.search.polish import taken
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.passes.random_programs import Case
@@ -401,3 +403,28 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
     monkeypatch.setattr(decide, "search", lambda *args, **how: far)
     decision = decide.searched(program, mesh, {}, (), Asked(slow))
     assert decision.found.solution.cost < far.solution.cost
+
+
+def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
+    slow: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = program_of(mlp(2), batch(), mesh="dp=2,tp=2", grad=True)
+    mesh = Mesh.parse("dp=2,tp=2")
+    best = search(program, mesh, Asked(slow), {})
+    whole = decide.decide(program, mesh, {}, mode="replicate").strategies
+    choice = cost_of(best.formulation, whole).choice
+    bad = taken(best, choice)  # everything computed on every rank
+    closed = replace(bad.solution, bound=bad.solution.cost, gap=0.0)
+    bad = replace(bad, solution=closed)
+    monkeypatch.setattr(decide, "search", lambda *args, **how: bad)
+    decision = decide.searched(program, mesh, {}, (), Asked(slow))
+    form, found = best.formulation, decision.found
+    before = Overlap(form, choice).seconds
+    after = Overlap(form, found.solution.choice).seconds
+    assert after < 0.9 * before
+    assert any(note.startswith("search: another plan") for note in decision.notes)
+    assert found.first == closed and found.solution.choice != choice
+    asked = replace(Asked(slow), ranked=False)
+    unranked = decide.searched(program, mesh, {}, (), asked)
+    assert unranked.found.solution.choice == choice
+    assert not any("another plan" in note for note in unranked.notes)

@@ -96,6 +96,25 @@ def test_messages_without_hopeless_strategies(slack: float) -> None:
     assert closed > 50
 
 
+def test_what_rounding_leaves_nothing_of_is_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then nothing is below what is known."""
+
+    def nothing(*args: object, **how: object) -> None:
+        raise Infeasible("nothing is left")
+
+    monkeypatch.setattr(fixing, "reduce", nothing)
+    closed = 0
+    for _, _, flat, best in cases(memory=False):
+        upper = best + 0.5 * abs(best)  # not proved before the reduction
+        until = time.perf_counter() + 1.0
+        choice, bound = fixing.pass_pruned(flat, upper, until, 1e-9)
+        assert choice is not None
+        closed += bound == upper
+    assert closed > 20
+
+
 def test_excess_is_of_the_costs_it_was_made_with() -> None:
     for _, _, flat, best in cases(memory=False):
         state = messages.start(flat)
