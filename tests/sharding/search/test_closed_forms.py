@@ -219,7 +219,8 @@ def stack(layers: int, *, again: bool = False) -> tuple[Any, ...]:
 STREAM = 8 * 8 * 128 * ITEM
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 2])
 def test_a_layer_reduces_twice_each_way(layers: int) -> None:
     """The gradient of the first layer's input is not asked for."""
     answer = best(*stack(layers))
@@ -238,6 +239,7 @@ def test_a_layer_run_again_reduces_at_most_twice_more() -> None:
     assert answer.counts(STREAM)["all_reduce"] < 5
 
 
+@pytest.mark.slow
 def test_where_memory_is_tight_weights_rest_in_parts() -> None:
     """Whole weights are cheapest here. Where they do not fit, some are gathered, and
     their gradients scattered: as many bytes as an all-reduce (ZeRO, section 7)."""

@@ -269,6 +269,7 @@ def test_it_is_what_the_simulation_says(
     assert low < told < high and low < searched < high
 
 
+@pytest.mark.slow
 def test_a_search_counts_what_its_plan_tells() -> None:
     """Under a limit that binds, its peak is that of the plan it makes."""
     mesh, on = Mesh.parse("dp=2"), lookup("cpu")
