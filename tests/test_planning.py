@@ -63,6 +63,24 @@ def test_meta_tensors_are_planned_without_memory():
     assert dict(plan.parameters)["weight"] == Spec("tp", None)
 
 
+def test_meta_tensors_have_gradients():
+    """Those of a cross entropy too, which torch's joint graph on meta lacks."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x, words):
+            return nn.functional.cross_entropy(self.linear(x), words)
+
+    with torch.device("meta"):
+        model, x = Head(), torch.empty(4, 8)
+        words = torch.empty(4, dtype=torch.int64)
+    plan = fxpar.plan(model, x, words, mesh="dp=2", grad=True)
+    assert {name for name, _ in plan.gradients} == {"linear.weight", "linear.bias"}
+
+
 @pytest.mark.parametrize("mesh", ["dp=64", "a=4,b=4,c=4", "dp=2,tp=32"])
 def test_meshes_of_64_ranks_are_simulated(mesh):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).double()
