@@ -9,7 +9,7 @@ ranks choose alike: nothing here depends on the clock or on the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ _NEAR = 0.5
 # Chunks are tried where they could save this share of a step.
 _TRIED = 0.01
 
+# So many kinds of products are tried in chunks, in graphs of at most so many nodes:
+# every attempt simulates a step.
+_GROUPS, _LARGE = 4, 10_000
+
 # In so many chunks a product may run, tried in this order.
 CHUNKS = (4, 2)
 
@@ -62,13 +66,14 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     for axes in dict.fromkeys(_reduced_along(graph)):
         candidates, left = _candidates(state.graph, state.mesh, axes, hardware)
         state.near += left
-        for found in candidates:
-            what = (
-                f"{'+'.join(axes)}: splitting {len(found.split)} all-reduces and "
-                f"running {len(found.sliced)} ops on slices"
-            )
-            state.attempt(_lines(found, len(state.schedule.lines)), what)
-    _overlapped(state)
+        # The best region by itself, all others, which layers repeat, together.
+        for some in (candidates[:1], candidates[1:]):
+            if some:
+                state.attempt(
+                    _lines(some, len(state.schedule.lines)), _said(axes, some)
+                )
+    if len(graph.nodes) <= _LARGE:
+        _overlapped(state)
     return Chosen(
         state.schedule,
         state.graph,
@@ -115,7 +120,8 @@ def _overlapped(state: _Search) -> None:
     for site in sites(state.graph, work, _moved(state)):
         groups.setdefault(site.alike, []).append(site)
     least = _TRIED * state.now.seconds
-    for group in sorted(groups.values(), key=lambda g: -sum(s.seconds for s in g)):
+    most = sorted(groups.values(), key=lambda g: -sum(s.seconds for s in g))
+    for group in most[:_GROUPS]:
         if sum(site.seconds for site in group) / 2 < least:
             return
         for chunks in CHUNKS:
@@ -198,16 +204,28 @@ def _work(hardware: Hardware) -> Callable[[fx.Node], float]:
     return work
 
 
-def _lines(found: Cut, start: int) -> Schedule:
-    """The cut as verbs: every all-reduce split, then all ops across the gathers."""
-    out, gathers = [], []
-    for i, (node, dim) in enumerate(found.split.items(), start):
-        gathers.append(f"gather_{i}")
-        gives = f"scatter_{i}", gathers[-1]
-        out.append(Line("split", (node.name,), (("dim", dim),), gives))
-    names = tuple(op.name for op in found.sliced)
-    out.append(Line("reorder", (names, *gathers)))
+def _lines(cuts: Sequence[Cut], start: int) -> Schedule:
+    """Cuts as verbs: every all-reduce split, then all ops across the gathers."""
+    out: list[Line] = []
+    for found in cuts:
+        gathers = []
+        for node, dim in found.split.items():
+            number = start + len(out)
+            gathers.append(f"gather_{number}")
+            gives = f"scatter_{number}", gathers[-1]
+            out.append(Line("split", (node.name,), (("dim", dim),), gives))
+        names = tuple(op.name for op in found.sliced)
+        out.append(Line("reorder", (names, *gathers)))
     return Schedule(tuple(out))
+
+
+def _said(axes: tuple[str, ...], cuts: Sequence[Cut]) -> str:
+    split = sum(len(found.split) for found in cuts)
+    sliced = sum(len(found.sliced) for found in cuts)
+    return (
+        f"{'+'.join(axes)}: splitting {split} all-reduces and running {sliced} ops on "
+        "slices"
+    )
 
 
 def _timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Timeline:
