@@ -66,7 +66,13 @@ def run(scale: str, layers: int, mesh: str, batch: int, length: int) -> dict[str
         ids = torch.zeros(batch, length, dtype=torch.long)
     expert = "dp+tp" if "tp" in mesh else "dp"
     given = fxpar.plan(
-        model, ids, mesh=mesh, mode="propagate", hints=EXPERTS[expert], grad=True
+        model,
+        ids,
+        mesh=mesh,
+        mode="propagate",
+        hints=EXPERTS[expert],
+        grad=True,
+        schedule="none",  # none is searched: this is about strategies
     )
     decision = given.result.decision
     found = search(decision.program, Mesh.parse(mesh), Asked(lookup("h100")), {})
