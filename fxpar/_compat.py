@@ -269,9 +269,10 @@ def bare(desc: Any) -> Any:
 
 
 def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A detached fake of ``x`` in ``mode``; a fake one of that mode stays itself. One on
-    the meta device is traced as on the CPU: of a cross entropy there the joint graph
-    (2.13) has no gradients."""
+    """A detached fake of ``x`` in ``mode``; a fake one of that mode stays itself.
+
+    One on the meta device is traced as on the CPU: of a cross entropy there the joint
+    graph (2.13) has no gradients."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     x = x.detach()
