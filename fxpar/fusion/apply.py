@@ -20,7 +20,7 @@ from fxpar.fusion import bucket, gathers, overlap, regions, reorder, slices
 from fxpar.fusion.edit import Edit, lift
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.builder import Builder
-from fxpar.passes.lower import lower
+from fxpar.passes.lower import lower_graph
 from fxpar.passes.waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -82,7 +82,7 @@ def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """What runs, in place: regions are their nodes again, steps collectives, each
     waited for where it is first read."""
     regions.inline(graph)
-    lower(graph, mesh, fake_mode)
+    lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
 
 

@@ -22,7 +22,7 @@ from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
 from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
 from fxpar.passes.local import partition
-from fxpar.passes.lower import lower
+from fxpar.passes.lower import lower_graph
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
 from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
@@ -131,7 +131,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     scheduled = request.reschedule(local, decision, saved)
     if scheduled.graph is not local:
         request.watch("rewritten", scheduled.graph)
-    local = lower(scheduled.graph, decision.mesh, fake_mode)
+    local = lower_graph(scheduled.graph, decision.mesh, fake_mode)
     if "sink_waits" not in request.disable:
         sink_waits(local)
     if not request.keep_gathered:

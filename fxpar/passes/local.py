@@ -17,7 +17,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_ops import Call, local_form
-from fxpar.passes.lower import lower
+from fxpar.passes.lower import lower_graph
 from fxpar.passes.steps import emit
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import operand_spec, result_spec
@@ -29,7 +29,7 @@ from fxpar.sharding.spec import Spec
 
 def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
     """The local graph of a resharded one, lowered. Raises as ``partition``."""
-    return lower(partition(graph, decision, fake_mode), decision.mesh, fake_mode)
+    return lower_graph(partition(graph, decision, fake_mode), decision.mesh, fake_mode)
 
 
 def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:

@@ -32,7 +32,7 @@ c10d = torch.ops._c10d_functional
 _BOOL = {"sum": "max", "product": "min"}
 
 
-def lower(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
+def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
     """Lower all steps of a graph, in place."""
     build = Builder(graph, fake_mode, mesh)
     for chain in steps.chains(graph.nodes):
