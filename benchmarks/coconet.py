@@ -22,8 +22,8 @@ import torch
 from _common import conditions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.fusion.apply import apply
 from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.verbs import apply
 from fxpar.passes.phases import as_run
 from fxpar.passes.simulate import simulate
 from fxpar.sharding.hardware import lookup

@@ -16,12 +16,12 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.apply import apply
 from fxpar.fusion.beside import Site, sites
 from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence import Cut, Prices, at_most, cut
 from fxpar.fusion.varying import varying
+from fxpar.fusion.verbs import apply
 from fxpar.passes import steps
 from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
 from fxpar.passes.phases import as_run

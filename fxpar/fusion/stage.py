@@ -15,9 +15,9 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.fusion import regions
-from fxpar.fusion.apply import apply
 from fxpar.fusion.choose import Chosen, choose
 from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.verbs import apply
 from fxpar.passes import Scheduled, steps
 from fxpar.passes.arithmetic import nbytes_of
 from fxpar.sharding.decide import Decision

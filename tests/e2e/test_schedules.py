@@ -197,14 +197,14 @@ def broken(*_: Any) -> Any:
         made[0].args = (made[0].args[0], 0, made[0].args[-1])
         return made
 
-    from fxpar.fusion import apply
+    from fxpar.fusion import verbs
 
-    verbs = dict(apply.VERBS)
-    apply.VERBS["split"] = wrong
+    known = dict(verbs.VERBS)
+    verbs.VERBS["split"] = wrong
     try:
         return blocks(BY_HAND)
     finally:
-        apply.VERBS.update(verbs)
+        verbs.VERBS.update(known)
 
 
 @pytest.mark.multiprocess

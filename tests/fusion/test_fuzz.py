@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.fusion.apply import apply
+from fxpar.fusion.verbs import apply
 from fxpar.passes import steps
 from tests.passes.random_programs import Case
 from tests.passes.test_fuzz import close, run

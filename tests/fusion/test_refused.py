@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.apply import apply
 from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.verbs import apply
 from tests.fusion.toys import Toy, all_gather, all_reduce
 
 SUMMANDS = "[_, _] partial(sum: tp)", (8, 4)

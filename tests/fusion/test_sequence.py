@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.fusion.apply import apply
 from fxpar.fusion.choose import choose
 from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.sequence import Prices, cut
 from fxpar.fusion.varying import varying
+from fxpar.fusion.verbs import apply
 from fxpar.passes import steps
 from fxpar.sharding.mesh import Mesh
 from tests.fusion.toys import Toy, all_reduce

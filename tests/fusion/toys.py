@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.explain.dump import node_text
-from fxpar.fusion.apply import apply
+from fxpar.fusion.verbs import apply
 from fxpar.passes.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
