@@ -235,7 +235,7 @@ class Cutter:
             if tuple(have.shape) != spec.local_shape(mesh, want.shape):
                 raise Refused(f"has no form on slices of {list(want.shape)}")
         if any(spec.partial for spec in made):
-            if len(made) != 1:
+            if not isinstance(node.meta["val"], torch.Tensor):
                 raise Refused("gives several results that would have to be reduced")
             ((_, op), *_) = made[0].partial
             result = steps.step(self.build, steps.all_reduce, result, op, self.axes)
@@ -260,8 +260,11 @@ class Cutter:
 def results_of(node: fx.Node, made: Made) -> dict[fx.Node, tuple[fx.Node, int | None]]:
     """What was made of ``node``, by the nodes that stand for its results: itself, or
     those that take the elements of its tuple. Raises Refused."""
-    if isinstance(node.meta["val"], torch.Tensor):
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
         return {node: (made.node, made.dims[0])}
+    tensors = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    dims = dict(zip(tensors, made.dims, strict=True))
     out = {}
     for taken in list(node.users):
         if taken.target is not operator.getitem:
@@ -269,5 +272,5 @@ def results_of(node: fx.Node, made: Made) -> dict[fx.Node, tuple[fx.Node, int | 
         position: Any = taken.args[1]
         copy = node.graph.call_function(operator.getitem, (made.node, position))
         copy.meta = {**taken.meta, "val": made.node.meta["val"][position]}
-        out[taken] = copy, made.dims[position]
+        out[taken] = copy, dims.get(position)
     return out

@@ -177,7 +177,8 @@ def _tie(
     reads = tokens(tensor_nodes(node), rule.operands)
     makes = tokens(results, rule.results)
     lacks = [factor in contracted for contracted in rule.contracted_by]
-    sums = len(lacks) == 1 and lacks[0] and reads and not makes
+    one = isinstance(node.meta["val"], torch.Tensor)
+    sums = one and lacks[0] and reads and not makes
     return _Tie(node, reads, makes) if sums or (makes and not any(lacks)) else None
 
 

@@ -8,12 +8,14 @@ near misses, and the collectives that are there now.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from torch import fx
 
+from fxpar.errors import FxparWarning, compose
 from fxpar.fusion import regions
 from fxpar.fusion.choose import Chosen, choose
 from fxpar.fusion.schedule import Schedule
@@ -42,7 +44,11 @@ def rescheduler(asked: str, hardware: Hardware | None) -> Reschedule:
             if hardware is None or decision.mesh.size == 1:
                 return Scheduled(graph)
             machine = hardware.at_speed(decision.mesh.slowest)
-            return _after(graph, choose(graph, decision.mesh, machine))
+            try:
+                return _after(graph, choose(graph, decision.mesh, machine))
+            except Exception as error:
+                failed(error)
+                return Scheduled(graph)
         schedule = Schedule.of(given)
         if not schedule:
             return Scheduled(graph)
@@ -50,6 +56,13 @@ def rescheduler(asked: str, hardware: Hardware | None) -> Reschedule:
         return _noted(graph, after, str(schedule), (), ())
 
     return reschedule
+
+
+def failed(error: Exception) -> None:
+    """Say that no schedule could be chosen: the program runs as it is without."""
+    what = f"no schedule is chosen: {type(error).__name__}: {error}"
+    fix = "report it, and set FXPAR_SCHEDULE=none"
+    warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
 
 
 def _after(graph: fx.Graph, chosen: Chosen) -> Scheduled:

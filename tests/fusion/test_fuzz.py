@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import fx
 
+import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
+from fxpar.fusion import stage
 from fxpar.fusion.verbs import apply
 from fxpar.passes import steps
 from tests.passes.random_programs import Case
@@ -29,6 +31,22 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine().save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     monkeypatch.setenv("FXPAR_SCHEDULE", "auto")
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(stage, "failed", failed)
+
+
+def test_a_failure_to_choose_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*_: Any) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(stage, "choose", choose)
+    x = torch.randn(4, 4)
+    with pytest.warns(FxparWarning, match="no schedule is chosen: KeyError"):
+        plan = fxpar.plan(torch.relu, x, mesh="dp=2", schedule="auto")
+    torch.testing.assert_close(plan.simulate(x), torch.relu(x))
 
 
 @pytest.mark.parametrize("start", range(0, QUICK, 10))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpar.errors import ScheduleError
 from fxpar.fusion.regions import Region
 from fxpar.passes import steps
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
@@ -242,6 +243,33 @@ def test_a_norm_on_rows() -> None:
     schedule = SPLIT + "reorder([add, native_layer_norm], ag)"
     assert "native_layer_norm_default: (f64[2, 4], f64[2, 1]" in toy.text(schedule)
     toy.check(schedule)
+
+
+def convolved(first: bool) -> Toy:
+    """The gradient of a convolution's input or of its weight, the others left out."""
+
+    def program(g: Any, x: Any, w: Any) -> Any:
+        asked = [first, not first, False]
+        made = torch.ops.aten.convolution_backward(
+            all_reduce(g), x, w, [2], [1], [0], [1], False, [0], 1, asked
+        )
+        return made[int(not first)] * 2
+
+    return Toy(
+        program,
+        ("[_, _, _] partial(sum: tp)", (8, 4, 3)),
+        ("[_, _, _]", (8, 4, 3)),
+        ("[_, _, _]", (4, 4, 1)),
+    )
+
+
+def test_several_results_some_of_them_none() -> None:
+    schedule = SPLIT + "reorder([convolution_backward, mul], ag)"
+    convolved(True).check(schedule)
+    on_channels = "split(all_reduce, dim=1) -> rs, ag\n"
+    convolved(False).check(on_channels + "reorder([convolution_backward, mul], ag)")
+    with pytest.raises(ScheduleError, match="would have to be reduced"):
+        convolved(False).after(schedule)
 
 
 def test_a_gather_after_the_next_product() -> None:
