@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
@@ -21,6 +22,8 @@ from fxpar.fusion.gathers import take_back
 from fxpar.fusion.parts import Cutter, Part, Refused, results_of
 from fxpar.passes import steps
 from fxpar.sharding.program import RuleReader, tensor_nodes
+
+aten = torch.ops.aten
 
 
 def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.Node]:
@@ -88,11 +91,12 @@ def _gathered(
         part = made[node]
         with edit.after(part.node, node) as build:
             args = steps.all_gather, part.node, part.dim, cutter.axes
-            whole = steps.step(build, *args)
+            gathered = steps.step(build, *args)
+            whole = _laid_out_as(build, gathered, node.meta["val"])
         node.replace_all_uses_with(whole, delete_user_cb=lambda u: u not in made)
-        take_back(edit, whole)
+        take_back(edit, gathered)
         if whole.users:
-            gathers.append(whole)
+            gathers.append(gathered)
         else:
             edit.erase([whole])
     names = {part.node: node.name for node, part in made.items()}
@@ -103,6 +107,19 @@ def _gathered(
         if name not in left:
             node.name = name
     return gathers
+
+
+def _laid_out_as(build: Any, x: fx.Node, like: torch.Tensor) -> fx.Node:
+    """``x``, which is contiguous, with its dims in memory in the order of ``like``, so
+    that the same views of it are allowed."""
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    if order == list(range(like.dim())):
+        return x
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    x = build.call(aten.permute.default, x, order)
+    x = build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return build.call(aten.permute.default, x, back)
 
 
 def _before_reduction(

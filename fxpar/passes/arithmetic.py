@@ -310,7 +310,7 @@ class Domain:
 
 def domain_of(node: fx.Node, operands: Iterable[torch.Tensor]) -> Domain:
     """The domain of a light op."""
-    made = [math.prod(v.shape) for v in tensors_in(node.meta["val"])]
+    made = [math.prod(v.shape) for v in tensors_in(node.meta.get("val"))]
     read = max((math.prod(v.shape) for v in operands), default=0)
     most, least = max(made, default=0), min(made, default=0)
     if node.target in _ROWS:

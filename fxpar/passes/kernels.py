@@ -224,7 +224,7 @@ class _Reader:
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
     ) -> list[_Value | None]:
         """Fresh buffers for what a node gives."""
-        value = node.meta["val"]
+        value = node.meta.get("val")
         out: list[_Value | None] = []
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(tensor, torch.Tensor):
@@ -268,7 +268,7 @@ class _Reader:
 
     def _light(self, node: fx.Node, operands: list[_Value]) -> list[_Value | None]:
         """Let a light op join the kernels it reads from, or start one."""
-        reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta["val"])]
+        reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
         domain = domain_of(node, reads)
         kernel = self._joined(operands, domain) if self.fused else None
         if kernel is None:

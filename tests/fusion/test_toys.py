@@ -272,6 +272,15 @@ def test_several_results_some_of_them_none() -> None:
         convolved(False).after(schedule)
 
 
+def test_views_of_what_was_permuted() -> None:
+    def program(x: Any) -> Any:
+        turned = (all_reduce(x) * 2).permute(1, 0)
+        return turned.permute(1, 0).view(32)
+
+    toy = Toy(program, GRADIENT)
+    toy.check(SPLIT + "reorder([mul, permute], ag)")
+
+
 def test_a_gather_after_the_next_product() -> None:
     def program(x: Any, w: Any, b: Any, r: Any, v: Any) -> Any:
         return block(x, w, b, r) @ v

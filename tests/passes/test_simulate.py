@@ -1026,3 +1026,13 @@ def test_tasks_of_a_graph_are_what_simulate_times():
     simulation = Simulation(tasks_of(graph, mesh, hardware))
     assert spans_of(simulation) == [(e.start, e.end) for e in line.events]
     assert simulation.seconds == line.seconds
+
+
+def test_ops_that_give_nothing_are_timed() -> None:
+    """An assertion in the graph, as one_hot leaves one."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(x, 4)
+
+    plan = fxpar.plan(program, torch.tensor([0, 1, 2]), mesh="dp=2", mode="replicate")
+    assert plan.predicted.seconds > 0
