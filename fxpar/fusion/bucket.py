@@ -8,7 +8,7 @@ dtype, gathers with equal dtype; all along the same axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,7 @@ def _reduced(build: Builder, nodes: Nodes) -> Any:
     joined = build.call(aten.cat.default, flat)
     whole = steps.step(build, steps.all_reduce, joined, *nodes[0].args[1:])
     starts = _starts(nodes, nodes)
-
-    def cut(node: fx.Node) -> fx.Node:
-        shape = list(node.meta["val"].shape)
-        piece = _piece(build, whole, 0, starts[node], math.prod(shape))
-        return build.call(aten.reshape.default, piece, shape)
-
-    return whole, cut
+    return whole, _cutting(build, whole, 0, starts)
 
 
 def _scattered(build: Builder, nodes: Nodes) -> Any:
@@ -84,13 +78,7 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
     args: Any = (0, *nodes[0].args[2:])
     whole = steps.step(build, steps.reduce_scatter, joined, *args)
     starts = _starts(nodes, nodes)
-
-    def cut(node: fx.Node) -> fx.Node:
-        shape = list(node.meta["val"].shape)
-        piece = _piece(build, whole, 1, starts[node], math.prod(shape))
-        return build.call(aten.reshape.default, piece, shape)
-
-    return whole, cut
+    return whole, _cutting(build, whole, 1, starts)
 
 
 def _collected(build: Builder, nodes: Nodes) -> Any:
@@ -110,6 +98,19 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
         return build.call(aten.reshape.default, piece, list(node.meta["val"].shape))
 
     return whole, cut
+
+
+def _cutting(
+    build: Builder, whole: fx.Node, dim: int, starts: dict[fx.Node, int]
+) -> Callable[[fx.Node], fx.Node]:
+    """Takes a node's result out of the flat one of all, which lies along ``dim``."""
+
+    def cut(node: fx.Node) -> fx.Node:
+        shape = list(node.meta["val"].shape)
+        piece = _piece(build, whole, dim, starts[node], math.prod(shape))
+        return build.call(aten.reshape.default, piece, shape)
+
+    return cut
 
 
 def _dim(node: fx.Node) -> int:

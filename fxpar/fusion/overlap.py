@@ -29,7 +29,8 @@ from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
 
-_AXIS = "chunk"
+# No mesh of a user has an axis of this name.
+_AXIS = "__chunk"
 
 
 class _Chunked(Builder):
