@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import conditions, llama, write
+from _traffic import watched
 
 BATCH, LENGTH = 8, 128
 WARMUP = 2
@@ -43,21 +44,6 @@ def state_bytes(model: Any, optimizer: Any) -> int:
         if isinstance(x, torch.Tensor)
     ]
     return sum(local(x).numel() * x.dtype.itemsize for x in held)
-
-
-def peak_bytes(run: Any) -> int:
-    """The most that ``run()`` holds at one time beyond what was there before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = profiled.profiler.kineto_results.events()
-    allocated = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = most = 0
-    for _, size in sorted(allocated, key=lambda event: event[0]):
-        held += size
-        most = max(most, held)
-    return most
 
 
 def side(name: str, layers: int) -> dict[str, int]:
@@ -94,7 +80,7 @@ def side(name: str, layers: int) -> dict[str, int]:
         optimizer.step()
     state = state_bytes(model, optimizer)
     optimizer.zero_grad()
-    return {"state": state, "peak": peak_bytes(step), "whole": whole}
+    return {"state": state, "peak": watched(step).peak, "whole": whole}
 
 
 def worker(layers: int, out: str) -> None:

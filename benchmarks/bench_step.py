@@ -1,20 +1,26 @@
-"""Step time of fxpar against what a user would write today, measured in pairs.
+"""Step time of fxpar against what a user would write today, measured side by side.
 
-    python benchmarks/bench_step.py [--short] [--peer ddp|fsdp2|tp] [--json FILE]
+    python benchmarks/bench_step.py [--short] [--peer ddp|fsdp2|tp|sp] [--ranks 2|4]
+        [--json FILE]
 
-- ``ddp``, mesh dp=2: DistributedDataParallel + torch.compile, each rank reading its
-  half of the batch; fxpar reads the same halves (inputs=local), parameters whole.
-- ``fsdp2``, mesh dp=2: fully_shard on every layer and the root, every layer compiled
+- ``ddp``, mesh dp: DistributedDataParallel + torch.compile, each rank reading its part
+  of the batch; fxpar reads the same (inputs=local), parameters whole.
+- ``fsdp2``, mesh dp: fully_shard on every layer and the root, every layer compiled
   (as torchtitan does) or the whole model (``--compile whole``); fxpar's parameters
   rest split over dp (fxpar.shard).
-- ``tp``, mesh tp=2: DTensor tensor parallelism (parallelize_module, the layout of
+- ``tp``, mesh tp: DTensor tensor parallelism (parallelize_module, the layout of
   Hugging Face's own plan for Llama, inputs of a block prepared once) + torch.compile;
   fxpar's parameters rest in the same layout (fxpar.shard with hints).
+- ``sp``, mesh tp: the same with Megatron's sequence parallelism and the embedding split
+  by words.
 
-Both sides of a pair live in the same processes and see the same model, data, optimizer
-and number of threads. Steps alternate, the order swapping from pair to pair, so that
-drift of the machine hits both alike; what counts is the ratio within a pair. A step's
-time is that of the slowest rank. Losses must agree, or there is no figure.
+Three sides live in the same processes and see the same model, data, optimizer and
+number of threads: the peer, ``fxpar`` with the schedule it chooses, and ``plain``:
+fxpar without one. Steps alternate, the order swapping from round to round, so that
+drift of the machine hits all alike; what counts is the ratio within a round. A step's
+time is that of the slowest rank. Losses must agree, or there is no figure. What a step
+sends, in how many calls, and the most memory it takes beyond parameters and optimizer
+state are counted by the profiler, alike for all sides.
 """
 
 from __future__ import annotations
@@ -26,179 +32,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, llama, spread, write
+from _common import conditions, spread, write
+from _peers import AXIS, BATCH, LAYERS, LENGTH, PEERS, Step, fxpar_side
+from _quiet import Quiet
+from _traffic import watched
 
-RANKS = 2
-LAYERS, BATCH, LENGTH = 2, 8, 128
-MESH = {"ddp": "dp=2", "fsdp2": "dp=2", "tp": "tp=2"}
-LOCAL = {"ddp", "fsdp2"}  # each rank reads its part of the batch
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
-ROWS = ("o_proj", "down_proj")
-HINTS = {
-    "fsdp2": None,
-    "tp": {
-        **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
-        **{f"*{name}.weight": (None, "tp") for name in ROWS},
-    },
-}
+SIDES = ("peer", "fxpar", "plain")
 WARMUP = 3
 AGREE = 1e-4  # relative difference of losses; the seeds of a mistake are far larger
 
-# (seconds of forward and backward, of the whole step, loss)
-Step = Callable[[int], tuple[float, float, Any]]
+
+def sides_of(args: argparse.Namespace, count: int) -> dict[str, Step]:
+    """Each side's step, none of them compiled yet."""
+    peer = args.peer[0]
+    backend = "inductor" if args.codegen == "inductor" else "aot_eager"
+    out = {"peer": PEERS[peer](count, backend, args.compile)}
+    for name, schedule in (("fxpar", "auto"), ("plain", "none")):
+        options: dict[str, Any] = {"schedule": schedule}
+        if args.hardware:
+            options["hardware"] = args.hardware
+        if args.tune and name == "fxpar":
+            options["tune"] = True
+        out[name] = fxpar_side(peer, count, args.codegen, options)
+    return out
 
 
-def batch(step: int) -> Any:
-    import torch
-
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(2048, (BATCH, LENGTH), generator=generator)
-
-
-def own_part(ids: Any) -> Any:
-    """This rank's share of a batch, as a DistributedSampler would deal it."""
-    import torch.distributed as dist
-
-    return ids.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def trainer(model: Any, groups: Iterable[Any], part: Callable[[Any], Any]) -> Step:
-    """A training step that times itself. ``groups``: the optimizer's parameters."""
-    import torch
-    import torch.distributed as dist
-
-    optimizer = torch.optim.AdamW(groups, lr=1e-4)
-
-    def step(index: int) -> tuple[float, float, Any]:
-        ids = part(batch(index))
-        dist.barrier()
-        begun = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        middle = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        end = time.perf_counter()
-        return middle - begun, end - begun, loss.detach()
-
-    return step
-
-
-def fxpar_side(peer: str, codegen: str) -> Step:
-    import torch
-
-    import fxpar
-
-    model = llama(LAYERS)
-    if peer in HINTS:
-        model = fxpar.shard(model, mesh=MESH[peer], hints=HINTS[peer])
-    options = {"mesh": MESH[peer], "codegen": codegen}
-    if peer in LOCAL:
-        options["inputs"] = "local"
-    compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    part = own_part if peer in LOCAL else lambda ids: ids
-    return trainer(compiled, [{"params": list(model.parameters())}], part)
-
-
-def averaged(step: Step) -> Step:
-    """A step whose loss is the mean over ranks; outside the timed part."""
-    import torch.distributed as dist
-
-    def mean(index: int) -> tuple[float, float, Any]:
-        *times, loss = step(index)
-        dist.all_reduce(loss)
-        return *times, loss / dist.get_world_size()
-
-    return mean
-
-
-def fsdp2_side(codegen: str, compiled: str) -> Step:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = llama(LAYERS)
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
-    backend = "inductor" if codegen == "inductor" else "aot_eager"
-    for layer in model.model.layers:
-        if compiled == "layers":
-            layer.compile(backend=backend, dynamic=False)
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    called = model
-    if compiled == "whole":
-        called = torch.compile(model, backend=backend, dynamic=False)
-    return averaged(trainer(called, [{"params": list(model.parameters())}], own_part))
-
-
-def ddp_side(codegen: str) -> Step:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(llama(LAYERS), gradient_as_bucket_view=True)
-    backend = "inductor" if codegen == "inductor" else "aot_eager"
-    compiled = torch.compile(model, backend=backend, dynamic=False)
-    return averaged(trainer(compiled, [{"params": list(model.parameters())}], own_part))
-
-
-def tp_side(codegen: str) -> Step:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    model = llama(LAYERS)
-    whole = Replicate()
-    # One all-reduce per block in the backward, not one per projection.
-    layout = {
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole},
-            desired_input_kwarg_layouts={"hidden_states": whole},
-        ),
-        "mlp": PrepareModuleInput(
-            input_layouts=(whole,), desired_input_layouts=(whole,)
-        ),
-        **dict.fromkeys(
-            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-            ColwiseParallel(),
-        ),
-        **dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], ColwiseParallel()),
-        **dict.fromkeys(["self_attn.o_proj", "mlp.down_proj"], RowwiseParallel()),
-    }
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, layout)
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=whole)})
-    backend = "inductor" if codegen == "inductor" else "aot_eager"
-    compiled = torch.compile(model, backend=backend, dynamic=False)
-    # Apart, since the foreach kernels do not mix tensors and DTensors.
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    return trainer(compiled, [{"params": sharded}, {"params": plain}], lambda ids: ids)
-
-
-def worker(peer: str, pairs: int, codegen: str, compiled: str, out: str) -> None:
-    """What each rank runs: build both sides, warm up, alternate, write the figures."""
+def worker(args: argparse.Namespace) -> None:
+    """What each rank runs: build all sides, warm up, alternate, write the figures."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    peers = {
-        "ddp": lambda: ddp_side(codegen),
-        "fsdp2": lambda: fsdp2_side(codegen, compiled),
-        "tp": lambda: tp_side(codegen),
-    }
-    sides = {"peer": peers[peer](), "fxpar": fxpar_side(peer, codegen)}
+    rank, count = dist.get_rank(), dist.get_world_size()
+    sides = sides_of(args, count)
     worst, first = 0.0, {}
     for name, step in sides.items():
         begun = time.perf_counter()
@@ -206,85 +76,118 @@ def worker(peer: str, pairs: int, codegen: str, compiled: str, out: str) -> None
         first[name] = time.perf_counter() - begun
     for index in range(1, WARMUP):
         losses = [step(index)[2] for step in sides.values()]
-        worst = max(worst, abs(1 - float(losses[1] / losses[0])))
+        worst = max(worst, *(abs(1 - float(x / losses[0])) for x in losses))
     if worst > AGREE:
         raise SystemExit(f"losses differ by {worst:.1e} relative: no comparison")
+    seen = {name: watched(lambda s=step: s(WARMUP)) for name, step in sides.items()}
 
-    times = torch.zeros(pairs, 2, 2, dtype=torch.float64)
-    for k in range(pairs):
+    times = torch.zeros(args.pairs, len(sides), 2, dtype=torch.float64)
+    quiet = Quiet(args.lock if rank == 0 else None, args.hold)
+    for k in range(args.pairs):
         order = list(enumerate(sides.values()))
-        for i, step in order if k % 2 == 0 else reversed(order):
-            times[k, i, 0], times[k, i, 1], _ = step(WARMUP + k)
+        with quiet.alone():
+            dist.barrier()
+            for i, step in order if k % 2 == 0 else reversed(order):
+                times[k, i, 0], times[k, i, 1], _ = step(WARMUP + k)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
+    if rank == 0:
         data = {
             "times": times.tolist(),
             "loss_difference": worst,
             "first_step": first,
+            "sent": {name: each.figures() for name, each in seen.items()},
         }
-        Path(out).write_text(json.dumps(data))
+        Path(args.worker).write_text(json.dumps(data))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(peer: str, pairs: int, codegen: str, compiled: str) -> dict[str, Any]:
+def measure(peer: str, ranks: int, words: list[str], compiled: str) -> dict[str, Any]:
     """Run the ranks of one comparison; its figures."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    cores = max(1, (os.cpu_count() or 1) // RANKS)
+    cores = max(1, (os.cpu_count() or 1) // ranks)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "figures.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), __file__, "--worker", out]
-        command += ["--peer", peer, "--pairs", str(pairs), "--codegen", codegen]
-        command += ["--compile", compiled]
+        command += ["--nproc-per-node", str(ranks), __file__, "--worker", out]
+        command += ["--peer", peer, *words]
         subprocess.run(command, env=environment, check=True, timeout=1800)
         data = json.loads(Path(out).read_text())
-    figures: dict[str, Any] = {"peer": peer, "mesh": MESH[peer], "pairs": pairs}
+    figures: dict[str, Any] = {"peer": peer, "mesh": f"{AXIS[peer]}={ranks}"}
     figures["compiled"] = compiled if peer == "fsdp2" else "whole"
     for j, what in enumerate(("forward_backward", "step")):
-        theirs = [pair[0][j] for pair in data["times"]]
-        ours = [pair[1][j] for pair in data["times"]]
+        columns = [
+            [round_[i][j] for round_ in data["times"]] for i in range(len(SIDES))
+        ]
+        seconds = dict(zip(SIDES, columns, strict=True))
         figures[what] = {
-            "peer_seconds": spread(theirs),
-            "fxpar_seconds": spread(ours),
-            "ratio": spread([a / b for a, b in zip(ours, theirs, strict=True)]),
+            **{f"{name}_seconds": spread(each) for name, each in seconds.items()},
+            "ratio": _ratio(seconds["fxpar"], seconds["peer"]),
+            "ratio_plain": _ratio(seconds["plain"], seconds["peer"]),
+            "ratio_of_plain": _ratio(seconds["fxpar"], seconds["plain"]),
         }
     return figures | data
 
 
+def _ratio(ours: Any, theirs: Any) -> dict[str, float]:
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
 def show(figures: dict[str, Any]) -> None:
-    for what in ("forward_backward", "step"):
-        case = figures[what]
-        ratio = case["ratio"]
+    print(f"{figures['mesh']} beside {figures['peer']}")
+    step = figures["step"]
+    for name in SIDES:
+        sent = figures["sent"][name]
         print(
-            f"{figures['mesh']}  {what:16}  "
-            f"{figures['peer']} {case['peer_seconds']['median'] * 1e3:7.1f} ms  "
-            f"fxpar {case['fxpar_seconds']['median'] * 1e3:7.1f} ms  "
-            f"ratio {ratio['median']:.3f} [{ratio['q1']:.3f}, {ratio['q3']:.3f}] "
-            f"of {ratio['n']} pairs"
+            f"  {name:6} {step[f'{name}_seconds']['median'] * 1e3:7.1f} ms  "
+            f"{sent['collectives']:3} collectives of {sent['bytes'] / 2**20:7.2f} MiB "
+            f"({sent['moved'] / 2**20:7.2f} moved), {sent['small_collectives']} small  "
+            f"peak {sent['peak'] / 2**20:6.1f} MiB  {sent['by_kind']}"
         )
+    for what in ("forward_backward", "step"):
+        shown = ", ".join(
+            f"{said} {case['median']:.3f} [{case['q1']:.3f}, {case['q3']:.3f}]"
+            for key, said in (
+                ("ratio", "fxpar/peer"),
+                ("ratio_plain", "plain/peer"),
+                ("ratio_of_plain", "fxpar/plain"),
+            )
+            for case in [figures[what][key]]
+        )
+        print(f"  {what}: {shown} of {figures[what]['ratio']['n']} rounds")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="7 pairs instead of 30")
-    parser.add_argument("--peer", choices=sorted(MESH), action="append")
-    parser.add_argument("--pairs", type=int)
+    parser.add_argument("--short", action="store_true", help="7 rounds instead of 30")
+    parser.add_argument("--peer", choices=sorted(PEERS), action="append")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--pairs", type=int, help="rounds")
     parser.add_argument("--codegen", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--compile", choices=["layers", "whole"], default="layers")
+    parser.add_argument("--hardware", help="what schedules are chosen for")
+    parser.add_argument("--tune", action="store_true", help="and measured")
+    parser.add_argument("--lock", help="a file other jobs lock while they compute")
+    parser.add_argument("--hold", action="store_true", help="keep the cores meanwhile")
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    pairs = args.pairs or (7 if args.short else 30)
+    args.pairs = args.pairs or (7 if args.short else 30)
     if args.worker:
-        worker(args.peer[0], pairs, args.codegen, args.compile, args.worker)
+        worker(args)
         return
     before = conditions()
+    words = ["--pairs", str(args.pairs), "--codegen", args.codegen]
+    words += ["--compile", args.compile]
+    for name in ("hardware", "lock"):
+        words += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
+    words += [f"--{name}" for name in ("tune", "hold") if getattr(args, name)]
     cases = []
-    for peer in args.peer or sorted(MESH):
-        cases.append(measure(peer, pairs, args.codegen, args.compile))
-        show(cases[-1])
+    for ranks in args.ranks or [2]:
+        for peer in args.peer or sorted(PEERS):
+            cases.append(measure(peer, ranks, words, args.compile))
+            show(cases[-1])
     model = {"layers": LAYERS, "batch": BATCH, "length": LENGTH}
     data = {"conditions": before, "model": model, "codegen": args.codegen}
     write(args.json, "bench_step", data | {"cases": cases})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -347,6 +347,25 @@ def compile_fx(
             config_patches={"joint_custom_pre_pass": Hook()},
         )
     return cast(Callable[..., Any], compiled)
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Inside, ops run as in compiled code, though compiling goes on around them: on
+    real tensors, and without Python's dispatcher, for which gloo's threads would need
+    the interpreter's lock, which a wait for them holds."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
+
+
+def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor's code for a graph of ATen ops, called with one list of arguments."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return cast(Callable[..., Any], compile_fx_inner(gm, list(fakes)))
 
 
 def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, OptionError
 from fxpar.explain.dump import report, watcher
-from fxpar.passes import Request, Result, Watch, random
+from fxpar.passes import Request, Result, Watch, random, with_schedule
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.schedule import schedule
 from fxpar.passes.signature import read_signature
@@ -34,6 +34,7 @@ from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
 from fxpar.runtime.step_trace import Step
 from fxpar.runtime.step_writes import lift_writes, put_writes
+from fxpar.runtime.tune import tuned
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
@@ -266,6 +267,8 @@ class _Parallelize:
             )
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
+        if options.tune:
+            self.result = self._tuned(self.result, request, name, fake_mode)
         agree.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         bound = bind(
@@ -302,6 +305,27 @@ class _Parallelize:
             meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
             lay=lay,
             reschedule=scheduling(options),
+            keep_steps=options.tune,
+        )
+
+    def _tuned(
+        self, result: Result, request: Request, name: str, fake_mode: Any
+    ) -> Result:
+        """With the schedule that was the fastest, which ``request`` keeps steps for."""
+
+        def again(schedule: str) -> Result:
+            return with_schedule(result, schedule, fake_mode, request)
+
+        options = self.job.options
+        return tuned(
+            result,
+            again,
+            self.ranks,
+            self.root,
+            name=name,
+            codegen=options.codegen,
+            disable=options.disable,
+            fake_mode=fake_mode,
         )
 
     def results(self) -> dict[int, Spec]:

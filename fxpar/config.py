@@ -165,6 +165,13 @@ class Options:
         "what is done to compute and collectives after sharding: a schedule's text, or "
         "the file that holds it",
     )
+    tune: bool = _option(
+        _switch,
+        False,
+        "0, 1",
+        "1: the few best schedules are measured on the mesh, and the fastest is taken",
+        env=False,
+    )
     codegen: str = _option(
         _choice("inductor", "eager"),
         "inductor",

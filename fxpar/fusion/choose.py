@@ -50,13 +50,15 @@ CHUNKS = (4, 2)
 @dataclass(frozen=True)
 class Chosen:
     """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
-    what was thought of and left, and why."""
+    what was thought of and left, and why. ``others``: schedules that were simulated and
+    not taken, the fastest first."""
 
     schedule: Schedule
     graph: fx.Graph
     seconds: tuple[float, float]
     peak: tuple[int, int]
     near: tuple[str, ...] = ()
+    others: tuple[Schedule, ...] = ()
 
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
@@ -80,6 +82,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         (before.seconds, state.now.seconds),
         (before.peak_bytes, state.now.peak_bytes),
         tuple(dict.fromkeys(state.near)),
+        state.others(),
     )
 
 
@@ -92,6 +95,12 @@ class _Search:
         self.schedule = Schedule()
         self.near: list[str] = []
         self.now = _timeline(graph, mesh, hardware)
+        self.simulated = {self.schedule: self.now.seconds}
+
+    def others(self) -> tuple[Schedule, ...]:
+        """All that were simulated but the one taken, the fastest first."""
+        found = sorted(self.simulated, key=lambda s: self.simulated[s])
+        return tuple(s for s in found if s != self.schedule)
 
     def attempt(self, lines: Schedule, what: str) -> bool:
         """Add lines if a step is better with them; else note why not."""
@@ -101,6 +110,7 @@ class _Search:
             self.near.append(f"{what}: {error.what}")
             return False
         then = _timeline(after, self.mesh, self.hardware)
+        self.simulated[self.schedule + lines] = then.seconds
         if _is_better(then, self.now):
             self.schedule, self.graph, self.now = self.schedule + lines, after, then
             return True

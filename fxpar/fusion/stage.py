@@ -66,15 +66,17 @@ def failed(error: Exception) -> None:
 
 
 def _after(graph: fx.Graph, chosen: Chosen) -> Scheduled:
+    others = tuple(map(str, chosen.others))
     if not chosen.schedule:
-        return Scheduled(graph, lambda plan: replace(plan, near=chosen.near))
+        return Scheduled(graph, lambda plan: replace(plan, near=chosen.near), others)
     (seconds, then), (peak, left) = chosen.seconds, chosen.peak
     note = (
         f"schedule: a step is predicted to take {then * 1e3:.4g} ms instead of "
         f"{seconds * 1e3:.4g} ms, and {left} bytes instead of {peak}"
     )
     text = str(chosen.schedule)
-    return _noted(graph, chosen.graph, text, chosen.near, (note,))
+    done = _noted(graph, chosen.graph, text, chosen.near, (note,))
+    return replace(done, others=others)
 
 
 def _noted(

@@ -26,7 +26,7 @@ from fxpar.passes.lower import lower_graph
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
 from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
-from fxpar.passes.rewrite import Rewriter
+from fxpar.passes.rewrite import Rewriter, copy_of
 from fxpar.passes.waits import sink_waits
 from fxpar.sharding.decide import Decision, decide, recall, searched
 from fxpar.sharding.describe import describe
@@ -38,17 +38,19 @@ from fxpar.sharding.search.find import Asked, Found, has_too_many_axes
 from fxpar.sharding.search.meshes import fastest, unlike
 from fxpar.sharding.search.transitions import MOST
 
-__all__ = ["Request", "Result", "Scheduled", "parallelize"]
+__all__ = ["Request", "Result", "Scheduled", "parallelize", "with_schedule"]
 
 Watch = Callable[[str, fx.Graph], None]
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A local graph with steps after its schedule, and what to note in the plan."""
+    """A local graph with steps after its schedule, and what to note in the plan.
+    ``others``: schedules that come near, as texts, the best first."""
 
     graph: fx.Graph
     noted: Callable[[Plan], Plan] = lambda plan: plan
+    others: tuple[str, ...] = ()
 
 
 def _as_it_is(graph: fx.Graph, decision: Decision, saved: Plan | None) -> Scheduled:
@@ -73,7 +75,8 @@ class Request:
     ``meshes``: where a search chooses the mesh, those it may; ``mesh`` is then the
     first, and ``lay`` gives the signature on another. ``known``: asked before a search,
     with the normalized program, for a plan that was found before. ``reschedule``: gives
-    the local graph, its reshards steps, after its schedule.
+    the local graph, its reshards steps, after its schedule. ``keep_steps``: that graph
+    is kept, for ``with_schedule``.
     """
 
     mesh: Mesh
@@ -88,6 +91,7 @@ class Request:
     lay: Callable[[Mesh], Signature] | None = None
     known: Callable[[Program, fx.Graph], Plan | None] = _nothing_known
     reschedule: Callable[[fx.Graph, Decision, Plan | None], Scheduled] = _as_it_is
+    keep_steps: bool = False
 
     def on(self, mesh: Mesh) -> Request:
         """The request for one of ``meshes``."""
@@ -97,12 +101,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """The plan, the local graph, and the normalized one-device graph it came from."""
+    """The plan, the local graph, and the normalized one-device graph it came from.
+    ``steps``: the local graph before its schedule; ``others``: of ``Scheduled``."""
 
     plan: Plan
     normalized: fx.Graph
     local: fx.Graph
     decision: Decision
+    steps: fx.Graph | None = None
+    others: tuple[str, ...] = ()
 
 
 def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
@@ -126,11 +133,47 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     clock.lap("plan")
     resharded = insert_reshards(graph, decision)
     request.watch("resharded", resharded)
-    local = partition(resharded, decision, fake_mode)
+    steps = partition(resharded, decision, fake_mode)
     saved = request.mode if isinstance(request.mode, Plan) else None
-    scheduled = request.reschedule(local, decision, saved)
-    if scheduled.graph is not local:
+    return _finish(steps, graph, decision, saved, fake_mode, request, clock)
+
+
+def with_schedule(
+    result: Result, schedule: str, fake_mode: Any, request: Request
+) -> Result:
+    """What ``parallelize`` gave, with another schedule; ``request`` had ``keep_steps``.
+
+    Raises ScheduleError.
+    """
+    assert result.steps is not None
+    saved = replace(result.plan, schedule=schedule)
+    unwatched = replace(request, watch=_unwatched)
+    return _finish(
+        result.steps,
+        result.normalized,
+        result.decision,
+        saved,
+        fake_mode,
+        unwatched,
+        _Clock(),
+    )
+
+
+def _finish(
+    steps: fx.Graph,
+    normalized: fx.Graph,
+    decision: Decision,
+    saved: Plan | None,
+    fake_mode: Any,
+    request: Request,
+    clock: _Clock,
+) -> Result:
+    """From the local graph with steps on: its schedule, and what runs."""
+    scheduled = request.reschedule(steps, decision, saved)
+    if scheduled.graph is not steps:
         request.watch("rewritten", scheduled.graph)
+    elif request.keep_steps:
+        scheduled = replace(scheduled, graph=copy_of(steps))
     local = lower_graph(scheduled.graph, decision.mesh, fake_mode)
     if "sink_waits" not in request.disable:
         sink_waits(local)
@@ -140,7 +183,9 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     clock.lap("partition")
     plan = scheduled.noted(describe(decision, keep_gathered=request.keep_gathered))
     clock.lap("describe")
-    return Result(replace(plan, timings=clock.laps), graph, local, decision)
+    plan = replace(plan, timings=clock.laps)
+    kept = steps if request.keep_steps else None
+    return Result(plan, normalized, local, decision, kept, scheduled.others)
 
 
 def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:

@@ -16,6 +16,16 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(n) for n in node.meta["val"].shape)
 
 
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have metadata of their own."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    return new
+
+
 class Rewriter:
     """Inserts calls with fake values before a node and replaces nodes."""
 
