@@ -44,7 +44,7 @@ _SIZES = {
     "bool": 1,
 }
 
-# Below this many bytes a call is a scalar's or a checksum's; listed apart.
+# Up to so many bytes a call is a scalar's or a checksum's; listed apart.
 SMALL = 4096
 
 
@@ -56,8 +56,8 @@ class Watched:
     peak: int
 
     def figures(self) -> dict[str, Any]:
-        large = [n for _, n in self.calls if n >= SMALL]
-        small = [n for _, n in self.calls if n < SMALL]
+        large = [n for _, n in self.calls if n > SMALL]
+        small = [n for _, n in self.calls if n <= SMALL]
         kinds = sorted({kind for kind, _ in self.calls})
         return {
             "collectives": len(large),

@@ -21,9 +21,11 @@ from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, OptionError
 from fxpar.explain.dump import report, watcher
+from fxpar.fusion.kernels.fuse import fuse_graph, say
+from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
 from fxpar.passes.boundaries import absorb
-from fxpar.passes.schedule import schedule
+from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
@@ -193,7 +195,7 @@ class _Job:
                 gm,
                 examples,
                 joint_pass=step,
-                schedule=self._schedule,
+                schedule=step.schedule,
                 inner=None if self.options.codegen == "inductor" else _run_op_by_op,
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
@@ -214,10 +216,6 @@ class _Job:
             Named(x.name, "part") if isinstance(x, End) and x.rest else x
             for x in self.named
         ]
-
-    def _schedule(self, graph: fx.Graph, backward: bool) -> None:
-        backward |= self.writes  # the backward is in the graph of a training step
-        schedule(graph, backward=backward, disable=self.options.disable)
 
 
 def _run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -327,6 +325,30 @@ class _Parallelize:
             disable=options.disable,
             fake_mode=fake_mode,
         )
+
+    def schedule(self, graph: fx.Graph, backward: bool) -> None:
+        """What is done to a forward or a backward by itself."""
+        settings = settings_of(self.plan.schedule) if self.plan else DEFAULT
+        schedule(
+            graph,
+            # The backward is in the graph of a training step.
+            backward=backward or self.job.writes,
+            disable=self.job.options.disable,
+            settings=settings,
+        )
+        if self.plan and self.job.options.fuse != "none":
+            self._fuse(graph, "backward" if backward else "forward")
+
+    def _fuse(self, graph: fx.Graph, which: str) -> None:
+        """``options={"fuse": ...}``: collectives with what is around them as one op."""
+        options, rank = self.job.options, self.ranks.rank
+        name = f"graph{self.number}/{which}"
+        folder = f"{options.dump}/rank{rank}/{name}" if options.dump else None
+        fused = fuse_graph(
+            graph, options.fuse, ranks_of=_compat.group_size, dump=folder
+        )
+        if rank == 0:
+            say(fused, name, options.debug)
 
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""

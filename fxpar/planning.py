@@ -25,6 +25,7 @@ from fxpar.explain.dump import watcher
 from fxpar.explain.html import render
 from fxpar.explain.text import short_seconds
 from fxpar.explain.timeline import chrome_trace
+from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, parallelize
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.phases import as_run
@@ -105,7 +106,8 @@ class TracedPlan(Plan):
         Raises as ``hardware`` does.
         """
         result, _ = self._traced()
-        graph = as_run(result.local, disable=self.options.disable)
+        settings = settings_of(self.schedule)
+        graph = as_run(result.local, disable=self.options.disable, settings=settings)
         fused = self.options.codegen == "inductor"
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
         return simulate(graph, machine.on(mesh), machine, fused=fused)

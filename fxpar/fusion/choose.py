@@ -10,13 +10,14 @@ ranks choose alike: nothing here depends on the clock or on the rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.beside import Site, sites
+from fxpar.fusion.later import LATER, line_of, settings_of
 from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence import Cut, Prices, at_most, cut
@@ -25,6 +26,7 @@ from fxpar.fusion.verbs import apply
 from fxpar.passes import steps
 from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
 from fxpar.passes.phases import as_run
+from fxpar.passes.schedule import DEFAULT, Settings
 from fxpar.passes.simulate import Timeline, simulate
 from fxpar.sharding.collectives import along
 from fxpar.sharding.hardware import Hardware
@@ -42,6 +44,18 @@ _TRIED = 0.01
 # So many kinds of products are tried in chunks, in graphs of at most so many nodes:
 # every attempt simulates a step.
 _GROUPS, _LARGE = 4, 10_000
+
+# What is tried of forward and backward, each on top of what was taken before.
+_SETTINGS: tuple[dict[str, int], ...] = (
+    {"bucket": 4 << 20},
+    {"bucket": 16 << 20},
+    {"bucket": 64 << 20},
+    {"ahead": 2},
+    {"ahead": 4},
+)
+
+# Of a step's peak memory, by which buckets and gathers under way may raise it at most.
+_ROOM = 1.1
 
 # In so many chunks a product may run, tried in this order.
 CHUNKS = (4, 2)
@@ -76,6 +90,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
                 )
     if len(graph.nodes) <= _LARGE:
         _overlapped(state)
+        _by_phase(state)
     return Chosen(
         state.schedule,
         state.graph,
@@ -105,14 +120,11 @@ class _Search:
     def attempt(self, lines: Schedule, what: str) -> bool:
         """Add lines if a step is better with them; else note why not."""
         try:
-            after = apply(self.schedule + lines, self.first, self.mesh)
+            then = self.simulate(self.schedule + lines)
         except ScheduleError as error:
             self.near.append(f"{what}: {error.what}")
             return False
-        then = _timeline(after, self.mesh, self.hardware)
-        self.simulated[self.schedule + lines] = then.seconds
-        if _is_better(then, self.now):
-            self.schedule, self.graph, self.now = self.schedule + lines, after, then
+        if then is None:
             return True
         self.near.append(
             f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
@@ -120,6 +132,16 @@ class _Search:
             f"{self.now.peak_bytes}"
         )
         return False
+
+    def simulate(self, schedule: Schedule) -> Timeline | None:
+        """Take a schedule if a step is better with it; else how its steps would be."""
+        after = apply(schedule, self.first, self.mesh)
+        then = _timeline(after, self.mesh, self.hardware, settings_of(schedule))
+        self.simulated[schedule] = then.seconds
+        if not _is_better(then, self.now):
+            return then
+        self.schedule, self.graph, self.now = schedule, after, then
+        return None
 
 
 def _overlapped(state: _Search) -> None:
@@ -139,6 +161,20 @@ def _overlapped(state: _Search) -> None:
             what = f"{len(group)} of {group[0].line(chunks)}"
             if state.attempt(lines, what):
                 break
+
+
+def _by_phase(state: _Search) -> None:
+    """Sizes of buckets and gathers under way, where communication is waited for. More
+    hold more: a step may not need much more memory for it."""
+    for settings in _SETTINGS:
+        if state.now.exposed_seconds < _TRIED * state.now.seconds:
+            return
+        known, before = state.schedule, state.now
+        said = line_of(replace(settings_of(known), **settings))
+        lines = tuple(line for line in known.lines if line.verb not in LATER)
+        state.simulate(Schedule(lines) + said)
+        if state.now.peak_bytes > _ROOM * before.peak_bytes:
+            state.schedule, state.now = known, before
 
 
 def _moved(state: _Search) -> Callable[[fx.Node], float]:
@@ -238,7 +274,9 @@ def _said(axes: tuple[str, ...], cuts: Sequence[Cut]) -> str:
     )
 
 
-def _timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Timeline:
+def _timeline(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, settings: Settings = DEFAULT
+) -> Timeline:
     """A step as it would run."""
     copy = apply(Schedule(), graph, mesh, lowered=True)
-    return simulate(as_run(copy), mesh, hardware)
+    return simulate(as_run(copy, settings=settings), mesh, hardware)

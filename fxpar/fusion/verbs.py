@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.errors import ScheduleError
-from fxpar.fusion import bucket, gathers, overlap, regions, reorder, slices
+from fxpar.fusion import bucket, gathers, later, overlap, regions, reorder, slices
 from fxpar.fusion.edit import Edit, lift
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.builder import Builder
@@ -40,6 +40,8 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "fuse": regions.fuse,
     "overlap": overlap.overlap,
     "bucket": bucket.bucket,
+    "buckets": later.buckets,
+    "prefetch": later.prefetch,
 }
 
 

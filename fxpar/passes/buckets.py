@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.rewrite import Rewriter
-from fxpar.passes.waits import WAIT
+from fxpar.passes.waits import WAIT, is_chunk
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -63,34 +63,37 @@ class _Bucket:
     size: int = 0  # bytes
 
 
-def bucket(graph: fx.Graph, rewriter: Rewriter, *, reductions: bool) -> None:
+def bucket(
+    graph: fx.Graph, rewriter: Rewriter, *, reductions: bool, full: int | None = None
+) -> None:
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
-    views of one tensor, as only gradients may be."""
+    views of one tensor, as only gradients may be. ``full``: bytes, FULL if None."""
+    most = FULL if full is None else full
     free, late = from_inputs(graph), _to_output(graph)
     before = _depends(graph, late)
     opened: dict[Any, _Bucket] = {}
-    full: list[_Bucket] = []
+    filled: list[_Bucket] = []
     home: dict[fx.Node, _Bucket] = {}
     for node in list(graph.nodes):
         if node.target is _GATHER:
             joins = node.args[0] in free
         else:
             joins = reductions and node.target in (_SCATTER, _REDUCE) and node in late
-        if not joins:
+        if not joins or is_chunk(node):
             continue
         value, size = node.args[0].meta["val"], _size(node)
-        if size >= FULL or value.is_complex():
+        if size >= most or value.is_complex():
             continue
         key = node.target, node.args[1:], value.dtype, value.device
         held = opened.get(key)
         needs = _buckets(before[node], home, before)
-        if held is None or id(held) in needs or held.size + size > FULL:
+        if held is None or id(held) in needs or held.size + size > most:
             held = opened[key] = _Bucket()
-            full.append(held)
+            filled.append(held)
         held.members.append(node)
         held.size += size
         home[node] = held
-    for held in full:
+    for held in filled:
         if len(held.members) > 1:
             _JOIN[held.members[0].target](rewriter, held.members)
             for member in held.members:

@@ -22,7 +22,7 @@ from fxpar.passes.steps import emit
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
-from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.rest import gathered_again
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 
@@ -70,7 +70,7 @@ class _Localizer:
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
         self.map: dict[fx.Node, Any] = {}
-        self.of_parameters = derived(self.program, resting(self.program))
+        self.of_parameters = gathered_again(self.program)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]

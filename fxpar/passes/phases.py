@@ -27,7 +27,7 @@ from fxpar.passes.arithmetic import (
     tensors_in,
 )
 from fxpar.passes.launches import KINDS, WAITS, depending_on_tangents
-from fxpar.passes.schedule import schedule
+from fxpar.passes.schedule import DEFAULT, Settings, schedule
 
 # What the tags of checkpoints say: whether the backward computes a value again.
 _TAGGED = {
@@ -40,8 +40,14 @@ _TAGGED = {
 _CHAIN = 16
 
 
-def as_run(graph: fx.Graph, *, disable: Collection[str] = ()) -> fx.Graph:
-    """The graph in the order it runs; ``disable``: passes of ``schedule`` to leave out.
+def as_run(
+    graph: fx.Graph,
+    *,
+    disable: Collection[str] = (),
+    settings: Settings = DEFAULT,
+) -> fx.Graph:
+    """The graph in the order it runs; ``disable``: passes of ``schedule`` to leave out;
+    ``settings``: of the others.
 
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
@@ -51,7 +57,7 @@ def as_run(graph: fx.Graph, *, disable: Collection[str] = ()) -> fx.Graph:
     late = depending_on_tangents(graph)
     if not late:
         whole = _graph(inputs, calls, results)
-        schedule(whole, backward=False, disable=disable)
+        schedule(whole, backward=False, disable=disable, settings=settings)
         return whole
     second = _with_again(calls, late)
     there, read = set(second), {r for n in second for r in n.all_input_nodes}
@@ -62,8 +68,8 @@ def as_run(graph: fx.Graph, *, disable: Collection[str] = ()) -> fx.Graph:
     first = [n for n in calls if n in ahead]
     forward = _graph(inputs, first, [*early, *given])
     backward = _graph([*inputs, *given], second, grads)
-    schedule(forward, backward=False, disable=disable)
-    schedule(backward, backward=True, disable=disable)
+    schedule(forward, backward=False, disable=disable, settings=settings)
+    schedule(backward, backward=True, disable=disable, settings=settings)
     return _joined(forward, backward, [r in late for r in results])
 
 

@@ -8,8 +8,8 @@ graph and does the same, so collectives keep one order on all of them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -17,14 +17,32 @@ from torch import fx
 from fxpar import _compat
 from fxpar.passes.buckets import bucket, from_inputs
 from fxpar.passes.rewrite import Rewriter
-from fxpar.passes.waits import WAIT, sink, sink_waits
+from fxpar.passes.waits import WAIT, is_chunk, sink, sink_waits
 
 c10d = torch.ops._c10d_functional
 
 _GATHER = c10d.all_gather_into_tensor.default
 
 
-def schedule(graph: fx.Graph, *, backward: bool, disable: Collection[str] = ()) -> None:
+@dataclass(frozen=True)
+class Settings:
+    """``bucket``: bytes of a full bucket, None for the default; ``ahead``: so many
+    gathers of parameters are started before they are needed."""
+
+    bucket: int | None = None
+    ahead: int = 1
+
+
+DEFAULT = Settings()
+
+
+def schedule(
+    graph: fx.Graph,
+    *,
+    backward: bool,
+    disable: Collection[str] = (),
+    settings: Settings = DEFAULT,
+) -> None:
     """Run the passes that ``disable`` does not name."""
     drop_unread(graph)
     values = [node.meta.get("val") for node in graph.nodes]
@@ -33,11 +51,11 @@ def schedule(graph: fx.Graph, *, backward: bool, disable: Collection[str] = ()) 
         return
     rewriter = Rewriter(graph, fake_mode)
     if "bucket" not in disable:
-        bucket(graph, rewriter, reductions=backward)
+        bucket(graph, rewriter, reductions=backward, full=settings.bucket)
     if "sink_waits" not in disable:
         sink_waits(graph)
     if "prefetch" not in disable:
-        prefetch(graph)
+        prefetch(graph, settings.ahead)
     if "drain" not in disable:
         drain(graph)
     give_outputs(graph, rewriter)
@@ -53,11 +71,12 @@ def drop_unread(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
 
 
-def prefetch(graph: fx.Graph) -> None:
+def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     """Start each gather of parameters where the one read before it is first read, so
-    that it runs beside that one's work. One ahead, as FSDP: more would hold more in
-    memory. The partitioner puts what a backward repeats at its top, in the forward's
-    order, so that all are first moved to where they are read."""
+    that it runs beside that one's work; or where the one that is ``ahead`` before it
+    is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
+    repeats at its top, in the forward's order, so that all are first moved to where
+    they are read."""
     free = from_inputs(graph, through=(_GATHER, WAIT))
     sink(graph, {node for node in free if node.op != "placeholder"})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
@@ -66,8 +85,8 @@ def prefetch(graph: fx.Graph) -> None:
         for node in gathers
         if node in free and not any(_again(wait, free) for wait in node.users)
     ]
-    for before, node in itertools.pairwise(ends):
-        at = min(before.users)  # its wait
+    for i, node in enumerate(ends[1:], 1):
+        at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
             for moved in _needed(node, free):
                 if at < moved:
@@ -89,10 +108,12 @@ UNDER_WAY = 2
 
 
 def drain(graph: fx.Graph) -> None:
-    """Wait for a reduce-scatter before the next but one starts."""
-    scatters = graph.find_nodes(
+    """Wait for a reduce-scatter before the next but one starts. Not for chunks: they
+    read no more than one device has at once."""
+    found = graph.find_nodes(
         op="call_function", target=c10d.reduce_scatter_tensor.default
     )
+    scatters = [node for node in found if not is_chunk(node)]
     for before, node in zip(scatters, scatters[UNDER_WAY:], strict=False):
         for wait in list(before.users):
             if wait.target is WAIT and node < wait:

@@ -54,7 +54,7 @@ def levels(probe: Probe, base: Hardware) -> tuple[Level, ...]:
         devices = inner.devices and max(inner.devices, local)
         inner = replace(_level(found[False]), devices=devices)
     if any(found[True].values()):
-        inner, outer = replace(inner, devices=local), [_level(found[True])]
+        inner, outer = replace(inner, devices=local, kinds=()), [_level(found[True])]
     return (inner, *outer)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fxpar import _compat
+from fxpar.fusion.later import settings_of
 from fxpar.passes import Result
 from fxpar.passes.phases import as_run
 from fxpar.runtime import agree
@@ -67,7 +68,8 @@ def tuned(
     inputs = made_up(result.local)
 
     def prepared(candidate: Result) -> Step:
-        graph = as_run(candidate.local, disable=disable)
+        settings = settings_of(candidate.plan.schedule)
+        graph = as_run(candidate.local, disable=disable, settings=settings)
         inductor = codegen == "inductor"
         bound = bind(
             graph, ranks.mesh, ranks.rank, ranks.group, fake_mode, inductor=inductor

@@ -15,7 +15,7 @@ from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.owners import owners
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.program import Op, backward_ops, user_line
-from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.rest import gathered_again
 from fxpar.sharding.search.unequal import note
 from fxpar.sharding.spec import Spec
 
@@ -162,7 +162,7 @@ def _again(decision: Decision) -> list[tuple[float, Reshard]]:
     """Reshards of parameters at rest that the backward does once more: (its first
     reader there, the reshard for that reader)."""
     program, edges = decision.program, decision.edges
-    ours, backward = derived(program, resting(program)), backward_ops(program)
+    ours, backward = gathered_again(program), backward_ops(program)
     leaves: dict[int, set[int]] = {}  # ops that read what an op makes of parameters
     for op in reversed(program.ops):
         if op.results and ours.issuperset(op.results):

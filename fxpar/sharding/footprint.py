@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.edges import Reshard
 from fxpar.sharding.program import backward_ops, is_view
-from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.rest import derived, gathered_again, resting
 from fxpar.sharding.search.lifetimes import NEVER, lifetimes
 from fxpar.sharding.search.memory import MOMENTS
 from fxpar.sharding.search.work import Regions
@@ -91,7 +91,7 @@ class _Holding:
         program = self.program
         self.backward = backward_ops(program)
         self.ours = derived(program, resting(program))
-        self.apart = set() if keep_gathered else self.ours
+        self.apart = set() if keep_gathered else gathered_again(program)
         pairs = zip(program.signature.inputs, program.inputs, strict=True)
         self.parameters = {v for i, v in pairs if i.kind == "parameter"}
         self.regions = Regions(program, self.backward)

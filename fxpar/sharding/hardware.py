@@ -174,6 +174,22 @@ _CPU = (
     ("bfloat16", Peak(1.3e11, 1.0, 2e6, 8.0)),  # AVX512_BF16
 )
 
+# gloo in one machine, each step of a ring. Measured by calibrate, 2 and 4 ranks on 2
+# cores of an AMD EPYC (Zen 4), rounded.
+_GLOO = Level(
+    0,
+    1.5e9,
+    1.2e-4,
+    1e-4,
+    kinds=(
+        ("all_reduce", Measured(1e-4, 1.2e-4, 1.5e9)),
+        ("all_gather", Measured(1e-4, 2e-4, 8e8)),
+        ("reduce_scatter", Measured(1e-4, 2.5e-4, 5e8)),
+        ("all_to_all", Measured(1e-4, 1.5e-4, 9e8)),
+        ("permute", Measured(1e-4, 1.8e-4, 1e9)),
+    ),
+)
+
 # 18 NVLinks; DGX H100 and DGX H200: 8 adapters of 400 Gbit/s, one for each device.
 _DGX_HOPPER = (_nvlink(8, 20.6e9, 18), _infiniband(50e9))
 # 12 NVLinks; DGX A100: 8 adapters of 200 Gbit/s, one for each device.
@@ -235,8 +251,9 @@ BUILT_IN = (
         16384 * _MIB,
         2e-6,
         1.5e-6,
-        (Level(0, 1.5e9, 1e-4, 1e-4),),
+        (_GLOO,),
         "a core for each rank, gloo in one machine",
+        beside=0.85,
     ),
 )
 

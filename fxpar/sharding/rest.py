@@ -24,7 +24,7 @@ from fxpar.sharding.factors import (
     result_spec,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, is_view
+from fxpar.sharding.program import Program, backward_ops, is_view
 from fxpar.sharding.propagate import Propagation
 from fxpar.sharding.spec import Spec
 
@@ -128,6 +128,27 @@ def derived(program: Program, roots: set[int]) -> set[int]:
         if op.operands and all(v in found for v in op.operands):
             found.update(op.results)
     return found
+
+
+def gathered_again(program: Program) -> set[int]:
+    """Values made of parameters at rest that forward and backward gather each for
+    itself: all but those of parameters which the forward's last reader and the
+    backward's first both read. Between the two nothing else is gathered: they would be
+    dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
+    ours, late = derived(program, resting(program)), backward_ops(program)
+    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in resting(program)}
+    last: frozenset[int] = frozenset()
+    first: frozenset[int] | None = None
+    for op in program.ops:
+        of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
+        if of and ours.issuperset(op.results) and op.results:
+            roots.update(dict.fromkeys(op.results, of))
+        elif of and op.index not in late:
+            last = of
+        elif of and first is None:
+            first = of
+    kept = last & (first or frozenset())
+    return {v for v in ours if kept.isdisjoint(roots.get(v, frozenset()))}
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:

@@ -218,14 +218,16 @@ def fsdp2() -> Kinds:
 
 
 def test_dp_sends_what_fsdp2_sends() -> None:
-    """Save that FSDP2 gathers the embedding, which no gradient needs, for the backward
-    too. The loss and the number of labels are summed over ranks."""
+    """Save that FSDP2, told to reshard its root too, gathers for the backward also the
+    embedding, which no gradient needs, and the head, which the forward read last. The
+    loss and the number of labels are summed over ranks."""
     ours, theirs = measured("dp=4"), shared_pool(4).run(fsdp2)[0]
     every, embedding = ours.parameters, WORDS * WIDTH * FLOAT
+    head = embedding
     assert theirs == {"all_gather": 2 * every, "reduce_scatter": every}
     forward, backward = map(by_kind, ours.sent)
     assert forward == {"all_gather": every, "all_reduce": 2 * FLOAT}
-    assert backward == {"all_gather": every - embedding, "reduce_scatter": every}
+    assert backward == {"all_gather": every - embedding - head, "reduce_scatter": every}
 
 
 # Against Megatron
@@ -265,7 +267,7 @@ def test_tp_and_dp_keep_to_their_axes(hints: dict[str, Any]) -> None:
     }
     summed = {} if hints is OPEN else {("all_reduce", dp): split}
     assert backward == {
-        ("all_gather", dp): held - WORDS * WIDTH * FLOAT,
+        ("all_gather", dp): held - 2 * WORDS * WIDTH * FLOAT,
         ("reduce_scatter", dp): held,
         ("all_reduce", tp): 2 * LAYERS * hidden,
         **summed,

@@ -30,7 +30,7 @@ from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program, backward_ops
 from fxpar.sharding.propagate import Seed
-from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.rest import gathered_again
 from fxpar.sharding.search import space, transitions, work
 from fxpar.sharding.search.lifetimes import lifetimes
 from fxpar.sharding.search.lying import allowed, lying
@@ -88,7 +88,7 @@ class _Builder:
         # Values that forward and backward bring, each for itself, to what they read.
         self.apart: set[int] = set()
         if not facts.keep_gathered:
-            self.apart = derived(program, resting(program))
+            self.apart = gathered_again(program)
 
     def node(
         self,

@@ -1,0 +1,62 @@
+"""Verbs ``buckets`` and ``prefetch``: what is done to forward and backward, parted.
+
+``buckets(bytes=4194304)``: collectives of parameters and gradients that can run
+together are joined until so many bytes are full. ``prefetch(ahead=2)``: gathers of
+parameters are started so many before they are read. Both hold for the whole program,
+name no node and leave the local graph as it is; ``settings_of`` reads them for
+``passes.schedule``, which keeps every number whatever they say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.edit import Edit
+from fxpar.fusion.schedule import Line, Schedule
+from fxpar.passes.schedule import DEFAULT, Settings
+
+
+def buckets(_: Edit, bytes: int) -> list[fx.Node]:
+    """``bytes``: of a full bucket, in the form each rank holds whole; 0 for none."""
+    _check("buckets", "bytes", bytes, 0)
+    return []
+
+
+def prefetch(_: Edit, ahead: int) -> list[fx.Node]:
+    """``ahead``: gathers under way beside the one that is needed."""
+    _check("prefetch", "ahead", ahead, 1)
+    return []
+
+
+def _check(verb: str, name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ScheduleError(
+            f"{verb}: {name} is {value}",
+            fix=f"write a number that is at least {least}",
+        )
+
+
+# Verbs that settings are said by.
+LATER = frozenset({"buckets", "prefetch"})
+
+
+def settings_of(schedule: Schedule | str) -> Settings:
+    """What the lines of a schedule say; the last one counts."""
+    lines = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    said = {line.verb: dict(line.options) for line in lines.lines}
+    bucket: Any = said.get("buckets", {}).get("bytes", DEFAULT.bucket)
+    ahead: Any = said.get("prefetch", {}).get("ahead", DEFAULT.ahead)
+    return Settings(bucket, ahead)
+
+
+def line_of(settings: Settings) -> Schedule:
+    """The lines that say so."""
+    out = []
+    if settings.bucket is not None:
+        out.append(Line("buckets", (), (("bytes", settings.bucket),)))
+    if settings.ahead != DEFAULT.ahead:
+        out.append(Line("prefetch", (), (("ahead", settings.ahead),)))
+    return Schedule(tuple(out))
