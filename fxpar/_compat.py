@@ -306,7 +306,6 @@ def compile_fx(
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx as inductor
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if joint_pass is None:
@@ -332,7 +331,7 @@ def compile_fx(
             graph.recompile()
         if inner is not None:
             return inner(graph, local)
-        return compile_fx_inner(graph, local, **kwargs)
+        return _in_order(graph, local, **kwargs)
 
     # A hit in AOTAutograd's cache would skip the joint pass, and with it the agreement
     # of the ranks. Inductor's own cache, keyed by the bound graph, stays.
@@ -363,9 +362,20 @@ def as_compiled() -> Iterator[None]:
 
 def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
     """Inductor's code for a graph of ATen ops, called with one list of arguments."""
+    return cast(Callable[..., Any], _in_order(gm, list(fakes)))
+
+
+def _in_order(gm: fx.GraphModule, fakes: list[Any], **how: Any) -> Any:
+    """Inductor's code. Where a schedule put collectives beside work, in the order of
+    the graph: else Inductor (2.13) moves ops to what reads them, behind waits, and
+    waits to where that frees memory, at once."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return cast(Callable[..., Any], compile_fx_inner(gm, list(fakes)))
+    chunks = any(node.meta.get("fxpar_chunk") for node in gm.graph.nodes)
+    names = ("reorder_for_locality", "reorder_for_peak_memory") if chunks else ()
+    with config.patch(dict.fromkeys(names, False)):
+        return compile_fx_inner(gm, fakes, **how)
 
 
 def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
@@ -464,6 +474,13 @@ def default_group() -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.distributed_c10d._get_default_group()
+
+
+def group_size(name: str) -> int:
+    """Members of the process group of a name."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._resolve_process_group(name).size()
 
 
 def forget_meshes() -> None:

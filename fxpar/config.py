@@ -213,6 +213,14 @@ class Options:
     search_seconds: float = _option(
         _positive, 30.0, "seconds", "how long a search may solve at most", env=False
     )
+    fuse: str = _option(
+        _choice("none", "interpret", "triton"),
+        "none",
+        "none, interpret, triton",
+        "collectives with the compute around them as one op: by generated kernels, or "
+        "op by op to check them",
+        env=False,
+    )
     cache_plans: bool = _option(
         _switch, True, "0, 1", "0: searched plans are not kept on disk", env=False
     )

@@ -1,0 +1,551 @@
+"""A program without collectives as the body of a Triton kernel.
+
+In: the program, the space it runs over, and where its inputs come from and its outputs
+go (``Source``, ``Sink``; pointers unless said otherwise). Out: a ``Body``: parameters,
+and lines before, in and after the loop over blocks. Each line of the program is one
+line of the kernel, with its shape beside it; views are index arithmetic (``index``),
+ops a table (``expressions``). All arithmetic is in float32: what is stored in fewer
+bits is widened when it is read and rounded when it is written, not in between. It never
+decides what belongs to a kernel, and writes no collective: a template does, by sources
+and sinks of its own.
+
+Two passes: backwards, where each value is needed (a value that a view shows in another
+order is needed at other places than its neighbours); then forwards, the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.fusion.kernels.choices import CHOICES, Choice, choices_of
+from fxpar.fusion.kernels.expressions import (
+    DTYPES,
+    OPS,
+    SUMS,
+    Text,
+    constant,
+    expression,
+    kind_of,
+)
+from fxpar.fusion.kernels.index import VIEWS, Map, broadcast, strided, view_map
+from fxpar.fusion.kernels.program import (
+    Line,
+    Number,
+    Program,
+    Ref,
+    Tensor,
+    contiguous,
+    short,
+)
+from fxpar.fusion.kernels.reductions import (
+    CannotEmit,
+    Reduction,
+    Space,
+    reduction_behind,
+    reduction_of,
+    space_of,
+)
+
+# Made of no operand, at any place.
+FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
+RANDOM = "fxpar.random.default"
+SEED = "prims.inductor_lookup_seed.default"
+IOTA = "prims.iota.default"
+
+KNOWN = frozenset(OPS) | VIEWS | set(SUMS) | CHOICES | FILLED | {RANDOM, SEED, IOTA}
+
+# Places at which one value may be needed.
+_MOST_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """How an input is read. ``read(offset, mask)``: lines, and the expression of what
+    lies at ``offset`` in elements, of the input's own dtype; ``mask`` is "" or the name
+    of what says which offsets there are."""
+
+    parameters: tuple[str, ...]
+    read: Callable[[str, str], tuple[Sequence[str], str]]
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sink:
+    """How an output is written. ``write(offset, value, mask)``: lines."""
+
+    parameters: tuple[str, ...]
+    write: Callable[[str, str, str], Sequence[str]]
+    before: tuple[str, ...] = ()
+
+
+def masked(mask: str, other: str = "") -> str:
+    """The end of a call of ``tl.load`` or ``tl.store``."""
+    return f", mask={mask}{other})" if mask else ")"
+
+
+def pointer_source(name: str) -> Source:
+    """From memory at ``<name>_ptr``."""
+
+    def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
+        return (), f"tl.load({name}_ptr + {offset}{masked(mask, ', other=0')}"
+
+    return Source((f"{name}_ptr",), read)
+
+
+def pointer_sink(name: str) -> Sink:
+    """To memory at ``<name>_ptr``."""
+
+    def write(offset: str, value: str, mask: str) -> Sequence[str]:
+        return (f"tl.store({name}_ptr + {offset}, {value}{masked(mask)}",)
+
+    return Sink((f"{name}_ptr",), write)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The number of an element as it is known in the kernel: ``text``. ``mask``: what
+    says which lanes count. ``block``: whether lanes differ. ``define``: lines that make
+    it, if it is not there from the start."""
+
+    text: str
+    mask: str = ""
+    block: bool = True
+    define: tuple[str, ...] = ()
+    parent: str = ""
+
+
+ZERO = Place("0", block=False)
+
+
+@dataclass(frozen=True)
+class Body:
+    """The parts of a kernel's text. ``parameters``: pointers, then numbers ("n0").
+    ``sums``: outputs summed over blocks: each program writes its part, ``columns``
+    of them or one, at its number in its pointer."""
+
+    space: Space
+    parameters: tuple[str, ...]
+    numbers: tuple[int, ...]
+    sums: tuple[str, ...]
+    before: tuple[str, ...]
+    loop: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+def emit_body(
+    program: Program,
+    space: Space | None = None,
+    *,
+    sources: Mapping[str, Source] | None = None,
+    sinks: Mapping[str, Sink] | None = None,
+    random: str = "cpp",
+) -> Body:
+    """The body of a program's kernel. ``sources``, ``sinks``: by names of inputs and
+    outputs, where they are no pointers. ``random``: whose numbers are drawn: "cpp",
+    "triton_1" or "triton_4" (``library``).
+
+    Raises CannotEmit.
+    """
+    writer = _Writer(program, space or space_of(program), random)
+    writer.demand_outputs()
+    for line in reversed(program.lines):
+        for place in list(writer.needed.get(line.name, {})):
+            writer.demand_operands(line, writer.places[place])
+    given = {t.name: pointer_source(t.name) for t in program.inputs}
+    taken = {t.name: pointer_sink(t.name) for t in program.outputs}
+    return writer.write(given | dict(sources or {}), taken | dict(sinks or {}))
+
+
+class _Writer:
+    """State of one emission."""
+
+    def __init__(self, program: Program, space: Space, random: str) -> None:
+        self.program, self.space, self.random = program, space, random
+        mask = "" if space.is_whole else "live"
+        self.at = Place("at", mask)
+        self.row = Place("row", block=False) if space.columns else None
+        col = Place("col", mask)
+        known = [self.at, ZERO, *([self.row, col] if self.row else [])]
+        self.places = {p.text: p for p in known}
+        self.derived: dict[tuple[str, Map], Place] = {}
+        if space.columns and space.rows > 1:
+            self.derived["at", Map(((space.columns, None, 1),))] = Place(
+                "row", block=False
+            )
+            self.derived["at", Map(((1, space.columns, 1),))] = col
+        self.needed: dict[str, dict[str, None]] = {}
+        self.chosen: dict[tuple[str, str], list[tuple[str, Any, Place | None]]] = {}
+        self.texts: dict[tuple[str, str], Text] = {}
+        self.sums: dict[str, Reduction] = {}
+        self.numbers: dict[int, None] = {}
+        self.lines: list[str] = []
+        self.defined: set[str] = set()
+        self.used: dict[str, int] = {}
+
+    # Backwards: where values are needed.
+
+    def derive(self, place: Place, to: Map) -> Place:
+        """The place that a map makes of one."""
+        if to.is_identity:
+            return place
+        if to.is_constant and not to.offset:
+            return ZERO
+        key = place.text, to
+        if key not in self.derived:
+            name = f"at_{len(self.places)}"
+            line = f"{name} = {to.text(place.text)}"
+            mask = "" if to.is_constant else place.mask
+            block = place.block and not to.is_constant
+            made = Place(name, mask, block, (line,), place.text)
+            self.places[name] = self.derived[key] = made
+        return self.derived[key]
+
+    def need(self, name: str, place: Place) -> None:
+        at = self.needed.setdefault(name, {})
+        at[place.text] = None
+        self.places.setdefault(place.text, place)
+        if len(at) > _MOST_PLACES:
+            raise CannotEmit(name, "is needed in too many orders")
+
+    def demand_outputs(self) -> None:
+        for t in self.program.outputs:
+            value, space = reduction_behind(self.program, t.name), self.space
+            if value is not None:
+                source = self.program.values[value.refs[0]]
+                found = reduction_of(value.name, value.args, source.shape)
+                if found.kind == "column" or found.kind == "all" and space.rows != 1:
+                    self.sums[t.name] = self._summed(value, found)
+                    self.need(value.refs[0], self.at)
+                    continue
+            self.need(t.name, self._place_of(t))
+
+    def _summed(self, line: Line, found: Reduction) -> Reduction:
+        over = found.rows * found.columns
+        alike = found.kind == "all" or found.columns == self.space.columns
+        if line.op not in ("aten.sum.dim_IntList", "aten.sum.default"):
+            raise CannotEmit(line.name, f"{line.op} of more than a row")
+        if over != self.space.count or not alike or kind_of(line.dtype) != "float":
+            raise CannotEmit(line.name, "sums up what is not the kernel's")
+        return found
+
+    def _place_of(self, t: Tensor) -> Place:
+        if t.count == self.space.count:
+            return self.at if t.count > 1 else ZERO
+        if self.row is not None and t.count == self.space.rows:
+            return self.row
+        raise CannotEmit(t.name, "has neither all elements nor one a row")
+
+    def demand_operands(self, line: Line, place: Place) -> None:
+        """Say where a line's operands are needed for its value at ``place``."""
+        if kind_of(line.dtype) is None and line.dtype != "tuple":
+            raise CannotEmit(line.name, f"is of dtype {line.dtype}")
+        if line.op in SUMS:
+            self._demand_row(line, place)
+        elif line.op in VIEWS:
+            (source,) = line.refs
+            shape = self.program.values[source].shape
+            row = self.program.values[source].dtype == "tuple"
+            to = place if row else self.derive(place, view_map(line, shape))
+            self.need(source, to)
+        elif line.op in CHOICES:
+            shapes = {n: self.program.values[n].shape for n in line.refs}
+            self.chosen[line.name, place.text] = [
+                self._choose(part, place, line)
+                for part in _formed(line, choices_of, line, shapes)
+            ]
+        elif line.op == SEED:
+            self.needed.setdefault(line.refs[0], {})
+        elif line.op == RANDOM:
+            self.need(line.refs[0], ZERO)
+        elif line.op in OPS:
+            for name in line.refs:
+                shape = self.program.values[name].shape
+                self.need(name, self.derive(place, broadcast(shape, line.shape)))
+        elif line.op not in FILLED and line.op != IOTA:
+            raise CannotEmit(line.name, f"{line.op} has no form in a generated kernel")
+
+    def _demand_row(self, line: Line, place: Place) -> None:
+        source = self.program.values[line.refs[0]].shape
+        found = reduction_of(line.name, line.args, source)
+        here = Space(found.rows * found.columns, found.columns)
+        one = place == ZERO or place is self.at or place.text == "row"
+        whole = found.kind != "column" and self.space.columns and here == self.space
+        if not whole or not (place.text == "row" or found.rows == 1 and one):
+            raise CannotEmit(line.name, "is reduced, and needed elsewhere in the kernel")
+        self.need(line.refs[0], self.at)
+
+    def _choose(
+        self, part: Choice, place: Place, line: Line
+    ) -> tuple[str, Any, Place | None]:
+        """(mask or "", what, where) of one of the parts that a line is made of."""
+        conditions = []
+        for dim, low, high in part.ranges:
+            unit = [0] * len(line.shape)
+            unit[dim] = 1
+            index = strided(line.shape, unit).text(place.text)
+            if low > 0:
+                conditions.append(f"({index} >= {low})")
+            if high < line.shape[dim]:
+                conditions.append(f"({index} < {high})")
+        mask = place.mask
+        if conditions:
+            mask = f"in_{len(self.places)}"
+            both = [place.mask] if place.mask else []
+            define = (f"{mask} = {' & '.join([*both, *conditions])}",)
+            self.places[mask] = Place(mask, "", place.block, define, place.text)
+        condition = mask if conditions else ""
+        if not isinstance(part.source, Ref):
+            return condition, part.source, None
+        if not conditions:
+            where = self.derive(place, part.to)
+        else:
+            name = f"at_{len(self.places)}"
+            line = f"{name} = {part.to.text(place.text)}"
+            where = Place(name, mask, place.block, (line,), mask)
+            self.places[name] = where
+        self.need(part.source.name, where)
+        return condition, part.source, where
+
+    # Forwards: the text.
+
+    def write(
+        self, sources: Mapping[str, Source], sinks: Mapping[str, Sink]
+    ) -> Body:
+        program = self.program
+        used = [t for t in program.inputs if t.name in self.needed]
+        for t in used:
+            for place in self.needed[t.name]:
+                self._load(t, self.places[place], sources[t.name])
+        for line in program.lines:
+            for place in self.needed.get(line.name, {}):
+                self._line(line, self.places[place])
+        after: list[str] = []
+        parameters = [p for t in used for p in sources[t.name].parameters]
+        before = [b for t in used for b in sources[t.name].before]
+        for t in program.outputs:
+            sink = sinks[t.name]
+            parameters += sink.parameters
+            before += sink.before
+            if t.name in self.sums:
+                start, end = self._sum(t, sink)
+                before += start
+                after += end
+            else:
+                self._store(t, sink)
+        numbers = tuple(sorted(self.numbers))
+        return Body(
+            self.space,
+            (*dict.fromkeys(parameters), *(f"n{i}" for i in numbers)),
+            numbers,
+            tuple(self.sums),
+            tuple(before),
+            tuple(self.lines),
+            tuple(after),
+        )
+
+    def _reach(self, place: Place) -> str:
+        """Write down the lines that make a place, once."""
+        if place.parent and place.text not in self.defined:
+            self._reach(self.places[place.parent])
+            self.lines += [x for x in place.define if x not in self.defined]
+            self.defined |= {place.text, *place.define}
+        return place.text
+
+    def _name(self, name: str) -> str:
+        """A name for one more value of ``name``."""
+        count = self.used[name] = self.used.get(name, -1) + 1
+        return f"{name}_again_{count}" if count else name
+
+    def _load(self, t: Tensor, place: Place, source: Source) -> None:
+        kind = kind_of(t.dtype)
+        alone = t.dtype == "float64" and t.count == 1
+        if kind is None and not alone:
+            raise CannotEmit(t.name, f"is of dtype {t.dtype}")
+        self._reach(place)
+        to = strided(t.shape, t.stride)
+        offset = place.text if to.is_identity else self._offset(to, place)
+        more, text = source.read(offset, place.mask)
+        name = self._name(t.name)
+        kind = kind or "float"
+        narrow = {"float": "float32", "int": "int64", "bool": "bool"}[kind]
+        if t.dtype != narrow:
+            text += f".to({DTYPES[narrow]})"
+        self.lines += [*more, f"{name} = {text}  # {short(t)}"]
+        self.texts[t.name, place.text] = Text(name, kind, place.block)
+
+    def _offset(self, to: Map, place: Place) -> str:
+        """A place in memory, from a place among elements."""
+        return self._reach(self.derive(place, to)) if place is not ZERO else str(
+            to.offset
+        )
+
+    def _line(self, line: Line, place: Place) -> None:
+        key = line.name, place.text
+        if line.op in VIEWS:
+            self.texts[key] = self._view(line, place)
+            return
+        if line.op in FILLED:
+            value = line.args["full" in line.op]
+            kind = kind_of(line.dtype) or ""
+            self.texts[key] = Text(constant(value, kind), kind, literal=True)
+            return
+        if line.op in SUMS:
+            _formed(line, self._reduce, line, place)
+            return
+        self._reach(place)
+        kind = kind_of(line.dtype) or ""
+        text, block = _formed(line, self._compute, line, place, kind)
+        name = self._name(line.name)
+        self.lines.append(f"{name} = {text}  # {short(line)}")
+        self.texts[key] = Text(name, kind, block)
+
+    def _view(self, line: Line, place: Place) -> Text:
+        source = self.program.values[line.refs[0]]
+        if source.dtype == "tuple":
+            return self.texts[f"{source.name}.{line.args[1]}", place.text]
+        to = self.derive(place, view_map(line, source.shape))
+        return self.texts[source.name, to.text]
+
+    def _compute(self, line: Line, place: Place, kind: str) -> tuple[str, bool]:
+        """The text of a line, and whether it differs between lanes."""
+        if line.op == IOTA:
+            given = dict(line.kwargs)
+            text = f"{place.text} * {given['step']} + {given['start']}"
+            return f"tl.cast({text}, tl.int64)", place.block
+        if line.op == SEED:
+            # The seeds lie one after the other; which one is given.
+            return self._seed(line), False
+        if line.op == RANDOM:
+            return self._draw(line, place), place.block
+        if line.op in CHOICES:
+            return self._chosen(line, place, kind), place.block
+        args: list[Any] = []
+        for x in line.args:
+            args.append(self._operand(line, x, place) if isinstance(x, Ref) else x)
+        texts = [x for x in args if isinstance(x, Text)]
+        if all(x.literal for x in texts):
+            args = [_as_value(x) if isinstance(x, Text) else x for x in args]
+        return expression(line, args, kind), any(x.block for x in texts)
+
+    def _operand(self, line: Line, x: Ref, place: Place) -> Text:
+        shape = self.program.values[x.name].shape
+        return self.texts[x.name, self.derive(place, broadcast(shape, line.shape)).text]
+
+    def _number(self, x: Any) -> str:
+        if isinstance(x, Number):
+            self.numbers[x.index] = None
+            return f"n{x.index}"
+        return str(x)
+
+    def _seed(self, line: Line) -> str:
+        source = line.refs[0]
+        if not isinstance(self.program.values[source], Tensor):
+            raise LookupError("a seed of seeds made in the kernel")
+        return f"tl.load({source}_ptr + {self._number(line.args[1])})"
+
+    def _draw(self, line: Line, place: Place) -> str:
+        size, seed, mode, whole, offsets = line.args
+        if mode != "rand":
+            raise LookupError(f"random numbers of mode {mode}")
+        strides = contiguous(whole)
+        local = strided(size, strides).text(place.text)
+        terms = [
+            f"{self._number(x)} * {s}"
+            for x, s in zip(offsets, strides, strict=True)
+            if isinstance(x, Number) or x
+        ]
+        index = " + ".join([local, *terms])
+        seed = self.texts[seed.name, ZERO.text].text
+        return f"lib.rand_{self.random}({seed}, {index})"
+
+    def _chosen(self, line: Line, place: Place, kind: str) -> str:
+        text = ""
+        for condition, source, where in reversed(self.chosen[line.name, place.text]):
+            if where is None:
+                value = constant(source, kind)
+                if condition:
+                    self._reach(self.places[condition])
+            else:
+                value = self.texts[source.name, where.text].to(kind)
+            text = f"tl.where({condition}, {value}, {text})" if text else value
+        return text
+
+    def _reduce(self, line: Line, place: Place) -> None:
+        """The lines of a reduction of a row."""
+        source = self.texts[line.refs[0], "at"]
+        columns, name = self.space.columns, self._name(line.name)
+        kind = "float" if line.dtype == "tuple" else kind_of(line.dtype) or ""
+        word = line.op.split(".")[1]
+        if kind != "float":
+            raise LookupError(f"{line.op} of {line.dtype}")
+        x = source.to(kind)
+        if not source.block:
+            x = f"tl.zeros(({self.space.block},), tl.float32) + {x}"
+        whole = self._filled(x, SUMS[line.op])
+        note = f"  # {short(line)}"
+        if word in ("sum", "mean"):
+            share = f" / {columns}" if word == "mean" else ""
+            self.lines.append(f"{name} = tl.sum({whole}, 0){share}{note}")
+        elif word in ("amax", "amin"):
+            self.lines.append(f"{name} = tl.{word[1:]}({whole}, 0){note}")
+        else:
+            given = dict(line.kwargs).get("correction")
+            mean, apart = f"{name}_mean", f"{name}_apart"
+            over = columns - (1 if given is None else given)
+            self.lines += [
+                f"{mean} = tl.sum({whole}, 0) / {columns}",
+                f"{apart} = {self._filled(f'{x} - {mean}', 0.0)}",
+                f"{name} = tl.sum({apart} * {apart}, 0) / {over}{note}",
+            ]
+            self.texts[f"{line.name}.0", place.text] = Text(name, "float")
+            self.texts[f"{line.name}.1", place.text] = Text(mean, "float")
+        self.texts[line.name, place.text] = Text(name, kind)
+
+    def _filled(self, x: str, fill: float) -> str:
+        """A block with ``fill`` in the lanes that do not count."""
+        mask = self.at.mask
+        return f"tl.where({mask}, {x}, {constant(fill, 'float')})" if mask else x
+
+    def _store(self, t: Tensor, sink: Sink) -> None:
+        place = self._place_of(t)
+        value = self.texts[t.name, place.text]
+        to = strided(t.shape, t.stride)
+        offset = place.text if to.is_identity else self._offset(to, place)
+        text = value.text
+        if value.literal:
+            text = _as_value(value).text
+        if t.dtype in ("bfloat16", "float16"):
+            text += f".to({DTYPES[t.dtype]})"
+        self.lines += sink.write(offset, text, place.mask)
+
+    def _sum(self, t: Tensor, sink: Sink) -> tuple[list[str], list[str]]:
+        """Lines before and after the loop of what is summed over blocks."""
+        line = reduction_behind(self.program, t.name)
+        assert line is not None
+        value = self.texts[line.refs[0], "at"]
+        name, block = f"sum_{t.name}", self.space.block
+        x = self._filled(value.to("float"), 0.0)
+        self.lines.append(f"{name} += {x}  # {short(line)}")
+        start = [f"{name} = tl.zeros(({block},), tl.float32)"]
+        if self.sums[t.name].kind == "all":
+            return start, [*sink.write("pid", f"tl.sum({name}, 0)", "")]
+        offset, mask = f"pid * {self.space.columns} + col", self.at.mask
+        return start, [*sink.write(offset, name, mask)]
+
+
+def _formed(line: Line, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``; that there is no form of something is said of the line."""
+    try:
+        return fn(*args)
+    except LookupError as error:
+        why = error.args[0] if error.args else line.op
+        raise CannotEmit(line.name, f"there is no form of {why}") from None
+
+
+def _as_value(x: Text) -> Text:
+    """A constant as a value of the kernel."""
+    dtype = {"float": "tl.float32", "int": "tl.int64", "bool": "tl.int1"}[x.kind]
+    return Text(f"tl.full((), {x.text}, {dtype})", x.kind)
+

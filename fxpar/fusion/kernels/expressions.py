@@ -1,0 +1,256 @@
+"""What an op is in Triton: a table from ops of a graph to expressions.
+
+A value of a kernel is of one of three kinds: "float" (float32, whatever the tensor's
+own float is), "int" (int64) or "bool". In: a line of a program and the text of its
+operands. Out: the text of its result. What an op needs of its operands is a column of
+the table, so no caller knows single ops. It never looks at indices (``index``) or at
+memory (``emit``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.fusion.kernels.program import Line
+
+FLOATS = ("float32", "bfloat16", "float16")
+INTS = ("int64", "int32", "int16", "int8", "uint8")
+
+_KINDS = dict.fromkeys(FLOATS, "float") | dict.fromkeys(INTS, "int") | {"bool": "bool"}
+_CASTS = {"float": "tl.float32", "int": "tl.int64"}
+
+DTYPES = {name: f"tl.{name}" for name in (*FLOATS, *INTS)} | {"bool": "tl.int1"}
+
+
+def kind_of(dtype: str) -> str | None:
+    """The kind of values of a dtype; None if kernels do not have it."""
+    return _KINDS.get(dtype)
+
+
+@dataclass(frozen=True)
+class Text:
+    """An operand or a result: the name or constant that stands for it in a kernel.
+    ``block``: whether it differs within a block, or is one number of it. ``literal``:
+    whether it is a number as it is written."""
+
+    text: str
+    kind: str
+    block: bool = False
+    literal: bool = False
+
+    def to(self, kind: str) -> str:
+        """As another kind."""
+        if kind == self.kind:
+            return self.text
+        if kind == "bool":
+            return f"({self.text} != 0)"
+        return f"{self.text}.to({_CASTS[kind]})"
+
+
+def constant(x: bool | int | float, kind: str) -> str:
+    """A number of the program as a constant of a kind."""
+    if kind == "float":
+        value = float(x)
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    return repr(bool(x)) if kind == "bool" else repr(int(x))
+
+
+# How operands are read: as the result's kind, as the kind they have in common, as
+# bools, or the first as a bool and the rest as the result's kind.
+RESULT, COMMON, BOOLS, PICK = "result", "common", "bools", "pick"
+
+Write = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class Op:
+    """``write(*operands, **kwargs)`` gives the expression."""
+
+    write: Write
+    operands: str = RESULT
+
+
+def _form(template: str, operands: str = RESULT) -> Op:
+    """``{0} * {1}``."""
+    return Op(lambda *args: template.format(*args), operands)
+
+
+def _sum(sign: str) -> Op:
+    def write(a: str, b: str, alpha: Any = 1) -> str:
+        return f"{a} {sign} {b}" if alpha == 1 else f"{a} {sign} {b} * {alpha}"
+
+    return Op(write)
+
+
+def _power(x: str, exponent: str) -> str:
+    """Raises LookupError for powers that are no few products and roots."""
+    n = float(exponent)
+    if n in (0.5, -0.5):
+        return f"tl.sqrt_rn({x})" if n > 0 else f"tl.rsqrt({x})"
+    if n == 0 or n != int(n) or abs(n) > 8:
+        raise LookupError(f"a power of {exponent}")
+    product = " * ".join([x] * int(abs(n)))
+    return product if n > 0 else f"1.0 / ({product})"
+
+
+def _clamp(x: str, low: str | None = None, high: str | None = None) -> str:
+    if low is None:
+        return f"tl.where({x} > {high}, {high}, {x})"
+    upper = x if high is None else f"tl.where({x} > {high}, {high}, {x})"
+    return f"tl.where({x} < {low}, {low}, {upper})"
+
+
+_ERF = "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))"
+_TANH = (
+    "0.5 * {0} * (1.0 + lib.tanh(0.7978845608028654 * ({0} + 0.044715 * {0} * {0} * {0})))"
+)
+_GELU = {"none": _ERF, "tanh": _TANH}
+
+_ERF_GRADIENT = (
+    "{0} * (0.5 * (1.0 + tl.erf({1} * 0.7071067811865476))"
+    " + {1} * 0.3989422804014327 * tl.exp(-0.5 * {1} * {1}))"
+)
+
+
+def _gelu(x: str, approximate: str = "none") -> str:
+    return _GELU[approximate].format(x)
+
+
+def _gelu_backward(grad: str, x: str, approximate: str = "none") -> str:
+    if approximate != "none":
+        raise LookupError("the gradient of gelu by tanh in one op")
+    return _ERF_GRADIENT.format(grad, x)
+
+
+def _products(a: str, b: str, c: str, sign: str, value: Any) -> str:
+    factor = "" if value == 1 else f"{value} * "
+    return f"{a} + {factor}{b} {sign} {c}"
+
+
+def _lerp(a: str, b: str, weight: str) -> str:
+    """From the nearer end, as torch does."""
+    if abs(float(weight)) < 0.5:
+        return f"{a} + {weight} * ({b} - {a})"
+    return f"{b} - ({b} - {a}) * (1.0 - {weight})"
+
+
+def _compared(sign: str) -> Op:
+    return _form(f"{{0}} {sign} {{1}}", COMMON)
+
+
+_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_ARITHMETIC = {"mul": _form("{0} * {1}"), "div": _form("{0} / {1}")}
+_ARITHMETIC |= {"add": _sum("+"), "sub": _sum("-")}
+
+_BINARY = _ARITHMETIC | {word: _compared(sign) for word, sign in _SIGNS.items()}
+
+OPS: dict[str, Op] = {
+    f"aten.{word}.{overload}": op
+    for word, op in _BINARY.items()
+    for overload in ("Tensor", "Scalar")
+} | {
+    "aten.rsub.Scalar": Op(lambda a, b, alpha=1: _BINARY["sub"].write(b, a, alpha)),
+    "aten.neg.default": _form("-{0}"),
+    "aten.abs.default": _form("tl.abs({0})"),
+    "aten.reciprocal.default": _form("1.0 / {0}"),
+    "aten.exp.default": _form("tl.exp({0})"),
+    "aten.log.default": _form("tl.log({0})"),
+    "aten.sqrt.default": _form("tl.sqrt_rn({0})"),
+    "aten.rsqrt.default": _form("tl.rsqrt({0})"),
+    "aten.sin.default": _form("tl.sin({0})"),
+    "aten.cos.default": _form("tl.cos({0})"),
+    "aten.erf.default": _form("tl.erf({0})"),
+    "aten.tanh.default": _form("lib.tanh({0})"),
+    "aten.sigmoid.default": _form("lib.sigmoid({0})"),
+    "aten.relu.default": _form("tl.where({0} < 0, 0.0, {0})"),
+    "aten.silu.default": _form("{0} * lib.sigmoid({0})"),
+    "aten.square.default": _form("{0} * {0}"),
+    "aten.sign.default": _form("tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))"),
+    "aten.gelu.default": Op(_gelu),
+    "aten.pow.Tensor_Scalar": Op(_power),
+    "aten.clamp.default": Op(_clamp),
+    "aten.clamp_min.default": Op(_clamp),
+    "aten.clamp_max.default": Op(lambda x, high: _clamp(x, None, high)),
+    # Both give NaN where either is, as torch does.
+    "aten.maximum.default": _form("tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"),
+    "aten.minimum.default": _form("tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"),
+    "aten.where.self": _form("tl.where({0}, {1}, {2})", PICK),
+    "aten.where.ScalarSelf": _form("tl.where({0}, {1}, {2})", PICK),
+    "aten.where.ScalarOther": _form("tl.where({0}, {1}, {2})", PICK),
+    "aten.logical_not.default": _form("{0} == 0", BOOLS),
+    "aten.logical_and.default": _form("{0} & {1}", BOOLS),
+    "aten.logical_or.default": _form("{0} | {1}", BOOLS),
+    "aten.bitwise_and.Tensor": _form("{0} & {1}"),
+    "aten.bitwise_or.Tensor": _form("{0} | {1}"),
+    "aten.bitwise_xor.Tensor": _form("{0} ^ {1}"),
+    "aten.bitwise_not.default": _form("~{0}"),
+    "aten.addcmul.default": Op(lambda a, b, c, value=1: _products(a, b, c, "*", value)),
+    "aten.addcdiv.default": Op(lambda a, b, c, value=1: _products(a, b, c, "/", value)),
+    "aten.lerp.Scalar": Op(_lerp),
+    "aten.lerp.Tensor": _form(
+        "tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}),"
+        " {1} - ({1} - {0}) * (1.0 - {2}))"
+    ),
+    "prims.fma.default": _form("{0} * {1} + {2}"),
+    "prims.convert_element_type.default": Op(lambda x, _: x),
+    "aten._to_copy.default": Op(lambda x, **_: x),
+    "aten.copy.default": Op(lambda _, x: x),
+    # Gradients.
+    "aten.threshold_backward.default": _form("tl.where({1} <= {2}, 0.0, {0})"),
+    "aten.sigmoid_backward.default": _form("{0} * {1} * (1.0 - {1})"),
+    "aten.tanh_backward.default": _form("{0} * (1.0 - {1} * {1})"),
+    "aten.silu_backward.default": _form(
+        "{0} * lib.sigmoid({1}) * (1.0 + {1} * (1.0 - lib.sigmoid({1})))"
+    ),
+    "aten.gelu_backward.default": Op(_gelu_backward),
+}
+
+# What a row becomes: of what (a block with ``fill`` beyond the row's end), by what.
+SUMS = {
+    "aten.sum.dim_IntList": 0.0,
+    "aten.sum.default": 0.0,
+    "aten.mean.dim": 0.0,
+    "aten.amax.default": -math.inf,
+    "aten.amin.default": math.inf,
+    "aten.var.correction": 0.0,
+    "aten.var_mean.correction": 0.0,
+}
+# Those of them that may run along columns.
+BY_COLUMN = frozenset({"aten.sum.dim_IntList", "aten.sum.default"})
+
+
+def expression(line: Line, operands: Sequence[Text | Any], result: str) -> str:
+    """What computes a line. ``operands``: a Text for each value read, other arguments
+    as they are. ``result``: its kind. Raises LookupError, saying what, if there is
+    none."""
+    op = OPS[line.op]
+    common = _common(operands)
+    kinds = {RESULT: result, COMMON: common, BOOLS: "bool", PICK: result}
+    if result == "bool" and line.op.split(".")[1] in _ARITHMETIC:
+        raise LookupError(f"{line.op} of bools")
+    args = []
+    for i, x in enumerate(operands):
+        kind = "bool" if op.operands == PICK and i == 0 else kinds[op.operands]
+        if isinstance(x, Text):
+            args.append(x.to(kind))
+        elif isinstance(x, (bool, int, float)):
+            args.append(constant(x, kind))
+        else:
+            args.append(x)
+    kwargs = {k: v for k, v in line.kwargs if k not in ("dtype", "memory_format")}
+    if any(isinstance(v, (tuple, list)) for v in kwargs.values()):
+        raise LookupError(f"arguments of {line.op}")
+    return op.write(*args, **kwargs)
+
+
+def _common(operands: Sequence[Any]) -> str:
+    """The kind that values and numbers are compared in."""
+    kinds = {x.kind for x in operands if isinstance(x, Text)}
+    kinds |= {"float" for x in operands if isinstance(x, float)}
+    if "float" in kinds:
+        return "float"
+    numbers = any(isinstance(x, int) and not isinstance(x, bool) for x in operands)
+    return "int" if "int" in kinds or numbers else "bool"

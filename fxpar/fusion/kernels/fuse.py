@@ -1,0 +1,182 @@
+"""Regions of a graph become single ops, in place.
+
+In: the graph of a forward or a backward after ``passes.schedule``. Out: the same graph,
+in which each region that pays is one ``fxpar::region``; and a ``Fused``, which says what
+was done and what nearly was. A region pays if it moves fewer bytes through memory than
+the kernels that Inductor would make of it. It changes no number.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fxpar.errors import compose
+from fxpar.fusion.kernels import op as _op
+from fxpar.fusion.kernels.bytes import bytes_of
+from fxpar.fusion.kernels.grow import Miss, Region, collectives, grow, results_of
+from fxpar.fusion.kernels.kernel import kernel_of
+from fxpar.fusion.kernels.outline import op_name
+from fxpar.fusion.kernels.program import Program
+from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.regions import arrange
+from fxpar.passes.arithmetic import is_view
+from fxpar.sharding.program import user_line
+
+log = logging.getLogger("fxpar")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """``programs``: one for each region, in order. ``before``, ``after``: bytes read
+    and written by what became regions. ``near``: near misses as text."""
+
+    programs: tuple[Program, ...] = ()
+    before: int = 0
+    after: int = 0
+    near: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        alike = len({p.hash for p in self.programs})
+        return (
+            f"{len(self.programs)} regions ({alike} different), "
+            f"{self.before} -> {self.after} bytes in memory"
+        )
+
+
+@dataclass
+class _Log:
+    programs: list[Program] = field(default_factory=list)
+    before: int = 0
+    after: int = 0
+    near: dict[str, None] = field(default_factory=dict)
+
+
+def fuse_graph(
+    graph: fx.Graph,
+    how: str,
+    *,
+    ranks_of: Callable[[str], int],
+    dump: str | Path | None = None,
+) -> Fused:
+    """Make regions of a graph. ``how``: what runs them, a key of ``op.RUNNERS``.
+    ``ranks_of``: the size of a process group. ``dump``: a directory for programs and
+    their kernels as text."""
+    log = _Log()
+    drop_double_permutes(graph)
+    done: set[str] = set()
+    while True:
+        # The graph changes with every region.
+        start = next((n for n in collectives(graph) if n.name not in done), None)
+        if start is None:
+            break
+        done.add(start.name)
+        region, misses = grow(start, ranks_of)
+        log.near |= {_told(miss): None for miss in misses}
+        if region is None:
+            continue
+        before, after = bytes_of(region)
+        if after >= before:
+            why = f"in one kernel it would move {after} bytes, in several {before}"
+            log.near[_told(Miss(start, start, why))] = None
+            continue
+        log.before += before
+        log.after += after
+        log.programs.append(region.outline.program)
+        replace(graph, region, how)
+    fused = Fused(tuple(log.programs), log.before, log.after, tuple(log.near))
+    if dump is not None:
+        _write(fused, Path(dump))
+    return fused
+
+
+def say(fused: Fused, name: str, debug: int) -> None:
+    """To the log: what was done, loud from ``FXPAR_DEBUG=1`` on; from 2 on also every
+    near miss."""
+    level = logging.WARNING if debug else logging.INFO
+    if fused.programs or debug:
+        log.log(level, "%s: %s", name, fused)
+    for text in fused.near:
+        log.log(logging.WARNING if debug >= 2 else logging.DEBUG, "%s: %s", name, text)
+
+
+def replace(graph: fx.Graph, region: Region, how: str) -> None:
+    """Put one op in place of a region."""
+    members = list(region.members)
+    _views_outside(graph, members)
+    assert tuple(results_of(members)) == region.outputs
+    inside, found = set(members), region.outline
+    name = _op.remember(found.program)
+    with graph.inserting_before(members[0]):
+        args = (list(found.inputs), list(found.numbers), name, found.group, how)
+        made = graph.call_function(torch.ops.fxpar.region.default, args)
+        made.meta = {
+            key: value
+            for key, value in region.collective.meta.items()
+            if key in ("stack_trace", "custom", "partitioner_tag")
+        }
+        made.meta["val"] = [n.meta["val"] for n in region.outputs]
+        for i, node in enumerate(region.outputs):
+            taken = graph.call_function(operator.getitem, (made, i))
+            taken.meta = dict(node.meta)
+            node.replace_all_uses_with(
+                taken, delete_user_cb=lambda user: user not in inside
+            )
+    for node in reversed(members):
+        graph.erase_node(node)
+    arrange(graph)
+
+
+def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:
+    """Others read copies of views that stand outside, so that no view is a result."""
+    inside = set(members)
+    for node in reversed(members):
+        if is_view(node) and any(u not in inside for u in node.users):
+            with graph.inserting_after(node):
+                copy = graph.node_copy(node)
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(
+                copy, delete_user_cb=lambda user: user not in inside
+            )
+
+
+def drop_double_permutes(graph: fx.Graph) -> None:
+    """A permute of a permute that gives the tensor as it was is that tensor."""
+    permute = torch.ops.aten.permute.default
+    for node in graph.find_nodes(op="call_function", target=permute):
+        inner = node.args[0]
+        if inner.target is permute:
+            rank = len(node.args[1])
+            dims = [inner.args[1][d % rank] % rank for d in node.args[1]]
+            if dims == list(range(rank)):
+                node.replace_all_uses_with(inner.args[0])
+    graph.eliminate_dead_code(lambda n: n.target is not permute)
+
+
+def _told(miss: Miss) -> str:
+    """A near miss as text."""
+    what = f"near miss: {miss.node.name} ({op_name(miss.node)})"
+    if miss.node is not miss.collective:
+        what += f" is not fused with {miss.collective.name}"
+    else:
+        what += " is not fused"
+    return compose(f"{what}: {miss.why}", where=user_line(miss.node))
+
+
+def _write(fused: Fused, folder: Path) -> None:
+    """Every program, and the kernels of its parts, as text."""
+    for program in fused.programs:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = str(program)
+        (folder / f"region_{program.hash}.txt").write_text(f"{text}\n")
+        for step in stages_of(program):
+            if isinstance(step, Part):
+                kernel = kernel_of(step.program)
+                path = folder / f"region_{program.hash}_{kernel.name}.py"
+                path.write_text(kernel.text)

@@ -1,0 +1,97 @@
+"""A program run op by op: what generated kernels must equal, and what runs without
+them.
+
+In: a program, its input tensors, numbers, and the name of the process group. Out: new
+tensors, in the strides the program says. It never changes an input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from fxpar import _compat
+from fxpar.fusion.kernels.program import Group, Number, Program, Ref, replaced
+from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes import random as _random  # noqa: F401
+
+# Made of no operand: they need to be told where.
+FACTORIES = frozenset(
+    f"{op}.default" for op in ("aten.full", "aten.scalar_tensor", "prims.iota")
+)
+
+
+def run(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int] = (),
+    group: str = "",
+) -> list[torch.Tensor]:
+    """The program's outputs."""
+    device = device_of(inputs)
+    made: dict[str, Any] = dict(
+        zip((t.name for t in program.inputs), inputs, strict=True)
+    )
+
+    def given(x: Ref | Number | Group) -> Any:
+        if isinstance(x, Ref):
+            return made[x.name]
+        return numbers[x.index] if isinstance(x, Number) else group
+
+    for line in program.lines:
+        kwargs = {k: replaced(v, given) for k, v in line.kwargs}
+        if line.op in FACTORIES:
+            kwargs["device"] = device
+        made[line.name] = op_of(line.op)(*replaced(line.args, given), **kwargs)
+    owned = {x.untyped_storage().data_ptr() for x in inputs}
+    return [own(made[t.name], t.stride, owned) for t in program.outputs]
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where most of them are: numbers on the CPU may stand beside tensors elsewhere."""
+    devices = [x.device for x in tensors]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor:
+    """``x`` in memory of its own, which joins ``owned``, and in these strides."""
+    place = x.untyped_storage().data_ptr()
+    if tuple(x.stride()) != tuple(stride) or (place in owned and x.numel()):
+        fresh = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        x = fresh.copy_(x)
+    owned.add(x.untyped_storage().data_ptr())
+    return x
+
+
+# Not by their own kernels: a gather on CPU goes as ``passes.schedule`` says.
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "prims.inductor_lookup_seed.default": lambda seeds, index: seeds[index],
+    "_c10d_functional.all_gather_into_tensor.default": lambda x, count, group: _gather(
+        x, count, group
+    ),
+}
+
+
+def _gather(x: torch.Tensor, count: int, group: str) -> torch.Tensor:
+    ours, c10d = torch.ops.fxpar, torch.ops._c10d_functional
+    if x.device.type == "cpu" and not x.is_complex():
+        return ours.all_gather_into_tensor(x, count, group)
+    return c10d.all_gather_into_tensor(x, count, group)
+
+
+@cache
+def op_of(name: str) -> Callable[..., Any]:
+    """What runs an op of a line."""
+    if name in _INSTEAD:
+        return _INSTEAD[name]
+    if name.startswith("prims."):
+        _compat.inductor_seeds()  # Inductor registers some of them
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

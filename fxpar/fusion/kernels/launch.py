@@ -1,0 +1,195 @@
+"""A program run by its generated kernels, with its collectives between them.
+
+In: a program, tensors, numbers, the name of the process group. Out: new tensors. Each
+part between collectives is one kernel, compiled once per process; its source is kept as
+a file beside Inductor's caches, where a debugger and Triton find it. Collectives run as
+functional ops. On CPU kernels run in Triton's interpreter if TRITON_INTERPRET is set
+(it is read when Triton is first imported), else the program is interpreted op by op; so
+is a part that no kernel can have. That choice depends on shapes, dtypes and the device
+alone, so that it is one on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpar import _compat
+from fxpar.fusion.kernels import interpret
+from fxpar.fusion.kernels.kernel import Kernel, kernel_of
+from fxpar.fusion.kernels.program import Program, Tensor, contiguous, dtype_of, replaced
+from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.stages import Move, Part, stages_of
+
+
+def run(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int] = (),
+    group: str = "",
+) -> list[torch.Tensor]:
+    """The program's outputs, as ``interpret.run`` gives them."""
+    device = interpret.device_of(inputs)
+    if not has_kernels(device):
+        return interpret.run(program, inputs, numbers, group)
+    names = [t.name for t in program.inputs]
+    values: dict[str, torch.Tensor] = dict(zip(names, inputs, strict=True))
+    for step in stages_of(program):
+        if isinstance(step, Move):
+            values[step.result] = move(step, values[step.operand], group)
+        else:
+            values |= run_part(step, values, numbers, device)
+    owned = {x.untyped_storage().data_ptr() for x in inputs}
+    return [interpret.own(values[t.name], t.stride, owned) for t in program.outputs]
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether generated kernels run on a device, here."""
+    if device.type == "cuda":
+        return True
+    asked = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return asked and _is_interpreter()
+
+
+@cache
+def _is_interpreter() -> bool:
+    """Whether Triton was imported as an interpreter: its own functions are then that
+    kind, too."""
+    import triton.language as tl
+
+    return type(tl.rand).__name__ == "InterpretedFunction"
+
+
+def move(step: Move, operand: torch.Tensor, group: str) -> torch.Tensor:
+    """A collective, waited for."""
+    args = replaced(step.line.args[1:], lambda _: group)
+    moved = interpret.op_of(step.line.op)(operand.contiguous(), *args)
+    return torch.ops._c10d_functional.wait_tensor(moved)
+
+
+def run_part(
+    part: Part,
+    values: Mapping[str, torch.Tensor],
+    numbers: Sequence[int],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """What a part makes, by name."""
+    program = part.program
+    kernel = compiled(program, device.type)
+    if kernel is None:
+        given = [values[t.name] for t in program.inputs]
+        made = interpret.run(program, given, numbers)
+        return dict(zip((t.name for t in program.outputs), made, strict=True))
+    reads = [_as_read(values[t.name], t, device) for t in kernel.reads]
+    writes = [_place(kernel, t, device) for t in kernel.writes]
+    given = [numbers[i] for i in kernel.numbers]
+    function_of(kernel)[(kernel.programs,)](
+        *reads, *writes, *given, PROGRAMS=kernel.programs, num_warps=kernel.warps
+    )
+    return {
+        t.name: _summed(x, t) if t.name in kernel.sums else x
+        for t, x in zip(kernel.writes, writes, strict=True)
+    }
+
+
+@cache
+def compiled(program: Program, device: str) -> Kernel | None:
+    """The kernel of a part on a kind of device; None if there can be none."""
+    try:
+        return kernel_of(program, random=random_of(device))
+    except CannotEmit:
+        return None
+
+
+def random_of(device: str) -> str:
+    """Whose random numbers compiled code draws on a kind of device."""
+    if device == "cpu":
+        return "cpp"
+    return f"triton_{_compat.triton_random_lanes()}"
+
+
+def _as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
+    """In the strides that the kernel was made for, where it runs."""
+    if x.device != device:
+        x = x.to(device)
+    if x.stride() != t.stride and x.numel() > 1:
+        return torch.empty_strided(t.shape, t.stride, dtype=x.dtype, device=device).copy_(x)
+    return x
+
+
+def _place(kernel: Kernel, t: Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for an output, or for the parts of one."""
+    if t.name in kernel.sums:
+        return empty((kernel.programs, t.count), (t.count, 1), torch.float32, device)
+    return empty(t.shape, t.stride, dtype_of(t.dtype), device)
+
+
+def empty(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Where a kernel writes; tests put NaNs there."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
+    made = parts.sum(0).to(dtype_of(t.dtype)).view(t.shape)
+    if t.stride == contiguous(t.shape):
+        return made
+    return torch.empty_strided(t.shape, t.stride, dtype=made.dtype).copy_(made)
+
+
+def function_of(kernel: Kernel) -> Any:
+    """The kernel as a function of Triton."""
+    return getattr(module_of(kernel.name, kernel.text), kernel.name)
+
+
+@cache
+def module_of(name: str, text: str) -> Any:
+    """A source text as a module. Triton reads the source of a function again from the
+    file it stands in."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = folder() / "kernels" / f"{name}_{digest}.py"
+    try:
+        keep(path, text)
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="fxpar_")) / path.name
+        path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"fxpar_kernels.{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def folder() -> Path:
+    """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
+    return Path(_compat.cache_dir()) / "fxpar"
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file, unless it is there: in one step, since other ranks read it. Raises
+    OSError."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.read_text() == text:
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise

@@ -1,0 +1,85 @@
+"""``fxpar::region``: a whole region of a graph as one op.
+
+In a graph: tensors, numbers, the hash of a program, the name of a process group, and
+how to run it: "interpret" (op by op) or "triton" (generated kernels). Out: the
+program's outputs, new tensors. The program is looked up by its hash: programs are known
+to the process that made them, and kept in files beside Inductor's caches, for a process
+that compiles nothing because it found the compiled graph there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fxpar.errors import FxparError
+from fxpar.fusion.kernels import interpret, launch
+from fxpar.fusion.kernels.program import Program, dtype_of
+
+_KNOWN: dict[str, Program] = {}
+
+Runner = Callable[..., list[torch.Tensor]]
+
+# How a region runs: what the option ``fuse`` may say.
+RUNNERS: dict[str, Runner] = {"interpret": interpret.run, "triton": launch.run}
+
+
+def remember(program: Program) -> str:
+    """Make a program known; returns its hash. Where the disk refuses, it is known to
+    this process alone."""
+    if program.hash not in _KNOWN:
+        _KNOWN[program.hash] = program
+        with contextlib.suppress(OSError):
+            launch.keep(_path(program.hash), program.text)
+    return program.hash
+
+
+def lookup(name: str) -> Program:
+    """The program of a hash. Raises FxparError if nobody knows it."""
+    if name not in _KNOWN:
+        try:
+            found = Program.parse(_path(name).read_text())
+        except (OSError, ValueError, KeyError, TypeError):
+            found = None
+        if found is None or found.hash != name:
+            raise FxparError(
+                f"region {name} of a compiled graph is not known",
+                fix="compile again: set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 once",
+            )
+        _KNOWN[name] = found
+    return _KNOWN[name]
+
+
+def _path(name: str) -> Path:
+    return launch.folder() / "programs" / f"{name}.json"
+
+
+torch.library.define(
+    "fxpar::region",
+    "(Tensor[] inputs, int[] numbers, str program, str group, str how) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+@torch.library.impl("fxpar::region", "CompositeExplicitAutograd")
+def region(
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    program: str,
+    group: str,
+    how: str,
+) -> list[torch.Tensor]:
+    """Run a region."""
+    return RUNNERS[how](lookup(program), inputs, numbers, group)
+
+
+@torch.library.register_fake("fxpar::region")
+def _(inputs, numbers, program, group, how):
+    device = interpret.device_of(inputs)
+    return [
+        torch.empty_strided(t.shape, t.stride, dtype=dtype_of(t.dtype), device=device)
+        for t in lookup(program).outputs
+    ]

@@ -1,0 +1,257 @@
+"""A region of a graph as a program: plain data that is printed, kept, hashed and run.
+
+A program has inputs, lines (one op each, in order) and outputs; it says nothing of the
+process group (an argument when it runs) nor of ranks, but how many there are. Numbers
+that differ between ranks or layers (where a mask begins, which seed) are arguments too.
+Names are made from ops, so equal regions of different layers are one program with one
+hash. In: text or parts. Out: text, a hash. It never looks at a graph (``outline`` makes
+programs of one) and runs nothing (``interpret`` does).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+FORMAT = "fxpar region 1"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of the program, as an argument of a line."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Number:
+    """An integer given when the program runs, as an argument of a line."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The name of the process group, as an argument of a line."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or an output: ``shape`` and ``stride`` in elements, ``dtype`` as text
+    ("float32"). Where it is an output, ``name`` is that of a line."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Line:
+    """One op: ``name = op(*args, **kwargs)``. ``op``: "aten.mul.Tensor", or "getitem"
+    of an op with several results, whose own dtype is "tuple"."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """Names of the values it reads, in order."""
+        return tuple(refs_in((self.args, self.kwargs)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """``numbers``: how many integers it is given. ``ranks``: members of its group, 1
+    if nothing is communicated."""
+
+    inputs: tuple[Tensor, ...]
+    lines: tuple[Line, ...]
+    outputs: tuple[Tensor, ...]
+    numbers: int = 0
+    ranks: int = 1
+
+    @cached_property
+    def text(self) -> str:
+        """JSON; ``parse`` reads it."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "ranks": self.ranks,
+                "numbers": self.numbers,
+                "inputs": [_tensor_text(t) for t in self.inputs],
+                "lines": [_line_text(line) for line in self.lines],
+                "outputs": [_tensor_text(t) for t in self.outputs],
+            },
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+
+    @cached_property
+    def hash(self) -> str:
+        """Digest of the content."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Inverse of ``text``. Raises ValueError if it is no program's."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError("not the text of a region's program")
+        return Program(
+            tuple(map(_as_tensor, data["inputs"])),
+            tuple(map(_as_line, data["lines"])),
+            tuple(map(_as_tensor, data["outputs"])),
+            data["numbers"],
+            data["ranks"],
+        )
+
+    @cached_property
+    def values(self) -> Mapping[str, Tensor | Line]:
+        """Inputs and lines by name."""
+        return {v.name: v for v in (*self.inputs, *self.lines)}
+
+    def __str__(self) -> str:
+        lines = [f"region {self.hash} of {self.ranks} ranks"]
+        lines += [f"{t.name}: {short(t)} = input {t.stride}" for t in self.inputs]
+        for line in self.lines:
+            args = [_shown(a) for a in line.args]
+            args += [f"{k}={_shown(v)}" for k, v in line.kwargs]
+            lines.append(f"{line.name}: {short(line)} = {line.op}({', '.join(args)})")
+        return "\n".join([*lines, f"return {', '.join(t.name for t in self.outputs)}"])
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+
+
+def short(value: Tensor | Line) -> str:
+    """``f32[8, 64]``."""
+    word = value.dtype.rstrip("0123456789")
+    dtype = _SHORT.get(word, word) + value.dtype[len(word) :]
+    return f"{dtype}{list(value.shape)}"
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """The dtype of its name without "torch."."""
+    found = getattr(torch, text)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def refs_in(x: Any) -> list[str]:
+    """Names of the values in (nested) arguments."""
+    if isinstance(x, Ref):
+        return [x.name]
+    if isinstance(x, (tuple, list)):
+        return [name for part in x for name in refs_in(part)]
+    return []
+
+
+def replaced(x: Any, fn: Any) -> Any:
+    """Arguments with ``fn`` of every Ref, Number and Group in place of it."""
+    if isinstance(x, (Ref, Number, Group)):
+        return fn(x)
+    if isinstance(x, (tuple, list)):
+        return tuple(replaced(part, fn) for part in x)
+    return x
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor that lies row by row."""
+    out = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        out[i] = out[i + 1] * max(1, shape[i + 1])
+    return tuple(out)
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, Ref):
+        return x.name
+    if isinstance(x, Number):
+        return f"n{x.index}"
+    if isinstance(x, Group):
+        return "group"
+    if isinstance(x, tuple):
+        return f"[{', '.join(map(_shown, x))}]"
+    return str(x).removeprefix("torch.")
+
+
+def _tensor_text(t: Tensor) -> list[Any]:
+    return [t.name, list(t.shape), list(t.stride), t.dtype]
+
+
+def _as_tensor(row: Any) -> Tensor:
+    name, shape, stride, dtype = row
+    return Tensor(name, tuple(shape), tuple(stride), dtype)
+
+
+def _line_text(line: Line) -> list[Any]:
+    kwargs = [[k, _encode(v)] for k, v in line.kwargs]
+    shape = list(line.shape)
+    return [line.name, line.op, _encode(line.args), kwargs, shape, line.dtype]
+
+
+def _as_line(row: Any) -> Line:
+    name, op, args, kwargs, shape, dtype = row
+    pairs = tuple((k, _decode(v)) for k, v in kwargs)
+    return Line(name, op, _decode(args), pairs, tuple(shape), dtype)
+
+
+def _encode(x: Any) -> Any:
+    if isinstance(x, Ref):
+        return {"value": x.name}
+    if isinstance(x, Number):
+        return {"number": x.index}
+    if isinstance(x, Group):
+        return {"group": True}
+    if isinstance(x, torch.dtype):
+        return {"dtype": str(x).removeprefix("torch.")}
+    if isinstance(x, torch.memory_format):
+        return {"layout": str(x).removeprefix("torch.")}
+    if isinstance(x, (tuple, list)):
+        return [_encode(part) for part in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return {"float": str(x)}
+    assert x is None or isinstance(x, (bool, int, float, str)), x
+    return x
+
+
+def _decode(x: Any) -> Any:
+    if isinstance(x, list):
+        return tuple(_decode(part) for part in x)
+    if not isinstance(x, dict):
+        return x
+    ((kind, value),) = x.items()
+    return {
+        "value": Ref,
+        "number": Number,
+        "group": lambda _: Group(),
+        "dtype": dtype_of,
+        "layout": lambda name: getattr(torch, name),
+        "float": float,
+    }[kind](value)

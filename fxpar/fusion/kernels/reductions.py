@@ -1,0 +1,143 @@
+"""What a reduction reduces, and what a kernel runs over.
+
+A kernel runs over ``count`` elements, flat, or row by row where rows are reduced. In:
+a program without collectives. Out: its ``Space``, or CannotEmit, which names the line
+and why. Shapes alone decide, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS
+from fxpar.fusion.kernels.program import Line, Program
+
+# Elements of a row that one block may hold.
+LONGEST = 16384
+FLAT_BLOCK = 1024
+
+
+class CannotEmit(Exception):
+    """A line that no kernel of one space can have: ``line``, ``why``."""
+
+    def __init__(self, line: str, why: str) -> None:
+        super().__init__(f"{line}: {why}")
+        self.line, self.why = line, why
+
+
+@dataclass(frozen=True)
+class Space:
+    """``count`` elements in flat blocks, or, if ``columns``, in rows of so many, each a
+    block."""
+
+    count: int
+    columns: int = 0
+    flat_block: int = FLAT_BLOCK
+
+    @property
+    def rows(self) -> int:
+        """Rows; of a flat space none."""
+        return self.count // self.columns if self.columns else 0
+
+    @property
+    def block(self) -> int:
+        """Elements of a block: a power of two."""
+        if not self.columns:
+            return self.flat_block
+        return 1 << max(0, self.columns - 1).bit_length()
+
+    @property
+    def turns(self) -> int:
+        """Blocks."""
+        return self.rows or -(-self.count // self.block)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all blocks are full, and nothing need be masked."""
+        return self.count == self.turns * self.block
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Of ``rows`` times ``columns`` elements each row is reduced ("row"), each column
+    ("column"), or everything ("all"; then there is one row)."""
+
+    kind: str
+    rows: int
+    columns: int
+
+
+def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduction:
+    """What an op of ``SUMS`` with these arguments reduces of an operand of shape
+    ``source``.
+
+    Raises CannotEmit where dims in the middle, or at both ends, are reduced.
+    """
+    dims = args[1] if len(args) > 1 else None
+    rank, total = len(source), math.prod(source)
+    dims = (dims,) if isinstance(dims, int) else dims
+    reduced = {d % rank for d in dims} if dims else set(range(rank))
+    reduced = {d for d in reduced if source[d] > 1}
+    kept = [d for d in range(rank) if source[d] > 1 and d not in reduced]
+    if not kept:
+        return Reduction("all", 1, total)
+    count = math.prod(source[d] for d in kept)
+    if not reduced or max(kept) < min(reduced):
+        return Reduction("row", count, total // count)
+    if max(reduced) < min(kept):
+        return Reduction("column", total // count, count)
+    raise CannotEmit(name, "reduces dims that are not the last or the first ones")
+
+
+def space_of(program: Program) -> Space:
+    """What the kernel of a program runs over. Raises CannotEmit if its outputs and
+    reductions do not agree."""
+    found: Space | None = None
+    for line in program.lines:
+        if line.op not in SUMS:
+            continue
+        source = program.values[line.refs[0]].shape
+        reduction = reduction_of(line.name, line.args, source)
+        if reduction.kind == "all":
+            continue
+        if reduction.kind == "column" and line.op not in BY_COLUMN:
+            raise CannotEmit(line.name, f"{line.op} along columns")
+        space = Space(reduction.rows * reduction.columns, reduction.columns)
+        if found is not None and found != space:
+            raise CannotEmit(line.name, "reduces other rows than an op before it")
+        if not 1 < space.columns <= LONGEST:
+            raise CannotEmit(line.name, f"a row has {space.columns} elements")
+        found = space
+    return found or _space_of_outputs(program)
+
+
+CAST = "prims.convert_element_type.default"
+
+
+def reduction_behind(program: Program, name: str) -> Line | None:
+    """The line of ``SUMS`` that an output is, or is in another dtype."""
+    line = program.values[name]
+    while isinstance(line, Line) and line.op == CAST:
+        line = program.values[line.refs[0]]
+    return line if isinstance(line, Line) and line.op in SUMS else None
+
+
+def _space_of_outputs(program: Program) -> Space:
+    """Where rows are not reduced: flat, or by rows if some outputs are one a row."""
+    counts = set()
+    for t in program.outputs:
+        line = reduction_behind(program, t.name)  # of everything
+        shape = t.shape if line is None else program.values[line.refs[0]].shape
+        counts.add(math.prod(shape))
+    largest = max(counts)
+    small = counts - {largest}
+    if not small:
+        return Space(largest)
+    (rows, *others) = sorted(small)
+    if others or largest % rows or largest // rows > LONGEST or rows == 1:
+        names = [t.name for t in program.outputs if t.count in small]
+        raise CannotEmit(names[0], "has neither all elements nor one a row")
+    return Space(largest, largest // rows)

@@ -1,0 +1,157 @@
+"""Small graphs with collectives, by hand, and their numbers on one rank before and
+after regions were made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.fusion.kernels.fuse import Fused, fuse_graph
+from fxpar.passes.rewrite import Rewriter
+from fxpar.passes.schedule import give_outputs
+from fxpar.passes.waits import sink_waits
+
+c10d = torch.ops._c10d_functional
+GROUP = "0"
+ROWS, WIDTH = 6, 24
+
+
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", GROUP))
+
+
+def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 1, GROUP))
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 1, GROUP))
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, [WIDTH])
+
+
+def epilogue(x: Any, w: Any, r: Any) -> Any:
+    """A norm between two products: ends at the second one."""
+    y = all_reduce(x @ w) + r
+    return norm(y) @ w, y
+
+
+def prologue(x: Any, w: Any, r: Any) -> Any:
+    """What is computed for the collective alone."""
+    return (all_reduce(torch.tanh(x @ w) * r) @ w,)
+
+
+def backward(x: Any, w: Any, r: Any) -> Any:
+    """As of an RMS norm: sums along rows and columns, both read by others."""
+    g = all_reduce(x @ w)
+    rate = torch.rsqrt((r * r).mean(-1, keepdim=True) + 1e-6)
+    scaled = g * rate
+    inner = (g * r).sum(-1, keepdim=True) * rate.pow(3) / WIDTH
+    weight = (g * r * rate).sum(0)
+    return (scaled - r * inner) @ w, weight
+
+
+def views(x: Any, w: Any, r: Any) -> Any:
+    """Views at the border, and one read inside and outside."""
+    y = all_reduce((x @ w).view(2, 3, WIDTH)) * 2
+    flat = y.view(ROWS, WIDTH)
+    z = flat + r
+    return flat @ w, z.view(3, 2, WIDTH)
+
+
+def update(x: Any, w: Any, r: Any) -> Any:
+    """An optimizer's step on slices."""
+    g = reduce_scatter(x @ w)
+    m = r * 0.9 + g
+    p = x - 0.1 * m
+    return all_gather(p) @ w, m
+
+
+def gathered(x: Any, w: Any, r: Any) -> Any:
+    """A gather on CPU, and what follows it."""
+    y = all_gather(r * 2)
+    return (norm(y + x) @ w,)
+
+
+def dropout(x: Any, w: Any, r: Any) -> Any:
+    """A mask by global index, of a seed among seeds."""
+    seeds = torch.ops.fxpar.seeds(4, torch.device("cpu"))
+    seed = torch.ops.prims.inductor_lookup_seed(seeds, 2)
+    size, whole = [ROWS, WIDTH], [2 * ROWS, WIDTH]
+    drawn = torch.ops.fxpar.random(size, seed, "rand", whole, [ROWS, 0])
+    y = torch.where(drawn > 0.1, all_reduce(x @ w) / 0.9, 0.0) + r
+    return y @ w, y
+
+
+def two(x: Any, w: Any, r: Any) -> Any:
+    """Two alike: one program."""
+    y = norm(all_reduce(x @ w) + r)
+    return (norm(all_reduce(y @ w) + r) @ w,)
+
+
+GRAPHS: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (
+        epilogue,
+        prologue,
+        backward,
+        views,
+        update,
+        gathered,
+        dropout,
+        two,
+    )
+}
+
+
+def inputs() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    shapes = ((ROWS, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH))
+    return [torch.randn(shape, generator=draw) for shape in shapes]
+
+
+def graph_of(fn: Callable[..., Any]) -> fx.Graph:
+    """As it is when regions are made: waits right before what reads them, gathers as
+    they are on CPU."""
+    from tests.fusion.kernels.interpreted import traced
+
+    graph = traced(fn, inputs())
+    sink_waits(graph)
+    fake_mode = _compat.fake_mode_of([n.meta.get("val") for n in graph.nodes])
+    give_outputs(graph, Rewriter(graph, fake_mode))
+    return graph
+
+
+def fused(fn: Callable[..., Any], how: str = "interpret") -> tuple[fx.Graph, Fused]:
+    graph = graph_of(fn)
+    return graph, fuse_graph(graph, how, ranks_of=lambda group: 2)
+
+
+def run() -> dict[str, Any]:
+    """How far results after are from those before, for each graph and runner."""
+    import torch.distributed as dist
+
+    from tests.fusion.kernels.interpreted import apart
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    out = {}
+    for name, fn in GRAPHS.items():
+        before = fx.GraphModule({}, graph_of(fn))
+        torch.manual_seed(0)
+        want = before(*inputs())
+        for how in ("interpret", "triton"):
+            graph, found = fused(fn, how)
+            torch.manual_seed(0)
+            got = fx.GraphModule({}, graph)(*inputs())
+            error = max(map(apart, got, want))
+            out[f"{name} {how}"] = {"error": error, "regions": len(found.programs)}
+    dist.destroy_process_group()
+    return out
