@@ -54,8 +54,9 @@ _SETTINGS: tuple[dict[str, int], ...] = (
     {"ahead": 4},
 )
 
-# Of a step's peak memory, by which buckets and gathers under way may raise it at most.
-_ROOM = 1.1
+# By what buckets and gathers under way may raise a step's peak memory at most: a share
+# of it, or bytes that are little to any device.
+_ROOM, _LITTLE = 0.1, 8 << 20
 
 # In so many chunks a product may run, tried in this order.
 CHUNKS = (4, 2)
@@ -166,14 +167,19 @@ def _overlapped(state: _Search) -> None:
 def _by_phase(state: _Search) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
     hold more: a step may not need much more memory for it."""
-    for settings in _SETTINGS:
+    first = state.now
+    for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
             return
         known, before = state.schedule, state.now
-        said = line_of(replace(settings_of(known), **settings))
+        room = max(_ROOM * first.peak_bytes, _LITTLE)
+        settings = replace(settings_of(known), **change)
+        if settings.bucket is not None:
+            settings = replace(settings, gathers=min(settings.bucket, int(room)))
+        said = line_of(settings)
         lines = tuple(line for line in known.lines if line.verb not in LATER)
         state.simulate(Schedule(lines) + said)
-        if state.now.peak_bytes > _ROOM * before.peak_bytes:
+        if state.now.peak_bytes > first.peak_bytes + room:
             state.schedule, state.now = known, before
 
 

@@ -19,9 +19,11 @@ from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.schedule import DEFAULT, Settings
 
 
-def buckets(_: Edit, bytes: int) -> list[fx.Node]:
-    """``bytes``: of a full bucket, in the form each rank holds whole; 0 for none."""
+def buckets(_: Edit, bytes: int, gathers: int = 0) -> list[fx.Node]:
+    """``bytes``: of a full bucket, in the form each rank holds whole; 0 for none.
+    ``gathers``: of one of gathers, whose results are all there at once, if other."""
     _check("buckets", "bytes", bytes, 0)
+    _check("buckets", "gathers", gathers, 0)
     return []
 
 
@@ -47,16 +49,21 @@ def settings_of(schedule: Schedule | str) -> Settings:
     """What the lines of a schedule say; the last one counts."""
     lines = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     said = {line.verb: dict(line.options) for line in lines.lines}
-    bucket: Any = said.get("buckets", {}).get("bytes", DEFAULT.bucket)
-    ahead: Any = said.get("prefetch", {}).get("ahead", DEFAULT.ahead)
-    return Settings(bucket, ahead)
+    joined, early = said.get("buckets", {}), said.get("prefetch", {})
+    bucket: Any = joined.get("bytes", DEFAULT.bucket)
+    gathers: Any = joined.get("gathers", DEFAULT.gathers)
+    ahead: Any = early.get("ahead", DEFAULT.ahead)
+    return Settings(bucket, gathers, ahead)
 
 
 def line_of(settings: Settings) -> Schedule:
     """The lines that say so."""
     out = []
     if settings.bucket is not None:
-        out.append(Line("buckets", (), (("bytes", settings.bucket),)))
+        sizes: list[tuple[str, int]] = [("bytes", settings.bucket)]
+        if settings.gathers is not None:
+            sizes.append(("gathers", settings.gathers))
+        out.append(Line("buckets", (), tuple(sizes)))
     if settings.ahead != DEFAULT.ahead:
         out.append(Line("prefetch", (), (("ahead", settings.ahead),)))
     return Schedule(tuple(out))

@@ -64,11 +64,16 @@ class _Bucket:
 
 
 def bucket(
-    graph: fx.Graph, rewriter: Rewriter, *, reductions: bool, full: int | None = None
+    graph: fx.Graph,
+    rewriter: Rewriter,
+    *,
+    reductions: bool,
+    most: int = FULL,
+    gathers: int = FULL,
 ) -> None:
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
-    views of one tensor, as only gradients may be. ``full``: bytes, FULL if None."""
-    most = FULL if full is None else full
+    views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
+    ``gathers``: of one of gathers."""
     free, late = from_inputs(graph), _to_output(graph)
     before = _depends(graph, late)
     opened: dict[Any, _Bucket] = {}
@@ -82,12 +87,13 @@ def bucket(
         if not joins or is_chunk(node):
             continue
         value, size = node.args[0].meta["val"], _size(node)
-        if size >= most or value.is_complex():
+        room = gathers if node.target is _GATHER else most
+        if size >= room or value.is_complex():
             continue
         key = node.target, node.args[1:], value.dtype, value.device
         held = opened.get(key)
         needs = _buckets(before[node], home, before)
-        if held is None or id(held) in needs or held.size + size > most:
+        if held is None or id(held) in needs or held.size + size > room:
             held = opened[key] = _Bucket()
             filled.append(held)
         held.members.append(node)

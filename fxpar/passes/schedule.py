@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
-from fxpar.passes.buckets import bucket, from_inputs
+from fxpar.passes.buckets import FULL, bucket, from_inputs
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.waits import WAIT, is_chunk, sink, sink_waits
 
@@ -26,10 +26,12 @@ _GATHER = c10d.all_gather_into_tensor.default
 
 @dataclass(frozen=True)
 class Settings:
-    """``bucket``: bytes of a full bucket, None for the default; ``ahead``: so many
-    gathers of parameters are started before they are needed."""
+    """``bucket``: bytes of a full bucket, None for the default; ``gathers``: of one of
+    gathers, whose results are all there at once, None for those of the others.
+    ``ahead``: so many gathers of parameters are started before they are needed."""
 
     bucket: int | None = None
+    gathers: int | None = None
     ahead: int = 1
 
 
@@ -51,7 +53,9 @@ def schedule(
         return
     rewriter = Rewriter(graph, fake_mode)
     if "bucket" not in disable:
-        bucket(graph, rewriter, reductions=backward, full=settings.bucket)
+        most = FULL if settings.bucket is None else settings.bucket
+        gathers = most if settings.gathers is None else settings.gathers
+        bucket(graph, rewriter, reductions=backward, most=most, gathers=gathers)
     if "sink_waits" not in disable:
         sink_waits(graph)
     if "prefetch" not in disable:

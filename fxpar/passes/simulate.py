@@ -24,7 +24,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.passes.kernels import launches_of
-from fxpar.passes.launches import Launch, Launches
+from fxpar.passes.launches import Buffer, Launch, Launches
 from fxpar.sharding import collectives
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
@@ -165,7 +165,7 @@ def simulate(
     found = launches_of(graph, fused=fused)
     work = _work(found, mesh, _machine(hardware, fused), tf32)
     times = Simulation(work.tasks, compiled=False)
-    memory = _Memory(found, work, times, keep_inputs)
+    memory = _Memory(found, work, times, keep_inputs, in_place=fused)
     events = _events(found.launches, work, times)
     late = (i for i, launch in enumerate(found.launches) if launch.backward)
     first = next(late, None)
@@ -310,10 +310,17 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
 
 
 class _Memory:
-    """What is in memory after each launch. ``curve``: time -> bytes."""
+    """What is in memory after each launch. ``curve``: time -> bytes. ``in_place``: an
+    all-reduce writes over an operand that nobody else needs, as Inductor has it."""
 
     def __init__(
-        self, found: Launches, work: _Work, times: Simulation, keep_inputs: bool
+        self,
+        found: Launches,
+        work: _Work,
+        times: Simulation,
+        keep_inputs: bool,
+        *,
+        in_place: bool,
     ) -> None:
         self.born = dict.fromkeys(found.inputs, -1)
         end = len(found.launches)
@@ -326,7 +333,20 @@ class _Memory:
             for buffer in launch.reads:
                 self.dies[buffer] = max(self.dies[buffer], until)
         self.dies.update(dict.fromkeys(found.outputs, end))
+        if in_place:
+            self._reuse(found, waits)
         self._follow(found, work, times)
+
+    def _reuse(self, found: Launches, waits: dict[Launch, int]) -> None:
+        """Operands of all-reduces die when these begin, if they are read no more."""
+        last: dict[Buffer, int] = {}
+        for i, launch in enumerate(found.launches):
+            last.update(dict.fromkeys(launch.reads, i))
+        for i, launch in enumerate(found.launches):
+            for buffer in launch.reads if launch.kind == "all_reduce" else ():
+                mine = last[buffer] == i and self.dies[buffer] == waits.get(launch, i)
+                if mine and self.born[buffer] >= 0:
+                    self.dies[buffer] = i - 1
 
     def _follow(self, found: Launches, work: _Work, times: Simulation) -> None:
         freed: dict[int, int] = defaultdict(int)

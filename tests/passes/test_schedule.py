@@ -19,11 +19,16 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 import fxpar
-from fxpar.passes import buckets
 from fxpar.passes.buckets import bucket
 from fxpar.passes.lockstep import run_lockstep
 from fxpar.passes.rewrite import Rewriter
-from fxpar.passes.schedule import drop_unread, give_outputs, prefetch, schedule
+from fxpar.passes.schedule import (
+    Settings,
+    drop_unread,
+    give_outputs,
+    prefetch,
+    schedule,
+)
 from fxpar.passes.waits import WAIT
 from fxpar.sharding.mesh import Mesh
 from tests.spawn import shared_pool
@@ -92,8 +97,8 @@ class Sketch:
         ]
         return run_lockstep(self.graph, MESH, inputs)
 
-    def bucket(self, *, reductions: bool = True) -> None:
-        bucket(self.graph, self.rewriter, reductions=reductions)
+    def bucket(self, *, reductions: bool = True, **sizes: int) -> None:
+        bucket(self.graph, self.rewriter, reductions=reductions, **sizes)
 
     def moved(self) -> list[tuple[str, Shape, Shape]]:
         """Each collective with the shapes of operand and result, in order."""
@@ -386,17 +391,26 @@ def test_a_forward_keeps_its_reductions(sketch: Sketch, reductions: bool) -> Non
     check_equal(sketch.run(), want)
 
 
-def test_a_bucket_is_filled_and_what_is_larger_goes_alone(
-    sketch: Sketch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_filled_and_what_is_larger_goes_alone(sketch: Sketch) -> None:
     """Whole, in float64: 64, 64, 256 (too large), 64, 64, 192 and 128 bytes."""
-    monkeypatch.setattr(buckets, "FULL", 256)
     inputs = [sketch.input(n) for n in (4, 4, 16, 4, 4, 12, 8)]
     sketch.output(*map(sketch.gather, inputs))
     want = sketch.run()
-    sketch.bucket()
+    sketch.bucket(most=1, gathers=256)
     operands = [operand for _, operand, _ in sketch.moved()]
     assert operands == [(1, 16), (16,), (12,), (8,)]
+    check_equal(sketch.run(), want)
+
+
+def test_gathers_have_a_size_of_their_own(sketch: Sketch) -> None:
+    """32 bytes a gather whole, 16 a reduction."""
+    sketch.output(
+        *(sketch.gather(sketch.input(2)) for _ in range(4)),
+        *(sketch.reduce(sketch.input(2)) for _ in range(4)),
+    )
+    want = sketch.run()
+    sketch.bucket(most=64, gathers=64)
+    assert [operand for _, operand, _ in sketch.moved()] == [(1, 4), (1, 4), (1, 8)]
     check_equal(sketch.run(), want)
 
 
@@ -452,6 +466,19 @@ def test_a_gather_starts_where_the_one_before_is_read(sketch: Sketch) -> None:
         *("alias", "gather", "alias_1", "gather_1", "wait", "mm"),
         *("alias_2", "gather_2", "wait_1", "mm_1"),
         *("wait_2", "mm_2"),
+    ]
+    check_equal(sketch.run(), want)
+
+
+def test_two_gathers_ahead(sketch: Sketch) -> None:
+    layers(sketch, 4)
+    want = sketch.run()
+    prefetch(sketch.graph, 2)
+    sketch.graph.lint()
+    assert sketch.order() == [
+        *("alias", "gather", "alias_1", "gather_1", "alias_2", "gather_2"),
+        *("wait", "mm", "alias_3", "gather_3", "wait_1", "mm_1"),
+        *("wait_2", "mm_2", "wait_3", "mm_3"),
     ]
     check_equal(sketch.run(), want)
 
@@ -514,9 +541,8 @@ def test_gathers_that_were_sent_already_stay(sketch: Sketch) -> None:
 
 @pytest.mark.parametrize("disable", [[], ["drain"]])
 def test_a_scatter_is_waited_for_before_the_next_but_one(
-    sketch: Sketch, disable: list[str], monkeypatch: pytest.MonkeyPatch
+    sketch: Sketch, disable: list[str]
 ) -> None:
-    monkeypatch.setattr(buckets, "FULL", 0)
     x = sketch.input(4, 4)
     scattered = []
     for _ in range(4):
@@ -524,7 +550,8 @@ def test_a_scatter_is_waited_for_before_the_next_but_one(
         scattered.append(sketch.scatter(x))
     sketch.output(*scattered)
     want = sketch.run()
-    schedule(sketch.graph, backward=True, disable=disable)
+    none = Settings(bucket=0)
+    schedule(sketch.graph, backward=True, disable=disable, settings=none)
     under_way, most = 0, 0
     for node in sketch.graph.nodes:
         under_way += is_collective(node) - (node.target is WAIT)
@@ -608,13 +635,16 @@ def test_passes_run_unless_left_out(
     sketch: Sketch,
     left_out: str | None,
     backward: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buckets, "FULL", 512)
     everything(sketch)
     want = sketch.run()
     assert not any(seen(sketch).values())
-    schedule(sketch.graph, backward=backward, disable=[left_out] if left_out else [])
+    schedule(
+        sketch.graph,
+        backward=backward,
+        disable=[left_out] if left_out else [],
+        settings=Settings(bucket=512),
+    )
     assert seen(sketch) == {name: name != left_out for name in PASSES}
     assert not sketch.graph.find_nodes(op="call_function", target=GATHER.default)
     check_equal(sketch.run(), want)

@@ -535,28 +535,37 @@ def test_an_empty_step_takes_no_time():
 def test_memory_by_hand():
     s = Sketch()
     x, w = s.input(10, 10), s.input(10, 10)  # 400 bytes each, throughout
-    a = s(aten.mm, x, w)  # 400, until the wait: the collective reads it
-    sent = s.reduce(a)  # 400
+    a = s(aten.mm, x, w)  # 400
+    sent = s.reduce(a)  # in its place: nobody else reads it
     b = s(aten.mm, w, w)  # 400
     c = s(aten.relu, s(aten.neg, b))  # neg is never in memory
     d = s(aten.mm, c, s.wait(sent))  # 400
     out = s.run(s(aten.sum.dim_IntList, d, [0]))
-    # With the first product 1200; result of the collective, second product; relu;
-    # the second product gone, and the first, and d; relu and what was sent gone, and
-    # the sum; d gone.
-    assert [n for _, n in out.memory] == [1200, 2000, 2400, 2000, 1240, 840]
+    # With the first product 1200; second product; relu; the second product gone, and d;
+    # relu and what was sent gone, and the sum; d gone.
+    assert [n for _, n in out.memory] == [1200, 1600, 2000, 2000, 1240, 840]
     assert [t for t, _ in out.memory] == [e.start for e in out.events if not e.axes][
         :3
     ] + [e.start for e in out.events[-2:]] + [out.seconds]
-    assert out.peak_bytes == 2400
+    assert out.peak_bytes == 2000
     assert {h.name for h in out.held} == {
-        "x0",
-        "x1",
-        "mm_default",
-        "all_reduce_default",
-        "mm_default_1",
-        "relu_default",
+        *("x0", "x1", "all_reduce_default", "mm_default_1", "relu_default")
     }
+
+
+def test_a_reduction_is_in_place_where_nobody_else_reads_its_operand():
+    def peak(fused: bool = True, *, again: bool = False, given: bool = False) -> int:
+        s = Sketch()
+        x = s.input(10, 10)
+        a = x if given else s(aten.mm, x, x)
+        y = s.wait(s.reduce(a))
+        out = s(aten.mm, y, a) if again else s(aten.sum.dim_IntList, y, [0])
+        return s.run(out, fused=fused).peak_bytes
+
+    assert peak() == 840  # the input, the operand that becomes its sum, the result
+    assert peak(fused=False) == 1200  # the input, the operand, its sum
+    assert peak(again=True) == 1600  # and the product
+    assert peak(given=True) == 840  # an input is never written over
 
 
 def test_views_keep_what_they_look_at_and_outputs_stay():
