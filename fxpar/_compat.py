@@ -478,9 +478,10 @@ def default_group() -> Any:
 
 def group_size(name: str) -> int:
     """Members of the process group of a name."""
-    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
-    return dist.distributed_c10d._resolve_process_group(name).size()
+    found: Any = distributed_c10d
+    return int(found._resolve_process_group(name).size())
 
 
 def forget_meshes() -> None:

@@ -18,6 +18,7 @@ from fxpar.fusion.edit import Edit, refuse
 from fxpar.fusion.regions import arrange, path_outside
 from fxpar.passes import steps
 from fxpar.passes.builder import Builder
+from fxpar.passes.lower import contiguous
 
 aten = torch.ops.aten
 
@@ -95,7 +96,8 @@ def _collected(build: Builder, nodes: Nodes) -> Any:
         piece = _piece(build, whole, 1, starts[node], math.prod(shape))
         piece = build.call(aten.reshape.default, piece, [count, *shape])
         piece = build.call(aten.movedim.int, piece, 0, dim)
-        return build.call(aten.reshape.default, piece, list(node.meta["val"].shape))
+        shape = list(node.meta["val"].shape)
+        return contiguous(build, build.call(aten.reshape.default, piece, shape))
 
     return whole, cut
 

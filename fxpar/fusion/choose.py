@@ -38,6 +38,9 @@ _LEAST = 1e-3
 # What saves this share of what it costs comes near to pay.
 _NEAR = 0.5
 
+# A schedule with which a step takes no more than so many times as long comes near.
+_CLOSE = 1.25
+
 # Chunks are tried where they could save this share of a step.
 _TRIED = 0.01
 
@@ -125,14 +128,13 @@ class _Search:
         except ScheduleError as error:
             self.near.append(f"{what}: {error.what}")
             return False
-        if then is None:
-            return True
-        self.near.append(
-            f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
-            f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead of "
-            f"{self.now.peak_bytes}"
-        )
-        return False
+        if then is not None and then.seconds < _CLOSE * self.now.seconds:
+            self.near.append(
+                f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
+                f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
+                f"of {self.now.peak_bytes}"
+            )
+        return then is None
 
     def simulate(self, schedule: Schedule) -> Timeline | None:
         """Take a schedule if a step is better with it; else how its steps would be."""

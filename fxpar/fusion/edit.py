@@ -30,11 +30,13 @@ Axes = tuple[str, ...]
 @dataclass
 class Edit:
     """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
-    kept in slices."""
+    kept in slices. ``staged``: whether the graphs it exchanges messages with are at
+    hand, to be changed alike."""
 
     graph: fx.Graph
     build: Builder
     permit: frozenset[str] = frozenset()
+    staged: bool = False
     names: dict[str, fx.Node] = field(default_factory=dict)
     _index: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -121,6 +123,8 @@ def lift(
         target, args = read(node, axes)
         with graph.inserting_before(node), build.at(node):
             made = steps.step(build, target, node.args[0], *args, axes)
+        if target is steps.recv:
+            made.meta["fxpar_sent"] = frozenset(build.mesh.names)  # it may be anything
         name = node.name
         _replace_waited(graph, node, made)
         made.name = name  # which lines of a schedule call it by
@@ -172,4 +176,6 @@ _LIFT: dict[Any, Any] = {
         steps.permute,
         (tuple(n.args[1]),),
     ),
+    c10d.isend.default: lambda n, a: (steps.send, n.args[1:3]),
+    c10d.irecv.default: lambda n, a: (steps.recv, n.args[1:3]),
 }

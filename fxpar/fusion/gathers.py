@@ -19,7 +19,7 @@ def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]
     """``split(ar, dim=) -> rs, ag``: an all-reduce as a reduce-scatter along ``dim``
     and an all-gather (CoCoNeT, ARSplitRSAG). By default the first dim that divides."""
     axes, op = _reduction("split", edit, reduced)
-    dim = _dim("split", edit, reduced, dim, axes)
+    dim = dividing("split", edit, reduced, dim, axes)
     return _split(edit, reduced, dim, op, axes, ())
 
 
@@ -27,16 +27,10 @@ def cut(edit: Edit, value: fx.Node, axes: str, dim: int | None = None) -> list[f
     """``cut(w, axes=, dim=) -> part, ag``: a value equal on all ranks as the gather of
     its slices, across which what reads it may then move. Axes as in ``hierarchical``.
     """
-    over = tuple(axes.split("_and_"))
     if not isinstance(value.meta.get("val"), torch.Tensor):
         raise refuse("cut", value, "is no tensor")
-    unknown = [axis for axis in over if axis not in edit.mesh.names]
-    if unknown:
-        raise refuse("cut", value, f"cannot be cut along {unknown} of {edit.mesh}")
-    differ = [axis for axis in over if axis in edit.varies()[value]]
-    if differ:
-        raise refuse("cut", value, f"differs between ranks along {differ}")
-    dim = _dim("cut", edit, value, dim, over)
+    over = equal_along("cut", edit, value, axes)
+    dim = dividing("cut", edit, value, dim, over)
     readers = list(value.users)
     at = min(readers) if value.op == "placeholder" else value.next
     with edit.graph.inserting_before(at), edit.build.at(value):
@@ -57,7 +51,7 @@ def hierarchical(
     near, far = tuple(inner.split("_and_")), tuple(outer.split("_and_"))
     if sorted(near + far) != sorted(axes):
         raise refuse("hierarchical", reduced, f"reduces over {axes}, not {near + far}")
-    dim = _dim("hierarchical", edit, reduced, dim, near)
+    dim = dividing("hierarchical", edit, reduced, dim, near)
     return _split(edit, reduced, dim, op, near, far)
 
 
@@ -88,7 +82,21 @@ def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
     return axes, op
 
 
-def _dim(verb: str, edit: Edit, node: fx.Node, dim: int | None, axes: Axes) -> int:
+def equal_along(verb: str, edit: Edit, value: fx.Node, axes: str) -> Axes:
+    """The axes of a line's option, along which ``value`` is equal on all ranks. Raises
+    ScheduleError."""
+    over = tuple(axes.split("_and_"))
+    unknown = [axis for axis in over if axis not in edit.mesh.names]
+    if unknown:
+        raise refuse(verb, value, f"cannot be cut along {unknown} of {edit.mesh}")
+    differ = [axis for axis in over if axis in edit.varies()[value]]
+    if differ:
+        raise refuse(verb, value, f"differs between ranks along {differ}")
+    return over
+
+
+def dividing(verb: str, edit: Edit, node: fx.Node, dim: int | None, axes: Axes) -> int:
+    """``dim``, or the first that ranks along the axes divide. Raises ScheduleError."""
     shape, count = list(node.meta["val"].shape), edit.mesh.count(axes)
     if dim is None:
         dim = next((d for d, n in enumerate(shape) if n % count == 0 and n), -1)
@@ -104,6 +112,8 @@ def merge(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
     another gathered along the same dim becomes one over the axes of both."""
     first, *others = nodes
     for node in others:
+        if node.target in steps.MESSAGES:
+            raise refuse("merge", node, "is a message, of which each arrives")
         if not steps.is_step(node) or node.target is not first.target:
             raise refuse("merge", node, f"is not of the kind of {first.name}")
         if node.args == first.args:

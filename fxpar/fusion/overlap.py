@@ -9,20 +9,24 @@ section 3.4; with functional collectives, which are asynchronous, on any backend
 Chunks lie along a dim that the collective does not touch, or within each rank's part of
 the one it does. A chunk's collective starts as soon as its operand is there, and is
 waited for where its result is read: gathers one chunk ahead, reductions at the end.
+With ``ring=`` the chunks are the parts of the ranks, which go from neighbour to
+neighbour (``ring``) instead. Messages to another stage run in chunks as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar.fusion import sends
 from fxpar.fusion.edit import Edit, refuse
 from fxpar.fusion.parts import Cutter, Part, Refused, results_of
 from fxpar.fusion.regions import arrange
+from fxpar.fusion.ring import Ring
 from fxpar.passes import steps
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
@@ -41,14 +45,16 @@ class _Chunked(Builder):
         super().__init__(build.graph, build.fake_mode, mesh)
         self.real = build
 
-    def offset(self, axes: Sequence[str], stride: int, base: int = 0) -> Any:
+    def offset(
+        self, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
+    ) -> Any:
         if _AXIS in axes:
             raise Refused("counts by index")
-        return self.real.offset(axes, stride, base)
+        return self.real.offset(axes, stride, base, around)
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Chunks:
     """Where chunks lie: along ``dim`` of the value at the collective's compute side.
     ``ranks``: 1, or the ranks within whose parts of the dim they lie."""
 
@@ -82,58 +88,105 @@ class _Layout:
         return build.call(aten.reshape.default, x, shape)
 
 
+Layout = Chunks | Ring
+
+
 def overlap(
     edit: Edit,
     first: fx.Node | tuple[fx.Node, ...],
     second: fx.Node | tuple[fx.Node, ...],
-    chunks: int = 2,
+    chunks: int | None = None,
     dim: int | None = None,
+    ring: int | None = None,
 ) -> list[fx.Node]:
     """``overlap(ag, mm)`` or ``overlap(ag, [mm, mm_1])``: gives the joined results;
-    ``overlap(mm, rs)``: gives the joined result of the collective. ``dim``: of the
-    collective's result that is cut in chunks."""
+    ``overlap(mm, rs)``: gives the joined result of the collective; ``overlap(recv,
+    mm)`` and ``overlap(mm, send)`` likewise. ``chunks``: how many, 2 by default.
+    ``dim``: of the collective's result that is cut in chunks. ``ring``: in one
+    direction or in 2; the chunks are then the parts of the ranks."""
     starts, ends = _tuple(first), _tuple(second)
-    if len(starts) == 1 and starts[0].target is steps.all_gather:
-        return _gather_first(edit, starts[0], ends, chunks, dim)
+    if len(starts) == 1 and starts[0].target in _FIRST:
+        how = _How(edit, starts[0], chunks, dim, ring)
+        return _collective_first(edit, how, ends)
     if len(ends) == 1 and ends[0].target in _LAST:
-        return _reduce_last(edit, starts, ends[0], chunks, dim)
+        how = _How(edit, ends[0], chunks, dim, ring)
+        return _collective_last(edit, starts, how)
     raise refuse("overlap", starts[0], "is no gather, and comes before none")
 
 
-# What chunks may end with; a gather that ends them is one that others come before.
-_LAST = {steps.reduce_scatter, steps.all_reduce, steps.permute, steps.all_gather}
+# What chunks may begin with, or end with; a gather that ends them is one that others
+# come before.
+_FIRST = {steps.all_gather, steps.recv}
+_LAST = {
+    steps.reduce_scatter,
+    steps.all_reduce,
+    steps.permute,
+    steps.all_gather,
+    steps.send,
+}
+# What a ring may stand for: a gather that comes first, a reduce-scatter that is last.
+_RINGS = {steps.all_gather, steps.reduce_scatter}
 
 
 def _tuple(nodes: fx.Node | tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
     return nodes if isinstance(nodes, tuple) else (nodes,)
 
 
-def _gather_first(
-    edit: Edit,
-    gather: fx.Node,
-    ends: tuple[fx.Node, ...],
-    chunks: int,
-    dim: int | None,
+class _How:
+    """The collective of a line, and how it is to be cut up. ``along``: the dim that it
+    moves, None if it moves none; ``dim``: the one that was asked for."""
+
+    def __init__(
+        self,
+        edit: Edit,
+        node: fx.Node,
+        chunks: int | None,
+        dim: int | None,
+        ring: int | None,
+    ) -> None:
+        self.node, self.args, self.dim, self.ring = node, node.args[1:], dim, ring
+        self.axes = steps.axes_of(node)
+        self.chunks = 2 if chunks is None else chunks
+        moves = node.target not in (steps.all_reduce, steps.permute, *steps.MESSAGES)
+        self.along: Any = node.args[1] if moves else None
+        if node.target in steps.MESSAGES:
+            sends.check_staged("overlap", edit, node)
+        if ring is not None:
+            self._check_ring(edit, chunks)
+
+    def _check_ring(self, edit: Edit, chunks: int | None) -> None:
+        if self.node.target not in _RINGS:
+            raise refuse(
+                "overlap", self.node, "is no gather or reduce-scatter, as a ring"
+            )
+        if self.ring not in (1, 2):
+            raise refuse(
+                "overlap", self.node, f"has 1 or 2 directions, not {self.ring}"
+            )
+        if chunks is not None or self.dim not in (None, self.along):
+            why = f"in a ring goes in parts of the ranks along dim {self.along}"
+            raise refuse("overlap", self.node, why, fix="leave out chunks and dim")
+        if edit.mesh.count(self.axes) < 2:
+            raise refuse("overlap", self.node, "has no neighbour to pass a part to")
+
+
+def _collective_first(
+    edit: Edit, how: _How, ends: tuple[fx.Node, ...]
 ) -> list[fx.Node]:
-    along: Any = gather.args[1]
-    axes, x = steps.axes_of(gather), gather.all_input_nodes[0]
-    dim = along if dim is None else dim
-    layout = _Layout(dim, chunks, edit.mesh.count(axes) if dim == along else 1)
-    _check_size(gather, x, dim, chunks)
-    region = _between((gather,), ends)
+    first = how.node
+    region = _between((first,), ends)
     if not region:
-        raise refuse("overlap", gather, f"is not read by {ends[0].name}")
+        raise refuse("overlap", first, f"is not read by {ends[0].name}")
     anchor = max(region).next
     with edit.before(anchor) as build:
-        straight, skew = _Layout(dim, chunks), _Skew(anchor)
-        gathered, made = [], []
-        for i in range(chunks):
-            part = straight.cut(build, x, dim, i)
-            gathered.append(steps.step(build, steps.all_gather, part, along, axes))
-            parts = {gather: Part(gathered[i], dim)}
-            made.append(_run(edit, region, parts, layout, i, chunks))
+        layout, dim, coming = _coming(edit, build, how)
+        skew, came, made = _Skew(anchor), list[fx.Node](), list[dict[fx.Node, Any]]()
+        for i, part in enumerate(coming):
+            came.append(part)
+            made.append(_run(edit, region, {first: Part(part, dim)}, layout, i))
             skew.end()
-        skew.order()
+        if how.ring is None:
+            skew.order()
         lost = [end for end in ends if end not in made[0]]
         if lost:
             raise refuse("overlap", lost[0], "gives no one tensor")
@@ -141,7 +194,7 @@ def _gather_first(
             layout.join(build, [m[end][0] for m in made], made[0][end][1])
             for end in ends
         ]
-        whole = layout.join(build, gathered, dim)
+        whole = layout.join(build, came, dim)
     inside = set(region)
     left = [n for n in region if any(u not in inside for u in n.users)]
     if set(left) - set(ends):
@@ -149,62 +202,110 @@ def _gather_first(
     for end, node in zip(ends, joined, strict=True):
         end.replace_all_uses_with(node)
     edit.erase(reversed(region))
-    gather.replace_all_uses_with(whole)
-    edit.erase([gather, whole])
+    first.replace_all_uses_with(whole)
+    edit.erase([first, whole])
     arrange(edit.graph)
     return joined
 
 
-def _reduce_last(
-    edit: Edit,
-    starts: tuple[fx.Node, ...],
-    reduced: fx.Node,
-    chunks: int,
-    dim: int | None,
+def _coming(
+    edit: Edit, build: Builder, how: _How
+) -> tuple[Layout, int, Iterator[fx.Node]]:
+    """How the parts of a gather, or a message, lie; along which dim; and these, each
+    appended as it is asked for."""
+    node, along, chunks = how.node, how.along, how.chunks
+    x = node.all_input_nodes[0]
+    if how.ring is not None:
+        ring = Ring.near_first(edit.mesh, how.axes, along, how.ring)
+        return ring, along, ring.held(build, x)
+    if node.target is steps.recv:
+        dim = 0 if how.dim is None else how.dim
+        _check_size(node, x, dim, chunks)
+        sends.check_buffer("overlap", node)
+        shape = list(x.meta["val"].shape)
+        shape[dim] //= chunks
+        messages = (sends.received(build, node, shape) for _ in range(chunks))
+        return Chunks(dim, chunks), dim, messages
+    dim = along if how.dim is None else how.dim
+    _check_size(node, x, dim, chunks)
+    straight = Chunks(dim, chunks)
+    gathers = (
+        steps.step(build, node.target, straight.cut(build, x, dim, i), *how.args)
+        for i in range(chunks)
+    )
+    inside = edit.mesh.count(how.axes) if dim == along else 1
+    return Chunks(dim, chunks, inside), dim, gathers
+
+
+def _collective_last(
+    edit: Edit, starts: tuple[fx.Node, ...], how: _How
 ) -> list[fx.Node]:
-    source = reduced.all_input_nodes[0]
-    args: Any = reduced.args
-    along = args[1] if isinstance(args[1], int) else None
-    count = edit.mesh.count(steps.axes_of(reduced))
-    shape = list(source.meta["val"].shape)
+    last = how.node
+    source = last.all_input_nodes[0]
+    region = sorted({*starts, *_between(starts, (source,))})
+    if source not in region:
+        raise refuse("overlap", last, f"does not reduce what {starts[0].name} gives")
+    for node in region:
+        outside = [u for u in node.users if u not in region and u is not last]
+        if outside:
+            raise refuse("overlap", node, f"is read by {outside[0].name} too")
+    with edit.before(last) as build:
+        if how.ring is not None:
+            joined = _ring_last(edit, build, region, how)
+        else:
+            joined = _chunks_last(edit, build, region, how)
+    edit.swap(last, joined)
+    return [joined]
+
+
+def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> fx.Node:
+    """The region on each part, the sums of which go from rank to rank."""
+    if how.node.target is not steps.reduce_scatter:
+        raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
+    op: Any = how.args[1]
+    assert how.ring is not None
+    ring = Ring.far_first(edit.mesh, how.axes, how.along, how.ring)
+    source = how.node.all_input_nodes[0]
+    return ring.reduced(build, lambda i: _pull(edit, region, source, ring, i), op)
+
+
+def _chunks_last(
+    edit: Edit, build: Builder, region: list[fx.Node], how: _How
+) -> fx.Node:
+    """The region on each chunk, and the collective of it."""
+    last, along, chunks = how.node, how.along, how.chunks
+    source = last.all_input_nodes[0]
+    shape, dim = list(source.meta["val"].shape), how.dim
     if dim is None:
         whole = [d for d, n in enumerate(shape) if d != along and n % chunks == 0]
         dim = whole[0] if whole else (along if along is not None else 0)
-    apart, straight = _Layout(dim, chunks, count), _Layout(dim, chunks)
+    straight = Chunks(dim, chunks)
+    apart = Chunks(dim, chunks, edit.mesh.count(how.axes))
     before = after = straight
     if dim == along:
-        gathers = reduced.target is steps.all_gather
+        gathers = last.target is steps.all_gather
         before, after = (straight, apart) if gathers else (apart, straight)
-    _check_size(reduced, source if before is straight else reduced, dim, chunks)
-    region = sorted({*starts, *_between(starts, (source,))})
-    if source not in region:
-        raise refuse("overlap", reduced, f"does not reduce what {starts[0].name} gives")
-    for node in region:
-        outside = [u for u in node.users if u not in region and u is not reduced]
-        if outside:
-            raise refuse("overlap", node, f"is read by {outside[0].name} too")
-    with edit.before(reduced) as build:
-        pieces, skew = [], _Skew(reduced)
-        for i in range(chunks):
-            made = _pull(edit, region, source, before, i, chunks)
-            pieces.append(steps.step(build, reduced.target, made, *args[1:]))
-            skew.end()
-        skew.order()
-        joined = after.join(build, pieces, dim)
-    edit.swap(reduced, joined)
-    return [joined]
+    _check_size(last, source if before is straight else last, dim, chunks)
+    pieces, skew = [], _Skew(last)
+    for i in range(chunks):
+        made = _pull(edit, region, source, before, i)
+        pieces.append(steps.step(build, last.target, made, *how.args))
+        skew.end()
+    skew.order()
+    if last.target is steps.send:
+        return pieces[-1]  # that a message was sent is all it says
+    return after.join(build, pieces, dim)
 
 
 def _run(
     edit: Edit,
     region: list[fx.Node],
     parts: dict[fx.Node, Part],
-    layout: _Layout,
+    layout: Layout,
     i: int,
-    chunks: int,
 ) -> dict[fx.Node, Any]:
     """The region on one chunk of what was gathered."""
-    cutter = _cutter(edit, layout, i, chunks, ())
+    cutter = _cutter(edit, layout, i, ())
     known: dict[fx.Node, Part] = dict(parts)
     out: dict[fx.Node, Any] = {}
     for node in region:
@@ -223,20 +324,18 @@ def _run(
 
 
 def _pull(
-    edit: Edit, region: list[fx.Node], last: fx.Node, layout: _Layout, i: int, n: int
+    edit: Edit, region: list[fx.Node], last: fx.Node, layout: Layout, i: int
 ) -> fx.Node:
     """One chunk of ``last``, computed through the region."""
-    cutter = _cutter(edit, layout, i, n, region)
+    cutter = _cutter(edit, layout, i, region)
     try:
         return cutter.sliced(last, layout.dim)
     except Refused as error:
         raise refuse("overlap", last, str(error)) from error
 
 
-def _cutter(
-    edit: Edit, layout: _Layout, i: int, chunks: int, pull: Sequence[fx.Node]
-) -> Cutter:
-    build = _Chunked(edit.build, chunks)
+def _cutter(edit: Edit, layout: Layout, i: int, pull: Sequence[fx.Node]) -> Cutter:
+    build = _Chunked(edit.build, layout.chunks)
 
     def cut(x: fx.Node, dim: int) -> fx.Node:
         return layout.cut(build, x, dim, i)
@@ -285,6 +384,9 @@ class _Skew:
         while node is not self.last:
             built.append(node)
             node = node.prev
+        for made in built:
+            if made.target in steps.COLLECTIVE:
+                made.meta["fxpar_chunk"] = True
         self.chunks.append(built[::-1])
         self.last = self.anchor.prev
 

@@ -248,6 +248,8 @@ class Cutter:
         whole."""
         source: Any = node.args[0]
         part = parts[source]
+        if node.target in steps.MESSAGES:
+            raise Refused("is a message, which both stages must change (share)")
         if set(steps.axes_of(node)) & set(self.axes):
             raise Refused("communicates along the same axes")
         numbers = [a for a in node.args[1:-1] if isinstance(a, int)]

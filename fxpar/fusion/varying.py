@@ -4,7 +4,8 @@ In: a local graph with steps, whose inputs know their specs (``meta["fxpar_spec"
 Out: for every node the axes along which ranks may hold different values. A value that
 does not vary over an axis is replicated along it, so that each rank may compute on a
 slice; one that varies is a shard, a summand, or something of one rank alone, and what
-it is the steps that follow say. Never changes the graph.
+it is the steps that follow say. What another stage sends varies as it did there
+(``meta["fxpar_sent"]``). Never changes the graph.
 
 The analysis is that of ``jax.shard_map``'s varying axes.
 """
@@ -33,6 +34,8 @@ def varying(graph: fx.Graph) -> dict[fx.Node, Axes]:
             out[node] = of_spec(node)
         elif node.target is ops.offset:
             out[node] = frozenset(node.args[1])
+        elif node.target is steps.recv:
+            out[node] = node.meta["fxpar_sent"]
         elif node.target in _EQUAL:
             out[node] = read - set(steps.axes_of(node))
         elif steps.is_step(node):

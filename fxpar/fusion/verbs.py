@@ -16,11 +16,21 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.errors import ScheduleError
-from fxpar.fusion import bucket, gathers, later, overlap, regions, reorder, slices
+from fxpar.fusion import (
+    bucket,
+    gathers,
+    later,
+    overlap,
+    regions,
+    reorder,
+    sends,
+    slices,
+)
 from fxpar.fusion.edit import Edit, lift
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.rewrite import copy_of
 from fxpar.passes.waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -42,6 +52,7 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "bucket": bucket.bucket,
     "buckets": later.buckets,
     "prefetch": later.prefetch,
+    "share": sends.share,
 }
 
 
@@ -65,19 +76,28 @@ def apply(
 
     Raises ScheduleError.
     """
-    schedule = Schedule.of(schedule)
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    copy = _copy(graph.graph if isinstance(graph, fx.GraphModule) else graph)
+    edit, lifted = opened(graph, Mesh.parse(mesh), inputs, permit, groups)
+    for line in Schedule.of(schedule).lines:
+        do(edit, line)
+    if lifted if lowered is None else lowered:
+        finish(edit.graph, edit.mesh, edit.build.fake_mode)
+    return edit.graph
+
+
+def opened(
+    graph: fx.Graph | fx.GraphModule,
+    mesh: Mesh,
+    inputs: Sequence[Any] | None,
+    permit: Collection[str],
+    groups: Mapping[str, tuple[str, ...]] | None,
+) -> tuple[Edit, bool]:
+    """A copy of the graph to be changed, and whether its collectives were lifted;
+    arguments as of ``apply``."""
+    copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
     lifted = lift(copy, build, groups)
-    edit = Edit(copy, build, frozenset(permit))
-    for line in schedule.lines:
-        _do(edit, line)
-        copy.lint()
-    if lifted if lowered is None else lowered:
-        finish(copy, mesh, build.fake_mode)
-    return copy
+    return Edit(copy, build, frozenset(permit)), lifted
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
@@ -86,15 +106,6 @@ def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     regions.inline(graph)
     lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = new.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    return new
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
@@ -132,7 +143,8 @@ def _spec(given: Spec | Sequence[Any] | str) -> Spec:
     return Spec.parse(given) if isinstance(given, str) else Spec(*given)
 
 
-def _do(edit: Edit, line: Line) -> None:
+def do(edit: Edit, line: Line) -> None:
+    """One line of a schedule. Raises ScheduleError."""
     verb = VERBS.get(line.verb)
     if verb is None:
         raise ScheduleError(
@@ -162,3 +174,4 @@ def _do(edit: Edit, line: Line) -> None:
         )
     for name, node in zip(line.gives, made, strict=False):
         edit.call(node, name)
+    edit.graph.lint()

@@ -35,8 +35,9 @@ PROVENANCE = (
     "quantization_tag",
 )
 
-# Of fxpar's own: what made a reshard necessary; whether it is one of a parameter.
-OURS = ("fxpar_cause", "fxpar_parameter")
+# Of fxpar's own: what made a reshard necessary; whether it is one of a parameter;
+# whether it is one of the chunks in which a schedule runs a collective.
+OURS = ("fxpar_cause", "fxpar_parameter", "fxpar_chunk")
 
 
 def value_of(arg: Any) -> Any:
@@ -76,12 +77,17 @@ class Builder:
             node.meta.update({key: meta[key] for key in keys if key in meta})
             node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
 
-    def offset(self, axes: Sequence[str], stride: int, base: int = 0) -> Any:
-        """An int: ``base + stride * (this rank's shard of axes)``; may be a node."""
+    def offset(
+        self, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
+    ) -> Any:
+        """An int: ``base + stride * (this rank's shard of axes)``, its remainder by
+        ``around`` unless that is 0; may be a node."""
+        base = base % around if around else base
         if not axes or stride == 0:
             return base
+        more = (around,) if around else ()
         node = self.graph.call_function(
-            ops.offset, (str(self.mesh), tuple(axes), stride, base)
+            ops.offset, (str(self.mesh), tuple(axes), stride, base, *more)
         )
         node.meta["val"] = base
         return node

@@ -9,7 +9,7 @@ is split. ``scatter`` and ``gather`` convert between global values and one per r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import ops
+from fxpar.passes.post import Post, ends_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -34,23 +35,86 @@ def run_lockstep(
     place does so per rank; where ranks share that argument they get copies of it first.
     Raises PlanError on a collective it does not know.
     """
+    post = Post()
+    (results,) = _finished([_steps(graph, mesh, range(mesh.size), inputs, post)], post)
+    return results
+
+
+def run_stages(
+    graphs: Sequence[fx.Graph | fx.GraphModule],
+    mesh: Mesh,
+    axis: str,
+    inputs: Sequence[Sequence[Any]],
+) -> list[Any]:
+    """As ``run_lockstep``, where ranks at position i along ``axis`` run ``graphs[i]``
+    and send each other messages.
+
+    Raises PlanError also if messages do not fit, or stages wait for each other.
+    """
+    post = Post()
+    members = [
+        [r for r in range(mesh.size) if mesh.index(r, [axis]) == i]
+        for i in range(len(graphs))
+    ]
+    stages = [
+        _steps(graph, mesh, ranks, [inputs[r] for r in ranks], post)
+        for graph, ranks in zip(graphs, members, strict=True)
+    ]
+    out: dict[int, Any] = {}
+    for ranks, results in zip(members, _finished(stages, post), strict=True):
+        out.update(zip(ranks, results, strict=True))
+    return [out[r] for r in range(mesh.size)]
+
+
+def _finished(
+    stages: Sequence[Generator[None, None, list[Any]]], post: Post
+) -> list[list[Any]]:
+    """Results of stages that yield while they wait for messages."""
+    results: dict[int, list[Any]] = {}
+    while len(results) < len(stages):
+        before = post.sent, len(results)
+        for i, stage in enumerate(stages):
+            if i not in results:
+                try:
+                    next(stage)
+                except StopIteration as end:
+                    results[i] = end.value
+        if (post.sent, len(results)) == before:
+            raise PlanError("ranks wait for messages that nobody sends")
+    return [results[i] for i in range(len(stages))]
+
+
+def _steps(
+    graph: fx.Graph | fx.GraphModule,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    inputs: Sequence[Sequence[Any]],
+    post: Post,
+) -> Generator[None, None, list[Any]]:
+    """Runs a graph for ``ranks``, which everything is one list entry each of."""
     module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
     nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
-    ranks = range(mesh.size)
-    groups = functools.cache(
-        lambda name: list(mesh.groups(ops.group_axes(name)))  # each as a tuple of ranks
-    )
+    place, count = {rank: i for i, rank in enumerate(ranks)}, len(ranks)
+
+    @functools.cache
+    def groups(name: str) -> list[tuple[int, ...]]:
+        """Each as a tuple of places in ``ranks``."""
+        found = [g for g in mesh.groups(ops.group_axes(name)) if place.keys() & {*g}]
+        if any(r not in place for g in found for r in g):
+            raise PlanError(f"stages run other graphs, and cannot meet along {name}")
+        return [tuple(place[r] for r in g) for g in found]
+
     env: dict[fx.Node, Ranks] = {}
     dead = _last_uses(nodes)
     arguments = iter(range(len(nodes)))
     for node in nodes:
         if node.op == "placeholder":
             i = next(arguments)
-            env[node] = [inputs[r][i] for r in ranks]
+            env[node] = [each[i] for each in inputs]
         elif node.op == "get_attr":
-            env[node] = [_attribute(module, node.target)] * mesh.size
+            env[node] = [_attribute(module, node.target)] * count
         elif node.op == "output":
-            return [fx.node.map_arg(node.args[0], _on(env, r)) for r in ranks]
+            return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
         elif node.op != "call_function":
             raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
         elif node.target is ops.offset:
@@ -58,14 +122,21 @@ def run_lockstep(
         elif node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
         elif node.target is torch.ops.fxpar.wait_gather.default:
-            env[node] = [None] * mesh.size
+            env[node] = [None] * count
+        elif node.target is c10d.isend.default:
+            env[node] = post.send(node, env, ends_of(node, mesh, ranks))
+        elif node.target is c10d.irecv.default:
+            ends = [(peer, r) for r, peer in ends_of(node, mesh, ranks)]
+            while not post.is_there(ends):
+                yield
+            env[node] = post.receive(node, env, ends)
         elif node.target in COLLECTIVES:
             name = node.kwargs.get("group_name", node.args[-1])
-            env[node] = _collective(node, env, groups(name), mesh.size)
+            env[node] = _collective(node, env, groups(name), count)
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
             raise PlanError(f"cannot simulate {node.target} ({node.name})")
         else:
-            env[node] = _compute(node, env, mesh.size)
+            env[node] = _compute(node, env, count)
         for done in dead.get(node, ()):
             del env[done]
     raise PlanError("the graph has no output")

@@ -1,9 +1,10 @@
 """Lowering of reshards: the steps of ``sharding.reshard`` as local ops and collectives.
 
 In: a local graph with the steps of ``passes.steps``. Out: the same graph with each of
-them lowered in its place: ``_c10d_functional`` collectives, each with its wait,
-``fxpar::permute``, and ATen data movement with static sizes. The graph stays the same
-on every rank; where a rank's position matters it enters through ``Builder.offset``.
+them lowered in its place: ``_c10d_functional`` collectives and messages, each with its
+wait, ``fxpar::permute``, and ATen data movement with static sizes. The graph stays the
+same on every rank of a stage; where a rank's position matters it enters through
+``Builder.offset``.
 
 Collectives join and cut along dim 0, and the members of a group stand in mesh order. A
 step on another dim, or on axes in another order, is brought into that form by moving
@@ -33,13 +34,17 @@ _BOOL = {"sum": "max", "product": "min"}
 
 
 def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
-    """Lower all steps of a graph, in place."""
+    """Lower all steps of a graph, in place. What the last of a chain gives is
+    contiguous, so that every view the one-device graph takes of it holds."""
     build = Builder(graph, fake_mode, mesh)
     for chain in steps.chains(graph.nodes):
-        first, last = chain[0], chain[-1]
-        calls = [(node.target, node.args[1:]) for node in chain]
+        last, made = chain[-1], chain[0].args[0]
+        for node in chain:
+            # Each in its own place: what stands between two of them runs between.
+            with graph.inserting_before(node), build.at(last):
+                made = _LOWER[node.target](build, made, *node.args[1:])
         with graph.inserting_before(last), build.at(last):
-            made = _lowered(build, first.args[0], calls)
+            made = contiguous(build, made)
         last.replace_all_uses_with(made)
         for node in reversed(chain):
             graph.erase_node(node)
@@ -48,18 +53,11 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
 
 
 def lower_steps(build: Builder, node: fx.Node, way: Iterable[Step]) -> fx.Node:
-    """The value of ``node`` after the steps of a reshard, appended."""
-    return _lowered(build, node, [steps.call_of(step, build.mesh) for step in way])
-
-
-def _lowered(
-    build: Builder, node: Any, calls: Sequence[tuple[Any, tuple[Any, ...]]]
-) -> fx.Node:
-    """The value after the calls, contiguous, so that every view the one-device graph
-    takes of it holds."""
+    """The value of ``node`` after the steps of a reshard, appended; contiguous."""
+    calls = [steps.call_of(step, build.mesh) for step in way]
     for target, args in calls:
         node = _LOWER[target](build, node, *args)
-    return _contiguous(build, node) if calls else node
+    return contiguous(build, node) if calls else node
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -70,7 +68,8 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _contiguous(build: Builder, x: fx.Node) -> fx.Node:
+def contiguous(build: Builder, x: fx.Node) -> fx.Node:
+    """``x`` as a step gives it."""
     if x.meta["val"].is_contiguous():
         return x
     return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -86,13 +85,13 @@ def _to_front(
     k = mesh.count(axes)
     block = _resized(shape, dim, shape[dim] // k)
     if dim == 0 and order == tuple(axes):
-        return _contiguous(build, x), block
+        return contiguous(build, x), block
     sizes = [mesh.axis_size(axis) for axis in axes]
     split = [*shape[:dim], *sizes, *block[dim:]]
     front = [dim + axes.index(axis) for axis in order]
     rest = [*range(dim), *range(dim + m, len(split))]
     x = build.call(aten.view.default, x, split)
-    x = _contiguous(build, build.call(aten.permute.default, x, front + rest))
+    x = contiguous(build, build.call(aten.permute.default, x, front + rest))
     return build.call(aten.view.default, x, [k * block[0], *block[1:]]), block
 
 
@@ -110,7 +109,7 @@ def _from_front(
     x = build.call(aten.view.default, x, [*sizes, *block])
     x = build.call(aten.permute.default, x, [*dims[:dim], *where, *dims[dim:]])
     shape = _resized(block, dim, block[dim] * mesh.count(axes))
-    return build.call(aten.view.default, _contiguous(build, x), list(shape))
+    return build.call(aten.view.default, contiguous(build, x), list(shape))
 
 
 def _slice(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
@@ -148,7 +147,7 @@ def _averaged(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
 
 
 def _all_reduce(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
-    x, kind = _contiguous(build, x), _reduction(x, op)
+    x, kind = contiguous(build, x), _reduction(x, op)
     group = group_name(build.mesh, axes)
     x = build.wait(build.call(c10d.all_reduce.default, x, kind, group))
     return _averaged(build, x, op, axes)
@@ -167,7 +166,7 @@ def _reduce_scatter(
 def _all_gather(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
     mesh, block = build.mesh, _shape(x)
     k, group = mesh.count(axes), group_name(mesh, axes)
-    x = _contiguous(build, x)
+    x = contiguous(build, x)
     x = build.wait(build.call(c10d.all_gather_into_tensor.default, x, k, group))
     return _from_front(build, x, block, dim, axes)
 
@@ -187,8 +186,19 @@ def _permute(
     build: Builder, x: fx.Node, sources: tuple[int, ...], axes: Axes
 ) -> fx.Node:
     group = group_name(build.mesh, axes)
-    x = _contiguous(build, x)
+    x = contiguous(build, x)
     return build.call(torch.ops.fxpar.permute.default, x, list(sources), group)
+
+
+def _send(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Node:
+    group = group_name(build.mesh, axes)
+    x = contiguous(build, x)
+    return build.wait(build.call(c10d.isend.default, x, peer, tag, group))
+
+
+def _recv(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Node:
+    group = group_name(build.mesh, axes)
+    return build.wait(build.call(c10d.irecv.default, x, peer, tag, group))
 
 
 _LOWER: dict[Any, Callable[..., fx.Node]] = {
@@ -199,4 +209,6 @@ _LOWER: dict[Any, Callable[..., fx.Node]] = {
     steps.all_gather: _all_gather,
     steps.all_to_all: _all_to_all,
     steps.permute: _permute,
+    steps.send: _send,
+    steps.recv: _recv,
 }

@@ -34,10 +34,14 @@ def as_rank(rank: int) -> Iterator[None]:
         _RANK.reset(token)
 
 
-def offset(mesh: str, axes: Sequence[str], stride: int, base: int = 0) -> int:
+def offset(
+    mesh: str, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
+) -> int:
     """``base + stride * i``, i being the shard of ``axes`` (major to minor) this rank
-    holds. ``mesh``: text as in Mesh.parse."""
-    return base + stride * Mesh.parse(mesh).index(_RANK.get(), tuple(axes))
+    holds; of that the remainder by ``around``, unless it is 0. ``mesh``: text as in
+    Mesh.parse."""
+    value = base + stride * Mesh.parse(mesh).index(_RANK.get(), tuple(axes))
+    return value % around if around else value
 
 
 def group_name(mesh: Mesh, axes: Sequence[str]) -> str:

@@ -61,6 +61,16 @@ def permute(x: Any, sources: tuple[int, ...], axes: Axes) -> Any:
     _unlowered()
 
 
+def send(x: Any, peer: int, tag: int, axes: Axes) -> Any:
+    """Gives member ``peer`` of this rank's group the value; here, an empty tensor."""
+    _unlowered()
+
+
+def recv(x: Any, peer: int, tag: int, axes: Axes) -> Any:
+    """What member ``peer`` of this rank's group sends, written over ``x``."""
+    _unlowered()
+
+
 def call_of(step: steps.Step, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """(function, its arguments after ``x``) of a step."""
     axes = step.axes
@@ -95,6 +105,10 @@ def _exchange(shape: list[int], source: int, target: int, k: int) -> None:
     shape[target] //= k
 
 
+def _empty(shape: list[int], *_: int) -> None:
+    shape[:] = [0]
+
+
 # What a step does to the shape of one rank's value: (shape, its dims, ranks).
 _RESIZE: dict[Any, Callable[..., None] | None] = {
     slice_: _cut,
@@ -104,10 +118,13 @@ _RESIZE: dict[Any, Callable[..., None] | None] = {
     all_gather: _grow,
     all_to_all: _exchange,
     permute: None,
+    send: _empty,
+    recv: None,
 }
 
-# Those that communicate.
-COLLECTIVE = {all_reduce, reduce_scatter, all_gather, all_to_all, permute}
+# Those between ranks that run different graphs, and all that communicate.
+MESSAGES = {send, recv}
+COLLECTIVE = {all_reduce, reduce_scatter, all_gather, all_to_all, permute, *MESSAGES}
 
 
 def is_step(node: fx.Node) -> bool:

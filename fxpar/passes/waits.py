@@ -16,6 +16,7 @@ from torch import fx
 aten = torch.ops.aten
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SEND = torch.ops._c10d_functional.isend.default
 
 # What may follow a wait without computing anything new.
 _REARRANGE = {
@@ -30,8 +31,19 @@ _REARRANGE = {
 
 
 def sink_waits(graph: fx.Graph) -> None:
-    """Move every wait, and views of its result, before their first readers."""
-    sink(graph, _waited(graph))
+    """Move every wait, and views of its result, before their first readers; that of a
+    message which was sent, and has none, to the end."""
+    waited = _waited(graph)
+    for node in [n for n in graph.nodes if n in waited and not n.users]:
+        if node.target is WAIT and node.args[0].target is _SEND:
+            graph.output_node().prepend(node)
+    sink(graph, waited)
+
+
+def is_chunk(node: fx.Node) -> bool:
+    """Whether a schedule put a collective beside work: it is neither joined with others
+    nor waited for earlier than its result is needed."""
+    return bool(node.meta.get("fxpar_chunk"))
 
 
 def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:

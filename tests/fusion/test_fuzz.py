@@ -111,7 +111,8 @@ class Scheduler:
             if not pairs:
                 return None
             one, other = self.random.choice(pairs)
-            return f"overlap({one}, {other}, chunks=2)"
+            how = self.random.choice(["chunks=2", "chunks=2", "ring=1", "ring=2"])
+            return f"overlap({one}, {other}, {how})"
         other = self.random.choice(found)
         return self.random.choice(
             [

@@ -382,6 +382,11 @@ def test_buckets() -> None:
     toy.check(schedule)
 
 
+def test_views_of_what_came_in_a_bucket() -> None:
+    toy = Toy(lambda x: all_reduce(x).view(32), GRADIENT)
+    toy.check("split(all_reduce, dim=1) -> rs, ag\nbucket([ag])")
+
+
 def test_gathers_merge_move_and_go() -> None:
     toy = Toy(
         lambda x, y: (

@@ -1,0 +1,132 @@
+"""Parts that travel in a ring: how ``overlap`` runs a product beside its collective
+without a collective over all ranks.
+
+A ``Ring`` has the parts of one dim in the order in which a rank sees them, counted from
+its own: 0 is its own part, 1 that of the next rank, -1 that of the rank before. One
+direction passes every part all the way round; of two, each passes parts half of the
+way. Each hop is one ``permute`` step between neighbours. A graph stays the same on all
+ranks: which part is meant depends on the rank through ``Builder.offset`` alone.
+
+The schemes are those of collective matmuls (Wang et al., ASPLOS 2023, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpar.passes import steps
+from fxpar.passes.builder import Builder
+from fxpar.passes.lower import contiguous
+from fxpar.sharding.mesh import Mesh
+
+aten = torch.ops.aten
+
+Axes = tuple[str, ...]
+
+# How two summands of a reduction become one.
+_COMBINE = {
+    "sum": aten.add.Tensor,
+    "avg": aten.add.Tensor,
+    "product": aten.mul.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+}
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Parts along ``dim`` of the ranks along ``axes``. ``parts``: each once, counted
+    from a rank's own, in the order in which the rank comes to them."""
+
+    axes: Axes
+    dim: int
+    parts: tuple[int, ...]
+
+    ranks = 1  # parts are contiguous
+
+    @property
+    def chunks(self) -> int:
+        return len(self.parts)
+
+    @classmethod
+    def near_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
+        """From a rank's own part on, as parts arrive that come from the rank before,
+        and, of two ways, from the next."""
+        count = mesh.count(axes)
+        before = count - 1 if ways == 1 else count // 2
+        behind = count - 1 - before
+        parts = sorted(range(-before, behind + 1), key=lambda part: (abs(part), part))
+        return cls(axes, dim, tuple(parts))
+
+    @classmethod
+    def far_first(cls, mesh: Mesh, axes: Axes, dim: int, ways: int) -> Ring:
+        """To a rank's own part at last, as sums are sent to the next, and, of two ways,
+        to the rank before."""
+        near = cls.near_first(mesh, axes, dim, ways)
+        return cls(axes, dim, tuple(-part for part in reversed(near.parts)))
+
+    def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
+        """The i-th part of a whole value along its ``dim``."""
+        shape, count = list(x.meta["val"].shape), self.chunks
+        apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, apart)
+        where = build.offset(self.axes, 1, self.parts[i], around=count)
+        return build.call(aten.select.int, x, dim, where)
+
+    def join(self, build: Builder, parts: list[fx.Node], dim: int) -> fx.Node:
+        """The whole value of its parts; inverse of ``cut``. They are put in a row that
+        begins with the next rank's and goes round almost twice, in which the part of
+        rank 0 has its place by the rank."""
+        count = self.chunks
+        of = dict(zip((part % count for part in self.parts), parts, strict=True))
+        row = [of[(1 + i) % count] for i in range(2 * count - 1)]
+        size = parts[0].meta["val"].shape[dim]
+        start = build.offset(self.axes, -size, (count - 1) * size)
+        end = build.offset(self.axes, -size, (2 * count - 1) * size)
+        x = build.call(aten.cat.default, row, dim)
+        return contiguous(build, build.call(aten.slice.Tensor, x, dim, start, end))
+
+    def passed(self, build: Builder, x: fx.Node, way: int) -> fx.Node:
+        """``x`` of the rank before (``way`` 1), or of the next (-1)."""
+        mesh, count = build.mesh, build.mesh.count(self.axes)
+        index = [mesh.index(r, self.axes) for r in mesh.group(0, self.axes)]
+        sources = tuple(index.index((i - way) % count) for i in index)
+        made = steps.step(build, steps.permute, x, sources, mesh.ordered(self.axes))
+        made.meta["fxpar_chunk"] = True
+        return made
+
+    def held(self, build: Builder, own: fx.Node) -> Iterator[fx.Node]:
+        """The parts as they arrive, of ranks that each start with their own; a rank
+        passes one on before it is given out here, and so before it is worked on."""
+        there = {0: own}
+        for part in self.parts:
+            for way in (1, -1):
+                further = part - way
+                if further in self.parts and further not in there:
+                    there[further] = self.passed(build, there[part], way)
+            yield there[part]
+
+    def reduced(
+        self, build: Builder, parts: Callable[[int], fx.Node], op: str
+    ) -> fx.Node:
+        """A rank's own part of the reduction; ``parts(i)`` appends its i-th summand.
+        What comes from a neighbour is added to it, and sent on. It is flat, since of a
+        product and a sum Inductor makes one op, which would wait for what comes."""
+        coming: dict[int, fx.Node] = {}
+        for i, part in enumerate(self.parts):
+            made = parts(i)
+            shape = list(made.meta["val"].shape)
+            made = build.call(aten.reshape.default, made, [-1])
+            for way in (1, -1):
+                if way in coming and part * way >= 0:
+                    made = build.call(_COMBINE[op], made, coming.pop(way))
+            if part:
+                way = 1 if part > 0 else -1
+                coming[way] = self.passed(build, made, way)
+        if op == "avg":
+            made = build.call(aten.div.Scalar, made, self.chunks)
+        return build.call(aten.reshape.default, made, shape)

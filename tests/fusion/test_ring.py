@@ -1,0 +1,256 @@
+# ruff: noqa: E501  (graphs as they are printed)
+"""Products beside collectives that go round in a ring: graphs, numbers, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.ring import Ring
+from fxpar.fusion.verbs import apply
+from fxpar.passes import ops, steps
+from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+
+c10d = torch.ops._c10d_functional
+
+
+def gathering(count: int) -> Toy:
+    """Two products of what is gathered, one with an operand that is cut as it is, and
+    the gathered value itself."""
+
+    def program(x: Any, w: Any, v: Any, r: Any) -> Any:
+        y = all_gather(x * 2, count)
+        return F.relu(y @ w + r), (y @ v).T, y
+
+    rows, columns = 3 * count, 2 * count
+    return Toy(
+        program,
+        ("[tp, _]", (rows, 5)),
+        ("[_, tp]", (5, columns)),
+        ("[_, tp]", (5, columns)),
+        ("[_, tp]", (rows, columns)),
+        mesh=f"tp={count}",
+    )
+
+
+def scattering(count: int) -> Toy:
+    def program(x: Any, w: Any, r: Any) -> Any:
+        return reduce_scatter(F.relu(x) @ w * r, count) + 1
+
+    rows, inner = 3 * count, 2 * count
+    return Toy(
+        program,
+        ("[_, tp]", (rows, inner)),
+        ("[tp, _]", (inner, 5)),
+        ("[_, _]", (rows, 1)),
+        mesh=f"tp={count}",
+    )
+
+
+def permutes(graph: Any) -> list[Any]:
+    return graph.find_nodes(op="call_function", target=steps.permute)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_a_gather_in_a_ring(count: int, ways: int) -> None:
+    toy = gathering(count)
+    schedule = f"overlap(all_gather_into_tensor, [relu, mm_1], ring={ways})"
+    after = toy.after(schedule, lowered=False)
+    assert len(permutes(after)) == count - 1
+    assert not after.find_nodes(op="call_function", target=steps.all_gather)
+    toy.check(schedule)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_a_reduction_in_a_ring(count: int, ways: int) -> None:
+    toy = scattering(count)
+    schedule = f"overlap(relu, reduce_scatter_tensor, ring={ways})"
+    after = toy.after(schedule, lowered=False)
+    assert len(permutes(after)) == count - 1
+    toy.check(schedule)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+def test_reductions_of_a_ring(op: str) -> None:
+    def program(x: Any) -> Any:
+        made = c10d.reduce_scatter_tensor(torch.sin(x), op, 4, "fxpar:tp")
+        return c10d.wait_tensor(made)
+
+    toy = Toy(program, (f"[_, _] partial({op}: tp)", (8, 3)))
+    toy.check("overlap(sin, reduce_scatter_tensor, ring=2)")
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_axes_in_another_order_than_the_mesh(ways: int) -> None:
+    """Members stand in mesh order, parts in that of the axes: 0, 2, 1, 3."""
+
+    def program(x: Any, w: Any) -> Any:
+        return all_gather(x, 4, "dp+tp") @ w
+
+    given = ("[tp+dp, _]", (8, 4)), ("[_, _]", (4, 4))
+    toy = Toy(program, *given, mesh="dp=2,tp=2")
+    graph = toy.after("", lowered=False)
+    (gather,) = graph.find_nodes(op="call_function", target=steps.all_gather)
+    gather.args = (*gather.args[:2], ("tp", "dp"))
+    line = f"overlap(all_gather_into_tensor, mm, ring={ways})"
+    parts = toy.parts()
+    want, got = (
+        toy.run(apply(text, graph, toy.mesh, lowered=True), parts)
+        for text in ("", line)
+    )
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_the_graph_of_a_gather() -> None:
+    toy = Toy(
+        lambda x, w: all_gather(x, 3) @ w,
+        ("[tp, _]", (6, 4)),
+        ("[_, tp]", (4, 6)),
+        mesh="tp=3",
+    )
+    assert toy.text("overlap(all_gather_into_tensor, mm, ring=1)").splitlines() == [
+        "permute: f64[2, 4] = permute(x_1, (2, 0, 1), ('tp',))",
+        "mm_default: f64[2, 2] = aten.mm.default(x_1, w_1)",
+        "permute_1: f64[2, 4] = permute(permute, (2, 0, 1), ('tp',))",
+        "mm_default_1: f64[2, 2] = aten.mm.default(permute, w_1)",
+        "mm_default_2: f64[2, 2] = aten.mm.default(permute_1, w_1)",
+        "offset: int = offset(tp=3, ('tp',), -2, 4)",
+        "offset_1: int = offset(tp=3, ('tp',), -2, 10)",
+        "cat_default: f64[10, 2] = aten.cat.default([mm_default_2, mm_default_1, mm_default, mm_default_2, mm_default_1], 0)",
+        "slice_tensor: f64[6, 2] = aten.slice.Tensor(cat_default, 0, offset, offset_1)",
+        "return slice_tensor",
+    ]
+
+
+def test_the_graph_of_a_reduction() -> None:
+    toy = Toy(
+        lambda x, w: reduce_scatter(x @ w, 2),
+        ("[_, tp]", (4, 4)),
+        ("[tp, _]", (4, 3)),
+        mesh="tp=2",
+    )
+    assert toy.text("overlap(mm, reduce_scatter_tensor, ring=1)").splitlines() == [
+        "reshape_default: f64[2, 2, 2] = aten.reshape.default(x_1, [2, 2, 2])",
+        "offset: int = offset(tp=2, ('tp',), 1, 1, 2)",
+        "select_int: f64[2, 2] = aten.select.int(reshape_default, 0, offset)",
+        "mm_default: f64[2, 3] = aten.mm.default(select_int, w_1)",
+        "reshape_default_1: f64[6] = aten.reshape.default(mm_default, [-1])",
+        "permute: f64[6] = permute(reshape_default_1, (1, 0), ('tp',))",
+        "reshape_default_2: f64[2, 2, 2] = aten.reshape.default(x_1, [2, 2, 2])",
+        "offset_1: int = offset(tp=2, ('tp',), 1, 0, 2)",
+        "select_int_1: f64[2, 2] = aten.select.int(reshape_default_2, 0, offset_1)",
+        "mm_default_1: f64[2, 3] = aten.mm.default(select_int_1, w_1)",
+        "reshape_default_3: f64[6] = aten.reshape.default(mm_default_1, [-1])",
+        "add_tensor: f64[6] = aten.add.Tensor(reshape_default_3, permute)",
+        "reshape_default_4: f64[2, 3] = aten.reshape.default(add_tensor, [2, 3])",
+        "return reshape_default_4",
+    ]
+
+
+def test_an_offset_that_goes_round() -> None:
+    with ops.as_rank(2):
+        assert ops.offset("tp=4", ("tp",), 1, 3) == 5
+        assert ops.offset("tp=4", ("tp",), 1, 3, 4) == 1
+        assert ops.offset("tp=4", ("tp",), -3, 0, 4) == 2
+
+
+SCATTER = "reduce_scatter_tensor"
+GATHER, PART = "all_gather_into_tensor", ("[tp, _]", (16, 8))
+
+
+def contracted() -> Toy:
+    """What is gathered is summed over."""
+
+    def program(x: Any, w: Any) -> Any:
+        return w @ all_gather(x)
+
+    return Toy(program, PART, ("[_, _]", (8, 16)))
+
+
+def drawn() -> Toy:
+    def program(x: Any, w: Any) -> Any:
+        y = x @ w
+        seed = torch.ops.fxpar.seeds(1, torch.device("cpu"))
+        size = list(y.shape)
+        drawn = torch.ops.fxpar.random(size, seed[0], "rand", size, [0, 0])
+        return reduce_scatter(y * drawn)
+
+    return Toy(program, ("[_, tp]", (8, 8)), ("[tp, _]", (8, 4)))
+
+
+def normed() -> Toy:
+    def program(x: Any) -> Any:
+        return reduce_scatter(torch.softmax(x, 0))
+
+    return Toy(program, ("[_, _] partial(sum: tp)", (8, 4)))
+
+
+def plain() -> Toy:
+    def program(x: Any, w: Any) -> Any:
+        return all_gather(x) @ w
+
+    return Toy(program, PART, ("[_, _]", (8, 4)))
+
+
+def summed() -> Toy:
+    def program(x: Any, w: Any) -> Any:
+        return all_reduce(x @ w)
+
+    return Toy(program, ("[_, tp]", (8, 8)), ("[tp, _]", (8, 4)))
+
+
+def alone() -> Toy:
+    def program(x: Any, w: Any) -> Any:
+        return all_gather(x, 1, "pp") @ w
+
+    return Toy(program, ("[_, _]", (8, 8)), ("[_, _]", (8, 4)), mesh="pp=1,tp=4")
+
+
+def gathered_last() -> Toy:
+    def program(x: Any, w: Any) -> Any:
+        return all_gather(x @ w)
+
+    return Toy(program, ("[tp, _]", (8, 8)), ("[_, _]", (8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("toy", "schedule", "why"),
+    [
+        (contracted, f"overlap({GATHER}, mm, ring=1)", "sums over the dim"),
+        (drawn, f"overlap([mm, random], {SCATTER}, ring=1)", "counts by index"),
+        (normed, "overlap(_softmax, reduce_scatter_tensor, ring=1)", "reads all"),
+        (plain, f"overlap({GATHER}, mm, ring=3)", "has 1 or 2 directions, not 3"),
+        (plain, f"overlap({GATHER}, mm, ring=1, chunks=4)", "in parts of the ranks"),
+        (plain, f"overlap({GATHER}, mm, ring=1, dim=1)", "in parts of the ranks"),
+        (summed, "overlap(mm, all_reduce, ring=1)", "is no gather or reduce-scatter"),
+        (alone, f"overlap({GATHER}, mm, ring=1)", "has no neighbour"),
+        (gathered_last, f"overlap(mm, {GATHER}, ring=1)", "ends no ring"),
+    ],
+)
+def test_what_a_ring_is_not_for(toy: Any, schedule: str, why: str) -> None:
+    made = toy()
+    before = str(made.before)
+    with pytest.raises(ScheduleError, match=why):
+        made.after(schedule)
+    assert str(made.before) == before
+
+
+def test_parts_in_another_order_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part in the place of another changes numbers: the order counts."""
+    kept = Ring.join
+
+    def unturned(self: Ring, build: Any, parts: list[Any], dim: int) -> Any:
+        return kept(self, build, parts[::-1], dim)
+
+    monkeypatch.setattr(Ring, "join", unturned)
+    with pytest.raises(AssertionError):
+        plain().check(f"overlap({GATHER}, mm, ring=1)")
