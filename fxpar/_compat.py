@@ -366,16 +366,20 @@ def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any
 
 
 def _in_order(gm: fx.GraphModule, fakes: list[Any], **how: Any) -> Any:
-    """Inductor's code. Where a schedule put collectives beside work, in the order of
-    the graph: else Inductor (2.13) moves ops to what reads them, behind waits, and
-    waits to where that frees memory, at once."""
+    """Inductor's code; of a graph with collectives in the order of the graph: else
+    Inductor (2.13) moves ops to what reads them, behind waits, and waits to where that
+    frees memory, at once, so that nothing runs beside a collective."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    chunks = any(node.meta.get("fxpar_chunk") for node in gm.graph.nodes)
-    names = ("reorder_for_locality", "reorder_for_peak_memory") if chunks else ()
+    waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
+    names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
     with config.patch(dict.fromkeys(names, False)):
         return compile_fx_inner(gm, fakes, **how)
+
+
+def _name(target: Any) -> str:
+    return str(target.name()) if isinstance(target, OpOverload) else ""
 
 
 def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
