@@ -116,4 +116,3 @@ def _could_join(region: Region, user: fx.Node) -> bool:
                 seen.add(read)
                 rest.append(read)
     return True
-

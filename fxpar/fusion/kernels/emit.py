@@ -9,8 +9,7 @@ bits is widened when it is read and rounded when it is written, not in between. 
 decides what belongs to a kernel, and writes no collective: a template does, by sources
 and sinks of its own.
 
-Two passes: backwards, where each value is needed (a value that a view shows in another
-order is needed at other places than its neighbours); then forwards, the text.
+``needs`` says first at which places each value is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.fusion.kernels.choices import CHOICES, Choice, choices_of
+from fxpar.fusion.kernels.choices import CHOICES
 from fxpar.fusion.kernels.expressions import (
     DTYPES,
-    OPS,
     SUMS,
     Text,
     constant,
@@ -30,6 +28,16 @@ from fxpar.fusion.kernels.expressions import (
     kind_of,
 )
 from fxpar.fusion.kernels.index import VIEWS, Map, broadcast, strided, view_map
+from fxpar.fusion.kernels.needs import (
+    FILLED,
+    IOTA,
+    RANDOM,
+    SEED,
+    ZERO,
+    Needs,
+    Place,
+    formed,
+)
 from fxpar.fusion.kernels.program import (
     Line,
     Number,
@@ -41,23 +49,10 @@ from fxpar.fusion.kernels.program import (
 )
 from fxpar.fusion.kernels.reductions import (
     CannotEmit,
-    Reduction,
     Space,
     reduction_behind,
-    reduction_of,
     space_of,
 )
-
-# Made of no operand, at any place.
-FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
-RANDOM = "fxpar.random.default"
-SEED = "prims.inductor_lookup_seed.default"
-IOTA = "prims.iota.default"
-
-KNOWN = frozenset(OPS) | VIEWS | set(SUMS) | CHOICES | FILLED | {RANDOM, SEED, IOTA}
-
-# Places at which one value may be needed.
-_MOST_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -104,22 +99,6 @@ def pointer_sink(name: str) -> Sink:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The number of an element as it is known in the kernel: ``text``. ``mask``: what
-    says which lanes count. ``block``: whether lanes differ. ``define``: lines that make
-    it, if it is not there from the start."""
-
-    text: str
-    mask: str = ""
-    block: bool = True
-    define: tuple[str, ...] = ()
-    parent: str = ""
-
-
-ZERO = Place("0", block=False)
-
-
-@dataclass(frozen=True)
 class Body:
     """The parts of a kernel's text. ``parameters``: pointers, then numbers ("n0").
     ``sums``: outputs summed over blocks: each program writes its part, ``columns``
@@ -148,179 +127,33 @@ def emit_body(
 
     Raises CannotEmit.
     """
-    writer = _Writer(program, space or space_of(program), random)
-    writer.demand_outputs()
-    for line in reversed(program.lines):
-        for place in list(writer.needed.get(line.name, {})):
-            writer.demand_operands(line, writer.places[place])
+    writer = _Writer(Needs(program, space or space_of(program)), random)
     given = {t.name: pointer_source(t.name) for t in program.inputs}
     taken = {t.name: pointer_sink(t.name) for t in program.outputs}
     return writer.write(given | dict(sources or {}), taken | dict(sinks or {}))
 
 
 class _Writer:
-    """State of one emission."""
+    """Writes the text, forwards."""
 
-    def __init__(self, program: Program, space: Space, random: str) -> None:
-        self.program, self.space, self.random = program, space, random
-        mask = "" if space.is_whole else "live"
-        self.at = Place("at", mask)
-        self.row = Place("row", block=False) if space.columns else None
-        col = Place("col", mask)
-        known = [self.at, ZERO, *([self.row, col] if self.row else [])]
-        self.places = {p.text: p for p in known}
-        self.derived: dict[tuple[str, Map], Place] = {}
-        if space.columns and space.rows > 1:
-            self.derived["at", Map(((space.columns, None, 1),))] = Place(
-                "row", block=False
-            )
-            self.derived["at", Map(((1, space.columns, 1),))] = col
-        self.needed: dict[str, dict[str, None]] = {}
-        self.chosen: dict[tuple[str, str], list[tuple[str, Any, Place | None]]] = {}
+    def __init__(self, needs: Needs, random: str) -> None:
+        self.needs, self.random = needs, random
+        self.program, self.space = needs.program, needs.space
         self.texts: dict[tuple[str, str], Text] = {}
-        self.sums: dict[str, Reduction] = {}
         self.numbers: dict[int, None] = {}
         self.lines: list[str] = []
         self.defined: set[str] = set()
         self.used: dict[str, int] = {}
 
-    # Backwards: where values are needed.
-
-    def derive(self, place: Place, to: Map) -> Place:
-        """The place that a map makes of one."""
-        if to.is_identity:
-            return place
-        if to.is_constant and not to.offset:
-            return ZERO
-        key = place.text, to
-        if key not in self.derived:
-            name = f"at_{len(self.places)}"
-            line = f"{name} = {to.text(place.text)}"
-            mask = "" if to.is_constant else place.mask
-            block = place.block and not to.is_constant
-            made = Place(name, mask, block, (line,), place.text)
-            self.places[name] = self.derived[key] = made
-        return self.derived[key]
-
-    def need(self, name: str, place: Place) -> None:
-        at = self.needed.setdefault(name, {})
-        at[place.text] = None
-        self.places.setdefault(place.text, place)
-        if len(at) > _MOST_PLACES:
-            raise CannotEmit(name, "is needed in too many orders")
-
-    def demand_outputs(self) -> None:
-        for t in self.program.outputs:
-            value, space = reduction_behind(self.program, t.name), self.space
-            if value is not None:
-                source = self.program.values[value.refs[0]]
-                found = reduction_of(value.name, value.args, source.shape)
-                if found.kind == "column" or found.kind == "all" and space.rows != 1:
-                    self.sums[t.name] = self._summed(value, found)
-                    self.need(value.refs[0], self.at)
-                    continue
-            self.need(t.name, self._place_of(t))
-
-    def _summed(self, line: Line, found: Reduction) -> Reduction:
-        over = found.rows * found.columns
-        alike = found.kind == "all" or found.columns == self.space.columns
-        if line.op not in ("aten.sum.dim_IntList", "aten.sum.default"):
-            raise CannotEmit(line.name, f"{line.op} of more than a row")
-        if over != self.space.count or not alike or kind_of(line.dtype) != "float":
-            raise CannotEmit(line.name, "sums up what is not the kernel's")
-        return found
-
-    def _place_of(self, t: Tensor) -> Place:
-        if t.count == self.space.count:
-            return self.at if t.count > 1 else ZERO
-        if self.row is not None and t.count == self.space.rows:
-            return self.row
-        raise CannotEmit(t.name, "has neither all elements nor one a row")
-
-    def demand_operands(self, line: Line, place: Place) -> None:
-        """Say where a line's operands are needed for its value at ``place``."""
-        if kind_of(line.dtype) is None and line.dtype != "tuple":
-            raise CannotEmit(line.name, f"is of dtype {line.dtype}")
-        if line.op in SUMS:
-            self._demand_row(line, place)
-        elif line.op in VIEWS:
-            (source,) = line.refs
-            shape = self.program.values[source].shape
-            row = self.program.values[source].dtype == "tuple"
-            to = place if row else self.derive(place, view_map(line, shape))
-            self.need(source, to)
-        elif line.op in CHOICES:
-            shapes = {n: self.program.values[n].shape for n in line.refs}
-            self.chosen[line.name, place.text] = [
-                self._choose(part, place, line)
-                for part in _formed(line, choices_of, line, shapes)
-            ]
-        elif line.op == SEED:
-            self.needed.setdefault(line.refs[0], {})
-        elif line.op == RANDOM:
-            self.need(line.refs[0], ZERO)
-        elif line.op in OPS:
-            for name in line.refs:
-                shape = self.program.values[name].shape
-                self.need(name, self.derive(place, broadcast(shape, line.shape)))
-        elif line.op not in FILLED and line.op != IOTA:
-            raise CannotEmit(line.name, f"{line.op} has no form in a generated kernel")
-
-    def _demand_row(self, line: Line, place: Place) -> None:
-        source = self.program.values[line.refs[0]].shape
-        found = reduction_of(line.name, line.args, source)
-        here = Space(found.rows * found.columns, found.columns)
-        one = place == ZERO or place is self.at or place.text == "row"
-        whole = found.kind != "column" and self.space.columns and here == self.space
-        if not whole or not (place.text == "row" or found.rows == 1 and one):
-            raise CannotEmit(line.name, "is reduced, and needed elsewhere in the kernel")
-        self.need(line.refs[0], self.at)
-
-    def _choose(
-        self, part: Choice, place: Place, line: Line
-    ) -> tuple[str, Any, Place | None]:
-        """(mask or "", what, where) of one of the parts that a line is made of."""
-        conditions = []
-        for dim, low, high in part.ranges:
-            unit = [0] * len(line.shape)
-            unit[dim] = 1
-            index = strided(line.shape, unit).text(place.text)
-            if low > 0:
-                conditions.append(f"({index} >= {low})")
-            if high < line.shape[dim]:
-                conditions.append(f"({index} < {high})")
-        mask = place.mask
-        if conditions:
-            mask = f"in_{len(self.places)}"
-            both = [place.mask] if place.mask else []
-            define = (f"{mask} = {' & '.join([*both, *conditions])}",)
-            self.places[mask] = Place(mask, "", place.block, define, place.text)
-        condition = mask if conditions else ""
-        if not isinstance(part.source, Ref):
-            return condition, part.source, None
-        if not conditions:
-            where = self.derive(place, part.to)
-        else:
-            name = f"at_{len(self.places)}"
-            line = f"{name} = {part.to.text(place.text)}"
-            where = Place(name, mask, place.block, (line,), mask)
-            self.places[name] = where
-        self.need(part.source.name, where)
-        return condition, part.source, where
-
-    # Forwards: the text.
-
-    def write(
-        self, sources: Mapping[str, Source], sinks: Mapping[str, Sink]
-    ) -> Body:
+    def write(self, sources: Mapping[str, Source], sinks: Mapping[str, Sink]) -> Body:
         program = self.program
-        used = [t for t in program.inputs if t.name in self.needed]
+        used = [t for t in program.inputs if t.name in self.needs.needed]
         for t in used:
-            for place in self.needed[t.name]:
-                self._load(t, self.places[place], sources[t.name])
+            for place in self.needs.needed[t.name]:
+                self._load(t, self.needs.places[place], sources[t.name])
         for line in program.lines:
-            for place in self.needed.get(line.name, {}):
-                self._line(line, self.places[place])
+            for place in self.needs.needed.get(line.name, {}):
+                self._line(line, self.needs.places[place])
         after: list[str] = []
         parameters = [p for t in used for p in sources[t.name].parameters]
         before = [b for t in used for b in sources[t.name].before]
@@ -328,7 +161,7 @@ class _Writer:
             sink = sinks[t.name]
             parameters += sink.parameters
             before += sink.before
-            if t.name in self.sums:
+            if t.name in self.needs.sums:
                 start, end = self._sum(t, sink)
                 before += start
                 after += end
@@ -339,7 +172,7 @@ class _Writer:
             self.space,
             (*dict.fromkeys(parameters), *(f"n{i}" for i in numbers)),
             numbers,
-            tuple(self.sums),
+            tuple(self.needs.sums),
             tuple(before),
             tuple(self.lines),
             tuple(after),
@@ -348,7 +181,7 @@ class _Writer:
     def _reach(self, place: Place) -> str:
         """Write down the lines that make a place, once."""
         if place.parent and place.text not in self.defined:
-            self._reach(self.places[place.parent])
+            self._reach(self.needs.places[place.parent])
             self.lines += [x for x in place.define if x not in self.defined]
             self.defined |= {place.text, *place.define}
         return place.text
@@ -377,8 +210,10 @@ class _Writer:
 
     def _offset(self, to: Map, place: Place) -> str:
         """A place in memory, from a place among elements."""
-        return self._reach(self.derive(place, to)) if place is not ZERO else str(
-            to.offset
+        return (
+            self._reach(self.needs.derive(place, to))
+            if place is not ZERO
+            else str(to.offset)
         )
 
     def _line(self, line: Line, place: Place) -> None:
@@ -392,11 +227,11 @@ class _Writer:
             self.texts[key] = Text(constant(value, kind), kind, literal=True)
             return
         if line.op in SUMS:
-            _formed(line, self._reduce, line, place)
+            formed(line, self._reduce, line, place)
             return
         self._reach(place)
         kind = kind_of(line.dtype) or ""
-        text, block = _formed(line, self._compute, line, place, kind)
+        text, block = formed(line, self._compute, line, place, kind)
         name = self._name(line.name)
         self.lines.append(f"{name} = {text}  # {short(line)}")
         self.texts[key] = Text(name, kind, block)
@@ -405,7 +240,7 @@ class _Writer:
         source = self.program.values[line.refs[0]]
         if source.dtype == "tuple":
             return self.texts[f"{source.name}.{line.args[1]}", place.text]
-        to = self.derive(place, view_map(line, source.shape))
+        to = self.needs.derive(place, view_map(line, source.shape))
         return self.texts[source.name, to.text]
 
     def _compute(self, line: Line, place: Place, kind: str) -> tuple[str, bool]:
@@ -431,7 +266,9 @@ class _Writer:
 
     def _operand(self, line: Line, x: Ref, place: Place) -> Text:
         shape = self.program.values[x.name].shape
-        return self.texts[x.name, self.derive(place, broadcast(shape, line.shape)).text]
+        return self.texts[
+            x.name, self.needs.derive(place, broadcast(shape, line.shape)).text
+        ]
 
     def _number(self, x: Any) -> str:
         if isinstance(x, Number):
@@ -462,11 +299,13 @@ class _Writer:
 
     def _chosen(self, line: Line, place: Place, kind: str) -> str:
         text = ""
-        for condition, source, where in reversed(self.chosen[line.name, place.text]):
+        for condition, source, where in reversed(
+            self.needs.chosen[line.name, place.text]
+        ):
             if where is None:
                 value = constant(source, kind)
                 if condition:
-                    self._reach(self.places[condition])
+                    self._reach(self.needs.places[condition])
             else:
                 value = self.texts[source.name, where.text].to(kind)
             text = f"tl.where({condition}, {value}, {text})" if text else value
@@ -505,11 +344,11 @@ class _Writer:
 
     def _filled(self, x: str, fill: float) -> str:
         """A block with ``fill`` in the lanes that do not count."""
-        mask = self.at.mask
+        mask = self.needs.at.mask
         return f"tl.where({mask}, {x}, {constant(fill, 'float')})" if mask else x
 
     def _store(self, t: Tensor, sink: Sink) -> None:
-        place = self._place_of(t)
+        place = self.needs.place_of(t)
         value = self.texts[t.name, place.text]
         to = strided(t.shape, t.stride)
         offset = place.text if to.is_identity else self._offset(to, place)
@@ -529,23 +368,13 @@ class _Writer:
         x = self._filled(value.to("float"), 0.0)
         self.lines.append(f"{name} += {x}  # {short(line)}")
         start = [f"{name} = tl.zeros(({block},), tl.float32)"]
-        if self.sums[t.name].kind == "all":
+        if self.needs.sums[t.name].kind == "all":
             return start, [*sink.write("pid", f"tl.sum({name}, 0)", "")]
-        offset, mask = f"pid * {self.space.columns} + col", self.at.mask
+        offset, mask = f"pid * {self.space.columns} + col", self.needs.at.mask
         return start, [*sink.write(offset, name, mask)]
-
-
-def _formed(line: Line, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``; that there is no form of something is said of the line."""
-    try:
-        return fn(*args)
-    except LookupError as error:
-        why = error.args[0] if error.args else line.op
-        raise CannotEmit(line.name, f"there is no form of {why}") from None
 
 
 def _as_value(x: Text) -> Text:
     """A constant as a value of the kernel."""
     dtype = {"float": "tl.float32", "int": "tl.int64", "bool": "tl.int1"}[x.kind]
     return Text(f"tl.full((), {x.text}, {dtype})", x.kind)
-

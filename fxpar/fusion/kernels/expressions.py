@@ -104,9 +104,8 @@ def _clamp(x: str, low: str | None = None, high: str | None = None) -> str:
 
 
 _ERF = "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))"
-_TANH = (
-    "0.5 * {0} * (1.0 + lib.tanh(0.7978845608028654 * ({0} + 0.044715 * {0} * {0} * {0})))"
-)
+_CUBE = "({0} + 0.044715 * {0} * {0} * {0})"
+_TANH = f"0.5 * {{0}} * (1.0 + lib.tanh(0.7978845608028654 * {_CUBE}))"
 _GELU = {"none": _ERF, "tanh": _TANH}
 
 _ERF_GRADIENT = (
@@ -137,6 +136,13 @@ def _lerp(a: str, b: str, weight: str) -> str:
     return f"{b} - ({b} - {a}) * (1.0 - {weight})"
 
 
+def _extreme(sign: str) -> Op:
+    form = (
+        f"tl.where({{0}} {sign} {{1}}, {{0}}, tl.where({{0}} != {{0}}, {{0}}, {{1}}))"
+    )
+    return _form(form)
+
+
 def _compared(sign: str) -> Op:
     return _form(f"{{0}} {sign} {{1}}", COMMON)
 
@@ -146,6 +152,15 @@ _ARITHMETIC = {"mul": _form("{0} * {1}"), "div": _form("{0} / {1}")}
 _ARITHMETIC |= {"add": _sum("+"), "sub": _sum("-")}
 
 _BINARY = _ARITHMETIC | {word: _compared(sign) for word, sign in _SIGNS.items()}
+
+# Of bools. Triton's interpreter (3.7) takes no bool that is one for a block beside one
+# that differs in it, by "&" and "|".
+_AND, _OR = "tl.where({0}, {1}, False)", "tl.where({0}, True, {1})"
+_OF_BOOLS = {
+    "aten.bitwise_and.Tensor": _form(_AND),
+    "aten.bitwise_or.Tensor": _form(_OR),
+    "aten.bitwise_xor.Tensor": _form("{0} != {1}"),
+}
 
 OPS: dict[str, Op] = {
     f"aten.{word}.{overload}": op
@@ -175,14 +190,14 @@ OPS: dict[str, Op] = {
     "aten.clamp_min.default": Op(_clamp),
     "aten.clamp_max.default": Op(lambda x, high: _clamp(x, None, high)),
     # Both give NaN where either is, as torch does.
-    "aten.maximum.default": _form("tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})"),
-    "aten.minimum.default": _form("tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"),
+    "aten.maximum.default": _extreme(">"),
+    "aten.minimum.default": _extreme("<"),
     "aten.where.self": _form("tl.where({0}, {1}, {2})", PICK),
     "aten.where.ScalarSelf": _form("tl.where({0}, {1}, {2})", PICK),
     "aten.where.ScalarOther": _form("tl.where({0}, {1}, {2})", PICK),
     "aten.logical_not.default": _form("{0} == 0", BOOLS),
-    "aten.logical_and.default": _form("{0} & {1}", BOOLS),
-    "aten.logical_or.default": _form("{0} | {1}", BOOLS),
+    "aten.logical_and.default": _form(_AND, BOOLS),
+    "aten.logical_or.default": _form(_OR, BOOLS),
     "aten.bitwise_and.Tensor": _form("{0} & {1}"),
     "aten.bitwise_or.Tensor": _form("{0} | {1}"),
     "aten.bitwise_xor.Tensor": _form("{0} ^ {1}"),
@@ -227,6 +242,8 @@ def expression(line: Line, operands: Sequence[Text | Any], result: str) -> str:
     as they are. ``result``: its kind. Raises LookupError, saying what, if there is
     none."""
     op = OPS[line.op]
+    if result == "bool":
+        op = _OF_BOOLS.get(line.op, op)
     common = _common(operands)
     kinds = {RESULT: result, COMMON: common, BOOLS: "bool", PICK: result}
     if result == "bool" and line.op.split(".")[1] in _ARITHMETIC:

@@ -1,7 +1,7 @@
 """Regions of a graph become single ops, in place.
 
-In: the graph of a forward or a backward after ``passes.schedule``. Out: the same graph,
-in which each region that pays is one ``fxpar::region``; and a ``Fused``, which says what
+In: the graph of a forward or a backward after ``passes.schedule``. Out: the graph in
+which each region that pays is one ``fxpar::region``; and a ``Fused``, which says what
 was done and what nearly was. A region pays if it moves fewer bytes through memory than
 the kernels that Inductor would make of it. It changes no number.
 """

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.kernels.emit import KNOWN, emit_body
+from fxpar.fusion.kernels.emit import emit_body
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS, kind_of
 from fxpar.fusion.kernels.index import SAME_ORDER
+from fxpar.fusion.kernels.needs import KNOWN
 from fxpar.fusion.kernels.outline import Outline, op_name, outline
 from fxpar.fusion.kernels.reductions import CAST, LONGEST, CannotEmit, reduction_of
 from fxpar.fusion.kernels.stages import MOVES, REDUCE_SCATTER, WAIT, Part, stages_of
@@ -88,7 +89,7 @@ def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]
         if wrong is None:
             region = Region(collective, tuple(members), tuple(outputs), found)
             return region, growth.misses
-        node = found.names[wrong.line] if wrong.line in found.names else None
+        node = found.names.get(wrong.line)
         if node is None or node in banned or op_name(node) in _STARTS | _WAITS:
             return None, [*growth.misses, Miss(collective, collective, wrong.why)]
         banned[node] = wrong.why
@@ -175,11 +176,11 @@ class _Growth:
     def _down(self, node: fx.Node) -> None:
         """Take in a node behind the collective, or know that it is outside."""
         read = node.all_input_nodes
-        if len(read) == 1 and read[0] in self.ends and op_name(node) == CAST:
-            if not _dtypes(node) and node not in self.banned:
-                self.members[node] = self.members[read[0]]
-                self.ends.add(node)
-                return
+        ended = len(read) == 1 and read[0] in self.ends and op_name(node) == CAST
+        if ended and not _dtypes(node) and node not in self.banned:
+            self.members[node] = self.members[read[0]]
+            self.ends.add(node)
+            return
         if any(n in self.tainted or n in self.ends for n in read):
             self.tainted.add(node)
             return
@@ -232,8 +233,8 @@ class _Growth:
         if op == "getitem":
             return None if node.args[0] in self.members else ""
         if is_view(node) and op not in SAME_ORDER and op != "aten.expand.default":
-            light = any(is_light(u.target) and not is_view(u) for u in node.users)
-            return f"{op} shows it in another order" if light else ""
+            why = f"{op} shows it in another order"
+            return why if _is_computed_with(node) else ""
         count, columns = self.counts[stage], self.columns.get(stage)
         if _count(node) == count or columns and _count(node) * columns == count:
             return None
@@ -270,9 +271,8 @@ class _Growth:
                 stack.pop()
                 continue
             border = self.border
-            if at in self.members or at.op == "placeholder" or border is None:
-                self.soon[at] = True
-            elif at < border:
+            known = at in self.members or at.op == "placeholder"
+            if known or border is None or at < border:
                 self.soon[at] = True
             elif is_heavy(at):
                 self.soon[at] = False
@@ -291,8 +291,10 @@ class _Growth:
         node = last.prev
         while node.op != "root" and node.op != "placeholder":
             users = node.users
-            if node not in self.members and users and all(
-                u in self.members for u in users
+            if (
+                node not in self.members
+                and users
+                and all(u in self.members for u in users)
             ):
                 self._absorb(node)
             node = node.prev
@@ -331,8 +333,10 @@ class _Growth:
             if given and not any(n in inside for n in node.all_input_nodes):
                 inside.discard(node)
         for node in reversed(members):
-            if node in inside and is_view(node) and not any(
-                u in inside for u in node.users
+            if (
+                node in inside
+                and is_view(node)
+                and not any(u in inside for u in node.users)
             ):
                 inside.discard(node)
         return [n for n in members if n in inside]
@@ -362,7 +366,9 @@ def _is_computed_with(value: fx.Node) -> bool:
 
 
 def _count(node: fx.Node) -> int:
-    return max((math.prod(t.shape) for t in tensors_in(node.meta.get("val"))), default=0)
+    return max(
+        (math.prod(t.shape) for t in tensors_in(node.meta.get("val"))), default=0
+    )
 
 
 def _dtypes(node: fx.Node) -> str:

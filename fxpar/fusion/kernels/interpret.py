@@ -42,13 +42,27 @@ def run(
             return made[x.name]
         return numbers[x.index] if isinstance(x, Number) else group
 
-    for line in program.lines:
+    for line, done in zip(program.lines, last_read(program), strict=True):
         kwargs = {k: replaced(v, given) for k, v in line.kwargs}
         if line.op in FACTORIES:
             kwargs["device"] = device
         made[line.name] = op_of(line.op)(*replaced(line.args, given), **kwargs)
+        for name in done:
+            del made[name]
     owned = {x.untyped_storage().data_ptr() for x in inputs}
     return [own(made[t.name], t.stride, owned) for t in program.outputs]
+
+
+@cache
+def last_read(program: Program) -> tuple[tuple[str, ...], ...]:
+    """For each line, the values that no later one reads: they need not be kept."""
+    kept = {t.name for t in program.outputs}
+    out = []
+    for line in reversed(program.lines):
+        names = {name for name in (line.name, *line.refs) if name not in kept}
+        kept |= names
+        out.append(tuple(sorted(names)))
+    return tuple(reversed(out))
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -91,9 +91,9 @@ def run_part(
         return dict(zip((t.name for t in program.outputs), made, strict=True))
     reads = [_as_read(values[t.name], t, device) for t in kernel.reads]
     writes = [_place(kernel, t, device) for t in kernel.writes]
-    given = [numbers[i] for i in kernel.numbers]
+    more = [numbers[i] for i in kernel.numbers]
     function_of(kernel)[(kernel.programs,)](
-        *reads, *writes, *given, PROGRAMS=kernel.programs, num_warps=kernel.warps
+        *reads, *writes, *more, PROGRAMS=kernel.programs, num_warps=kernel.warps
     )
     return {
         t.name: _summed(x, t) if t.name in kernel.sums else x
@@ -122,7 +122,9 @@ def _as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
     if x.device != device:
         x = x.to(device)
     if x.stride() != t.stride and x.numel() > 1:
-        return torch.empty_strided(t.shape, t.stride, dtype=x.dtype, device=device).copy_(x)
+        return torch.empty_strided(
+            t.shape, t.stride, dtype=x.dtype, device=device
+        ).copy_(x)
     return x
 
 

@@ -62,3 +62,38 @@ def rand_triton_4(seed, index):
     low = tl.where(lane == 0, a, b)
     high = tl.where(lane == 2, c, d)
     return _uniform(tl.where(lane < 2, low, high))
+
+
+@triton.jit
+def peer(buffers, rank, offset, dtype: tl.constexpr):
+    """Where ``offset`` bytes into the buffer of a rank are, as a pointer to ``dtype``.
+    ``buffers``: pointer to the addresses of all ranks' buffers; offsets are multiples
+    of 16 bytes."""
+    place = tl.load(buffers + rank) + offset
+    return tl.multiple_of(place.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def barrier(signals, rank, RANKS: tl.constexpr):
+    """Wait for the program of the same number on every rank: what each wrote before is
+    then seen by all.
+
+    ``signals``: pointer to the addresses of all ranks' pads, which are zero at first:
+    of each program one int32 for each rank that signals. A signal is raised from 0 to 1
+    by its sender and lowered by its receiver, so the pads are zero again in the end.
+    Grids must be equal on all ranks, and all their programs run at a time. It is the
+    handshake of torch's symmetric memory (CUDASymmetricMemory), without assembler.
+    """
+    tl.debug_barrier()  # what all threads wrote comes before what one releases
+    first = tl.program_id(0) * RANKS
+    for other in tl.static_range(RANKS):
+        pad = tl.load(signals + other).to(tl.pointer_type(tl.int32))
+        while (
+            tl.atomic_cas(pad + first + rank, 0, 1, sem="release", scope="sys") != 0
+        ):
+            pass
+    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + first
+    for other in tl.static_range(RANKS):
+        while tl.atomic_cas(own + other, 1, 0, sem="acquire", scope="sys") != 1:
+            pass
+    tl.debug_barrier()

@@ -114,9 +114,8 @@ class _Outliner:
     def _line(self, node: fx.Node) -> None:
         op = op_name(node)
         args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
-        if op.startswith("_c10d_functional.") and isinstance(args[-1], str):
-            self.group, args = args[-1], (*args[:-1], Group())
-        elif op == _OWN_GATHER:
+        named = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
+        if named or op == _OWN_GATHER:
             self.group, args = args[-1], (*args[:-1], Group())
         elif op == _OWN_WAIT:
             args = args[:1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,6 +117,10 @@ class Program:
         """Digest of the content."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
+    def __hash__(self) -> int:
+        # Programs are keys of caches asked at every call: once is enough.
+        return hash(self.hash)
+
     @staticmethod
     def parse(text: str) -> Program:
         """Inverse of ``text``. Raises ValueError if it is no program's."""
@@ -134,7 +138,8 @@ class Program:
     @cached_property
     def values(self) -> Mapping[str, Tensor | Line]:
         """Inputs and lines by name."""
-        return {v.name: v for v in (*self.inputs, *self.lines)}
+        found: dict[str, Tensor | Line] = {t.name: t for t in self.inputs}
+        return found | {line.name: line for line in self.lines}
 
     def __str__(self) -> str:
         lines = [f"region {self.hash} of {self.ranks} ranks"]
@@ -247,11 +252,12 @@ def _decode(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     ((kind, value),) = x.items()
-    return {
+    read: dict[str, Callable[[Any], Any]] = {
         "value": Ref,
         "number": Number,
         "group": lambda _: Group(),
         "dtype": dtype_of,
         "layout": lambda name: getattr(torch, name),
         "float": float,
-    }[kind](value)
+    }
+    return read[kind](value)

@@ -32,7 +32,7 @@ class Move:
 
     @property
     def kind(self) -> str:
-        """"all_reduce", "reduce_scatter_tensor" or "all_gather_into_tensor"."""
+        """One of "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"."""
         return self.line.op.split(".")[1]
 
 
@@ -78,9 +78,9 @@ def _stages(program: Program) -> dict[str, int]:
     end = moved
     outputs = {t.name for t in program.outputs}
     for line in reversed(program.lines):
-        if least[line.name] == 0 and line.op not in MOVES and line.name in late:
-            if line.name not in outputs:
-                least[line.name] = late[line.name]
+        free = least[line.name] == 0 and line.op not in MOVES
+        if free and line.name in late and line.name not in outputs:
+            least[line.name] = late[line.name]
         here = least[line.name]
         for name in line.refs:
             late[name] = min(late.get(name, end), here)
@@ -101,7 +101,10 @@ def _part(program: Program, lines: Sequence[Line]) -> Program:
     inputs = {t.name: t for t in program.inputs}
     results = {t.name: t for t in program.outputs}
     wanted = {
-        name for other in program.lines if other.name not in inside for name in other.refs
+        name
+        for other in program.lines
+        if other.name not in inside
+        for name in other.refs
     }
     outputs = [
         results.get(line.name, _tensor(line))

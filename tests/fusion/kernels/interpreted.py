@@ -14,18 +14,22 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _compat
 from fxpar.fusion.kernels import interpret, launch
 from fxpar.fusion.kernels.outline import Outline, outline
 from fxpar.fusion.kernels.program import Program
+from fxpar.fusion.kernels.reductions import space_of
 from fxpar.fusion.kernels.stages import Part, stages_of
 from fxpar.passes import random
 from fxpar.passes.arithmetic import is_view
 from tests.fusion.kernels import samples
 from tests.fusion.kernels.random_regions import region
+
+c10d = torch.ops._c10d_functional
+ROWS, WIDTH = 6, 24
 
 
 def poisoned(
@@ -53,7 +57,7 @@ def outlined(graph: fx.Graph) -> tuple[Outline, list[int]]:
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     calls = [n for n in graph.nodes if n.op == "call_function"]
     for i, node in enumerate(results):
-        while is_view(node) and "sum" in str(node.args[0].target) and not i < 0:
+        while is_view(node) and "sum" in str(node.args[0].target):
             node = node.args[0]
         results[i] = node
     alive: set[fx.Node] = set(results)
@@ -72,9 +76,7 @@ def single(op: str, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[st
         if isinstance(x, list):
             for part in x:
                 collect(part)
-        elif isinstance(x, str) and (x in samples.SHAPES or x in samples.KINDS):
-            names.append(x)
-        elif x == "seeds":
+        elif isinstance(x, str) and x in samples.NAMES:
             names.append(x)
 
     for x in args:
@@ -107,17 +109,23 @@ def compared(
 ) -> dict[str, Any]:
     """A program's kernels beside ``want``, or beside the program itself."""
     program = found.program
+    made = interpret.run(program, inputs, found.numbers)
+    places = [x.untyped_storage().data_ptr() for x in (*inputs, *made)]
     if want is None:
-        want = interpret.run(program, inputs, found.numbers)
+        want = made
     try:
         got = launch.run(program, inputs, found.numbers)
     except Exception as error:  # of Triton, in many forms
         return {"kernel": False, "raised": repr(error)[-300:]}
     parts = [s for s in stages_of(program) if isinstance(s, Part)]
-    made = [launch.compiled(part.program, "cpu") for part in parts]
-    strides = [x.stride() == t.stride for x, t in zip(got, program.outputs, strict=True)]
+    kernels = [launch.compiled(part.program, "cpu") for part in parts]
+    strides = [
+        x.stride() == t.stride for x, t in zip(got, program.outputs, strict=True)
+    ]
     return {
-        "kernel": None not in made and bool(parts),
+        "kernel": None not in kernels and bool(parts),
+        "own": len(set(places[len(inputs) :]) - set(places[: len(inputs)]))
+        == len(made),
         "error": max(map(apart, got, want), default=0.0),
         "ulps": max(map(ulps, got, want), default=0.0),
         "strides": all(strides),
@@ -232,6 +240,52 @@ def run_graphs() -> dict[str, Any]:
     from tests.fusion.kernels.fused_graphs import run
 
     return run()
+
+
+def run_seam() -> dict[str, Any]:
+    """A template's kernel: what is before a collective writes to a buffer, what is
+    behind it reads the sum of two, in one function."""
+    from fxpar.fusion.kernels.emit import Sink, Source, emit_body, masked
+    from fxpar.fusion.kernels.kernel import function, phase
+    from tests.fusion.kernels.fused_graphs import fused
+
+    def both_sides(x: Any, w: Any, r: Any) -> Any:
+        y = c10d.wait_tensor(c10d.all_reduce(torch.tanh(x @ w), "sum", "0"))
+        return torch.nn.functional.layer_norm(y + r, [WIDTH]) @ w
+
+    def put(offset: str, value: str, mask: str) -> Sequence[str]:
+        return [f"tl.store(mine_ptr + {offset}, {value}{masked(mask)}"]
+
+    def get(offset: str, mask: str) -> tuple[Sequence[str], str]:
+        line = f"other = tl.load(theirs_ptr + {offset}{masked(mask, ', other=0')}"
+        mine = f"tl.load(mine_ptr + {offset}{masked(mask, ', other=0')}"
+        return [line], f"{mine} * scale + other"
+
+    (program,) = fused(both_sides)[1].programs
+    first, move, last = stages_of(program)
+    space = space_of(last.program)
+    before = emit_body(
+        first.program, space, sinks={move.operand: Sink(("mine_ptr",), put)}
+    )
+    source = Source(("mine_ptr", "theirs_ptr"), get, ("scale = 2.0",))
+    behind = emit_body(last.program, space, sources={move.result: source})
+    lines = [*phase(before), "tl.debug_barrier()", *phase(behind)]
+    names = list(dict.fromkeys((*before.parameters, *behind.parameters)))
+    text = function("both", names, lines, "two phases")
+    draw = torch.Generator().manual_seed(2)
+    given = {n: torch.randn(ROWS, WIDTH, generator=draw) for n in names}
+    kernel = launch.module_of("both", text).both
+    kernel[(2,)](*given.values(), PROGRAMS=2)
+    sent = interpret.run(first.program, [given[f"{first.program.inputs[0].name}_ptr"]])[
+        0
+    ]
+    values = {move.result: sent * 2 + given["theirs_ptr"]}
+    values |= {n.removesuffix("_ptr"): x for n, x in given.items()}
+    want = interpret.run(last.program, [values[t.name] for t in last.program.inputs])
+    got = given[f"{last.program.outputs[0].name}_ptr"]
+    return {
+        "both": {"error": apart(got, want[0]), "sent": apart(given["mine_ptr"], sent)}
+    }
 
 
 def main(path: str, *what: str) -> None:

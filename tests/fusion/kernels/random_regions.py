@@ -37,6 +37,9 @@ _TWO: list[Callable[[Any, Any], Any]] = [
     torch.minimum,
     lambda a, b: torch.lerp(a.expand(b.shape), b, 0.3) if a.dim() else a + b,
     lambda a, b: torch.where(a < b, a, b),
+    lambda a, b: torch.where((a > 0) & (b < 0.5), a, b),
+    lambda a, b: torch.where((a > 0.1) | (b < 0), a, b),
+    lambda a, b: torch.where((a > 0.1) ^ (b < 0), b, 0.5),
 ]
 _ROWS: list[Callable[[Any], Any]] = [
     lambda x: x.mean(-1, keepdim=True),

@@ -17,14 +17,15 @@ BATCH, LENGTH, WIDTH = 3, 5, 24
 SHAPES: dict[str, tuple[int, ...]] = {
     "x": (BATCH, LENGTH, WIDTH),
     "y": (BATCH, LENGTH, WIDTH),
+    "z": (BATCH, LENGTH, WIDTH),
     "row": (BATCH, LENGTH, 1),
     "col": (WIDTH,),
     "half": (BATCH, LENGTH, WIDTH // 2),
     "one": (BATCH, WIDTH),
     "number": (),
 }
-# Positive numbers, whole numbers, bools: of x's shape.
-KINDS = {"positive", "ints", "bools", "seed", "double"}
+# Of x's shape: positive numbers, whole numbers, bools. And numbers alone.
+NAMES = {*SHAPES, "positive", "small", "ints", "bools", "seed", "seeds", "double"}
 FULL = SHAPES["x"]
 INT, FLOAT, BOOL = torch.int64, torch.float32, torch.bool
 
@@ -36,6 +37,8 @@ def make(name: str, dtype: torch.dtype = FLOAT) -> torch.Tensor:
         return torch.randn(SHAPES[name], generator=draw).to(dtype)
     if name == "positive":
         return (torch.rand(FULL, generator=draw) + 0.5).to(dtype)
+    if name == "small":
+        return torch.randn(FULL, generator=draw).to(dtype) * 1e-4
     if name == "ints":
         return torch.randint(-3, 4, FULL, generator=draw)
     if name == "bools":
@@ -60,6 +63,9 @@ _ONE = [_calls("x")]
 _POSITIVE = [_calls("positive")]
 _COMPARED = [_calls("x", "y"), _calls("ints", "row")]
 
+_PLAIN = ["neg", "exp", "sin", "cos", "erf", "sigmoid", "relu", "silu", "abs"]
+_PLAIN += ["sign", "alias", "detach", "clone", "lift_fresh_copy"]
+
 OPS: dict[str, list[Call]] = {
     "aten.add.Tensor": [*_TWO, _calls("x", "y", alpha=-0.5), _calls("ints", 2)],
     "aten.add.Scalar": [_calls("x", 1.5)],
@@ -78,18 +84,13 @@ OPS: dict[str, list[Call]] = {
         f"aten.{word}.Scalar": [_calls("x", 0.1), _calls("ints", 1)]
         for word in ("eq", "ne", "lt", "le", "gt", "ge")
     },
-    **{
-        f"aten.{word}.default": _ONE
-        for word in (
-            "neg exp sin cos erf tanh sigmoid relu silu gelu abs sign alias detach "
-            "clone lift_fresh_copy"
-        ).split()
-    },
+    **{f"aten.{word}.default": _ONE for word in _PLAIN},
     **{
         f"aten.{word}.default": _POSITIVE
         for word in ("log", "sqrt", "rsqrt", "reciprocal")
     },
     "aten.square.default": _ONE,
+    "aten.tanh.default": [_calls("x"), _calls("small")],
     "aten.gelu.default": [_calls("x"), _calls("x", approximate="tanh")],
     "aten.pow.Tensor_Scalar": [
         _calls("positive", n) for n in (2, 3, 1.0, 0.5, -0.5, -1, -2)
@@ -288,9 +289,9 @@ PIECES: dict[str, Piece] = {
         ("x", "col", "y", "col", "col", "seed"),
     ),
     "dropout_backward": (lambda g, seed: _dropout(g, seed)[0], ("y", "seed")),
-    "adamw": (_adamw, ("x", "y", "half2", "positive", "double", "double")),
+    "adamw": (_adamw, ("x", "y", "z", "positive", "double", "double")),
     "sgd": (_sgd, ("x", "y", "positive")),
-    "lamb": (_lamb, ("x", "y", "half2", "positive", "number")),
+    "lamb": (_lamb, ("x", "y", "z", "positive", "number")),
     "lamb_sums": (_lamb_sums, ("x", "y")),
     "rotary": (_rotary, ("x", "col", "col")),
     "transposed_read": (lambda x, c: x.transpose(0, 1) * c, ("x", "col")),
@@ -302,7 +303,6 @@ PIECES: dict[str, Piece] = {
     "column_sums": (lambda x: (x.exp().sum((0, 1)), x.exp()), ("x",)),
     "bool_sums": (lambda x: x.gt(0).to(x.dtype).sum(-1), ("x",)),
 }
-SHAPES["half2"] = SHAPES["x"]
 
 # Of these bf16 is checked as well.
 IN_BF16 = (
