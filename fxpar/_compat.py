@@ -488,6 +488,28 @@ def group_size(name: str) -> int:
     return int(found._resolve_process_group(name).size())
 
 
+def group_store(name: str) -> tuple[Any, int, int]:
+    """The key-value store of a process group, this rank in it, and its members."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d
+    group = found._resolve_process_group(name)
+    return found._get_process_group_store(group), group.rank(), group.size()
+
+
+def symmetric_memory(
+    nbytes: int, device: torch.device, group: str
+) -> tuple[torch.Tensor, tuple[int, ...], Any]:
+    """Memory of a GPU that all ranks of a group reach: this rank's (uint8), addresses
+    of all ranks' as they are known here, and what keeps them. Raises RuntimeError where
+    there is none."""
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(own, group)
+    return own, tuple(handle.buffer_ptrs), (own, handle)
+
+
 def forget_meshes() -> None:
     """Empty DTensor's caches of results, which hold the meshes they were made on. Equal
     meshes are one to them (2.13), although another process group's names mean others.

@@ -89,14 +89,14 @@ def run_part(
         given = [values[t.name] for t in program.inputs]
         made = interpret.run(program, given, numbers)
         return dict(zip((t.name for t in program.outputs), made, strict=True))
-    reads = [_as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = [_place(kernel, t, device) for t in kernel.writes]
+    reads = [as_read(values[t.name], t, device) for t in kernel.reads]
+    writes = [place(kernel, t, device) for t in kernel.writes]
     more = [numbers[i] for i in kernel.numbers]
     function_of(kernel)[(kernel.programs,)](
         *reads, *writes, *more, PROGRAMS=kernel.programs, num_warps=kernel.warps
     )
     return {
-        t.name: _summed(x, t) if t.name in kernel.sums else x
+        t.name: summed(x, t) if t.name in kernel.sums else x
         for t, x in zip(kernel.writes, writes, strict=True)
     }
 
@@ -117,7 +117,7 @@ def random_of(device: str) -> str:
     return f"triton_{_compat.triton_random_lanes()}"
 
 
-def _as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
+def as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
     """In the strides that the kernel was made for, where it runs."""
     if x.device != device:
         x = x.to(device)
@@ -128,7 +128,7 @@ def _as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
     return x
 
 
-def _place(kernel: Kernel, t: Tensor, device: torch.device) -> torch.Tensor:
+def place(kernel: Kernel, t: Tensor, device: torch.device) -> torch.Tensor:
     """Memory for an output, or for the parts of one."""
     if t.name in kernel.sums:
         return empty((kernel.programs, t.count), (t.count, 1), torch.float32, device)
@@ -145,11 +145,12 @@ def empty(
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
+def summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
+    """An output of the parts that programs wrote of it."""
     made = parts.sum(0).to(dtype_of(t.dtype)).view(t.shape)
     if t.stride == contiguous(t.shape):
         return made
-    return torch.empty_strided(t.shape, t.stride, dtype=made.dtype).copy_(made)
+    return empty(t.shape, t.stride, made.dtype, made.device).copy_(made)
 
 
 def function_of(kernel: Kernel) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import interpret, launch
+from fxpar.fusion.kernels import interpret, launch, run_fused
 from fxpar.fusion.kernels.program import Program, dtype_of
 
 _KNOWN: dict[str, Program] = {}
@@ -24,7 +24,7 @@ _KNOWN: dict[str, Program] = {}
 Runner = Callable[..., list[torch.Tensor]]
 
 # How a region runs: what the option ``fuse`` may say.
-RUNNERS: dict[str, Runner] = {"interpret": interpret.run, "triton": launch.run}
+RUNNERS: dict[str, Runner] = {"interpret": interpret.run, "triton": run_fused.run}
 
 
 def remember(program: Program) -> str:
