@@ -30,7 +30,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
-from fxpar.runtime.groups import Ranks, join, settle
+from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
@@ -187,7 +187,7 @@ class _Job:
         broken_at = _compat.graph_break_line(gm)
         # The mesh may have been chosen since.
         job = replace(self, ranks=join(self.options)) if self.ranks.open else self
-        step = _Parallelize(job, graphs.next_number(), broken_at)
+        step = _Parallelize(job, next_graph(), broken_at)
         if self.options.codegen == "inductor":
             random.register_lowering()
         with _told_to_others(Exception):

@@ -7,7 +7,6 @@ the global batch size into a graph that was traced with one rank's part.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,13 +27,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
 
-_NUMBER = itertools.count()
 _PLANS: list[Plan] = []
-
-
-def next_number() -> int:
-    """Number of a graph; ranks that run the same program count alike."""
-    return next(_NUMBER)
 
 
 def plans() -> list[Plan]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +45,7 @@ class _Life:
     device_meshes: dict[Any, Any] = field(default_factory=dict)
     mesh: Mesh | None = None  # that FXPAR_MESH=auto means from now on
     devices_checked: bool = False
+    graphs: Iterator[int] = field(default_factory=itertools.count)
 
 
 _lives: list[_Life] = []  # the current one, if any
@@ -57,6 +59,15 @@ def _life() -> _Life:
         _compat.forget_meshes()
         _lives[:] = [_Life(weakref.ref(world))]
     return _lives[0]
+
+
+_alone = itertools.count()  # graphs compiled without a process group
+
+
+def next_graph() -> int:
+    """Number of a graph; ranks that run the same program count alike. A new process
+    group counts from 0: its ranks may have been others of the one before, or none."""
+    return next(_alone if _compat.default_group() is None else _life().graphs)
 
 
 @dataclass(frozen=True)

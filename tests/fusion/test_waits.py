@@ -348,8 +348,7 @@ def test_inductor_would_change_the_order(group: str, monkeypatch: Any) -> None:
     form = CHUNKS["mm, rs, 4 on 1"]
     graph = bound(form.toy, form.toy.after(form.schedule, lowered=True), group)
     as_run(graph, backward=False)
-    for node in graph.nodes:
-        node.meta.pop("fxpar_chunk", None)
+    monkeypatch.setattr(_compat, "_name", lambda target: "")  # no wait is seen
     assert len(exposed(code_of(graph, monkeypatch))) > form.exposed
 
 
