@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, cast
@@ -382,6 +383,35 @@ def _name(target: Any) -> str:
     return str(target.name()) if isinstance(target, OpOverload) else ""
 
 
+def shares_memory(x: torch.Tensor, group: str) -> bool:
+    """Whether the ranks of a group can use PyTorch's fused ops on symmetric memory:
+    GPUs of one machine. Alike on all ranks of it."""
+    if x.device.type != "cuda":
+        return False
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    return group_size(group) <= local == torch.distributed.get_world_size()
+
+
+def fused_all_gather_matmul(
+    x: torch.Tensor, ws: list[torch.Tensor], dim: int, group: str
+) -> list[torch.Tensor]:
+    """What is gathered, and its products."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, ws, dim, group)
+    return [x.contiguous() for x in (whole, *products)]
+
+
+def fused_matmul_reduce_scatter(
+    x: torch.Tensor, w: torch.Tensor, op: str, dim: int, group: str
+) -> Any:
+    """This rank's part of the reduced product."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+
+    made = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, op, dim, group)
+    return made.contiguous()
+
+
 def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
     """Example inputs as one rank holds them. Where AOTAutograd's have that shape they
     know better: saved activations come in the strides the forward gave them."""
@@ -505,8 +535,9 @@ def symmetric_memory(
     there is none."""
     from torch.distributed import _symmetric_memory
 
-    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = _symmetric_memory.rendezvous(own, group)
+    memory: Any = _symmetric_memory
+    own = memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = memory.rendezvous(own, group)
     return own, tuple(handle.buffer_ptrs), (own, handle)
 
 

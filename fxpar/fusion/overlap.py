@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion import sends
+from fxpar.fusion import sends, shipped
 from fxpar.fusion.edit import Edit, refuse
 from fxpar.fusion.parts import Cutter, Part, Refused, results_of
 from fxpar.fusion.regions import arrange
@@ -98,13 +98,21 @@ def overlap(
     chunks: int | None = None,
     dim: int | None = None,
     ring: int | None = None,
+    fused: int = 0,
 ) -> list[fx.Node]:
     """``overlap(ag, mm)`` or ``overlap(ag, [mm, mm_1])``: gives the joined results;
     ``overlap(mm, rs)``: gives the joined result of the collective; ``overlap(recv,
     mm)`` and ``overlap(mm, send)`` likewise. ``chunks``: how many, 2 by default.
     ``dim``: of the collective's result that is cut in chunks. ``ring``: in one
-    direction or in 2; the chunks are then the parts of the ranks."""
+    direction or in 2; the chunks are then the parts of the ranks. ``fused=1``: one op
+    does both (``shipped``)."""
     starts, ends = _tuple(first), _tuple(second)
+    if fused:
+        _check_alone(starts[0], chunks, dim, ring)
+        if len(starts) == 1 and starts[0].target is steps.all_gather:
+            return shipped.gather_first(edit, starts[0], ends)
+        if len(ends) == 1 and ends[0].target is steps.reduce_scatter:
+            return shipped.reduce_last(edit, starts, ends[0])
     if len(starts) == 1 and starts[0].target in _FIRST:
         how = _How(edit, starts[0], chunks, dim, ring)
         return _collective_first(edit, how, ends)
@@ -112,6 +120,12 @@ def overlap(
         how = _How(edit, ends[0], chunks, dim, ring)
         return _collective_last(edit, starts, how)
     raise refuse("overlap", starts[0], "is no gather, and comes before none")
+
+
+def _check_alone(node: fx.Node, *others: int | None) -> None:
+    if any(other is not None for other in others):
+        why = "is fused with its collective, which has no chunks of its own"
+        raise refuse("overlap", node, why, fix="leave out chunks, dim and ring")
 
 
 # What chunks may begin with, or end with; a gather that ends them is one that others

@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.errors import FxparWarning, compose
-from fxpar.fusion import regions
+from fxpar.fusion import regions, shipped
 from fxpar.fusion.choose import Chosen, choose
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import apply
@@ -127,4 +127,7 @@ def _collectives(graph: fx.Graph) -> list[Collective]:
             kind, axes = node.target.__name__, steps.axes_of(node)
             size = nbytes_of(whole.meta["val"])
             out.append(Collective(kind, axes, size, source))
+        elif node.target in shipped.KINDS:
+            source = node.meta.get("fxpar_cause", node.name)
+            out.append(shipped.collective_of(node, source))
     return out

@@ -130,6 +130,8 @@ def _steps(
             while not post.is_there(ends):
                 yield
             env[node] = post.receive(node, env, ends)
+        elif node.target in PRODUCTS:
+            env[node] = _products(node, env, groups(node.args[-1]), count)
         elif node.target in COLLECTIVES:
             name = node.kwargs.get("group_name", node.args[-1])
             env[node] = _collective(node, env, groups(name), count)
@@ -244,6 +246,29 @@ def _collective(
     return out
 
 
+def _products(
+    node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
+) -> Ranks:
+    """Products with their collective: operands differ from rank to rank."""
+    run, out = PRODUCTS[node.target], [None] * size
+    for group in groups:
+        args = [fx.node.map_arg(node.args, _on(env, r)) for r in group]
+        for r, value in zip(group, run(args), strict=True):
+            out[r] = value
+    return out
+
+
+def _gather_matmul(args: Ranks) -> Ranks:
+    whole = torch.cat([x for x, *_ in args], args[0][2])
+    return [[whole, *(whole @ w for w in ws)] for _, ws, *_ in args]
+
+
+def _matmul_scatter(args: Ranks) -> Ranks:
+    op, dim = args[0][2], args[0][3]
+    total = _reduce([x @ w for x, w, *_ in args], op)
+    return [part.contiguous() for part in total.chunk(len(args), dim)]
+
+
 def _combine(a: Any, b: Any, op: str) -> Any:
     if op in ("sum", "avg"):
         return a + b
@@ -300,6 +325,13 @@ COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
     torch.ops.fxpar.all_gather_into_tensor.default: _all_gather,
     c10d.all_to_all_single.default: _all_to_all,
     torch.ops.fxpar.permute.default: _permute,
+}
+
+
+# The same of products with their collective: arguments of each member -> results.
+PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
+    torch.ops.fxpar.gather_matmul.default: _gather_matmul,
+    torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
 }
 
 

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 
 import torch
 
+from fxpar import _compat
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -211,3 +212,47 @@ def _(x, count, group):
 @torch.library.impl("fxpar::wait_gather", "CompositeExplicitAutograd")
 def _(out, x):
     torch.ops._c10d_functional.wait_tensor(out)
+
+
+# A gather with the products that read it, a product with the reduce-scatter that takes
+# it: for ``fusion.shipped``. ``count``: ranks of the group, for shapes.
+torch.library.define(
+    "fxpar::gather_matmul",
+    "(Tensor x, Tensor[] ws, int dim, int count, str group) -> Tensor[]",
+)
+torch.library.define(
+    "fxpar::matmul_scatter",
+    "(Tensor x, Tensor w, str op, int dim, int count, str group) -> Tensor",
+)
+
+
+@torch.library.register_fake("fxpar::gather_matmul")
+def _(x, ws, dim, count, group):
+    whole = torch.cat([x] * count, dim)
+    return [whole, *(whole @ w for w in ws)]
+
+
+@torch.library.register_fake("fxpar::matmul_scatter")
+def _(x, w, op, dim, count, group):
+    return (x @ w).chunk(count, dim)[0].contiguous()
+
+
+@torch.library.impl("fxpar::gather_matmul", "CompositeExplicitAutograd")
+def _(x, ws, dim, count, group):
+    if _compat.shares_memory(x, group):
+        return _compat.fused_all_gather_matmul(x, ws, dim, group)
+    c10d = torch.ops._c10d_functional
+    rows = x.movedim(dim, 0).contiguous()
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor(rows, count, group))
+    whole = whole.movedim(0, dim).contiguous()
+    return [whole, *(whole @ w for w in ws)]
+
+
+@torch.library.impl("fxpar::matmul_scatter", "CompositeExplicitAutograd")
+def _(x, w, op, dim, count, group):
+    if _compat.shares_memory(x, group):
+        return _compat.fused_matmul_reduce_scatter(x, w, op, dim, group)
+    c10d = torch.ops._c10d_functional
+    rows = (x @ w).movedim(dim, 0).contiguous()
+    mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(rows, op, count, group))
+    return mine.movedim(0, dim).contiguous()
