@@ -169,20 +169,19 @@ def _overlapped(state: _Search) -> None:
 def _by_phase(state: _Search) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
     hold more: a step may not need much more memory for it."""
-    first = state.now
+    first = state.now.peak_bytes
+    room = max(int(_ROOM * first), _LITTLE)
     for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
             return
-        known, before = state.schedule, state.now
-        room = max(_ROOM * first.peak_bytes, _LITTLE)
-        settings = replace(settings_of(known), **change)
+        kept = state.schedule, state.now
+        settings = replace(settings_of(state.schedule), **change)
         if settings.bucket is not None:
-            settings = replace(settings, gathers=min(settings.bucket, int(room)))
-        said = line_of(settings)
-        lines = tuple(line for line in known.lines if line.verb not in LATER)
-        state.simulate(Schedule(lines) + said)
-        if state.now.peak_bytes > first.peak_bytes + room:
-            state.schedule, state.now = known, before
+            settings = replace(settings, gathers=min(settings.bucket, room))
+        others = [line for line in state.schedule.lines if line.verb not in LATER]
+        state.simulate(Schedule(tuple(others)) + line_of(settings))
+        if state.now.peak_bytes > first + room:
+            state.schedule, state.now = kept
 
 
 def _moved(state: _Search) -> Callable[[fx.Node], float]:
