@@ -8,9 +8,10 @@ is in a kernel), ``needs`` (where a value is needed), ``reductions`` (what a ker
 over), ``index`` and ``choices`` (views), ``expressions`` (ops), ``library``
 (functions).
 
-A template that does a collective inside a kernel takes the parts from ``stages_of`` and
-their bodies from ``emit_body``, with a ``Source`` that reads other ranks' memory or a
-``Sink`` that writes there, and puts them into one function by ``kernel.phase`` and
+A template that does a collective inside a kernel (``templates``; ``ladder`` says when,
+``providers`` have the memory, ``run_fused`` runs it) takes the parts from ``stages_of``
+and their bodies from ``emit_body``, with a ``Source`` that reads other ranks' memory or
+a ``Sink`` that writes there, and puts them into one function by ``kernel.phase`` and
 ``kernel.function``, with its barriers between. Nothing here is imported by ``import
 fxpar``; Triton only when a kernel runs.
 """

@@ -88,9 +88,7 @@ def barrier(signals, rank, RANKS: tl.constexpr):
     first = tl.program_id(0) * RANKS
     for other in tl.static_range(RANKS):
         pad = tl.load(signals + other).to(tl.pointer_type(tl.int32))
-        while (
-            tl.atomic_cas(pad + first + rank, 0, 1, sem="release", scope="sys") != 0
-        ):
+        while tl.atomic_cas(pad + first + rank, 0, 1, sem="release", scope="sys") != 0:
             pass
     own = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + first
     for other in tl.static_range(RANKS):

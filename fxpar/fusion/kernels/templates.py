@@ -1,0 +1,319 @@
+"""Collectives inside a kernel, with the compute around them.
+
+In: a program with one collective, or a reduce-scatter and the all-gather of what is
+made of its result. Out: a ``Template``: one kernel in phases with barriers between
+(``library.barrier``). Each rank writes what it gives into a buffer that all ranks read.
+
+    all-reduce, one shot    give | sum all ranks' values, go on
+    all-reduce, two shot    give | sum the blocks that are this rank's | go on with
+                            the sums of all
+    reduce-scatter          give | sum this rank's part, go on
+    all-gather              give | go on with all ranks' parts
+    both                    give | sum, update, give | go on
+
+Sums are in float32 and in the order of ranks, so what ranks hold alike is equal to the
+bit. Program i of a rank waits for program i of the others alone; so in each phase it
+reads only what program i of any rank wrote: a value that is read in another order than
+it is given has no template. Nothing runs here (``run_fused`` does), and no rank is
+known: a rank's number is an argument.
+
+After one-shot and two-shot all-reduce of PyTorch (CUDASymmetricMemoryOps) and kraken.
+Two shots here deal out blocks in turn instead of slices, so that the programs of all
+phases agree, and keep sums apart from what is summed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxpar.fusion.kernels.cut import Cut, cut, row_major
+from fxpar.fusion.kernels.emit import (
+    Body,
+    Sink,
+    Source,
+    emit_body,
+    masked,
+    pointer_sink,
+    pointer_source,
+)
+from fxpar.fusion.kernels.expressions import DTYPES
+from fxpar.fusion.kernels.kernel import Kernel, function, is_wide, phase, warps_of
+from fxpar.fusion.kernels.program import Program, Tensor
+from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
+from fxpar.fusion.kernels.stages import Move
+
+# Elements of the least block that parts of ranks are cut into: a warp's, 128 bits each.
+_LEAST = 128
+# The buffers of two collectives in one kernel begin at multiples of so many bytes.
+_ALIGNED = 128
+
+BOTH = ("reduce_scatter_tensor", "all_gather_into_tensor")
+KINDS = frozenset(
+    {("all_reduce",), ("reduce_scatter_tensor",), ("all_gather_into_tensor",), BOTH}
+)
+NEXT = "lib.barrier(signals_ptr, rank, {ranks})"
+
+
+@dataclass(frozen=True)
+class Template:
+    """``kernel``: its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one
+    address for each rank), the kernel's reads and writes, its numbers, and the rank.
+    ``nbytes``: of each rank's buffer."""
+
+    kernel: Kernel
+    nbytes: int
+
+
+def template_of(
+    program: Program, *, shots: int, programs: int, random: str = "cpp"
+) -> Template:
+    """The kernel of a program with collectives. ``shots``: 1 or 2, of an all-reduce.
+    ``programs``: the largest grid that runs at a time on every rank.
+
+    Raises CannotEmit.
+    """
+    found = cut(program)
+    if found.kinds not in KINDS:
+        raise CannotEmit(" and ".join(found.kinds), "there is no template of these")
+    return _Builder(program, found, shots, programs, random).build()
+
+
+class _Builder:
+    """The phases of one kernel, in order."""
+
+    def __init__(
+        self, program: Program, found: Cut, shots: int, programs: int, random: str
+    ) -> None:
+        self.program, self.cut, self.random = program, found, random
+        self.ranks, self.shots = program.ranks, shots
+        self.wide = is_wide(program)
+        self.spread = self.cut.kinds != ("all_reduce",)  # a rank has a part of it
+        self.space, self.whole = self._spaces()
+        deal = self.ranks if self.shots == 2 and not self.spread else 1
+        self.programs = max(1, min(programs, -(-self.space.turns // deal)))
+        self.starts: dict[str, int] = {}  # of what is given, in bytes
+        self.nbytes = 0
+        self.bodies: list[Body] = []
+        self.lines = [f"rank = n{program.numbers}"]
+        self.made: dict[str, Tensor] = {}  # by phases so far, in memory of its own
+        # Of these, what can be read again, by whether a phase runs over all parts.
+        self.by_blocks: dict[bool, set[str]] = {False: set(), True: set()}
+
+    def build(self) -> Template:
+        """Write all phases."""
+        for k, part in enumerate(self.cut.parts):
+            if k:
+                self._next()
+                if self.shots == 2 and not self.spread:
+                    self._sum_own(self.cut.moves[0])
+            self._part(k, part)
+        return Template(self._kernel(), self.nbytes)
+
+    def _next(self) -> None:
+        self.lines.append(NEXT.format(ranks=self.ranks))
+
+    def _spaces(self) -> tuple[Space, Space]:
+        """Of a rank's part, and of all."""
+        moves, values = self.cut.moves, self.program.values
+        counts = {values[m.operand].count for m in moves}
+        counts |= {values[m.result].count for m in moves}
+        count = min(counts)
+        if counts != {count, count * (self.ranks if self.spread else 1)}:
+            raise CannotEmit(moves[-1].result, "is not of the parts of all ranks")
+        columns = {space_of(p).columns for p in self.cut.parts if p.outputs} - {0}
+        if len(columns) > 1:
+            raise CannotEmit(moves[0].result, "rows before and behind it differ")
+        if columns:
+            (each,) = columns
+            if count % each:
+                raise CannotEmit(moves[0].result, "rows are split between ranks")
+            space = Space(count, each)
+        else:
+            block = math.gcd(count, FLAT_BLOCK) if self.spread else FLAT_BLOCK
+            if block < _LEAST:
+                why = f"parts of {count} elements are no multiple of {_LEAST}"
+                raise CannotEmit(moves[0].result, why)
+            space = Space(count, flat_block=block)
+        if count < 2:
+            raise CannotEmit(moves[0].result, "is one number")
+        ranks = self.ranks if self.spread else 1
+        return space, dataclasses.replace(space, count=space.count * ranks)
+
+    def _part(self, k: int, part: Program) -> None:
+        """A phase: what is computed after ``k`` collectives."""
+        if not part.outputs:
+            return
+        kinds, moves = self.cut.kinds, self.cut.moves
+        # All parts before a reduce-scatter and behind a gather, else the rank's own.
+        every = (
+            k < len(moves) and kinds[k].startswith("reduce_scatter")
+            or k > 0 and kinds[k - 1].startswith("all_gather")
+        )  # fmt: skip
+        sources: dict[str, Source] = {
+            name: _same_place(name, pointer_source(name))
+            for name in self.made.keys() & self.by_blocks[every]
+        }
+        sinks: dict[str, Sink] = {}
+        if k:
+            sources[moves[k - 1].result] = self._received(k - 1)
+        known = sources.keys() | {t.name for t in self.program.inputs}
+        lost = [t.name for t in part.inputs if t.name not in known]
+        if lost:
+            raise CannotEmit(lost[0], "is not made block by block")
+        for t in part.outputs:
+            self.made[t.name] = t
+        if k < len(moves):
+            sinks[moves[k].operand] = self._give(k)
+        space = self.whole if every and self.spread else self.space
+        body = emit_body(part, space, sources=sources, sinks=sinks, random=self.random)
+        self._add(body, every)
+        self.by_blocks[every] |= {t.name for t in part.outputs} - {*body.sums}
+
+    def _add(self, body: Body, every: bool, blocks: str = "") -> None:
+        self.bodies.append(body)
+        if not every:
+            how = {"blocks": blocks} if blocks else {}
+            self.lines += phase(body, wide=self.wide, **how)
+            return
+        if body.sums:
+            raise CannotEmit(body.sums[0], "is summed over the parts of all ranks")
+        turns = self.space.turns
+        blocks = f"range(part * {turns} + pid, (part + 1) * {turns}, PROGRAMS)"
+        self.lines.append(f"for part in range({self.ranks}):")
+        inside = phase(body, blocks=blocks, wide=self.wide)
+        self.lines += [f"    {line}" for line in inside]
+
+    def _give(self, k: int) -> Sink:
+        """Into the own buffer, and to memory if others read it from there."""
+        name = self.cut.moves[k].operand
+        t = row_major(self.program, name)
+        own = self._place(f"{name}_given", t)
+        kept = {x.name for part in self.cut.parts[k + 1 :] for x in part.inputs}
+        kept -= {move.result for move in self.cut.moves}
+        kept -= {x.name for x in self.program.inputs}
+        kept |= {x.name for x in self.program.outputs}
+        plain = pointer_sink(name) if name in kept else None
+        if plain is None:
+            self.made.pop(name)
+
+        def write(offset: str, value: str, mask: str) -> Sequence[str]:
+            _check(name, offset)
+            lines = [f"tl.store({name}_given + {offset}, {value}{masked(mask)}"]
+            return [*lines, *(plain.write(offset, value, mask) if plain else ())]
+
+        return Sink(plain.parameters if plain else (), write, own)
+
+    def _place(self, name: str, t: Tensor) -> tuple[str, ...]:
+        """Make room in the buffer; the line that says where."""
+        self.starts[name] = self.nbytes
+        self.nbytes += -(-t.nbytes // _ALIGNED) * _ALIGNED
+        return (f"{name} = {self._peer('rank', name, t.dtype)}",)
+
+    def _peer(self, rank: str, name: str, dtype: str) -> str:
+        return f"lib.peer(buffers_ptr, {rank}, {self.starts[name]}, {DTYPES[dtype]})"
+
+    def _received(self, k: int) -> Source:
+        """How the result of a collective is read."""
+        move = self.cut.moves[k]
+        if self.shots == 2 and not self.spread:
+            turn = "row" if self.space.columns else "block"
+            owner = f"{turn} // PROGRAMS % {self.ranks}"
+            return self._read_from(move, f"{move.operand}_summed", owner, "")
+        if move.kind == "all_gather_into_tensor":
+            start = f" - part * {self.space.count}"
+            return self._read_from(move, f"{move.operand}_given", "part", start)
+        start = f" + rank * {self.space.count}" if self.spread else ""
+        return self._read_sum(move, start)
+
+    def _read_from(self, move: Move, name: str, rank: str, start: str) -> Source:
+        """From one rank's buffer."""
+
+        def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
+            _check(move.result, offset)
+            dtype = self.program.values[move.result].dtype
+            lines = [f"{name}_there = {self._peer(rank, name, dtype)}"]
+            end = masked(mask, ", other=0")
+            return lines, f"tl.load({name}_there + ({offset}{start}){end}"
+
+        return Source((), read)
+
+    def _read_sum(self, move: Move, start: str) -> Source:
+        """From all ranks' buffers, in their order."""
+        given, name = f"{move.operand}_given", move.result
+        dtype = self.program.values[name].dtype
+        each = range(self.ranks)
+        before = [f"{name}_at_{r} = {self._peer(str(r), given, dtype)}" for r in each]
+        widen = "" if dtype == "float32" else ".to(tl.float32)"
+
+        def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
+            _check(name, offset)
+            end = masked(mask, ", other=0")
+            lines = [
+                f"{name}_{r} = tl.load({name}_at_{r} + ({offset}{start}){end}{widen}"
+                for r in each
+            ]
+            return lines, f"({' + '.join(f'{name}_{r}' for r in each)})"
+
+        return Source((), read, tuple(before))
+
+    def _sum_own(self, move: Move) -> None:
+        """The second shot: this rank sums its blocks, and all ranks wait for them."""
+        t = row_major(self.program, move.result)
+        summed = f"{move.operand}_summed"
+        own = self._place(summed, t)
+
+        def write(offset: str, value: str, mask: str) -> Sequence[str]:
+            return [f"tl.store({summed} + {offset}, {value}{masked(mask)}"]
+
+        body = emit_body(
+            Program((t,), (), (t,), 0, self.ranks),
+            self.space,
+            sources={t.name: self._read_sum(move, "")},
+            sinks={t.name: Sink((), write, own)},
+        )
+        blocks = "range(pid + rank * PROGRAMS, {turns}, "
+        self._add(body, False, f"{blocks}PROGRAMS * {self.ranks})")
+        self._next()
+
+    def _kernel(self) -> Kernel:
+        program = self.program
+        given = [p for body in self.bodies for p in body.parameters]
+        sums = frozenset(x for body in self.bodies for x in body.sums)
+        numbers = tuple(sorted({i for body in self.bodies for i in body.numbers}))
+        reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in given)
+        writes = tuple(self.made.values())
+        parameters = ["buffers_ptr", "signals_ptr"]
+        parameters += [f"{t.name}_ptr" for t in (*reads, *writes)]
+        parameters += [f"n{i}" for i in (*numbers, program.numbers)]
+        name = f"region_{program.hash}_{self.shots}"
+        return Kernel(
+            name,
+            function(name, parameters, self.lines, str(program)),
+            reads,
+            writes,
+            sums,
+            numbers,
+            self.space,
+            self.programs,
+            warps_of(self.space),
+        )
+
+
+def _check(name: str, offset: str) -> None:
+    """Others' memory is read in the order it is written in: block by block."""
+    if offset != "at":
+        raise CannotEmit(name, "is read in another order than it is communicated in")
+
+
+def _same_place(name: str, source: Source) -> Source:
+    """Of what an earlier phase made: programs see only what they wrote themselves."""
+
+    def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
+        if offset not in ("at", "row"):
+            raise CannotEmit(name, "is read in another order than it is made in")
+        return source.read(offset, mask)
+
+    return dataclasses.replace(source, read=read)

@@ -1,0 +1,252 @@
+"""Kernels with collectives inside do what their programs do: interpreted, on processes
+that wait for each other; and compiled for sm_90a where there is no GPU.
+
+One process starts all ranks, since Triton is either interpreter or compiler in one
+process (``collective_cases``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fxpar.fusion.kernels import run_fused
+from fxpar.fusion.kernels.launch import function_of
+from fxpar.fusion.kernels.program import Tensor
+from fxpar.fusion.kernels.providers import virtual
+from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.templates import Template, template_of
+from tests.fusion.kernels import collective_cases as cases
+from tests.fusion.kernels.ahead import RANDOM, TYPES, _usage
+from tests.fusion.kernels.interpreted import apart, outlined, traced
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is an interpreter here"
+)
+
+ROOT = Path(__file__).parents[3]
+F32 = 1e-6  # relative to the largest number of a result
+
+BROKEN = "reduced_norm 2"
+LATER = ("reduced_norm", "reduced_norm bf16", "reduced_update", "scattered_norm bf16")
+MOST = ",".join(name for name in cases.CASES if name not in LATER)
+QUICK = ("sound:1:mixed_update", f"sound:2:{MOST}", "sound:4:computed_norm 2,gathered")
+WRONG = (f"no_barrier:2:{BROKEN}", f"one_half:2:{BROKEN}")
+
+
+def run(*what: str) -> dict[str, Any]:
+    """What tests.fusion.kernels.collective_cases finds."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        script = "tests.fusion.kernels.collective_cases"
+        command = [sys.executable, "-m", script, file.name, *what]
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=env
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(Path(file.name).read_text())
+
+
+@functools.cache
+def quick() -> dict[str, Any]:
+    return run(*QUICK, f"slow:2:{BROKEN}", *WRONG)
+
+
+def check(found: dict[str, Any]) -> None:
+    """Numbers of all cases; masks are bools, of which none may differ."""
+    signals = found.pop("signals")
+    assert not any(signals), "signals are not lowered again"
+    for name, case in found.items():
+        if "bf16" in name:
+            assert case["ulps"] <= 1.0, name
+        else:
+            assert case["error"] <= F32, name
+        assert case["same"], f"{name}: ranks differ in what they hold alike"
+        assert case["one"] or name.startswith("scattered_norm"), name
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", QUICK)
+def test_ranks_give_what_one_process_computes(what: str) -> None:
+    check(dict(quick()[what]))
+
+
+@pytest.mark.multiprocess
+def test_late_ranks_are_waited_for() -> None:
+    check(dict(quick()[f"slow:2:{BROKEN}"]))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", WRONG)
+def test_broken_ones_are_caught(what: str) -> None:
+    """A barrier that does not wait; and a workspace that is filled again at once."""
+    with pytest.raises(AssertionError):
+        check(dict(quick()[what]))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", ["sound:1", "sound:2", "sound:3", "sound:4", "slow:2"])
+def test_more_ranks(what: str) -> None:
+    check(run(what)[what])
+
+
+# Compiled ahead of time, rows of 4096 on 8 ranks: registers at most, and loads of 128
+# bits. Triton 3.7.1; a bound for others would say nothing.
+RANKS, GRID = 8, 132
+GOLDEN = {
+    "reduced_norm": (110, 28),
+    "reduced_norm 2": (128, 30),
+    "computed_norm": (95, 28),
+    "reduced_update": (56, 24),
+    "reduced_update 2": (56, 26),
+    "scattered_norm": (124, 24),
+    "gathered_norm": (48, 10),
+    "gathered": (32, 2),
+    "scattered_update": (56, 26),
+    "mixed_update": (56, 18),
+}
+
+
+def large(name: str, dtype: torch.dtype) -> Template:
+    """The kernel of a case as of a real model."""
+    sizes = {"ROWS": 64, "WIDTH": 4096, "FLAT": 1 << 20, "SHARD": 1 << 17}
+    small = {getattr(cases, k): n for k, n in sizes.items()}
+    case = cases.CASES[name]
+    given = []
+    for kind, shape, _ in case.inputs:
+        size = [small[n] if n > 0 else RANKS * small[-n] for n in shape]
+        of = torch.int64 if kind == "seed" else dtype
+        given.append(torch.empty(size, dtype=of))
+    with mock.patch.multiple(cases, **sizes):
+        found, _ = outlined(traced(case.make(0, RANKS), given))
+    program = dataclasses.replace(found.program, ranks=RANKS)
+    return template_of(program, shots=case.shots, programs=GRID, random=RANDOM)
+
+
+def compiled(made: Template) -> tuple[str, str]:
+    """(PTX, what cuobjdump says) for sm_90a."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found = made.kernel
+
+    def pointer(t: Tensor) -> str:
+        return "*" + ("fp32" if t.name in found.sums else TYPES[t.dtype])
+
+    types = {"buffers_ptr": "*i64", "signals_ptr": "*i64"}
+    types |= {f"{t.name}_ptr": pointer(t) for t in (*found.reads, *found.writes)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
+    (numbers,) = re.findall(r"do_not_specialize=\[(.*)\]", found.text)
+    types |= {n.strip(" '"): "i32" for n in numbers.split(",")}
+    types |= {"PROGRAMS": "constexpr"}
+    source = ASTSource(function_of(found), types, {"PROGRAMS": found.programs}, aligned)
+    options = {"num_warps": found.warps}
+    target = GPUTarget("cuda", 90, 32)
+    done: Any = triton.compile(source, target=target, options=options)
+    return done.asm["ptx"], _usage(done.asm["cubin"])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_compiled_ahead(name: str) -> None:
+    """Signals with the order they need, peers' memory 128 bits at a time, no spills."""
+    made = large(name, torch.float32 if "update" in name else torch.bfloat16)
+    ptx, usage = compiled(made)
+    assert re.search(r"\.target (\S+)", ptx)[1] == "sm_90a"
+    signals = RANKS * made.kernel.text.count("lib.barrier(")
+    for word in ("release", "acquire"):
+        found = re.findall(rf"atom\.global\.{word}\.sys\.cas\.b32", ptx)
+        assert len(found) == signals > 0
+    assert re.search(r"STACK:(\d+)", usage)[1] == "0"
+    registers, wide = GOLDEN[name]
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= wide
+    if triton.__version__.startswith("3.7."):
+        assert int(re.search(r"REG:(\d+)", usage)[1]) <= registers
+
+
+def refused(fn: Any, ranks: int, *given: torch.Tensor, shots: int = 1) -> str:
+    """Why there is no kernel of a function with collectives."""
+    found, _ = outlined(traced(fn, given))
+    program = dataclasses.replace(found.program, ranks=ranks)
+    with pytest.raises(CannotEmit) as error:
+        template_of(program, shots=shots, programs=4)
+    return str(error.value)
+
+
+def test_what_has_no_template() -> None:
+    """Where a program would read what others' programs of other numbers wrote."""
+    x, row = torch.empty(8, 16), torch.empty(16)
+    reduce, gather = cases.all_reduce, cases.all_gather
+    why = refused(lambda x: reduce(x).t() + x.view(16, 8), 2, x)
+    assert "in another order than it is communicated in" in why
+    why = refused(lambda x, row: x * reduce(row), 2, x, row)
+    assert "has neither all elements" in why
+    why = refused(lambda x: reduce(x.softmax(-1)).view(16, 8).softmax(-1), 2, x)
+    assert "rows before and behind it differ" in why
+    why = refused(lambda x: (gather(x, 2) * 2).sum(0), 2, torch.empty(64, 16))
+    assert "summed over the parts of all ranks" in why
+    why = refused(lambda x: gather(x * 2, 2) + 1, 2, row)
+    assert "no multiple of 128" in why
+    why = refused(lambda x: gather(x, 2).view(-1, 32).softmax(-1), 2, x[:3].clone())
+    assert "rows are split between ranks" in why
+
+    def rows_of_ranks(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return (gather(y, 2).view(-1, 2) + y.view(-1, 1)).softmax(-1)
+
+    why = refused(rows_of_ranks, 2, torch.empty(128))
+    assert "is not made block by block" in why
+    why = refused(lambda x: reduce(x.cos() + x.sum(0)) * 2, 2, x)
+    assert "is reduced, and needed elsewhere" in why
+    why = refused(lambda x: reduce(reduce(x) * 2), 2, x)
+    assert "there is no template of these" in why
+
+
+EXACT = [name for name, case in cases.CASES.items() if case.dtype is torch.float32]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", EXACT)
+def test_streams_of_one_gpu_play_ranks(name: str, ranks: int) -> None:
+    device = torch.device("cuda", 0)
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    playing = virtual(ranks, device, programs=min(8, count // ranks))
+    streams = [torch.cuda.Stream(device) for _ in range(ranks)]
+    found = cases.job(cases.CASES[name], ranks)
+    shots, programs = found.case.shots, playing[0].programs
+    made = template_of(found.program, shots=shots, programs=programs)
+    for provider in playing:
+        provider.reserve(made.nbytes)
+    for turn in range(cases.ROUNDS):
+        ready = []
+        for rank, provider in enumerate(playing):
+            all_given = cases.inputs_of(found.case, ranks, rank, turn)
+            given = [all_given[i].to(device) for i in found.order]
+            values = dict(
+                zip((t.name for t in found.program.inputs), given, strict=True)
+            )
+            numbers = found.numbers[rank]
+            ready.append(run_fused.prepared(made, values, numbers, provider))
+        torch.cuda.synchronize(device)
+        for stream, (arguments, _) in zip(streams, ready, strict=True):
+            with torch.cuda.stream(stream):
+                run_fused.start(made.kernel, arguments)
+        torch.cuda.synchronize(device)
+        want = cases.oracle(found, turn)
+        for rank, (_, writes) in enumerate(ready):
+            got = run_fused.named(made.kernel, writes)
+            for t, x in zip(found.program.outputs, want[rank], strict=True):
+                assert apart(got[t.name].cpu(), x) <= F32, (turn, rank, t.name)
