@@ -661,15 +661,20 @@ def test_each_rank_may_feed_its_part() -> None:
     near(alike(local, "dp=2,tp=2"), local(None))
 
 
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH, False), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
 def kept(mesh: str) -> list[Any]:
     """Gathers of weights with and without the second one for the backward."""
     out = []
     for again in (True, False):
         torch._dynamo.reset()
-        model = fxpar.shard(mlp(), mesh=mesh)
+        model = fxpar.shard(deep(), mesh=mesh)
         program = compiled(model, mesh, reshard_after_forward=again)
-        loss = program(rows())
-        loss.backward()
+        program(rows()).square().mean().backward()
         gathers = [c for c in fxpar.plans()[-1].collectives if c.kind == "all_gather"]
         out.append([gradients(model), len(gathers)])
     return out
@@ -677,10 +682,12 @@ def kept(mesh: str) -> list[Any]:
 
 def test_gathered_parameters_may_be_kept() -> None:
     (first, often), (second, once) = alike(kept, "dp=4")
-    model = mlp()
-    model(rows()).backward()
+    model = deep()
+    model(rows()).square().mean().backward()
     near([first, second], [gradients(model)] * 2)
-    assert (often, once) == (3, 2)  # the first layer's weight is not needed again
+    # Not needed again is the first layer's weight; still there the last one's. The
+    # result is gathered too.
+    assert (often, once) == (4 + 2 + 1, 4 + 1)
 
 
 def copied(mesh: str) -> list[Any]:
