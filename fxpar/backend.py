@@ -336,18 +336,21 @@ class _Parallelize:
             disable=self.job.options.disable,
             settings=settings,
         )
-        if self.plan and self.job.options.fuse != "none":
+        if self.plan:
             self._fuse(graph, "backward" if backward else "forward")
 
     def _fuse(self, graph: fx.Graph, which: str) -> None:
-        """``options={"fuse": ...}``: collectives with what is around them as one op."""
+        """Collectives with what is around them as one op: those that the schedule
+        says and, with ``options={"fuse": ...}``, those that pay."""
         options, rank = self.job.options, self.ranks.rank
         name = f"graph{self.number}/{which}"
         folder = f"{options.dump}/rank{rank}/{name}" if options.dump else None
+        found = options.fuse != "none"
+        how = options.fuse if found else "triton"
         fused = fuse_graph(
-            graph, options.fuse, ranks_of=_compat.group_size, dump=folder
+            graph, how, ranks_of=_compat.group_size, dump=folder, found=found
         )
-        if rank == 0:
+        if rank == 0 and (found or fused.programs or fused.left):
             say(fused, name, options.debug)
 
     def results(self) -> dict[int, Spec]:

@@ -1,10 +1,10 @@
 """Verb ``fuse``: nodes become one region; and what is convex in a graph.
 
 ``fuse([nodes]) -> region``: the nodes, compute and at most one reduction and the
-gathers that end it, run as one call of a subgraph, which is the region's single
-source: interpreted, it is what runs where no kernel is generated. A region must be
-convex: no path leads out of it and back, for then it would wait for itself (CoCoNeT,
-section 3.3).
+gathers that end it, are one call of a subgraph. In the graph that runs they are nodes
+again that say which region they are of (``passes.buckets.REGION``); of these
+``kernels.fuse`` makes one op. A region must be convex: no path leads out of it and
+back, for then it would wait for itself (CoCoNeT, section 3.3).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from fxpar.fusion.edit import Edit, refuse
 from fxpar.passes import steps
+from fxpar.passes.buckets import REGION
 
 _REDUCING = {steps.all_reduce, steps.reduce_scatter}
 
@@ -88,7 +89,7 @@ def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
 
 
 def inline(graph: fx.Graph) -> None:
-    """Put the nodes of every region back, in place."""
+    """Put the nodes of every region back, in place; they say which one."""
     for region in list(graph.nodes):
         if not isinstance(region.target, Region):
             continue
@@ -99,7 +100,8 @@ def inline(graph: fx.Graph) -> None:
             for node in part.nodes:
                 if node.op == "call_function":
                     copies[node] = graph.node_copy(node, copies.__getitem__)
-                    copies[node].meta = dict(node.meta)
+                    custom = (node.meta.get("custom") or {}) | {REGION: region.name}
+                    copies[node].meta = node.meta | {"custom": custom}
         results: Any = part.output_node().args[0]
         for taken in list(region.users):
             taken.replace_all_uses_with(copies[results[taken.args[1]]])

@@ -30,8 +30,10 @@ c10d = torch.ops._c10d_functional
 # there the bandwidth of the link counts and not its latency.
 FULL = 1 << 20
 
-# What a node of a training step says of itself, in metadata that all passes keep.
+# What a node says of itself, in ``meta["custom"]``, which all passes keep: where in a
+# training step it is, and which region a schedule made of it.
 PHASE = "fxpar_phase"
+REGION = "fxpar_region"
 
 # Work that may stand between a collective and the border of the graph.
 _CHEAP = {
@@ -84,7 +86,7 @@ def bucket(
             joins = node.args[0] in free
         else:
             joins = reductions and node.target in (_SCATTER, _REDUCE) and node in late
-        if not joins or is_chunk(node):
+        if not joins or is_chunk(node) or region_of(node):
             continue
         value, size = node.args[0].meta["val"], _size(node)
         room = gathers if node.target is _GATHER else most
@@ -138,6 +140,11 @@ def _to_output(graph: fx.Graph) -> set[fx.Node]:
 def phase_of(node: fx.Node) -> str | None:
     """In the graph of a training step: "forward", "backward" or "update"."""
     return (node.meta.get("custom") or {}).get(PHASE)
+
+
+def region_of(node: fx.Node) -> str | None:
+    """The region that a schedule's line ``fuse`` made of it and others."""
+    return (node.meta.get("custom") or {}).get(REGION)
 
 
 def _depends(

@@ -20,13 +20,21 @@ from torch import fx
 from fxpar.errors import compose
 from fxpar.fusion.kernels import op as _op
 from fxpar.fusion.kernels.bytes import bytes_of
-from fxpar.fusion.kernels.grow import Miss, Region, collectives, grow, results_of
+from fxpar.fusion.kernels.grow import (
+    WAITS,
+    Miss,
+    Region,
+    collectives,
+    grow,
+    results_of,
+)
 from fxpar.fusion.kernels.kernel import kernel_of
 from fxpar.fusion.kernels.outline import op_name
 from fxpar.fusion.kernels.program import Program
 from fxpar.fusion.kernels.stages import Part, stages_of
 from fxpar.fusion.regions import arrange
 from fxpar.passes.arithmetic import is_view
+from fxpar.passes.buckets import region_of
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")
@@ -35,12 +43,14 @@ log = logging.getLogger("fxpar")
 @dataclass(frozen=True)
 class Fused:
     """``programs``: one for each region, in order. ``before``, ``after``: bytes read
-    and written by what became regions. ``near``: near misses as text."""
+    and written by what became regions. ``near``: near misses as text; ``left``: what a
+    schedule wanted in a region and is in none."""
 
     programs: tuple[Program, ...] = ()
     before: int = 0
     after: int = 0
     near: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         alike = len({p.hash for p in self.programs})
@@ -52,6 +62,7 @@ class Fused:
 
 @dataclass
 class _Log:
+    left: dict[fx.Node, str]
     programs: list[Program] = field(default_factory=list)
     before: int = 0
     after: int = 0
@@ -64,11 +75,17 @@ def fuse_graph(
     *,
     ranks_of: Callable[[str], int],
     dump: str | Path | None = None,
+    found: bool = True,
 ) -> Fused:
     """Make regions of a graph. ``how``: what runs them, a key of ``op.RUNNERS``.
     ``ranks_of``: the size of a process group. ``dump``: a directory for programs and
-    their kernels as text."""
-    log = _Log()
+    their kernels as text. ``found``: whether there are other regions than those of the
+    schedule."""
+    log = _Log(
+        dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
+    )
+    if not found and not log.left:
+        return Fused()
     drop_double_permutes(graph)
     done: set[str] = set()
     while True:
@@ -77,28 +94,52 @@ def fuse_graph(
         if start is None:
             break
         done.add(start.name)
-        region, misses = grow(start, ranks_of)
-        log.near |= {_told(miss): None for miss in misses}
-        if region is None:
-            continue
-        before, after = bytes_of(region)
-        if after >= before:
-            why = f"in one kernel it would move {after} bytes, in several {before}"
-            log.near[_told(Miss(start, start, why))] = None
-            continue
-        log.before += before
-        log.after += after
-        log.programs.append(region.outline.program)
-        replace(graph, region, how)
-    fused = Fused(tuple(log.programs), log.before, log.after, tuple(log.near))
+        region = _region(start, ranks_of, log) if found or region_of(start) else None
+        if region is not None:
+            log.programs.append(region.outline.program)
+            replace(graph, region, how)
+    left = tuple(_told(Miss(n, n, why)) for n, why in log.left.items())
+    fused = Fused(tuple(log.programs), log.before, log.after, tuple(log.near), left)
     if dump is not None:
         _write(fused, Path(dump))
     return fused
 
 
+def _region(start: fx.Node, ranks_of: Callable[[str], int], log: _Log) -> Region | None:
+    """That of a collective, if it pays or a schedule wants it."""
+    region, misses = grow(start, ranks_of)
+    log.near |= {_told(miss): None for miss in misses}
+    log.left |= {miss.node: miss.why for miss in misses if miss.node in log.left}
+    if region is None:
+        return None
+    before, after = bytes_of(region)
+    if after >= before and not region_of(start):
+        why = f"in one kernel it would move {after} bytes, in several {before}"
+        log.near[_told(Miss(start, start, why))] = None
+        return None
+    log.before += before
+    log.after += after
+    for node in region.members:
+        log.left.pop(node, None)
+    return region
+
+
+def asked_for(graph: fx.Graph) -> list[fx.Node]:
+    """What a schedule wants in a region with a collective that is here, without waits
+    and views. (A backward repeats some of a forward's nodes without it.)"""
+    here = {region_of(node) for node in collectives(graph)} - {None}
+    return [
+        node
+        for node in graph.nodes
+        if region_of(node) in here and op_name(node) not in WAITS and not is_view(node)
+    ]
+
+
 def say(fused: Fused, name: str, debug: int) -> None:
     """To the log: what was done, loud from ``FXPAR_DEBUG=1`` on; from 2 on also every
-    near miss."""
+    near miss. What a schedule asked for in vain is always loud."""
+    for text in fused.left:
+        log.warning("%s: %s", name, text)
     level = logging.WARNING if debug else logging.INFO
     if fused.programs or debug:
         log.log(level, "%s: %s", name, fused)

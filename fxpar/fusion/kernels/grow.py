@@ -5,7 +5,8 @@ and reductions of rows, to the next contraction, collective or op that a kernel 
 have; and up, over what is computed for the region alone. A reduce-scatter's may go on
 through the all-gather of what is made of its result, as an optimizer's step does. A
 region is convex, and never makes the collective wait for work it could have run beside:
-what stands behind a later contraction is left out.
+what stands behind a later contraction is left out. Where a schedule's line ``fuse``
+made a region, that one is what grows, and nothing else; then it may wait.
 
 In: a graph after ``passes.schedule``. Out: members, and near misses: what ended a
 region although it might have been in it, and why. The graph is only read. Shapes,
@@ -36,12 +37,13 @@ from fxpar.passes.arithmetic import (
     is_view,
     tensors_in,
 )
+from fxpar.passes.buckets import region_of
 
 REGION = "fxpar.region.default"
 _OWN_GATHER = "fxpar.all_gather_into_tensor.default"
 _OWN_WAIT = "fxpar.wait_gather.default"
 _STARTS = MOVES | {_OWN_GATHER}
-_WAITS = frozenset({WAIT, _OWN_WAIT})
+WAITS = frozenset({WAIT, _OWN_WAIT})
 
 # Attempts to leave out what the emitter refuses.
 _ATTEMPTS = 40
@@ -81,7 +83,7 @@ def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]
         if not growth.run():
             return None, growth.misses
         members = growth.trimmed()
-        if not any(op_name(n) not in _STARTS | _WAITS for n in members):
+        if not any(op_name(n) not in _STARTS | WAITS for n in members):
             return None, growth.misses
         outputs = results_of(members)
         found = outline(members, outputs, ranks_of)
@@ -90,7 +92,7 @@ def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]
             region = Region(collective, tuple(members), tuple(outputs), found)
             return region, growth.misses
         node = found.names.get(wrong.line)
-        if node is None or node in banned or op_name(node) in _STARTS | _WAITS:
+        if node is None or node in banned or op_name(node) in _STARTS | WAITS:
             return None, [*growth.misses, Miss(collective, collective, wrong.why)]
         banned[node] = wrong.why
     return None, growth.misses
@@ -142,22 +144,25 @@ class _Growth:
     misses: list[Miss] = field(default_factory=list)
     soon: dict[fx.Node, bool] = field(default_factory=dict)
     border: fx.Node | None = None  # the first heavy op behind the wait
+    asked: str | None = None  # the region of a schedule
 
     def run(self) -> bool:
         """Grow; False if the collective itself cannot be in a region."""
         start = self.collective
-        waits = [u for u in start.users if op_name(u) in _WAITS]
+        waits = [u for u in start.users if op_name(u) in WAITS]
         value = start.meta.get("val")
         if len(waits) != 1 or not isinstance(value, torch.Tensor):
             return False
+        self.asked = region_of(start)
         beside = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
-        if beside is not None:
+        if beside is not None and self.asked is None:
             if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
                 self._miss(start, f"it runs beside {beside.name}")
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
         self._add_move(start, waits[0], 0)
-        self.border = next((n for n in after(waits[0]) if is_heavy(n)), None)
+        if self.asked is None:
+            self.border = next((n for n in after(waits[0]) if is_heavy(n)), None)
         for node in after(start):
             if node not in self.members:
                 self._down(node)
@@ -187,6 +192,9 @@ class _Growth:
         inside = [n for n in read if n in self.members]
         if not inside:
             return
+        if region_of(node) != self.asked:
+            self.tainted.add(node)
+            return
         if self._second_move(node):
             return
         stage = max(self.members[n] for n in inside)
@@ -202,13 +210,14 @@ class _Growth:
         """The gather that ends a reduce-scatter's region."""
         if op_name(self.collective) != REDUCE_SCATTER or 2 in self.counts:
             return False
-        waits = [u for u in node.users if op_name(u) in _WAITS]
+        waits = [u for u in node.users if op_name(u) in WAITS]
         gathers = "all_gather_into_tensor" in op_name(node)
         if not gathers or len(waits) != 1 or node in self.banned:
             return False
         if node.args[2] != self.collective.args[3]:
             return False
-        if any(is_heavy(n) for n in between(node, waits[0])):
+        beside = any(is_heavy(n) for n in between(node, waits[0]))
+        if beside and self.asked is None:
             return False
         self._add_move(node, waits[0], 1)
         return True
@@ -302,6 +311,8 @@ class _Growth:
     def _absorb(self, node: fx.Node) -> None:
         stages = {self._read_at(node, u) for u in node.users}
         if node in self.banned or len(stages) != 1 or is_heavy(node):
+            return
+        if region_of(node) != self.asked:
             return
         (stage,) = stages
         op = op_name(node)

@@ -1,0 +1,146 @@
+"""A schedule's line ``fuse`` says what becomes one op, whatever the option says."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpar import backend, fusion
+from fxpar.fusion.kernels import fuse
+from fxpar.fusion.kernels.fuse import Fused, fuse_graph
+from tests.fusion.kernels.fused_graphs import GROUP, ROWS, WIDTH, all_reduce
+from tests.fusion.kernels.test_grow import lines, ops
+from tests.spawn import shared_pool
+
+SQUARE = torch.zeros(WIDTH, WIDTH)
+TALL = torch.zeros(ROWS, WIDTH)
+
+
+def block(x: Any, w: Any, r: Any) -> Any:
+    """Left to itself, all of it but the products is a region."""
+    y = all_reduce(x @ w) + r
+    return torch.tanh(y) @ w, y
+
+
+def wide(x: Any, w: Any, r: Any) -> Any:
+    """One that does not pay: what it makes is read again by ``cumsum``'s kernel."""
+    return all_reduce(x @ w).cumsum(0) + r
+
+
+def fused(f: Any, schedule: str, found: bool = False) -> tuple[fx.Graph, Fused]:
+    traced = make_fx(f, tracing_mode="fake")(TALL, SQUARE, TALL)
+    groups = {GROUP: ("tp",)}
+    graph = fusion.apply(schedule, traced, "tp=2", groups=groups)
+    return graph, fuse_graph(graph, "interpret", ranks_of=lambda _: 2, found=found)
+
+
+def test_only_what_is_asked_for() -> None:
+    graph, made = fused(block, "fuse([all_reduce, add])")
+    assert lines(made) == [["all_reduce", "wait_tensor", "add"]]
+    assert ops(graph) == ["mm", "region", "getitem", "tanh", "mm"]
+    assert not made.left
+    graph, made = fused(block, "fuse([all_reduce, add, tanh])", found=True)
+    assert lines(made) == [["all_reduce", "wait_tensor", "add", "tanh"]]
+
+
+def test_nothing_is_asked_for() -> None:
+    graph, made = fused(block, "")
+    assert made == Fused() and "region" not in ops(graph)
+    _, made = fused(block, "", found=True)
+    assert lines(made) == [["all_reduce", "wait_tensor", "add", "tanh"]]
+
+
+def test_what_is_asked_for_need_not_pay() -> None:
+    schedule = "fuse([all_reduce])"
+    assert not fused(block, schedule, found=True)[1].programs  # it computes nothing
+    both = "fuse([mul, all_reduce])"
+
+    def scaled(x: Any, w: Any, r: Any) -> Any:
+        y = (x @ w) * 2
+        return all_reduce(y), y * r
+
+    _, made = fused(scaled, "", found=True)
+    assert not made.programs
+    _, made = fused(scaled, both)
+    assert not made.programs  # mul is read by others, too
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_what_no_kernel_can_have_is_told(found: bool, caplog: Any) -> None:
+    graph, made = fused(wide, "fuse([all_reduce, cumsum, add])", found)
+    _, first, second = made.left
+    assert "cumsum" in first and "no form in a generated kernel" in first
+    assert "add" in second and "together with its collective" in second
+    with caplog.at_level(logging.WARNING, "fxpar"):
+        fuse.say(made, "graph", 0)
+    assert first in caplog.text
+
+
+def test_it_may_wait_for_later_work() -> None:
+    """Where nobody asks, a collective runs beside a product that could hide it."""
+
+    def beside(x: Any, w: Any, r: Any) -> Any:
+        y = all_reduce(x @ w)
+        return y + r @ w
+
+    assert not fused(beside, "", found=True)[1].programs
+    graph, made = fused(beside, "fuse([all_reduce, add])")
+    assert lines(made) == [["all_reduce", "wait_tensor", "add"]]
+    assert ops(graph) == ["mm", "mm", "region", "getitem"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.down(torch.tanh(self.up(x))) + x)
+
+
+HINTS = {"up.weight": ("tp", None), "up.bias": ("tp",), "down.weight": (None, "tp")}
+
+
+def run(schedule: str) -> tuple[torch.Tensor, list[list[str]]]:
+    """A step's gradient, and the regions' lines."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model, x = Block(), torch.randn(8, 16)
+    options: dict[str, Any] = {"mesh": "tp=2", "hints": HINTS, "codegen": "eager"}
+    options |= {"schedule": schedule}
+    found: list[list[str]] = []
+    kept = backend.fuse_graph
+
+    def counting(*args: Any, **kwargs: Any) -> Fused:
+        made = kept(*args, **kwargs)
+        found.extend(lines(made))
+        return made
+
+    backend.fuse_graph = counting
+    try:
+        compiled = torch.compile(model, backend="fxpar", options=options)
+        compiled(x).square().sum().backward()
+    finally:
+        backend.fuse_graph = kept
+    assert model.up.weight.grad is not None
+    return model.up.weight.grad, found
+
+
+@pytest.mark.multiprocess
+def test_training() -> None:
+    pool = shared_pool(2)
+    plain = pool.run(run, "none")
+    for _, none in plain:
+        assert not none
+    fused_runs = pool.run(run, "fuse([all_reduce, add_tensor_1, add_tensor_2, relu_default])")
+    for (want, _), (gradient, found) in zip(plain, fused_runs, strict=True):
+        assert [Counter(x) for x in found] == [
+            Counter(["all_reduce", "wait_tensor", "add", "add_1", "relu"])
+        ]
+        torch.testing.assert_close(gradient, want, rtol=1e-6, atol=0)
