@@ -494,6 +494,13 @@ def cache_dir() -> str:
     return directory()
 
 
+def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of this name in a profile, if one is taken."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()
+
+
 def caches_disabled() -> bool:
     """Whether the user turned off all caches of torch."""
     from torch._inductor import config

@@ -20,6 +20,7 @@ from fxpar.fusion.kernels.grow import Region, is_heavy
 from fxpar.fusion.kernels.program import dtype_of
 from fxpar.fusion.kernels.reductions import reduction_of
 from fxpar.fusion.kernels.stages import Move, Part, stages_of
+from fxpar.fusion.kernels.writes import writes_of
 from fxpar.passes.arithmetic import changes_operand, is_light, is_view, nbytes_of
 
 
@@ -42,9 +43,11 @@ def bytes_of(region: Region) -> tuple[int, int]:
     for step in stages_of(program):
         if isinstance(step, Part):
             before += _of_part(step, moved)
+    writes = writes_of(region.members, region.outputs)
     for node in region.outputs:
         nbytes = nbytes_of(node.meta["val"])
-        kept, read_again = _readers(region, node)
+        # In place is what Inductor writes, too.
+        kept, read_again = (True, False) if node in writes else _readers(region, node)
         before += nbytes * kept
         after += nbytes * (1 + read_again)
     return before, after

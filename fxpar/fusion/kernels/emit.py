@@ -102,7 +102,8 @@ def pointer_sink(name: str) -> Sink:
 class Body:
     """The parts of a kernel's text. ``parameters``: pointers, then numbers ("n0").
     ``sums``: outputs summed over blocks: each program writes its part, ``columns``
-    of them or one, at its number in its pointer."""
+    of them or one, at its number in its pointer. ``touched``: inputs and outputs, and
+    whether each is read or written at the place of the element that a lane is at."""
 
     space: Space
     parameters: tuple[str, ...]
@@ -111,6 +112,7 @@ class Body:
     before: tuple[str, ...]
     loop: tuple[str, ...]
     after: tuple[str, ...]
+    touched: Mapping[str, bool]
 
 
 def emit_body(
@@ -176,7 +178,17 @@ class _Writer:
             tuple(before),
             tuple(self.lines),
             tuple(after),
+            self._touched(used),
         )
+
+    def _touched(self, inputs: Sequence[Tensor]) -> dict[str, bool]:
+        at = self.needs.at
+        found = {t.name: [*self.needs.needed[t.name]] == [at.text] for t in inputs}
+        for t in self.program.outputs:
+            summed = t.name in self.needs.sums
+            here = not summed and self.needs.place_of(t) is at
+            found[t.name] = here and found.get(t.name, True)
+        return found
 
     def _reach(self, place: Place) -> str:
         """Write down the lines that make a place, once."""

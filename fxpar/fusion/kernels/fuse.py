@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,12 +32,15 @@ from fxpar.fusion.kernels.kernel import kernel_of
 from fxpar.fusion.kernels.outline import op_name
 from fxpar.fusion.kernels.program import Program
 from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.kernels.writes import writes_of
 from fxpar.fusion.regions import arrange
 from fxpar.passes.arithmetic import is_view
 from fxpar.passes.buckets import region_of
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")
+
+OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 
 
 @dataclass(frozen=True)
@@ -152,26 +155,40 @@ def replace(graph: fx.Graph, region: Region, how: str) -> None:
     members = list(region.members)
     _views_outside(graph, members)
     assert tuple(results_of(members)) == region.outputs
-    inside, found = set(members), region.outline
-    name = _op.remember(found.program)
+    inside = set(members)
+    writes = writes_of(members, region.outputs)
+    left = [n for n in region.outputs if n not in writes]
     with graph.inserting_before(members[0]):
-        args = (list(found.inputs), list(found.numbers), name, found.group, how)
-        made = graph.call_function(torch.ops.fxpar.region.default, args)
+        made = _call(graph, region, writes, how)
         made.meta = {
             key: value
             for key, value in region.collective.meta.items()
             if key in ("stack_trace", "custom", "partitioner_tag")
         }
-        made.meta["val"] = [n.meta["val"] for n in region.outputs]
-        for i, node in enumerate(region.outputs):
+        made.meta["val"] = [n.meta["val"] for n in left]
+        for i, node in enumerate(left):
             taken = graph.call_function(operator.getitem, (made, i))
             taken.meta = dict(node.meta)
             node.replace_all_uses_with(
                 taken, delete_user_cb=lambda user: user not in inside
             )
-    for node in reversed(members):
+    for node in (*writes.values(), *reversed(members)):
         graph.erase_node(node)
     arrange(graph)
+
+
+def _call(
+    graph: fx.Graph, region: Region, writes: Mapping[fx.Node, fx.Node], how: str
+) -> fx.Node:
+    """The op of a region; one that changes operands if there is something to write."""
+    found = region.outline
+    name = _op.remember(found.program)
+    rest = list(found.numbers), name, found.group, how
+    if not writes:
+        return graph.call_function(OP, (list(found.inputs), *rest))
+    into = [write.args[0] for write in writes.values()]
+    which = [region.outputs.index(node) for node in writes]
+    return graph.call_function(OP_, (list(found.inputs), into, which, *rest))
 
 
 def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:

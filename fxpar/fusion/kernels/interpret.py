@@ -2,13 +2,14 @@
 them.
 
 In: a program, its input tensors, numbers, and the name of the process group. Out: new
-tensors, in the strides the program says. It never changes an input.
+tensors, in the strides the program says, or what they are to be written to. It changes
+no other input.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,8 +31,9 @@ def run(
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int] = (),
     group: str = "",
+    into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The program's outputs."""
+    """The program's outputs; those that ``into`` names are written there."""
     device = device_of(inputs)
     made: dict[str, Any] = dict(
         zip((t.name for t in program.inputs), inputs, strict=True)
@@ -49,8 +51,31 @@ def run(
         made[line.name] = op_of(line.op)(*replaced(line.args, given), **kwargs)
         for name in done:
             del made[name]
-    owned = {x.untyped_storage().data_ptr() for x in inputs}
-    return [own(made[t.name], t.stride, owned) for t in program.outputs]
+    return results(program, made, inputs, into or {})
+
+
+def results(
+    program: Program,
+    made: Mapping[str, torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    into: Mapping[int, torch.Tensor],
+) -> list[torch.Tensor]:
+    """Outputs, of what was made by name: in memory of their own, or where they are to
+    be. All is read before any is written."""
+    given = {x.untyped_storage().data_ptr() for x in inputs}
+    owned = set(given)
+    out = [
+        into[i] if i in into else own(made[t.name], t.stride, owned)
+        for i, t in enumerate(program.outputs)
+    ]
+    late = {i: made[program.outputs[i].name] for i in into}
+    for i, value in late.items():
+        if value.untyped_storage().data_ptr() in given:
+            late[i] = value.clone()  # it may lie where another one goes
+    for i, value in late.items():
+        if value is not into[i]:
+            into[i].copy_(value)
+    return out
 
 
 @cache

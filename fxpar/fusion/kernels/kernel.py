@@ -8,7 +8,7 @@ one function by ``phase``, with what they do in between. Nothing is compiled her
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.fusion.kernels.emit import Body, emit_body
@@ -33,7 +33,8 @@ class Kernel:
     """``text`` defines the function ``name``. ``reads``: inputs in order of its first
     parameters; ``writes``: outputs, in order of the next; then come ``numbers``, by
     index, and PROGRAMS, the size of the grid. ``sums``: outputs of which each program
-    writes a part, [PROGRAMS, elements] in float32, to be added up."""
+    writes a part, [PROGRAMS, elements] in float32, to be added up. ``loops``: of what
+    is read or written at the place of its element alone, in one loop, which one."""
 
     name: str
     text: str
@@ -44,6 +45,7 @@ class Kernel:
     space: Space
     programs: int
     warps: int
+    loops: Mapping[str, int]
 
 
 def kernel_of(program: Program, *, random: str = "cpp") -> Kernel:
@@ -66,7 +68,19 @@ def kernel_of(program: Program, *, random: str = "cpp") -> Kernel:
         body.space,
         programs_of(body.space, bool(sums)),
         warps_of(body.space),
+        loops_of([body]),
     )
+
+
+def loops_of(bodies: Sequence[Body]) -> dict[str, int]:
+    """In which of several loops a value is read or written, if in one alone, element by
+    element."""
+    found: dict[str, int] = {}
+    for i, body in enumerate(bodies):
+        for name, alone in body.touched.items():
+            known = found.setdefault(name, i) == i
+            found[name] = i if alone and known else -1
+    return {name: i for name, i in found.items() if i >= 0}
 
 
 def programs_of(space: Space, sums: bool) -> int:

@@ -36,20 +36,25 @@ def run(
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int] = (),
     group: str = "",
+    into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """The program's outputs, as ``interpret.run`` gives them."""
-    device = interpret.device_of(inputs)
+    device, into = interpret.device_of(inputs), into or {}
     if not has_kernels(device):
-        return interpret.run(program, inputs, numbers, group)
+        return interpret.run(program, inputs, numbers, group, into)
     names = [t.name for t in program.inputs]
     values: dict[str, torch.Tensor] = dict(zip(names, inputs, strict=True))
-    for step in stages_of(program):
+    steps = stages_of(program)
+    last = max((i for i, s in enumerate(steps) if isinstance(s, Part)), default=0)
+    targets = {program.outputs[i].name: x for i, x in into.items()}
+    for i, step in enumerate(steps):
         if isinstance(step, Move):
             values[step.result] = move(step, values[step.operand], group)
         else:
-            values |= run_part(step, values, numbers, device)
-    owned = {x.untyped_storage().data_ptr() for x in inputs}
-    return [interpret.own(values[t.name], t.stride, owned) for t in program.outputs]
+            # What an earlier part overwrites could be read by a later one.
+            here = targets if i == last else {}
+            values |= run_part(step, values, numbers, device, here)
+    return interpret.results(program, values, inputs, into)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -81,8 +86,9 @@ def run_part(
     values: Mapping[str, torch.Tensor],
     numbers: Sequence[int],
     device: torch.device,
+    targets: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """What a part makes, by name."""
+    """What a part makes, by name; at ``targets`` where that is safe."""
     program = part.program
     kernel = compiled(program, device.type)
     if kernel is None:
@@ -90,7 +96,7 @@ def run_part(
         made = interpret.run(program, given, numbers)
         return dict(zip((t.name for t in program.outputs), made, strict=True))
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = [place(kernel, t, device) for t in kernel.writes]
+    writes = places(kernel, reads, targets, device)
     more = [numbers[i] for i in kernel.numbers]
     function_of(kernel)[(kernel.programs,)](
         *reads, *writes, *more, PROGRAMS=kernel.programs, num_warps=kernel.warps
@@ -126,6 +132,39 @@ def as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
             t.shape, t.stride, dtype=x.dtype, device=device
         ).copy_(x)
     return x
+
+
+def places(
+    kernel: Kernel,
+    reads: Sequence[torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Memory for what a kernel writes: where it is to be, if it can be."""
+    return [
+        targets[t.name]
+        if t.name in targets and fits(kernel, reads, t, targets[t.name])
+        else place(kernel, t, device)
+        for t in kernel.writes
+    ]
+
+
+def fits(
+    kernel: Kernel, reads: Sequence[torch.Tensor], t: Tensor, target: torch.Tensor
+) -> bool:
+    """Whether a kernel can write an output over ``target``: of what lies there it reads
+    each element for that same element alone, in the loop that writes it."""
+    loop = kernel.loops.get(t.name)
+    if loop is None or target.stride() != t.stride or t.name in kernel.sums:
+        return False
+    memory = target.untyped_storage().data_ptr()
+    return all(
+        kernel.loops.get(read.name) == loop
+        and (x.data_ptr(), x.stride(), x.dtype)
+        == (target.data_ptr(), target.stride(), target.dtype)
+        for read, x in zip(kernel.reads, reads, strict=True)
+        if x.untyped_storage().data_ptr() == memory
+    )
 
 
 def place(kernel: Kernel, t: Tensor, device: torch.device) -> torch.Tensor:

@@ -2,19 +2,21 @@
 
 In a graph: tensors, numbers, the hash of a program, the name of a process group, and
 how to run it: "interpret" (op by op) or "triton" (generated kernels). Out: the
-program's outputs, new tensors. The program is looked up by its hash: programs are known
-to the process that made them, and kept in files beside Inductor's caches, for a process
-that compiles nothing because it found the compiled graph there.
+program's outputs, new tensors; ``region_`` writes some of them to tensors it is given
+instead, which the program may read. The program is looked up by its hash: programs are
+known to the process that made them, and kept in files beside Inductor's caches, for a
+process that compiles nothing because it found the compiled graph there.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from fxpar import _compat
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret, launch, run_fused
 from fxpar.fusion.kernels.program import Program, dtype_of
@@ -64,6 +66,14 @@ torch.library.define(
 )
 
 
+torch.library.define(
+    "fxpar::region_",
+    "(Tensor[] inputs, Tensor(a!)[] into, int[] which, int[] numbers, str program, "
+    "str group, str how) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
 @torch.library.impl("fxpar::region", "CompositeExplicitAutograd")
 def region(
     inputs: Sequence[torch.Tensor],
@@ -73,13 +83,54 @@ def region(
     how: str,
 ) -> list[torch.Tensor]:
     """Run a region."""
-    return RUNNERS[how](lookup(program), inputs, numbers, group)
+    return _run(lookup(program), inputs, numbers, group, how, {})
+
+
+@torch.library.impl("fxpar::region_", "CompositeExplicitAutograd")
+def region_(
+    inputs: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor],
+    which: Sequence[int],
+    numbers: Sequence[int],
+    program: str,
+    group: str,
+    how: str,
+) -> list[torch.Tensor]:
+    """Run a region; output ``which[i]`` is written to ``into[i]``."""
+    targets = dict(zip(which, into, strict=True))
+    return _run(lookup(program), inputs, numbers, group, how, targets)
+
+
+def _run(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    group: str,
+    how: str,
+    into: Mapping[int, torch.Tensor],
+) -> list[torch.Tensor]:
+    """The outputs that are in nothing given."""
+    with _compat.profiled(program.title):
+        made = RUNNERS[how](program, inputs, numbers, group, into)
+    return [x for i, x in enumerate(made) if i not in into]
 
 
 @torch.library.register_fake("fxpar::region")
 def _(inputs, numbers, program, group, how):
+    return _empty(inputs, program, ())
+
+
+@torch.library.register_fake("fxpar::region_")
+def _(inputs, into, which, numbers, program, group, how):
+    return _empty(inputs, program, which)
+
+
+def _empty(
+    inputs: Sequence[torch.Tensor], program: str, without: Sequence[int]
+) -> list[torch.Tensor]:
     device = interpret.device_of(inputs)
     return [
         torch.empty_strided(t.shape, t.stride, dtype=dtype_of(t.dtype), device=device)
-        for t in lookup(program).outputs
+        for i, t in enumerate(lookup(program).outputs)
+        if i not in without
     ]

@@ -136,6 +136,13 @@ class Program:
         )
 
     @cached_property
+    def title(self) -> str:
+        """How a profile calls it: its first ops and its hash."""
+        words = [line.op.split(".")[1] for line in self.lines if "." in line.op]
+        known = dict.fromkeys(w for w in words if w not in _UNTOLD)
+        return f"fxpar::region {' '.join(list(known)[:6])} {self.hash}"
+
+    @cached_property
     def values(self) -> Mapping[str, Tensor | Line]:
         """Inputs and lines by name."""
         found: dict[str, Tensor | Line] = {t.name: t for t in self.inputs}
@@ -150,6 +157,9 @@ class Program:
             lines.append(f"{line.name}: {short(line)} = {line.op}({', '.join(args)})")
         return "\n".join([*lines, f"return {', '.join(t.name for t in self.outputs)}"])
 
+
+# Ops that say nothing in a title.
+_UNTOLD = frozenset({"wait_tensor", "view", "reshape", "expand", "full"})
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 

@@ -46,10 +46,14 @@ def run(
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int] = (),
     group: str = "",
+    into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The program's outputs, by the best rung there is."""
-    made = fused(program, inputs, numbers, group)
-    return launch.run(program, inputs, numbers, group) if made is None else made
+    """The program's outputs, by the best rung there is; those that ``into`` names are
+    written there."""
+    made = fused(program, inputs, numbers, group, into or {})
+    if made is None:
+        return launch.run(program, inputs, numbers, group, into)
+    return made
 
 
 def fused(
@@ -57,6 +61,7 @@ def fused(
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     group: str,
+    into: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor] | None:
     """The program's outputs by one kernel with its collectives inside, else None."""
     device = interpret.device_of(tensors)
@@ -72,9 +77,9 @@ def fused(
         return None
     names = [t.name for t in program.inputs]
     values = dict(zip(names, tensors, strict=True))
-    made = launched(template, values, numbers, provider)
-    owned = {x.untyped_storage().data_ptr() for x in tensors}
-    return [interpret.own(made[t.name], t.stride, owned) for t in program.outputs]
+    targets = {program.outputs[i].name: x for i, x in into.items()}
+    made = launched(template, values, numbers, provider, targets)
+    return interpret.results(program, made, tensors, into)
 
 
 @cache
@@ -102,9 +107,10 @@ def launched(
     values: Mapping[str, torch.Tensor],
     numbers: Sequence[int],
     provider: Provider,
+    targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What the kernel writes, by name."""
-    given, writes = prepared(template, values, numbers, provider)
+    """What the kernel writes, by name; at ``targets`` where that is safe."""
+    given, writes = prepared(template, values, numbers, provider, targets)
     start(template.kernel, given)
     return named(template.kernel, writes)
 
@@ -114,12 +120,13 @@ def prepared(
     values: Mapping[str, torch.Tensor],
     numbers: Sequence[int],
     provider: Provider,
+    targets: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     """Arguments of the kernel, and those of them that it writes. All memory is there
     then: none is asked for while a kernel waits for others."""
     kernel, device = template.kernel, provider.device
     reads = [launch.as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = [launch.place(kernel, t, device) for t in kernel.writes]
+    writes = launch.places(kernel, reads, targets or {}, device)
     more = [numbers[i] for i in kernel.numbers]
     space = provider.workspace(template.nbytes)
     shared = space.buffers, space.signals

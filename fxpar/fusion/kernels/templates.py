@@ -40,7 +40,14 @@ from fxpar.fusion.kernels.emit import (
     pointer_source,
 )
 from fxpar.fusion.kernels.expressions import DTYPES
-from fxpar.fusion.kernels.kernel import Kernel, function, is_wide, phase, warps_of
+from fxpar.fusion.kernels.kernel import (
+    Kernel,
+    function,
+    is_wide,
+    loops_of,
+    phase,
+    warps_of,
+)
 from fxpar.fusion.kernels.program import Program, Tensor
 from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
 from fxpar.fusion.kernels.stages import Move
@@ -299,6 +306,7 @@ class _Builder:
             self.space,
             self.programs,
             warps_of(self.space),
+            loops_of(self.bodies),
         )
 
 

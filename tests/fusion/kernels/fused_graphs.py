@@ -96,19 +96,68 @@ def two(x: Any, w: Any, r: Any) -> Any:
     return (norm(all_reduce(y @ w) + r) @ w,)
 
 
-GRAPHS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        epilogue,
-        prologue,
-        backward,
-        views,
-        update,
-        gathered,
-        dropout,
-        two,
-    )
-}
+def in_place(x: Any, w: Any, r: Any) -> Any:
+    """An optimizer's step that writes where it reads; rows' norms are read first."""
+    g = reduce_scatter(x @ w)
+    m = r * 0.9 + g
+    p = x - 0.1 * m / (x * x).sum(-1, keepdim=True)
+    r.copy_(m)
+    x.copy_(p)
+    return (w * 2,)
+
+
+def in_other_place(x: Any, w: Any, r: Any) -> Any:
+    """What is written over is read in another order: not where it is written."""
+    y = all_reduce(x @ w) + r.view(WIDTH, ROWS).t()
+    r.copy_(y)
+    return (w * 2,)
+
+
+def swapped(x: Any, w: Any, r: Any) -> Any:
+    """Each is written where the other one was."""
+    y = all_reduce(x @ w) * 0
+    old = x + y, r + y
+    x.copy_(old[1])
+    r.copy_(old[0])
+    return (w * 2,)
+
+
+def read_elsewhere(x: Any, w: Any, r: Any) -> Any:
+    """The old value is also read by what does not come before."""
+    m = all_reduce(torch.tanh(x @ w)) + r
+    old = (r @ w).sum()
+    r.copy_(m)
+    return (old,)
+
+
+def read_by_a_view(x: Any, w: Any, r: Any) -> Any:
+    """So it is, by a view of it."""
+    m = all_reduce(torch.tanh(x @ w)) + r
+    old = (r.view(WIDTH, ROWS) * 3).sum()
+    r.copy_(m)
+    return (old,)
+
+
+IN_PLACE = {f.__name__: f for f in (in_place, in_other_place, swapped)}
+ELSEWHERE = {f.__name__: f for f in (read_elsewhere, read_by_a_view)}
+
+GRAPHS: dict[str, Callable[..., Any]] = (
+    IN_PLACE
+    | ELSEWHERE
+    | {
+        f.__name__: f
+        for f in (
+            epilogue,
+            prologue,
+            backward,
+            views,
+            update,
+            gathered,
+            dropout,
+            two,
+        )
+    }
+)
 
 
 def inputs() -> list[torch.Tensor]:
@@ -144,13 +193,14 @@ def run() -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     out = {}
     for name, fn in GRAPHS.items():
-        before = fx.GraphModule({}, graph_of(fn))
+        given, before = inputs(), fx.GraphModule({}, graph_of(fn))
         torch.manual_seed(0)
-        want = before(*inputs())
+        want = (*before(*given), *given)
         for how in ("interpret", "triton"):
             graph, found = fused(fn, how)
             torch.manual_seed(0)
-            got = fx.GraphModule({}, graph)(*inputs())
+            given = inputs()
+            got = (*fx.GraphModule({}, graph)(*given), *given)
             error = max(map(apart, got, want))
             out[f"{name} {how}"] = {"error": error, "regions": len(found.programs)}
     dist.destroy_process_group()

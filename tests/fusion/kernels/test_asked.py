@@ -138,7 +138,9 @@ def test_training() -> None:
     plain = pool.run(run, "none")
     for _, none in plain:
         assert not none
-    fused_runs = pool.run(run, "fuse([all_reduce, add_tensor_1, add_tensor_2, relu_default])")
+    fused_runs = pool.run(
+        run, "fuse([all_reduce, add_tensor_1, add_tensor_2, relu_default])"
+    )
     for (want, _), (gradient, found) in zip(plain, fused_runs, strict=True):
         assert [Counter(x) for x in found] == [
             Counter(["all_reduce", "wait_tensor", "add", "add_1", "relu"])

@@ -7,16 +7,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.fusion.kernels import launch
 from fxpar.fusion.kernels.fuse import Fused, drop_double_permutes, fuse_graph
+from fxpar.fusion.kernels.kernel import kernel_of
 from fxpar.fusion.kernels.outline import op_name
+from fxpar.fusion.kernels.stages import Part, stages_of
 from tests.fusion.kernels.fused_graphs import (
+    ELSEWHERE,
     GRAPHS,
     GROUP,
+    IN_PLACE,
+    ROWS,
     WIDTH,
     all_reduce,
     c10d,
     fused,
     graph_of,
+    in_other_place,
+    in_place,
     norm,
 )
 
@@ -91,6 +99,41 @@ def test_an_optimizers_step_is_one_region() -> None:
         "all_gather_into_tensor",
         "wait_tensor",
     ]
+
+
+def test_state_is_written_in_place() -> None:
+    for fn in IN_PLACE.values():
+        graph, found = fused(fn)
+        assert found.programs
+        assert "region_" in ops(graph) and "copy_" not in ops(graph), fn.__name__
+    _, found = fused(in_place)
+    # Read: the summed product, x, r. Written: x, r.
+    assert found.after == 5 * 576
+
+
+def test_what_others_still_read_is_not_overwritten() -> None:
+    for fn in ELSEWHERE.values():
+        graph, found = fused(fn)
+        assert found.programs
+        assert "region" in ops(graph) and "copy_" in ops(graph), fn.__name__
+
+
+def test_a_kernel_writes_over_what_it_reads_in_that_order_alone() -> None:
+    def fits(fn: Any, reads: list[torch.Tensor], *over: int) -> list[bool]:
+        """Of each output, over one of the tensors that are read."""
+        (program,) = fused(fn)[1].programs
+        (part,) = [s for s in stages_of(program) if isinstance(s, Part)]
+        kernel = kernel_of(part.program)
+        pairs = zip(kernel.writes, over, strict=True)
+        return [launch.fits(kernel, reads, t, reads[i]) for t, i in pairs]
+
+    r, g, x = apart = [torch.zeros(ROWS, WIDTH) for _ in range(3)]
+    assert fits(in_place, apart, 0, 2) == [True, True]
+    near = [*torch.zeros(2, ROWS, WIDTH)]  # in one piece of memory
+    assert fits(in_place, [near[0], g, near[1]], 0, 2) == [False, False]
+    turned = r.view(WIDTH, ROWS).t()
+    assert fits(in_other_place, [g, turned, x], 2) == [True]
+    assert fits(in_other_place, [g, turned, r], 2) == [False]
 
 
 def test_nothing_to_fuse() -> None:
