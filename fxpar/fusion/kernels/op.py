@@ -101,6 +101,15 @@ def region_(
     return _run(lookup(program), inputs, numbers, group, how, targets)
 
 
+@torch.library.impl("fxpar::region_", "Functionalize")
+def _(*_: object) -> list[torch.Tensor]:
+    # Inductor takes an op that writes and returns lists only if it has this.
+    raise FxparError(
+        "regions are made of graphs that are functional already",
+        fix="run the compiled function, do not trace it again",
+    )
+
+
 def _run(
     program: Program,
     inputs: Sequence[torch.Tensor],

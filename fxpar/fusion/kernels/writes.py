@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fxpar.passes.arithmetic import is_view
+from fxpar.passes.arithmetic import changes_operand, is_view
 
 _WRITE = torch.ops.aten.copy_.default
 
@@ -53,14 +53,17 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
-    """What a region depends on."""
+    """What a region depends on; also what changes a value it depends on before that is
+    read, as the wait of a gather does."""
     found: set[fx.Node] = set()
     rest = list(members)
     while rest:
-        for read in rest.pop().all_input_nodes:
-            if read not in found and read not in members:
-                found.add(read)
-                rest.append(read)
+        node = rest.pop()
+        for read in node.all_input_nodes:
+            changed = {u for u in read.users if changes_operand(u.target) and u < node}
+            new = ({read} | changed) - found - set(members)
+            found |= new
+            rest += new
     return found
 
 
