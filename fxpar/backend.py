@@ -12,6 +12,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, OptionError
 from fxpar.explain.dump import report, watcher
 from fxpar.fusion.kernels.fuse import fuse_graph, say
+from fxpar.fusion.kernels.ladder import Facts
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
 from fxpar.passes.boundaries import absorb
@@ -30,7 +32,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
 from fxpar.runtime.binding import bind
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
-from fxpar.runtime.groups import Ranks, join, next_graph, settle
+from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
@@ -204,7 +206,7 @@ class _Job:
         return graphs.Compiled(
             compiled,
             [checks.run, step.verify] if self.options.verify else [checks.run],
-            step.plan,
+            step.compiled_plan,
             step.results(),
             self.options,
             step.ranks,
@@ -233,10 +235,16 @@ class _Parallelize:
         self.declared: list[Input] = []
         self.root = torch.nn.Module()  # holds the graph's constants
         self.result: Result | None = None
+        self.regions: list[str] = []
 
     @property
     def plan(self) -> Any:
         return self.result.plan if self.result else None
+
+    @property
+    def compiled_plan(self) -> Any:
+        """With what is known once forward and backward are compiled."""
+        return self.plan and replace(self.plan, regions=tuple(self.regions))
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
         """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
@@ -347,11 +355,20 @@ class _Parallelize:
         folder = f"{options.dump}/rank{rank}/{name}" if options.dump else None
         found = options.fuse != "none"
         how = options.fuse if found else "triton"
-        fused = fuse_graph(
-            graph, how, ranks_of=_compat.group_size, dump=folder, found=found
-        )
+        facts = cache(partial(self._facts, how))
+        fused = fuse_graph(graph, how, facts_of=facts, dump=folder, found=found)
+        self.regions += [f"{which}: {text}" for text in fused.lines]
         if rank == 0 and (found or fused.programs or fused.left):
             say(fused, name, options.debug)
+
+    def _facts(self, how: str, group: str) -> Facts:
+        """Of a process group, for the ladder of kernels."""
+        return Facts(
+            _compat.group_size(group),
+            kernels=how == "triton",
+            shared=True,
+            bandwidth=bandwidth_of(self.plan.mesh, group),
+        )
 
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""

@@ -25,7 +25,8 @@ def plan_text(plan: Plan) -> str:
     lines = [f"plan {plan.hash} for mesh {plan.mesh}", ""]
     lines += [_node_line(node) for node in plan.nodes]
     near = [f"near miss: {text}" for text in plan.near]
-    return "\n".join(lines) + "\n\n" + "\n".join([summary_text(plan), *near])
+    regions = [f"region: {text}" for text in plan.regions]
+    return "\n".join([*lines, "", summary_text(plan), *near, *regions])
 
 
 def _tensors(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
 import socket
 import time
@@ -223,6 +224,20 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
             if world.rank() in members:
                 made[key] = group.group_name
     return made[key]
+
+
+def bandwidth_of(mesh: Mesh, group: str) -> float:
+    """Bytes/s that a rank sends in one of the groups made here, at the least."""
+    axes = next(
+        (key[1] for key, name in _life().names.items() if name == group), mesh.names
+    )
+    links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if a in mesh.names]
+    near = [
+        link.inner.bandwidth if link.inner and size <= link.inside else link.bandwidth
+        for link, size in links
+        if size > 1
+    ]
+    return min(near, default=math.inf)
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> Any:

@@ -86,7 +86,8 @@ class Plan:
     ``unknown``: ops without a rule, whose operands were made whole. ``memory``: (kind,
     bytes of a rank) when it holds most, as ``footprint`` has it. ``dearest``: what
     resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
-    to the local graph; ``near``: what came near to be, and why it is not.
+    to the local graph; ``near``: what came near to be, and why it is not. ``regions``:
+    of a compiled graph, what runs as generated kernels, how, and why so.
     """
 
     mesh: Mesh
@@ -105,6 +106,7 @@ class Plan:
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
     schedule: str = ""
     near: tuple[str, ...] = field(default=(), compare=False)
+    regions: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -172,6 +174,7 @@ class Plan:
         data["reads"] = [node.reads for node in self.nodes]
         data["memory"] = list(self.memory)
         data["near"] = list(self.near)
+        data["regions"] = list(self.regions)
         data["dearest"] = [_plain(asdict_shallow(moved)) for moved in self.dearest]
         return data
 
@@ -250,6 +253,7 @@ class Plan:
             dearest=tuple(map(_moved, data.get("dearest", ()))),
             schedule=data.get("schedule", ""),
             near=tuple(data.get("near", ())),
+            regions=tuple(data.get("regions", ())),
         )
 
     def diff(self, other: Plan) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from fxpar.fusion.kernels.grow import (
     results_of,
 )
 from fxpar.fusion.kernels.kernel import kernel_of
+from fxpar.fusion.kernels.ladder import Facts, Rung, choose
 from fxpar.fusion.kernels.outline import op_name
 from fxpar.fusion.kernels.program import Program
 from fxpar.fusion.kernels.stages import Part, stages_of
@@ -47,13 +49,14 @@ OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 class Fused:
     """``programs``: one for each region, in order. ``before``, ``after``: bytes read
     and written by what became regions. ``near``: near misses as text; ``left``: what a
-    schedule wanted in a region and is in none."""
+    schedule wanted in a region and is in none. ``rungs``: how each region runs."""
 
     programs: tuple[Program, ...] = ()
     before: int = 0
     after: int = 0
     near: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    rungs: tuple[Rung, ...] = ()
 
     def __str__(self) -> str:
         alike = len({p.hash for p in self.programs})
@@ -61,6 +64,15 @@ class Fused:
             f"{len(self.programs)} regions ({alike} different), "
             f"{self.before} -> {self.after} bytes in memory"
         )
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Of each different region: how often, what, how it runs and why so."""
+        found = Counter(
+            f"{program.title}: {rung.name}: {rung.why}"
+            for program, rung in zip(self.programs, self.rungs, strict=True)
+        )
+        return tuple(f"{count} x {text}" for text, count in found.items())
 
 
 @dataclass
@@ -70,20 +82,21 @@ class _Log:
     before: int = 0
     after: int = 0
     near: dict[str, None] = field(default_factory=dict)
+    rungs: list[Rung] = field(default_factory=list)
 
 
 def fuse_graph(
     graph: fx.Graph,
     how: str,
     *,
-    ranks_of: Callable[[str], int],
+    facts_of: Callable[[str], Facts],
     dump: str | Path | None = None,
     found: bool = True,
 ) -> Fused:
     """Make regions of a graph. ``how``: what runs them, a key of ``op.RUNNERS``.
-    ``ranks_of``: the size of a process group. ``dump``: a directory for programs and
-    their kernels as text. ``found``: whether there are other regions than those of the
-    schedule."""
+    ``facts_of``: what is known of a process group. ``dump``: a directory for programs
+    and their kernels as text. ``found``: whether there are other regions than those of
+    the schedule."""
     log = _Log(
         dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
     )
@@ -97,29 +110,45 @@ def fuse_graph(
         if start is None:
             break
         done.add(start.name)
-        region = _region(start, ranks_of, log) if found or region_of(start) else None
+        region = _region(start, facts_of, log) if found or region_of(start) else None
         if region is not None:
             log.programs.append(region.outline.program)
             replace(graph, region, how)
     left = tuple(_told(Miss(n, n, why)) for n, why in log.left.items())
-    fused = Fused(tuple(log.programs), log.before, log.after, tuple(log.near), left)
+    fused = Fused(
+        tuple(log.programs),
+        log.before,
+        log.after,
+        tuple(log.near),
+        left,
+        tuple(log.rungs),
+    )
     if dump is not None:
         _write(fused, Path(dump))
     return fused
 
 
-def _region(start: fx.Node, ranks_of: Callable[[str], int], log: _Log) -> Region | None:
+def _region(
+    start: fx.Node, facts_of: Callable[[str], Facts], log: _Log
+) -> Region | None:
     """That of a collective, if it pays or a schedule wants it."""
-    region, misses = grow(start, ranks_of)
+    region, misses = grow(start, lambda group: facts_of(group).ranks)
     log.near |= {_told(miss): None for miss in misses}
     log.left |= {miss.node: miss.why for miss in misses if miss.node in log.left}
     if region is None:
         return None
+    found = region.outline
     before, after = bytes_of(region)
-    if after >= before and not region_of(start):
+    rung = choose(found.program, facts_of(found.group))
+    why = ""
+    if after >= before:
         why = f"in one kernel it would move {after} bytes, in several {before}"
+    elif rung.name == "nccl":
+        why = f"its collective would run between kernels: {rung.why}"
+    if why and not region_of(start):
         log.near[_told(Miss(start, start, why))] = None
         return None
+    log.rungs.append(rung)
     log.before += before
     log.after += after
     for node in region.members:
@@ -146,6 +175,8 @@ def say(fused: Fused, name: str, debug: int) -> None:
     level = logging.WARNING if debug else logging.INFO
     if fused.programs or debug:
         log.log(level, "%s: %s", name, fused)
+    for text in fused.lines:
+        log.log(level, "%s: %s", name, text)
     for text in fused.near:
         log.log(logging.WARNING if debug >= 2 else logging.DEBUG, "%s: %s", name, text)
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.fusion.kernels.fuse import Fused, fuse_graph
+from fxpar.fusion.kernels.ladder import Facts
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.schedule import give_outputs
 from fxpar.passes.waits import sink_waits
@@ -160,6 +161,11 @@ GRAPHS: dict[str, Callable[..., Any]] = (
 )
 
 
+def facts(how: str) -> Facts:
+    """Of any group."""
+    return Facts(2, kernels=how == "triton", shared=True)
+
+
 def inputs() -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(3)
     shapes = ((ROWS, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH))
@@ -180,7 +186,7 @@ def graph_of(fn: Callable[..., Any]) -> fx.Graph:
 
 def fused(fn: Callable[..., Any], how: str = "interpret") -> tuple[fx.Graph, Fused]:
     graph = graph_of(fn)
-    return graph, fuse_graph(graph, how, ranks_of=lambda group: 2)
+    return graph, fuse_graph(graph, how, facts_of=lambda group: facts(how))
 
 
 def run() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar import backend, fusion
 from fxpar.fusion.kernels import fuse
 from fxpar.fusion.kernels.fuse import Fused, fuse_graph
-from tests.fusion.kernels.fused_graphs import GROUP, ROWS, WIDTH, all_reduce
+from tests.fusion.kernels.fused_graphs import GROUP, ROWS, WIDTH, all_reduce, facts
 from tests.fusion.kernels.test_grow import lines, ops
 from tests.spawn import shared_pool
 
@@ -37,7 +37,8 @@ def fused(f: Any, schedule: str, found: bool = False) -> tuple[fx.Graph, Fused]:
     traced = make_fx(f, tracing_mode="fake")(TALL, SQUARE, TALL)
     groups = {GROUP: ("tp",)}
     graph = fusion.apply(schedule, traced, "tp=2", groups=groups)
-    return graph, fuse_graph(graph, "interpret", ranks_of=lambda _: 2, found=found)
+    known = facts("interpret")
+    return graph, fuse_graph(graph, "interpret", facts_of=lambda _: known, found=found)
 
 
 def test_only_what_is_asked_for() -> None:

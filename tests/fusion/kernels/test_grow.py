@@ -21,6 +21,7 @@ from tests.fusion.kernels.fused_graphs import (
     WIDTH,
     all_reduce,
     c10d,
+    facts,
     fused,
     graph_of,
     in_other_place,
@@ -216,7 +217,7 @@ def test_an_unknown_op_is_told_with_its_line() -> None:
     graph = graph_of(unknown)
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cumsum.default)
     node.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    y.cumsum(-1)'
-    found = fuse_graph(graph, "interpret", ranks_of=lambda group: 2)
+    found = fuse_graph(graph, "interpret", facts_of=lambda group: facts("interpret"))
     assert len(found.programs) == 1
     assert found.near == (
         "near miss: cumsum (aten.cumsum.default) is not fused with all_reduce: "
