@@ -59,7 +59,7 @@ def along_tp(plan: Any, kind: str) -> list[int]:
     return [c.bytes for c in plan.collectives if (c.kind, c.axes) == (kind, ("tp",))]
 
 
-FIRST = [("llama", "tp=4"), ("bert", "dp=2,tp=2")]
+FIRST = [("llama", "tp=4")]
 REST = [(n, m) for n in TP for m in ("tp=4", "dp=2,tp=2") if (n, m) not in FIRST]
 
 

@@ -71,6 +71,7 @@ def check(name: str, mesh: str, path: Path, sharded: bool) -> None:
         assert hashes and hashes == results[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "sharded"), [("llama", "dp=2,tp=2", True)])
 def test_search(name: str, mesh: str, sharded: bool, tmp_path: Path) -> None:
     check(name, mesh, tmp_path, sharded)

@@ -30,7 +30,6 @@ QUICK = {
     ("llama", "dp=2,tp=2"),
     ("gpt2", "a=2,b=1,c=2"),
     ("bert", "tp=4"),
-    ("vit", "dp=2,tp=2"),
     ("resnet", "dp=4"),
 }
 QUICK_GENERATED = frozenset({"llama"})

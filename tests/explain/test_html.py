@@ -497,6 +497,7 @@ def test_the_page_works(plans: dict[str, Plan], tmp_path: Path) -> None:
 
 
 @browser
+@pytest.mark.slow
 def test_a_page_of_ten_thousand_ops_is_usable(tmp_path: Path) -> None:
     code = """
       const begun = performance.now();

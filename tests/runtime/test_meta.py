@@ -92,7 +92,7 @@ def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
 @pytest.mark.parametrize(
     ("dtype", "mesh", "chunk"),
     [
-        (torch.float32, "dp=4", 1 << 22),
+        pytest.param(torch.float32, "dp=4", 1 << 22, marks=pytest.mark.slow),
         (torch.float32, "dp=2,tp=2", 32),
         (torch.bfloat16, "dp=2,tp=2", 1 << 22),
         (torch.float64, "dp=4", 100),

@@ -56,7 +56,9 @@ def steps(codegen: str, fuse: str) -> tuple[torch.Tensor, list[torch.Tensor], in
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "codegen", [pytest.param("eager", marks=pytest.mark.slow), "inductor"]
+)
 def test_update(codegen: str) -> None:
     pool = shared_pool(2)
     plain = pool.run(steps, codegen, "none")

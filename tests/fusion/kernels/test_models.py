@@ -50,9 +50,8 @@ def test_regions(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_training_interpreted(codegen: str) -> None:
     """Op by op, regions change no bit; in compiled code, what stands around them."""
     options = {"mesh": "tp=2", "codegen": codegen}

@@ -92,7 +92,10 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "norm")) for n in SMALL],
+)
 @pytest.mark.parametrize("mesh", ["x=2"])
 def test_no_choice_is_better(name: str, mesh: str) -> None:
     fn, shapes = SMALL[name]
