@@ -28,6 +28,7 @@ from fxpar.fusion.kernels.grow import (
     collectives,
     grow,
     results_of,
+    under_way,
 )
 from fxpar.fusion.kernels.kernel import kernel_of
 from fxpar.fusion.kernels.ladder import Facts, Rung, choose
@@ -113,7 +114,8 @@ def fuse_graph(
         region = _region(start, facts_of, log) if found or region_of(start) else None
         if region is not None:
             log.programs.append(region.outline.program)
-            replace(graph, region, how)
+            between = how == "triton" and log.rungs[-1].name == "nccl"
+            replace(graph, region, "nccl" if between else how)
     left = tuple(_told(Miss(n, n, why)) for n, why in log.left.items())
     fused = Fused(
         tuple(log.programs),
@@ -140,6 +142,9 @@ def _region(
     found = region.outline
     before, after = bytes_of(region)
     rung = choose(found.program, facts_of(found.group))
+    other = under_way(region) if rung.is_fused else None
+    if other is not None:
+        rung = Rung("nccl", f"{other.name} runs beside it, and could keep it waiting")
     why = ""
     if after >= before:
         why = f"in one kernel it would move {after} bytes, in several {before}"

@@ -109,6 +109,27 @@ def _refused(found: Outline) -> CannotEmit | None:
     return None
 
 
+def under_way(region: Region) -> fx.Node | None:
+    """A collective that has begun, and is not waited for yet, when a region runs: where
+    the last of what it reads is made. If the region's kernel waits inside, the two can
+    keep each other's programs out on different GPUs, for ever."""
+    inside, first = set(region.members), region.members[0]
+    at = max([first.prev, *region.outline.inputs])
+    for node in before(at):
+        waits = [u for u in node.users if op_name(u) in WAITS]
+        late = not waits or min(waits) > at
+        if op_name(node) in _STARTS and node not in inside and late:
+            return node
+    return None
+
+
+def before(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and those in front of it, from the last on."""
+    while node.op != "root":
+        yield node
+        node = node.prev
+
+
 def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
     """Members that others read: where a view is read, what it looks at; the view can be
     taken outside."""

@@ -1,7 +1,7 @@
 """``fxpar::region``: a whole region of a graph as one op.
 
 In a graph: tensors, numbers, the hash of a program, the name of a process group, and
-how to run it: "interpret" (op by op) or "triton" (generated kernels). Out: the
+how to run it: "interpret" (op by op), "triton" or "nccl" (generated kernels). Out: the
 program's outputs, new tensors; ``region_`` writes some of them to tensors it is given
 instead, which the program may read. The program is looked up by its hash: programs are
 known to the process that made them, and kept in files beside Inductor's caches, for a
@@ -25,8 +25,13 @@ _KNOWN: dict[str, Program] = {}
 
 Runner = Callable[..., list[torch.Tensor]]
 
-# How a region runs: what the option ``fuse`` may say.
-RUNNERS: dict[str, Runner] = {"interpret": interpret.run, "triton": run_fused.run}
+# How a region runs: what the option ``fuse`` may say; and kernels with the collective
+# between them, where a kernel must not wait inside.
+RUNNERS: dict[str, Runner] = {
+    "interpret": interpret.run,
+    "triton": run_fused.run,
+    "nccl": launch.run,
+}
 
 
 def remember(program: Program) -> str:

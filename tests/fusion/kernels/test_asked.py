@@ -58,18 +58,16 @@ def test_nothing_is_asked_for() -> None:
 
 
 def test_what_is_asked_for_need_not_pay() -> None:
-    schedule = "fuse([all_reduce])"
-    assert not fused(block, schedule, found=True)[1].programs  # it computes nothing
-    both = "fuse([mul, all_reduce])"
+    def read_again(x: Any, w: Any, r: Any) -> Any:
+        return (all_reduce(x @ w) * 2).cumsum(-1) @ w
 
-    def scaled(x: Any, w: Any, r: Any) -> Any:
-        y = (x @ w) * 2
-        return all_reduce(y), y * r
-
-    _, made = fused(scaled, "", found=True)
-    assert not made.programs
-    _, made = fused(scaled, both)
-    assert not made.programs  # mul is read by others, too
+    assert not fused(read_again, "", found=True)[1].programs
+    _, made = fused(read_again, "fuse([all_reduce, mul])")
+    assert lines(made) == [["all_reduce", "wait_tensor", "mul"]]
+    assert made.after >= made.before
+    # What computes nothing is no region.
+    _, made = fused(read_again, "fuse([all_reduce])")
+    assert not made.programs and made.left
 
 
 @pytest.mark.parametrize("found", [False, True])

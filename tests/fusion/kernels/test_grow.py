@@ -12,6 +12,7 @@ from fxpar.fusion.kernels.fuse import Fused, drop_double_permutes, fuse_graph
 from fxpar.fusion.kernels.kernel import kernel_of
 from fxpar.fusion.kernels.outline import op_name
 from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.passes.buckets import REGION
 from tests.fusion.kernels.fused_graphs import (
     ELSEWHERE,
     GRAPHS,
@@ -135,6 +136,34 @@ def test_a_kernel_writes_over_what_it_reads_in_that_order_alone() -> None:
     turned = r.view(WIDTH, ROWS).t()
     assert fits(in_other_place, [g, turned, x], 2) == [True]
     assert fits(in_other_place, [g, turned, r], 2) == [False]
+
+
+def test_a_kernel_waits_inside_only_while_no_other_collective_runs() -> None:
+    def beside(x: Any, w: Any, r: Any) -> Any:
+        g = c10d.reduce_scatter_tensor(r @ w, "sum", 1, GROUP)
+        y = norm(all_reduce(x @ w) + r)
+        return y @ w, c10d.wait_tensor(g)
+
+    def done(x: Any, w: Any, r: Any) -> Any:
+        g = c10d.wait_tensor(c10d.reduce_scatter_tensor(r @ w, "sum", 1, GROUP))
+        y = norm(all_reduce((x + g) @ w) + r)
+        return y @ w, g
+
+    assert fused(done, "triton")[1].programs
+    graph, found = fused(beside, "triton")
+    assert not found.programs
+    assert "reduce_scatter_tensor runs beside it" in str(found.near)
+    assert fused(beside, "interpret")[1].programs
+    # Asked for, its collective runs between kernels.
+    (start,) = [n for n in graph.nodes if op_name(n).endswith("all_reduce.default")]
+    wait = next(iter(start.users))
+    for node in (start, wait, *wait.users):
+        node.meta["custom"] = {REGION: "asked"}
+    asked = fuse_graph(graph, "triton", facts_of=lambda _: facts("triton"), found=False)
+    (made,) = graph.find_nodes(
+        op="call_function", target=torch.ops.fxpar.region.default
+    )
+    assert made.args[-1] == "nccl" and asked.rungs[0].name == "nccl"
 
 
 def test_nothing_to_fuse() -> None:
