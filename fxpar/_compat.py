@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
 import torch
@@ -323,7 +323,7 @@ def compile_fx(
                 owner.recompile()
 
         def uuid(self) -> str:
-            return f"{version('fxpar')}|{key}"
+            return f"{own_version()}|{key}"
 
     def compile_inner(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
         local = _local_examples(graph.graph, given)
@@ -487,6 +487,26 @@ def triton_random_lanes() -> int:
     return 4 if packs else 1
 
 
+def device_name(device: torch.device) -> str:
+    """Of the kind of GPU, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def own_version() -> str:
+    """Of fxpar; "" of a checkout that is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version("fxpar")
+    return ""
+
+
+def versions() -> tuple[str, ...]:
+    """Of what compiles generated kernels."""
+    found = [str(torch.__version__)]
+    with contextlib.suppress(PackageNotFoundError):
+        found.append(version("triton"))
+    return tuple(found)
+
+
 def cache_dir() -> str:
     """Where Inductor keeps its caches."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir as directory
@@ -534,18 +554,60 @@ def group_store(name: str) -> tuple[Any, int, int]:
     return found._get_process_group_store(group), group.rank(), group.size()
 
 
-def symmetric_memory(
-    nbytes: int, device: torch.device, group: str
-) -> tuple[torch.Tensor, tuple[int, ...], Any]:
-    """Memory of a GPU that all ranks of a group reach: this rank's (uint8), addresses
-    of all ranks' as they are known here, and what keeps them. Raises RuntimeError where
-    there is none."""
+def group_named(name: str) -> Any:
+    """The process group of a name; None if there is none."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d
+    try:
+        return found._resolve_process_group(name)
+    except (RuntimeError, ValueError, LookupError):
+        return None
+
+
+def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a GPU (uint8) that other ranks may be let reach. Raises RuntimeError
+    where there is none."""
     from torch.distributed import _symmetric_memory
 
     memory: Any = _symmetric_memory
-    own = memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return memory.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def symmetric_meet(own: torch.Tensor, group: str) -> tuple[tuple[int, ...], Any]:
+    """Let the ranks of a group reach each other's memory: addresses of all ranks' as
+    they are known here, and what keeps them. Every rank calls it. Raises RuntimeError
+    where one cannot."""
+    from torch.distributed import _symmetric_memory
+
+    memory: Any = _symmetric_memory
     handle = memory.rendezvous(own, group)
-    return own, tuple(handle.buffer_ptrs), (own, handle)
+    return tuple(handle.buffer_ptrs), (own, handle)
+
+
+def symmetric_tensors(keep: Any, ranks: int) -> list[torch.Tensor]:
+    """All ranks' memory (uint8) of what ``symmetric_meet`` keeps, as tensors here."""
+    own, handle = keep
+    return [handle.get_buffer(r, own.shape, own.dtype) for r in range(ranks)]
+
+
+def write_on_stream(words: torch.Tensor, at: int, value: int) -> bool:
+    """Write one of ``words`` (int32, on a GPU) when the current stream comes to it,
+    visibly behind all that the stream wrote. False where torch has no op for it."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+
+    op = getattr(torch.ops.symm_mem, "stream_write_value32_", None)
+    if op is None:
+        return False
+    op(words.view(torch.uint32), at, value)
+    return True
+
+
+def multicast_address(keep: Any) -> int:
+    """Of what ``symmetric_meet`` keeps: the address through which a switch between GPUs
+    reaches all ranks' memory, 0 if there is none."""
+    _, handle = keep
+    return int(handle.multicast_ptr)
 
 
 def forget_meshes() -> None:
@@ -598,12 +660,6 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
         return str(reason.reason).splitlines()[0]
     frame = reason.user_stack[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
-
-
-def is_fake(x: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(x, FakeTensor)
 
 
 def on_random_op(draw: Callable[..., Any]) -> None:

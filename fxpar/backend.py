@@ -23,7 +23,9 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, OptionError
 from fxpar.explain.dump import report, watcher
 from fxpar.fusion.kernels.fuse import fuse_graph, say
+from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.ladder import Facts
+from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
 from fxpar.passes.boundaries import absorb
@@ -355,20 +357,27 @@ class _Parallelize:
         folder = f"{options.dump}/rank{rank}/{name}" if options.dump else None
         found = options.fuse != "none"
         how = options.fuse if found else "triton"
-        facts = cache(partial(self._facts, how))
-        fused = fuse_graph(graph, how, facts_of=facts, dump=folder, found=found)
+        inputs = graph.find_nodes(op="placeholder")
+        device = device_of([n.meta["val"] for n in inputs if _is_tensor(n)])
+        facts = cache(partial(self._facts, how, device))
+        fused = fuse_graph(
+            graph, facts_of=facts, dump=folder, found=found, tune=options.tune
+        )
         self.regions += [f"{which}: {text}" for text in fused.lines]
         if rank == 0 and (found or fused.programs or fused.left):
             say(fused, name, options.debug)
 
-    def _facts(self, how: str, group: str) -> Facts:
-        """Of a process group, for the ladder of kernels."""
-        return Facts(
-            _compat.group_size(group),
-            kernels=how == "triton",
-            shared=True,
-            bandwidth=bandwidth_of(self.plan.mesh, group),
-        )
+    def _facts(self, how: str, device: torch.device, group: str) -> Facts:
+        """Of a process group, for the ladder of kernels. On CPU, where there are none,
+        as if ranks shared memory."""
+        bandwidth = bandwidth_of(self.plan.mesh, group)
+        ranks, kernels = _compat.group_size(group), how == "triton"
+        if device.type != "cuda" or not kernels:
+            return Facts(ranks, kernels, True, bandwidth)
+        provider = provider_of(group, device)
+        if provider is None:
+            return Facts(ranks, kernels, False, bandwidth)
+        return facts_of(provider, bandwidth)
 
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""

@@ -169,7 +169,8 @@ class Options:
         _switch,
         False,
         "0, 1",
-        "1: the few best schedules are measured on the mesh, and the fastest is taken",
+        "1: the few best schedules are measured on the mesh, and the fastest is taken; "
+        "so are, on GPUs, the ways to run regions of `fuse`",
         env=False,
     )
     codegen: str = _option(

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from fxpar.fusion.edit import Edit, refuse
-from fxpar.fusion.regions import arrange, path_outside
+from fxpar.fusion.order import arrange
+from fxpar.fusion.regions import path_outside
 from fxpar.passes import steps
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
@@ -28,13 +29,15 @@ Nodes = tuple[fx.Node, ...]
 def bucket(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     """Gives the one collective."""
     nodes = tuple(sorted(set(nodes)))
-    first, *others = nodes
+    (first, *others), together = nodes, set(nodes)
     if first.target not in _JOIN:
         raise refuse("bucket", first, "is no all-reduce, reduce-scatter or all-gather")
     kind = _kind(first)
     for node in others:
         if _kind(node) != kind:
             raise refuse("bucket", node, f"is not of the kind of {first.name}")
+        if not together.isdisjoint(node.all_input_nodes):
+            raise refuse("bucket", node, "is computed from another of them")
     between = path_outside([first, *others])
     if between is not None:
         raise refuse("bucket", between, "waits for one of them, another for it")

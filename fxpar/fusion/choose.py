@@ -22,7 +22,7 @@ from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence import Cut, Prices, at_most, cut
 from fxpar.fusion.varying import varying
-from fxpar.fusion.verbs import apply
+from fxpar.fusion.verbs import Unexpected, apply
 from fxpar.passes import steps
 from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
 from fxpar.passes.phases import as_run
@@ -106,7 +106,8 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
 
 
 class _Search:
-    """The schedule so far, the graph after it, and how long a step takes with it."""
+    """The schedule so far, the graph after it, and how long a step takes with it.
+    ``simulated``: of each that may be tried on the mesh."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
         self.first = self.graph = graph
@@ -114,17 +115,22 @@ class _Search:
         self.schedule = Schedule()
         self.near: list[str] = []
         self.now = _timeline(graph, mesh, hardware)
-        self.simulated = {self.schedule: self.now.seconds}
+        self.simulated = {self.schedule: self.now}
 
     def others(self) -> tuple[Schedule, ...]:
-        """All that were simulated but the one taken, the fastest first."""
-        found = sorted(self.simulated, key=lambda s: self.simulated[s])
-        return tuple(s for s in found if s != self.schedule)
+        """All that were simulated but the one taken, and those that need much more
+        memory than it, the fastest first."""
+        most = _with_room(self.now)
+        found = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
+        fits = (s for s in found if self.simulated[s].peak_bytes <= most)
+        return tuple(s for s in fits if s != self.schedule)
 
     def attempt(self, lines: Schedule, what: str) -> bool:
         """Add lines if a step is better with them; else note why not."""
         try:
             then = self.simulate(self.schedule + lines)
+        except Unexpected:
+            raise
         except ScheduleError as error:
             self.near.append(f"{what}: {error.what}")
             return False
@@ -136,11 +142,14 @@ class _Search:
             )
         return then is None
 
-    def simulate(self, schedule: Schedule) -> Timeline | None:
-        """Take a schedule if a step is better with it; else how its steps would be."""
+    def simulate(self, schedule: Schedule, most: int | None = None) -> Timeline | None:
+        """Take a schedule if a step is better with it, and takes ``most`` bytes; else
+        how its steps would be."""
         after = apply(schedule, self.first, self.mesh)
         then = _timeline(after, self.mesh, self.hardware, settings_of(schedule))
-        self.simulated[schedule] = then.seconds
+        if most is not None and then.peak_bytes > most:
+            return then
+        self.simulated[schedule] = then
         if not _is_better(then, self.now):
             return then
         self.schedule, self.graph, self.now = schedule, after, then
@@ -169,19 +178,21 @@ def _overlapped(state: _Search) -> None:
 def _by_phase(state: _Search) -> None:
     """Sizes of buckets and gathers under way, where communication is waited for. More
     hold more: a step may not need much more memory for it."""
-    first = state.now.peak_bytes
-    room = max(int(_ROOM * first), _LITTLE)
+    most = _with_room(state.now)
+    room = most - state.now.peak_bytes
     for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
             return
-        kept = state.schedule, state.now
         settings = replace(settings_of(state.schedule), **change)
         if settings.bucket is not None:
             settings = replace(settings, gathers=min(settings.bucket, room))
         others = [line for line in state.schedule.lines if line.verb not in LATER]
-        state.simulate(Schedule(tuple(others)) + line_of(settings))
-        if state.now.peak_bytes > first + room:
-            state.schedule, state.now = kept
+        state.simulate(Schedule(tuple(others)) + line_of(settings), most)
+
+
+def _with_room(now: Timeline) -> int:
+    """Bytes that a step may take at most instead."""
+    return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
 
 
 def _moved(state: _Search) -> Callable[[fx.Node], float]:

@@ -2,12 +2,14 @@
 
 ``Edit`` holds the graph, in which all communication is a step, the names that lines of
 the schedule gave, and how to build. ``lift`` makes steps of the collectives of a graph
-that was lowered, or written by hand. Verbs change the graph through it alone, and raise
-``ScheduleError`` before they change anything.
+that was lowered, or written by hand. Verbs change the graph through it alone. It is a
+copy: a verb that raises ``ScheduleError`` may leave it half changed, and nobody reads
+it then.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +19,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
+from fxpar.fusion import order
 from fxpar.fusion.varying import varying
 from fxpar.passes import ops, steps
 from fxpar.passes.builder import Builder
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 
 c10d = torch.ops._c10d_functional
@@ -31,12 +35,13 @@ Axes = tuple[str, ...]
 class Edit:
     """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
     kept in slices. ``staged``: whether the graphs it exchanges messages with are at
-    hand, to be changed alike."""
+    hand, to be changed alike. ``ordered``: what keeps its order, as of ``order``."""
 
     graph: fx.Graph
     build: Builder
     permit: frozenset[str] = frozenset()
     staged: bool = False
+    ordered: Counter[str] = field(default_factory=Counter)
     names: dict[str, fx.Node] = field(default_factory=dict)
     _index: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -64,7 +69,7 @@ class Edit:
         """Give a node the name that a line gives it, if no other has it."""
         self.names[name] = node
         if all(other.name != name for other in self.graph.nodes):
-            node.name = name
+            node._rename(name)
 
     def varies(self) -> dict[fx.Node, frozenset[str]]:
         """Node -> axes it varies over."""
@@ -88,13 +93,14 @@ class Edit:
         self.erase([old])
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
-        """Erase nodes that nobody reads, and what only they read."""
+        """Erase nodes that nobody reads, and of what only they read all but what has
+        an effect besides."""
         rest, there = list(nodes), set(self.graph.nodes)
         while rest:
             node = rest.pop()
             kept = node.users or node.op in ("placeholder", "output")
             if node in there and not kept:
-                rest += node.all_input_nodes
+                rest += filter(order.is_free, node.all_input_nodes)
                 self.graph.erase_node(node)
                 there.discard(node)
 
@@ -102,24 +108,36 @@ class Edit:
 def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
     """The error of a verb that would change a number."""
     what = f"{verb}: {node.name} {why}"
-    return ScheduleError(what, where=user_line(node), fix=fix)
+    todo = fix or f"leave out the line, or see {verb} in docs/schedules.md"
+    return ScheduleError(what, where=user_line(node), fix=todo)
+
+
+def check_staged(verb: str, edit: Edit, node: fx.Node) -> None:
+    """Raise ScheduleError if the other end of a message is not at hand."""
+    if not edit.staged:
+        raise refuse(
+            verb,
+            node,
+            "would not fit what the other stage does",
+            fix="give the graphs of all stages to fxpar.fusion.apply_stages",
+        )
 
 
 def lift(
     graph: fx.Graph, build: Builder, groups: Mapping[str, Axes] | None = None
 ) -> bool:
     """Make steps of the functional collectives of a graph, in place; whether there were
-    any. ``groups``: axes of process groups by name; symbolic ones name their own.
+    any. ``groups``: axes of process groups by name; symbolic ones name their own. What
+    no step stands for stays (``kinds.admit`` refuses it).
 
-    Raises ScheduleError on a group whose axes are unknown, and on a collective that no
-    step stands for.
+    Raises ScheduleError on a group whose axes are unknown.
     """
     found = False
     for node in list(graph.nodes):
         read = _LIFT.get(node.target)
         if read is None:
             continue
-        axes = _axes(node, groups or {})
+        axes = _axes(node, groups or {}, build.mesh)
         target, args = read(node, axes)
         with graph.inserting_before(node), build.at(node):
             made = steps.step(build, target, node.args[0], *args, axes)
@@ -134,16 +152,20 @@ def lift(
     return found
 
 
-def _axes(node: fx.Node, groups: Mapping[str, Axes]) -> Axes:
+def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
+    """In mesh order, in which the members of every group stand."""
     name: Any = node.kwargs.get("group_name", node.args[-1])
-    if name in groups:
-        return groups[name]
-    if not str(name).startswith(ops.GROUP_PREFIX):
+    if name not in groups and not str(name).startswith(ops.GROUP_PREFIX):
         raise ScheduleError(
             f"{node.name} communicates in group {name!r}, whose axes are unknown",
             fix='pass groups={name: axes}, or trace with a group named "fxpar:tp"',
         )
-    return ops.group_axes(name)
+    axes = tuple(groups[name]) if name in groups else ops.group_axes(name)
+    known = mesh.ordered(axes)
+    if len(set(axes)) < len(axes):
+        what = f"{node.name} communicates twice along one axis: {axes}"
+        raise ScheduleError(what, fix=f"name axes of {mesh}, each once")
+    return known
 
 
 def _replace_waited(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
@@ -159,7 +181,10 @@ def _even(node: fx.Node, axes: Axes) -> Any:
     args: Any = node.args
     _, give, take, *_ = args
     if len({*give, *take}) != 1:
-        raise ScheduleError(f"{node.name} exchanges pieces of unequal size")
+        raise ScheduleError(
+            f"{node.name} exchanges pieces of unequal size",
+            fix="exchange pieces of one size",
+        )
     return steps.all_to_all, (0, 0)
 
 

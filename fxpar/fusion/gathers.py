@@ -23,36 +23,39 @@ def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]
     return _split(edit, reduced, dim, op, axes, ())
 
 
-def cut(edit: Edit, value: fx.Node, axes: str, dim: int | None = None) -> list[fx.Node]:
+def cut(
+    edit: Edit, value: fx.Node, axes: Axes, dim: int | None = None
+) -> list[fx.Node]:
     """``cut(w, axes=, dim=) -> part, ag``: a value equal on all ranks as the gather of
-    its slices, across which what reads it may then move. Axes as in ``hierarchical``.
-    """
+    its slices, across which what reads it may then move."""
     if not isinstance(value.meta.get("val"), torch.Tensor):
         raise refuse("cut", value, "is no tensor")
-    over = equal_along("cut", edit, value, axes)
-    dim = dividing("cut", edit, value, dim, over)
+    check_equal("cut", edit, value, axes)
+    dim = dividing("cut", edit, value, dim, axes)
     readers = list(value.users)
+    if not readers:
+        raise refuse("cut", value, "is read by nobody")
     at = min(readers) if value.op == "placeholder" else value.next
     with edit.graph.inserting_before(at), edit.build.at(value):
-        part = steps.step(edit.build, steps.slice_, value, dim, over)
-        whole = steps.step(edit.build, steps.all_gather, part, dim, over)
+        part = steps.step(edit.build, steps.slice_, value, dim, axes)
+        whole = steps.step(edit.build, steps.all_gather, part, dim, axes)
     for reader in readers:
         reader.replace_input_with(value, whole)
     return [part, whole]
 
 
 def hierarchical(
-    edit: Edit, reduced: fx.Node, inner: str, outer: str, dim: int | None = None
+    edit: Edit, reduced: fx.Node, inner: Axes, outer: Axes, dim: int | None = None
 ) -> list[fx.Node]:
     """``hierarchical(ar, inner=, outer=) -> rs, ar, ag``: reduce-scatter along the
     inner axes, where links are fast, all-reduce of the part along the outer ones,
-    all-gather inside. Axes are joined by ``_and_``, as in ``tp_and_sp``."""
+    all-gather inside."""
     axes, op = _reduction("hierarchical", edit, reduced)
-    near, far = tuple(inner.split("_and_")), tuple(outer.split("_and_"))
-    if sorted(near + far) != sorted(axes):
-        raise refuse("hierarchical", reduced, f"reduces over {axes}, not {near + far}")
-    dim = dividing("hierarchical", edit, reduced, dim, near)
-    return _split(edit, reduced, dim, op, near, far)
+    if sorted(inner + outer) != sorted(axes):
+        why = f"reduces over {axes}, not {inner + outer}"
+        raise refuse("hierarchical", reduced, why)
+    dim = dividing("hierarchical", edit, reduced, dim, inner)
+    return _split(edit, reduced, dim, op, inner, outer)
 
 
 def _split(
@@ -82,17 +85,15 @@ def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
     return axes, op
 
 
-def equal_along(verb: str, edit: Edit, value: fx.Node, axes: str) -> Axes:
-    """The axes of a line's option, along which ``value`` is equal on all ranks. Raises
-    ScheduleError."""
-    over = tuple(axes.split("_and_"))
-    unknown = [axis for axis in over if axis not in edit.mesh.names]
+def check_equal(verb: str, edit: Edit, value: fx.Node, axes: Axes) -> None:
+    """Raise ScheduleError unless ``value`` is equal on all ranks along the axes that a
+    line names."""
+    unknown = [axis for axis in axes if axis not in edit.mesh.names]
     if unknown:
         raise refuse(verb, value, f"cannot be cut along {unknown} of {edit.mesh}")
-    differ = [axis for axis in over if axis in edit.varies()[value]]
+    differ = [axis for axis in axes if axis in edit.varies()[value]]
     if differ:
         raise refuse(verb, value, f"differs between ranks along {differ}")
-    return over
 
 
 def dividing(verb: str, edit: Edit, node: fx.Node, dim: int | None, axes: Axes) -> int:
@@ -133,6 +134,8 @@ def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
         raise refuse("merge", node, "is neither a gather nor an all-reduce")
     if node.args[1] != first.args[1]:
         raise refuse("merge", node, "is along another dim, or of another op")
+    if len(set(axes)) < len(axes):
+        raise refuse("merge", node, f"is along axes of {first.name} again")
     with edit.before(node) as build:
         made = steps.step(build, node.target, first.args[0], node.args[1], axes)
     edit.swap(node, made)

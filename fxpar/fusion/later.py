@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.errors import ScheduleError
 from fxpar.fusion.edit import Edit
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.passes.schedule import DEFAULT, Settings
@@ -22,23 +21,12 @@ from fxpar.passes.schedule import DEFAULT, Settings
 def buckets(_: Edit, bytes: int, gathers: int = 0) -> list[fx.Node]:
     """``bytes``: of a full bucket, in the form each rank holds whole; 0 for none.
     ``gathers``: of one of gathers, whose results are all there at once, if other."""
-    _check("buckets", "bytes", bytes, 0)
-    _check("buckets", "gathers", gathers, 0)
     return []
 
 
 def prefetch(_: Edit, ahead: int) -> list[fx.Node]:
     """``ahead``: gathers under way beside the one that is needed."""
-    _check("prefetch", "ahead", ahead, 1)
     return []
-
-
-def _check(verb: str, name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ScheduleError(
-            f"{verb}: {name} is {value}",
-            fix=f"write a number that is at least {least}",
-        )
 
 
 # Verbs that settings are said by.

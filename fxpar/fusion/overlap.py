@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion import sends, shipped
-from fxpar.fusion.edit import Edit, refuse
+from fxpar.fusion import order, sends, shipped
+from fxpar.fusion.edit import Edit, check_staged, refuse
+from fxpar.fusion.order import arrange
 from fxpar.fusion.parts import Cutter, Part, Refused, results_of
-from fxpar.fusion.regions import arrange
 from fxpar.fusion.ring import Ring
 from fxpar.passes import steps
 from fxpar.passes.builder import Builder
@@ -93,8 +93,8 @@ Layout = Chunks | Ring
 
 def overlap(
     edit: Edit,
-    first: fx.Node | tuple[fx.Node, ...],
-    second: fx.Node | tuple[fx.Node, ...],
+    starts: tuple[fx.Node, ...],
+    ends: tuple[fx.Node, ...],
     chunks: int | None = None,
     dim: int | None = None,
     ring: int | None = None,
@@ -106,13 +106,14 @@ def overlap(
     ``dim``: of the collective's result that is cut in chunks. ``ring``: in one
     direction or in 2; the chunks are then the parts of the ranks. ``fused=1``: one op
     does both (``shipped``)."""
-    starts, ends = _tuple(first), _tuple(second)
     if fused:
         _check_alone(starts[0], chunks, dim, ring)
         if len(starts) == 1 and starts[0].target is steps.all_gather:
             return shipped.gather_first(edit, starts[0], ends)
         if len(ends) == 1 and ends[0].target is steps.reduce_scatter:
             return shipped.reduce_last(edit, starts, ends[0])
+        why = "is no gather before products, and no product before a reduce-scatter"
+        raise refuse("overlap", starts[0], why, fix="leave out fused")
     if len(starts) == 1 and starts[0].target in _FIRST:
         how = _How(edit, starts[0], chunks, dim, ring)
         return _collective_first(edit, how, ends)
@@ -142,10 +143,6 @@ _LAST = {
 _RINGS = {steps.all_gather, steps.reduce_scatter}
 
 
-def _tuple(nodes: fx.Node | tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-    return nodes if isinstance(nodes, tuple) else (nodes,)
-
-
 class _How:
     """The collective of a line, and how it is to be cut up. ``along``: the dim that it
     moves, None if it moves none; ``dim``: the one that was asked for."""
@@ -164,7 +161,7 @@ class _How:
         moves = node.target not in (steps.all_reduce, steps.permute, *steps.MESSAGES)
         self.along: Any = node.args[1] if moves else None
         if node.target in steps.MESSAGES:
-            sends.check_staged("overlap", edit, node)
+            check_staged("overlap", edit, node)
         if ring is not None:
             self._check_ring(edit, chunks)
 
@@ -172,10 +169,6 @@ class _How:
         if self.node.target not in _RINGS:
             raise refuse(
                 "overlap", self.node, "is no gather or reduce-scatter, as a ring"
-            )
-        if self.ring not in (1, 2):
-            raise refuse(
-                "overlap", self.node, f"has 1 or 2 directions, not {self.ring}"
             )
         if chunks is not None or self.dim not in (None, self.along):
             why = f"in a ring goes in parts of the ranks along dim {self.along}"
@@ -304,6 +297,8 @@ def _chunks_last(
     for i in range(chunks):
         made = _pull(edit, region, source, before, i)
         pieces.append(steps.step(build, last.target, made, *how.args))
+        if last.target is steps.send:
+            order.instead(last, pieces[-1])
         skew.end()
     skew.order()
     if last.target is steps.send:
@@ -355,12 +350,15 @@ def _cutter(edit: Edit, layout: Layout, i: int, pull: Sequence[fx.Node]) -> Cutt
         return layout.cut(build, x, dim, i)
 
     grain = layout.ranks * layout.chunks
-    return Cutter(build, (_AXIS,), {}, pull=frozenset(pull), cut=cut, grain=grain)
+    # In a ring each rank has another part at a time.
+    apart = layout.axes if isinstance(layout, Ring) else ()
+    parts = frozenset(pull)
+    return Cutter(build, (_AXIS,), {}, pull=parts, cut=cut, grain=grain, apart=apart)
 
 
 def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:
     shape = list(x.meta["val"].shape)
-    if chunks < 2 or not 0 <= dim < len(shape) or shape[dim] % chunks:
+    if dim >= len(shape) or shape[dim] % chunks:
         raise refuse("overlap", node, f"of {shape} has no {chunks} chunks along {dim}")
 
 

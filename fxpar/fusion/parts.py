@@ -67,7 +67,8 @@ class Cutter:
     ``pull``: whole values that are computed on slices where only a slice is read.
     ``cut``: appends the slice of any other, by default this rank's. ``grain``: parts of
     a dim that slices keep together in order; more than the slices where each of them
-    is made of several parts."""
+    is made of several parts. ``apart``: more axes along which ranks have other slices
+    at a time."""
 
     def __init__(
         self,
@@ -77,10 +78,12 @@ class Cutter:
         pull: Collection[fx.Node] = (),
         cut: Callable[[fx.Node, int], fx.Node] | None = None,
         grain: int = 1,
+        apart: Axes = (),
     ) -> None:
         self.build, self.axes, self.varies, self.pull = build, axes, varies, pull
         self.cut = cut or self._cut
         self.grain = grain
+        self.apart = {*axes, *apart}
         self.pulled: dict[fx.Node, fx.Node] = {}
         self._rules = RuleReader()
         self._cuts: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -250,7 +253,7 @@ class Cutter:
         part = parts[source]
         if node.target in steps.MESSAGES:
             raise Refused("is a message, which both stages must change (share)")
-        if set(steps.axes_of(node)) & set(self.axes):
+        if self.apart.intersection(steps.axes_of(node)):
             raise Refused("communicates along the same axes")
         numbers = [a for a in node.args[1:-1] if isinstance(a, int)]
         if part.dim in numbers:

@@ -1,8 +1,8 @@
 """Verb ``fuse``: nodes become one region; and what is convex in a graph.
 
 ``fuse([nodes]) -> region``: the nodes, compute and at most one reduction and the
-gathers that end it, are one call of a subgraph. In the graph that runs they are nodes
-again that say which region they are of (``passes.buckets.REGION``); of these
+gathers or sends that end it, are one call of a subgraph. In the graph that runs they
+are nodes again that say which region they are of (``passes.buckets.REGION``); of these
 ``kernels.fuse`` makes one op. A region must be convex: no path leads out of it and
 back, for then it would wait for itself (CoCoNeT, section 3.3).
 """
@@ -10,34 +10,19 @@ back, for then it would wait for itself (CoCoNeT, section 3.3).
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar.fusion.edit import Edit, refuse
+from fxpar.fusion.kinds import Region as Region
+from fxpar.fusion.kinds import is_message
+from fxpar.fusion.order import arrange as arrange
 from fxpar.passes import steps
 from fxpar.passes.buckets import REGION
 
 _REDUCING = {steps.all_reduce, steps.reduce_scatter}
-
-
-class Region:
-    """A subgraph as a callable: inputs in order, results as a tuple."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-
-    @property
-    def __name__(self) -> str:
-        calls = [n for n in self.graph.nodes if n.op == "call_function"]
-        return "region_" + "_".join(n.name for n in calls[:4])
-
-    def __call__(self, *args: Any) -> Any:
-        return torch.fx.Interpreter(fx.GraphModule(torch.nn.Module(), self.graph)).run(
-            *args
-        )
 
 
 def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
@@ -46,6 +31,8 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     for node in members:
         if node.op != "call_function":
             raise refuse("fuse", node, "is no op")
+        if any(isinstance(n.target, Region) for n in (node, *node.all_input_nodes)):
+            raise refuse("fuse", node, "is of a region that was made before")
     between = path_outside(members)
     if between is not None:
         raise refuse("fuse", between, "lies between nodes of the region, outside it")
@@ -55,7 +42,16 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     over = {steps.axes_of(n) for n in members if n.target in steps.COLLECTIVE}
     if len(over) > 1:
         raise refuse("fuse", members[0], f"would communicate along {sorted(over)}")
+    _check_messages(members)
     return [_outline(edit, members)]
+
+
+def _check_messages(members: list[fx.Node]) -> None:
+    """A region may send, or receive: it could wait for what is made of what it sends,
+    which no path in this graph says."""
+    found = [node for node in members if is_message(node)]
+    if len({node.target for node in found}) > 1:
+        raise refuse("fuse", found[-1], "is received and sent in one region")
 
 
 def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
@@ -128,36 +124,3 @@ def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:
         if at is last:
             return None
         at = at.next
-
-
-def arrange(graph: fx.Graph) -> None:
-    """Order nodes so that each stands behind what it reads, otherwise as they are."""
-    done: set[fx.Node] = set()
-    waiting: dict[fx.Node, list[fx.Node]] = {}
-    order: list[fx.Node] = []
-
-    def place(node: fx.Node) -> None:
-        stack = [node]
-        while stack:
-            at = stack.pop()
-            missing = next((n for n in at.all_input_nodes if n not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(at)
-                continue
-            done.add(at)
-            order.append(at)
-            stack += reversed(waiting.pop(at, []))
-
-    for node in graph.nodes:
-        if node not in done:
-            place(node)
-    _reorder(graph, order)
-
-
-def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    before: Any = None
-    for node in order:
-        if before is not None and before.next is not node:
-            before.append(node)
-        before = node
-    graph.lint()

@@ -122,6 +122,34 @@ def _laid_out_as(build: Any, x: fx.Node, like: torch.Tensor) -> fx.Node:
     return build.call(aten.permute.default, x, back)
 
 
+def _check_holds(node: fx.Node, reduced: fx.Node) -> None:
+    """Raise ScheduleError unless summands of the node's result may be as large, and as
+    exact, as those that are reduced: a rounded sum is no sum of what was rounded."""
+    value, had = node.meta["val"], reduced.meta["val"].dtype
+    if not isinstance(value, torch.Tensor):
+        raise refuse("reorder", node, "gives several results, each to be reduced")
+    if not _holds(value.dtype, had):
+        why = f"would round what is reduced, {had}, to {value.dtype}"
+        raise refuse("reorder", node, why)
+
+
+def _holds(dtype: torch.dtype, every: torch.dtype) -> bool:
+    """Whether a dtype has every value of another."""
+    if dtype == every:
+        return True
+    if every.is_complex or dtype.is_complex:
+        return False
+    if not dtype.is_floating_point:
+        whole = not every.is_floating_point
+        return whole and torch.promote_types(dtype, every) == dtype
+    limits = torch.finfo(dtype)
+    if every.is_floating_point:
+        given = torch.finfo(every)
+        return limits.eps <= given.eps and limits.max >= given.max
+    largest = 1 if every == torch.bool else torch.iinfo(every).max
+    return 1 / limits.eps >= largest and limits.max >= largest
+
+
 def _before_reduction(
     edit: Edit, nodes: tuple[fx.Node, ...], reduced: fx.Node, *more: fx.Node
 ) -> list[fx.Node]:
@@ -138,6 +166,7 @@ def _before_reduction(
         passes = [p for p in rule.passages if p.operands == mine and op in p.reductions]
         if not known or not passes:
             raise refuse("reorder", node, f"is not linear in {reduced.name}")
+        _check_holds(node, reduced)
         read = [n for n in node.all_input_nodes if n is not reduced]
         others = [n for n in read if set(axes) & varies[n]]
         if others:

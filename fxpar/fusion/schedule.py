@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 
 from fxpar.errors import ScheduleError
@@ -96,7 +97,9 @@ def _read(text: str, number: int) -> Line:
     call, _, after = text.partition("->")
     gives = tuple(name.strip() for name in after.split(",")) if after else ()
     bad = ScheduleError(f"line {number} of the schedule is {text!r}", fix=_FORM)
-    if not all(name.isidentifier() for name in gives) or ("->" in text and not gives):
+    if not all(map(_is_name, gives)) or ("->" in text and not gives):
+        raise bad
+    if len(set(gives)) < len(gives):
         raise bad
     try:
         tree = ast.parse(call.strip(), mode="eval").body
@@ -112,6 +115,10 @@ def _read(text: str, number: int) -> Line:
         tuple((str(k.arg), _argument(k.value, bad)) for k in tree.keywords),
         gives,
     )
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not iskeyword(name)
 
 
 def _argument(tree: ast.expr, bad: ScheduleError) -> Argument:

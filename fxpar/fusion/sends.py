@@ -17,33 +17,32 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.edit import Axes, Edit, refuse
-from fxpar.fusion.gathers import dividing, equal_along, take_back
+from fxpar.errors import ScheduleError
+from fxpar.fusion import order
+from fxpar.fusion.edit import Axes, Edit, check_staged, refuse
+from fxpar.fusion.gathers import check_equal, dividing, take_back
+from fxpar.fusion.kinds import FRESH, flat, is_message
 from fxpar.passes import steps
 from fxpar.passes.builder import Builder
 
 aten = torch.ops.aten
 
-# What makes memory that nothing has been written to, or that is written over.
-_FRESH = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-    aten.new_zeros.default,
-}
 
-
-def share(edit: Edit, axes: str, tag: int = 0, dim: int | None = None) -> list[fx.Node]:
-    """Gives the sends of the slices, or the gathers behind what is received. Axes as in
-    ``hierarchical``; by default the first dim that divides."""
+def share(
+    edit: Edit, axes: Axes, tag: int = 0, dim: int | None = None
+) -> list[fx.Node]:
+    """Gives the sends of the slices, or the gathers behind what is received. By
+    default along the first dim that divides."""
     found = with_tag(edit, tag)
+    if not found:
+        what = f"share: no message has the tag {tag}"
+        raise ScheduleError(what, fix="write tag= as the program does")
     changed = [_receive if n.target is steps.recv else _send for n in found]
     for node in found:
         check_staged("share", edit, node)
-        clash = set(axes.split("_and_")) & set(steps.axes_of(node))
+        if node.graph is not edit.graph:
+            raise refuse("share", node, "is in a region", fix="share it before fuse")
+        clash = set(axes) & set(steps.axes_of(node))
         if clash:
             raise refuse("share", node, f"crosses {sorted(clash)} itself")
     return [
@@ -53,29 +52,18 @@ def share(edit: Edit, axes: str, tag: int = 0, dim: int | None = None) -> list[f
 
 
 def with_tag(edit: Edit, tag: int) -> list[fx.Node]:
-    """The messages with this tag, in order."""
-    found = [n for n in edit.graph.nodes if n.target in steps.MESSAGES]
-    return [n for n in found if n.args[2] == tag]
+    """The messages with this tag, in order, those of regions too."""
+    return [n for n in flat(edit.graph) if is_message(n) and n.args[2] == tag]
 
 
-def check_staged(verb: str, edit: Edit, node: fx.Node) -> None:
-    """Raise ScheduleError if the other end of a message is not at hand."""
-    if not edit.staged:
-        raise refuse(
-            verb,
-            node,
-            "would not fit what the other stage does",
-            fix="give the graphs of all stages to fxpar.fusion.apply_stages",
-        )
-
-
-def _send(edit: Edit, node: fx.Node, axes: str, dim: int | None) -> fx.Node:
+def _send(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
     value = node.all_input_nodes[0]
-    over = equal_along("share", edit, value, axes)
-    dim = dividing("share", edit, value, dim, over)
+    check_equal("share", edit, value, axes)
+    dim = dividing("share", edit, value, dim, axes)
     with edit.before(node) as build:
-        part = steps.step(build, steps.slice_, value, dim, over)
+        part = steps.step(build, steps.slice_, value, dim, axes)
         made = steps.step(build, steps.send, part, *node.args[1:])
+    order.instead(node, made)
     _instead(edit, node, made)
     if value.target is steps.all_gather:
         take_back(edit, value)
@@ -83,15 +71,15 @@ def _send(edit: Edit, node: fx.Node, axes: str, dim: int | None) -> fx.Node:
     return made
 
 
-def _receive(edit: Edit, node: fx.Node, axes: str, dim: int | None) -> fx.Node:
-    over = equal_along("share", edit, node, axes)
-    dim = dividing("share", edit, node, dim, over)
+def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
+    check_equal("share", edit, node, axes)
+    dim = dividing("share", edit, node, dim, axes)
     shape = list(node.meta["val"].shape)
-    shape[dim] //= edit.mesh.count(over)
+    shape[dim] //= edit.mesh.count(axes)
     check_buffer("share", node)
     with edit.before(node) as build:
         made = received(build, node, shape)
-        whole = steps.step(build, steps.all_gather, made, dim, over)
+        whole = steps.step(build, steps.all_gather, made, dim, axes)
     _instead(edit, node, made, whole)
     return whole
 
@@ -106,9 +94,9 @@ def _instead(
 
 
 def check_buffer(verb: str, node: fx.Node) -> None:
-    """Raise ScheduleError unless what is received is seen through the node alone."""
+    """Raise ScheduleError unless the memory that is received into is the graph's."""
     buffer: Any = node.args[0]
-    if buffer.target not in _FRESH or list(buffer.users) != [node]:
+    if buffer.target not in FRESH:
         raise refuse(verb, node, f"is written over {buffer.name}, which others see")
 
 
@@ -119,6 +107,7 @@ def received(build: Builder, like: fx.Node, shape: Sequence[int]) -> fx.Node:
     buffer = build.call(aten.empty.memory_format, list(shape), **how)
     made = steps.step(build, steps.recv, buffer, *like.args[1:])
     made.meta["fxpar_sent"] = like.meta["fxpar_sent"]
+    order.instead(like, made)
     return made
 
 
@@ -131,8 +120,8 @@ def messages(
     """The messages of a stage's graph in order, by (sender, receiver). Raises
     ScheduleError on one that crosses other axes than ``axis``."""
     out: dict[tuple[int, int], list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.target in steps.MESSAGES:
+    for node in flat(graph):
+        if is_message(node):
             axes: Axes = steps.axes_of(node)
             if axes != (axis,):
                 raise refuse("stages", node, f"goes along {axes}, not along {axis!r}")

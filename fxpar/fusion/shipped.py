@@ -1,11 +1,13 @@
 """``overlap(..., fused=1)``: a product and its collective as one op.
 
-In: a gather along a dim that products do not sum over, read by them through views at
-most; or a product whose result a reduce-scatter takes. Out: ``fxpar::gather_matmul``
-or ``fxpar::matmul_scatter`` in their place, which on GPUs that share memory are
-PyTorch's ops of asynchronous tensor parallelism (``symm_mem::fused_all_gather_matmul``,
-``symm_mem::fused_matmul_reduce_scatter``), and elsewhere the two ops one after the
-other. Never chosen by itself: what these ops take is not in the cost model.
+In: a gather along a dim that products do not sum over, whose rows they read, the dims
+before the last in whatever shape; or a product whose rows a reduce-scatter takes so.
+Out: ``fxpar::gather_matmul`` or ``fxpar::matmul_scatter`` in their place, which on GPUs
+that share memory are kernels with signals where these are predicted to be faster
+(``kernels.gemm_ops``), else PyTorch's ops of asynchronous tensor parallelism
+(``symm_mem::fused_all_gather_matmul``, ``symm_mem::fused_matmul_reduce_scatter``), and
+elsewhere the two ops one after the other. Never chosen by itself: what these ops take
+is not in the cost model.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import torch
 from torch import fx
 
 from fxpar.fusion.edit import Edit, refuse
-from fxpar.fusion.regions import arrange
+from fxpar.fusion.kernels import gemm_ops  # noqa: F401  (one way to run the ops)
+from fxpar.fusion.kinds import PRODUCTS
+from fxpar.fusion.order import arrange
 from fxpar.passes import steps
-from fxpar.passes.arithmetic import is_view
 from fxpar.passes.builder import Builder
 from fxpar.passes.ops import group_axes, group_name
 from fxpar.sharding.plan import Collective
@@ -29,17 +32,14 @@ ours = torch.ops.fxpar
 
 _SUMS = ("sum", "avg")
 
-# What the ops communicate.
-KINDS = {
-    ours.gather_matmul.default: "all_gather",
-    ours.matmul_scatter.default: "reduce_scatter",
-}
+# What keeps elements in their order.
+_SHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def collective_of(node: fx.Node, source: str) -> Collective:
     """What one of the ops sends, as the plan lists it."""
     *_, count, group = node.args
-    kind, value = KINDS[node.target], node.meta["val"]
+    kind, value = PRODUCTS[node.target], node.meta["val"]
     whole = value[0].nbytes if isinstance(value, (list, tuple)) else value.nbytes
     size = whole if kind == "all_gather" else whole * int(count)
     return Collective(kind, group_axes(group), size, source)
@@ -73,11 +73,10 @@ def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> An
     product = _seen(source)
     shape = list(source.meta["val"].shape)
     if starts != (product,) or product.target is not aten.mm.default:
-        raise refuse("overlap", reduced, "does not reduce the product of two matrices")
+        why = "does not reduce the rows of a product of two matrices"
+        raise refuse("overlap", reduced, why)
     if op not in _SUMS or dim == len(shape) - 1:
         raise refuse("overlap", reduced, f"is a {op} along dim {dim} of {len(shape)}")
-    if shape[-1] != product.meta["val"].shape[1]:
-        raise refuse("overlap", source, "has the product's columns in other dims")
     chain, read_too = source, "is read by others too"
     while chain is not product.args[0]:
         if len(chain.users) > 1:
@@ -102,9 +101,12 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
 
 
 def _seen(node: fx.Node) -> Any:
-    """What views look at."""
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    """What a value is with other dims before its last: rows, all and in order."""
+    while node.target in _SHAPES:
+        source = node.all_input_nodes[0]
+        if node.meta["val"].shape[-1:] != source.meta["val"].shape[-1:]:
+            break
+        node = source
     return node
 
 
@@ -112,9 +114,9 @@ def _weight(end: fx.Node, gather: fx.Node) -> Any:
     """The matrix that a product multiplies what is gathered with."""
     args: Any = end.args
     if end.target is not aten.mm.default or _seen(args[0]) is not gather:
-        raise refuse("overlap", end, f"is no product of {gather.name} with a matrix")
-    if args[0].meta["val"].shape[-1] != gather.meta["val"].shape[-1]:
-        raise refuse("overlap", args[0], "has the summed dim in other dims")
+        raise refuse(
+            "overlap", end, f"is no product of the rows of {gather.name} with a matrix"
+        )
     if _depends(args[1], gather):
         raise refuse("overlap", end, f"has {gather.name} on both sides")
     return args[1]

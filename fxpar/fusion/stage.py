@@ -18,6 +18,7 @@ from torch import fx
 from fxpar.errors import FxparWarning, compose
 from fxpar.fusion import regions, shipped
 from fxpar.fusion.choose import Chosen, choose
+from fxpar.fusion.kinds import PRODUCTS
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import apply
 from fxpar.passes import Scheduled, steps
@@ -127,7 +128,7 @@ def _collectives(graph: fx.Graph) -> list[Collective]:
             kind, axes = node.target.__name__, steps.axes_of(node)
             size = nbytes_of(whole.meta["val"])
             out.append(Collective(kind, axes, size, source))
-        elif node.target in shipped.KINDS:
+        elif node.target in PRODUCTS:
             source = node.meta.get("fxpar_cause", node.name)
             out.append(shipped.collective_of(node, source))
     return out

@@ -43,10 +43,11 @@ def apply_stages(
     Raises ScheduleError.
     """
     mesh, given = Mesh.parse(mesh), inputs or [None] * len(graphs)
-    if len(graphs) != mesh.axis_size(axis):
+    if len(graphs) != mesh.axis_size(axis) or len(given) != len(graphs):
         raise ScheduleError(
-            f"{len(graphs)} graphs for {mesh.axis_size(axis)} stages along {axis!r}",
-            fix="give one graph for each position along the axis",
+            f"{len(graphs)} graphs for {mesh.axis_size(axis)} stages along {axis!r}, "
+            f"and inputs of {len(given)}",
+            fix="give a graph, and its inputs, for each position along the axis",
         )
     edits = [
         opened(graph, mesh, specs, permit, groups)[0]
@@ -73,7 +74,10 @@ def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
     bare = replace(line, options=tuple(options.items()))
     if stage is not None:
         if not isinstance(stage, int) or stage not in range(len(edits)):
-            raise ScheduleError(f"there is no stage {stage}, in: {line}")
+            raise ScheduleError(
+                f"there is no stage {stage}, in: {line}",
+                fix=f"stages are 0 to {len(edits) - 1}",
+            )
         return bare, [edits[stage]]
     found = [edit for edit in edits if _has(edit, bare)]
     if not found:

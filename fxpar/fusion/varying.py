@@ -1,37 +1,62 @@
 """Which axes each value of a local graph varies over.
 
 In: a local graph with steps, whose inputs know their specs (``meta["fxpar_spec"]``).
-Out: for every node the axes along which ranks may hold different values. A value that
-does not vary over an axis is replicated along it, so that each rank may compute on a
-slice; one that varies is a shard, a summand, or something of one rank alone, and what
-it is the steps that follow say. What another stage sends varies as it did there
-(``meta["fxpar_sent"]``). Never changes the graph.
+Out: for every node, those inside of regions too, the axes along which ranks may hold
+different values. A value that does not vary over an axis is replicated along it, so
+that each rank may compute on a slice; one that varies is a shard, a summand, or
+something of one rank alone, and what it is the steps that follow say. What another
+stage sends varies as it did there (``meta["fxpar_sent"]``). What communicates and is
+not in the table here does not come in (``kinds.admit``). Never changes the graph.
 
 The analysis is that of ``jax.shard_map``'s varying axes.
 """
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
+from fxpar.fusion.kinds import PRODUCTS, Region
 from fxpar.passes import ops, steps
 from fxpar.sharding.spec import Spec
 
 Axes = frozenset[str]
+Varies = dict[fx.Node, Axes]
 
 # Steps after which ranks along the axes hold the same.
 _EQUAL = {steps.all_reduce, steps.all_gather}
 
 
-def varying(graph: fx.Graph) -> dict[fx.Node, Axes]:
+def varying(graph: fx.Graph) -> Varies:
     """Raises ScheduleError if an input does not know its spec."""
-    out: dict[fx.Node, Axes] = {}
+    inputs = graph.find_nodes(op="placeholder")
+    out = {node: of_spec(node) for node in inputs}
+    _through(graph, out)
+    return out
+
+
+def _through(graph: fx.Graph, out: Varies) -> None:
+    """Add what the nodes of a graph vary over, its inputs being known."""
+    # Of what gives several values: over what each of them varies.
+    each: dict[Any, list[Axes]] = {}
     for node in graph.nodes:
-        read: Axes = frozenset().union(*(out[n] for n in node.all_input_nodes))
+        read = _of_any(out[n] for n in node.all_input_nodes)
         if node.op == "placeholder":
-            out[node] = of_spec(node)
+            continue
+        if node.target is operator.getitem and node.args[0] in each:
+            out[node] = each[node.args[0]][node.args[1]]
+        elif isinstance(node.target, Region):
+            each[node] = _of_region(node, out)
+            out[node] = _of_any(each[node])
+        elif node.target is _GATHERED:
+            each[node] = _of_gathered(node, out)
+            out[node] = _of_any(each[node])
+        elif node.target in PRODUCTS:
+            out[node] = read | set(ops.group_axes(node.args[-1]))
         elif node.target is ops.offset:
             out[node] = frozenset(node.args[1])
         elif node.target is steps.recv:
@@ -42,7 +67,30 @@ def varying(graph: fx.Graph) -> dict[fx.Node, Axes]:
             out[node] = read | set(steps.axes_of(node))
         else:
             out[node] = read
-    return out
+
+
+_GATHERED = torch.ops.fxpar.gather_matmul.default
+
+
+def _of_any(several: Any) -> Axes:
+    return frozenset[str]().union(*several)
+
+
+def _of_region(node: fx.Node, out: Varies) -> list[Axes]:
+    """Of each result of a region, whose nodes may cut and communicate."""
+    region: Any = node.target
+    inputs = region.graph.find_nodes(op="placeholder")
+    out.update(zip(inputs, (out[n] for n in node.args), strict=True))
+    _through(region.graph, out)
+    results: Any = region.graph.output_node().args[0]
+    return [out[result] for result in results]
+
+
+def _of_gathered(node: fx.Node, out: Varies) -> list[Axes]:
+    """Of what was gathered, and of its products."""
+    x, weights, *_, group = node.args
+    whole = out[x] - set(ops.group_axes(group))
+    return [whole, *(whole | out[w] for w in weights)]
 
 
 def of_spec(node: fx.Node) -> Axes:

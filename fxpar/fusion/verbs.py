@@ -3,7 +3,8 @@
 In: a schedule, and a local graph with its communication as steps or as functional
 collectives. Out: a new graph in which each line was done in turn, in the form the given
 one had; the given one is unchanged. A verb that would change a number raises
-ScheduleError, naming the node, the user's line and why.
+ScheduleError, naming the node, the user's line and why; whatever else goes wrong in one
+is a ScheduleError too, with the line of the schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import (
     bucket,
     gathers,
+    kinds,
     later,
+    lines,
+    order,
     overlap,
     regions,
     reorder,
@@ -37,6 +41,7 @@ from fxpar.sharding.spec import Spec
 
 # verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
 # Each is described where it is defined.
+# What lines may say of them is in ``lines.TAKES``.
 VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "split": gathers.split,
     "cut": gathers.cut,
@@ -54,6 +59,10 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "prefetch": later.prefetch,
     "share": sends.share,
 }
+
+
+class Unexpected(ScheduleError):
+    """A verb met what it does not know of, and neither refused nor did what it does."""
 
 
 def apply(
@@ -92,12 +101,18 @@ def opened(
     groups: Mapping[str, tuple[str, ...]] | None,
 ) -> tuple[Edit, bool]:
     """A copy of the graph to be changed, and whether its collectives were lifted;
-    arguments as of ``apply``."""
+    arguments as of ``apply``. Raises ScheduleError on a graph of which verbs would take
+    for granted what is not so (``kinds.admit``)."""
     copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
+    for node in copy.nodes:
+        if isinstance(node.target, kinds.Region):
+            node.target = kinds.Region(copy_of(node.target.graph))
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
     lifted = lift(copy, build, groups)
-    return Edit(copy, build, frozenset(permit)), lifted
+    kinds.admit(copy)
+    found = order.number(copy)
+    return Edit(copy, build, frozenset(permit), ordered=found), lifted
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
@@ -145,33 +160,32 @@ def _spec(given: Spec | Sequence[Any] | str) -> Spec:
 
 def do(edit: Edit, line: Line) -> None:
     """One line of a schedule. Raises ScheduleError."""
-    verb = VERBS.get(line.verb)
-    if verb is None:
-        raise ScheduleError(
-            f"{line.verb!r} is no verb, in: {line}", fix=f"verbs are {sorted(VERBS)}"
-        )
+    if line.verb not in VERBS:
+        what = f"{line.verb!r} is no verb, in: {lines.shown(line)}"
+        raise ScheduleError(what, fix=f"verbs are {sorted(VERBS)}")
     edit.look()
-    arguments = [
-        tuple(map(edit.node, a)) if isinstance(a, tuple) else edit.node(str(a))
-        for a in line.arguments
-    ]
-    options = {
-        key: tuple(map(edit.node, value)) if isinstance(value, tuple) else value
-        for key, value in line.options
-    }
     try:
-        made = verb(edit, *arguments, **options)
-    except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
-        raise ScheduleError(
-            f"{line}: {error}", fix=f"see {line.verb} in docs/schedules.md"
+        arguments, options = lines.read(edit, line)
+        made = VERBS[line.verb](edit, *arguments, **options)
+        order.check(edit.graph, line.verb, edit.ordered)
+        _name(edit, line, made)
+        edit.graph.lint()
+    except ScheduleError as error:
+        error.add_note(f"in the schedule: {lines.shown(line)}")
+        raise
+    except Exception as error:
+        raise Unexpected(
+            f"{lines.shown(line)}: {type(error).__name__}: {error}",
+            fix="leave out the line, and report it",
         ) from error
+
+
+def _name(edit: Edit, line: Line, made: Sequence[fx.Node]) -> None:
     if len(line.gives) > len(made):
         raise ScheduleError(
-            f"{line}: gives {len(made)} values, {len(line.gives)} are named",
+            f"{lines.shown(line)}: gives {len(made)} values, {len(line.gives)} are "
+            "named",
             fix=f"name at most {len(made)} after '->'",
         )
     for name, node in zip(line.gives, made, strict=False):
         edit.call(node, name)
-    edit.graph.lint()

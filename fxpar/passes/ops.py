@@ -10,9 +10,10 @@ process group's own name there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -226,6 +227,15 @@ torch.library.define(
 )
 
 
+# Other ways to run them, "gather" and "scatter", asked first: each gives None where it
+# is not the way (``fusion.kernels.gemm_ops``).
+JOINED: dict[str, Callable[..., Any]] = {}
+
+
+def _joined(kind: str, *args: Any) -> Any:
+    return JOINED[kind](*args) if kind in JOINED else None
+
+
 @torch.library.register_fake("fxpar::gather_matmul")
 def _(x, ws, dim, count, group):
     whole = torch.cat([x] * count, dim)
@@ -239,6 +249,9 @@ def _(x, w, op, dim, count, group):
 
 @torch.library.impl("fxpar::gather_matmul", "CompositeExplicitAutograd")
 def _(x, ws, dim, count, group):
+    made = _joined("gather", x, ws, dim, count, group)
+    if made is not None:
+        return made
     if _compat.shares_memory(x, group):
         return _compat.fused_all_gather_matmul(x, ws, dim, group)
     c10d = torch.ops._c10d_functional
@@ -250,6 +263,9 @@ def _(x, ws, dim, count, group):
 
 @torch.library.impl("fxpar::matmul_scatter", "CompositeExplicitAutograd")
 def _(x, w, op, dim, count, group):
+    made = _joined("scatter", x, w, op, dim, count, group)
+    if made is not None:
+        return made
     if _compat.shares_memory(x, group):
         return _compat.fused_matmul_reduce_scatter(x, w, op, dim, group)
     c10d = torch.ops._c10d_functional

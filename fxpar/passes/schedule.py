@@ -92,7 +92,7 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     for i, node in enumerate(ends[1:], 1):
         at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
-            for moved in _needed(node, free):
+            for moved in _needed(node):
                 if at < moved:
                     at.prepend(moved)
     graph.lint()
@@ -125,7 +125,7 @@ def drain(graph: fx.Graph) -> None:
     graph.lint()
 
 
-def _needed(node: fx.Node, free: Collection[fx.Node]) -> list[fx.Node]:
+def _needed(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is computed from, inputs left out, in order."""
     found: dict[fx.Node, None] = {}
 

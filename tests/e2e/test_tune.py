@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,45 +64,50 @@ def loss_of(hardware: str, codegen: str = "eager", **more: Any) -> tuple[float, 
     return float(loss), fxpar.plans()[-1]
 
 
-def measured(hardware: str, best: int) -> tuple[Any, ...]:
-    """With clocks that differ on every rank: number ``best`` is the fastest, once the
-    slowest rank counts, though rank 0 sees another."""
-    rank, turn = dist.get_rank(), itertools.count()
-    want, plain = loss_of(hardware)
-    kept, counts = tune.measure, []
-
-    def measure(steps: Sequence[tune.Step], name: str) -> list[float]:
-        counts.append(len(steps))
-        return kept(steps, name)
+def clocked(best: int, failing: Callable[[int, int, int], None]) -> Any:
+    """Instead of the clock: number ``best`` is the fastest once the slowest rank
+    counts, though rank 0 sees another. ``failing``: called after each step with the
+    number of its schedule, the turn and the rank, may raise."""
+    rank, kept = dist.get_rank(), tune.measure
+    turns: Counter[int] = Counter()
+    names: dict[int, int] = {}
 
     def seconds(step: tune.Step) -> float:
         step()
-        number = next(turn) % counts[0]
+        number = names[id(step)]
+        turns[number] += 1
+        failing(number, turns[number], rank)
         if rank == 0:
             return 1.0 + 0.1 * (number == best)
         return 2.0 - (number == best) + 0.01 * rank
 
-    with (
-        mock.patch.object(tune, "_seconds", seconds),
-        mock.patch.object(tune, "measure", measure),
-    ):
-        loss, plan = loss_of(hardware, tune=True)
-    assert loss == pytest.approx(want, rel=1e-9)
-    return plan.schedule, plan.hash, plan.notes[-1], plain.schedule
+    def measure(steps: Mapping[int, tune.Step], name: str) -> Any:
+        names.update({id(step): number for number, step in steps.items()})
+        with mock.patch.object(tune, "_seconds", seconds):
+            return kept(steps, name)
+
+    return mock.patch.object(tune, "measure", measure)
+
+
+def measured(hardware: str) -> list[tuple[Any, ...]]:
+    want, plain = loss_of(hardware)
+    out = []
+    for best in range(2):
+        with clocked(best, lambda *_: None):
+            loss, plan = loss_of(hardware, tune=True)
+        assert loss == pytest.approx(want, rel=1e-9)
+        out.append((plan.schedule, plan.hash, plan.notes[-1], plain.schedule))
+    return out
 
 
 def test_the_slowest_rank_counts_and_all_take_the_same(hardware: str) -> None:
-    pool = shared_pool(4)
-    chosen = []
-    for best in range(2):
-        first, *others = pool.run(measured, hardware, best)
-        assert all(other == first for other in others)
-        schedule, _, note, plain = first
+    first, *others = shared_pool(4).run(measured, hardware)
+    assert all(other == first for other in others)
+    for best, (schedule, _, note, plain) in enumerate(first):
         assert plain
         assert (schedule == plain) == (best == 0)
         assert f"number {best + 1} is taken" in note
-        chosen.append(schedule)
-    assert len(set(chosen)) == 2
+    assert len({schedule for schedule, *_ in first}) == 2
 
 
 def really(hardware: str) -> tuple[float, float, Any]:
@@ -120,30 +126,74 @@ def test_by_the_clock(hardware: str) -> None:
         assert "ms a step" in note
 
 
-def alone(hardware: str) -> str:
+def alone(hardware: str) -> tuple[str, str]:
     """Where one schedule is all there is, nothing is measured."""
     with mock.patch.object(tune, "measure", side_effect=AssertionError):
         _, plan = loss_of(hardware, tune=True, schedule="none")
-    return plan.schedule
+    return plan.schedule, plan.notes[-1]
 
 
-def test_a_given_schedule_is_not_measured(hardware: str) -> None:
-    assert shared_pool(4).run(alone, hardware) == [""] * 4
+def test_a_given_schedule_is_not_measured_which_is_said(hardware: str) -> None:
+    for schedule, note in shared_pool(4).run(alone, hardware):
+        assert not schedule
+        assert note.startswith("tune: nothing is measured")
 
 
-def fails(hardware: str) -> None:
-    """One rank's code cannot be made: the others are told."""
-    broken = dist.get_rank() == 2
+def failing(hardware: str, all_of_them: bool) -> tuple[str, ...]:
+    """Rank 2 cannot make the code of the schedule that is predicted best, or of any;
+    rank 1 fails in a step of the second, after some that were counted."""
+    kept, made = tune.runnable, itertools.count()
 
-    def runnable(*_: Any, **__: Any) -> Any:
-        if broken:
-            raise RuntimeError("no code")
-        return lambda: None
+    def runnable(*args: Any, **how: Any) -> Any:
+        if dist.get_rank() == 2 and (next(made) == 0 or all_of_them):
+            raise MemoryError("no code")
+        return kept(*args, **how)
 
-    with mock.patch.object(tune, "runnable", runnable):
-        loss_of(hardware, tune=True)
+    def late(number: int, turn: int, rank: int) -> None:
+        if (number, turn, rank) == (1, tune.WARMUP + 2, 1):
+            raise RuntimeError("out of memory")
+
+    with mock.patch.object(tune, "runnable", runnable), clocked(1, late):
+        _, plan = loss_of(hardware, tune=True)
+    return plan.schedule, *plan.notes[-3:]
 
 
-def test_a_rank_that_fails_is_not_waited_for(hardware: str) -> None:
-    errors = shared_pool(4).errors(fails, hardware)
-    assert all("no code" in str(error) for error in errors), errors
+def test_what_fails_on_a_rank_is_left_out_on_all(hardware: str) -> None:
+    first, *others = shared_pool(4).run(failing, hardware, False)
+    assert all(other == first for other in others)
+    schedule, one, two, taken = first
+    assert schedule
+    assert one.startswith("tune: schedule 1 of 4, ")
+    assert one.endswith("is left out: rank 2 failed: MemoryError: no code")
+    assert two.startswith("tune: schedule 2 of 4, ")
+    assert two.endswith("is left out: rank 1 failed: RuntimeError: out of memory")
+    assert "of 2 measured, in the order predicted, number 1 is taken" in taken
+
+
+def test_if_none_is_left_all_ranks_are_told(hardware: str) -> None:
+    for error in shared_pool(4).errors(failing, hardware, True):
+        assert "could be measured: rank 2 failed: MemoryError: no code" in str(error)
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.empty(3, 4, dtype=torch.float8_e4m3fn),
+        torch.empty(3, 4, dtype=torch.bfloat16).T,
+        torch.empty(4, dtype=torch.float64).expand(3, 4),
+        torch.empty(0, 4),
+        torch.empty(()),
+        torch.empty(3, dtype=torch.int64),
+        torch.empty(3, dtype=torch.complex64),
+    ],
+    ids=lambda x: f"{x.dtype}{list(x.shape)}",
+)
+def test_inputs_that_are_made_up(like: torch.Tensor) -> None:
+    made = tune._made(like)
+    assert (made.shape, made.stride(), made.dtype) == (
+        like.shape,
+        like.stride(),
+        like.dtype,
+    )
+    if made.dtype.is_floating_point and made.numel():
+        assert 0 < made.float().abs().max() <= 1

@@ -13,6 +13,8 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import ScheduleError
+from fxpar.fusion import stage
+from fxpar.fusion.choose import Chosen
 from fxpar.fusion.later import line_of, settings_of
 from fxpar.passes.schedule import DEFAULT, Settings
 from tests.sharding.search.test_search import machine
@@ -117,8 +119,18 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
     monkeypatch.setattr("fxpar.passes.schedule.FULL", 300)
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
-    plain = planned("none").predicted.peak_bytes
+    plain, others = planned("none").predicted.peak_bytes, list[str]()
+
+    def choose(*args: Any) -> Chosen:
+        chosen = kept(*args)
+        others[:] = map(str, chosen.others)
+        return chosen
+
+    kept = stage.choose
+    monkeypatch.setattr(stage, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
+    assert any("buckets(" in other for other in others)
     monkeypatch.setattr("fxpar.fusion.choose._LITTLE", 0)
     monkeypatch.setattr("fxpar.fusion.choose._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
+    assert not any("buckets(" in other for other in others)  # nor tried by ``tune``

@@ -1,8 +1,9 @@
-"""What a schedule must not do: each legality condition has a case that is refused, and
-what it would have done is wrong."""
+"""What a schedule must not do: each legality condition has a case that is refused. That
+what it would do is wrong, test_would_be_wrong shows of those that numbers tell."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
+from fxpar.fusion import choose, lines, reorder, verbs
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.verbs import apply
 from tests.fusion.toys import Toy, all_gather, all_reduce
+
+c10d = torch.ops._c10d_functional
 
 SUMMANDS = "[_, _] partial(sum: tp)", (8, 4)
 WHOLE = "[_, _]", (8, 4)
@@ -109,6 +113,31 @@ def test_state_that_is_read_whole_later() -> None:
     refused(Toy(again, SUMMANDS, WHOLE), schedule, "read whole", permit=["m_1"])
 
 
+def test_state_whose_update_is_another() -> None:
+    def program(g: Any, m: Any, v: Any) -> Any:
+        reduced = all_reduce(g)
+        return m + reduced, v * reduced
+
+    toy = Toy(program, SUMMANDS, WHOLE, WHOLE)
+    schedule = SPLIT + "reorder([add, mul], ag) -> m, v\n"
+    how: Any = {"permit": ["m_1"]}
+    toy.after(schedule + "as_slice(m_1, m)", **how)
+    refused(toy, schedule + "as_slice(m_1, v)", "is not computed from m_1", **how)
+    refused(toy, schedule + "as_slice(m_1)", "may be what m_1 becomes", **how)
+    refused(toy, schedule + "as_slice(m_1, mul)", "is not gathered along", **how)
+
+
+def test_state_that_is_only_read() -> None:
+    def program(g: Any, m: Any) -> Any:
+        return (m + all_reduce(g)).sum(0)
+
+    toy = Toy(program, SUMMANDS, WHOLE)
+    schedule = SPLIT + "reorder([add, sum_1], ag)\nas_slice(m_1)"
+    after = toy.after(schedule, permit=["m_1"])
+    (state,) = [n for n in after.find_nodes(op="placeholder") if n.name == "m_1"]
+    assert list(state.meta["val"].shape) == [2, 4]
+
+
 def test_state_without_permission() -> None:
     toy = Toy(lambda g, m: m + all_reduce(g), SUMMANDS, WHOLE)
     schedule = SPLIT + "reorder([add], ag) -> m\nas_slice(m_1, m)"
@@ -141,6 +170,142 @@ def test_a_bucket_of_what_waits_for_each_other() -> None:
     names = "all_gather_into_tensor"
     toy = Toy(chain, ("[tp, _]", (8, 4)))
     refused(toy, f"bucket([{names}, {names}_1])", "waits for one of them")
+
+
+def test_a_bucket_of_one_and_what_is_computed_from_it() -> None:
+    names = "all_gather_into_tensor"
+    toy = Toy(lambda x: all_gather(all_gather(x)), ("[tp, _]", (8, 4)))
+    refused(toy, f"bucket([{names}, {names}_1])", "is computed from another")
+    toy = Toy(lambda x: all_reduce(all_reduce(x)), SUMMANDS)
+    refused(toy, "bucket([all_reduce, all_reduce_1])", "is computed from another")
+
+
+def test_steps_along_the_same_axes_do_not_merge() -> None:
+    names = "all_gather_into_tensor"
+    toy = Toy(lambda x: all_gather(all_gather(x)), ("[tp, _]", (8, 4)))
+    refused(toy, f"merge({names}, {names}_1)", "is along axes of")
+    toy = Toy(lambda x: all_reduce(all_reduce(x)), SUMMANDS)
+    refused(toy, "merge(all_reduce, all_reduce_1)", "is along axes of")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "may"),
+    [
+        (torch.float64, torch.float32, False),
+        (torch.float32, torch.float64, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.bfloat16, torch.float32, True),
+        (torch.int64, torch.float32, False),
+        (torch.int16, torch.float32, True),
+        (torch.int64, torch.int32, False),
+        (torch.int32, torch.int64, True),
+        (torch.bool, torch.float16, True),
+        (torch.float32, torch.int64, False),
+        (torch.float32, torch.complex64, False),
+    ],
+)
+def test_casts_that_hold_every_value(
+    dtype: torch.dtype, to: torch.dtype, may: bool
+) -> None:
+    assert reorder._holds(to, dtype) == may
+
+
+def test_a_tuple_before_the_reduction() -> None:
+    toy = Toy(lambda x: torch.ops.aten.split.Tensor(all_reduce(x), 4)[0], SUMMANDS)
+    refused(toy, "reorder([split], all_reduce)", "gives several results")
+
+
+def test_a_factor_that_differs_before_the_reduction() -> None:
+    toy = Toy(lambda x, r: all_reduce(x) * r, SUMMANDS, SUMMANDS)
+    refused(toy, "reorder([mul], all_reduce)", "reads r_1, which differs along")
+
+
+TWO_AXES: Any = {"mesh": "dp=2,tp=2"}
+
+
+def test_gathers_along_two_axes() -> None:
+    toy = Toy(
+        lambda x, y: all_gather(x, 2) + all_gather(y, 2, "dp"),
+        ("[tp, _]", (8, 4)),
+        ("[dp, _]", (8, 4)),
+        **TWO_AXES,
+    )
+    names = "all_gather_into_tensor"
+    refused(toy, f"reorder([add], {names}, {names}_1)", "is not along")
+    refused(toy, f"fuse([{names}, {names}_1, add])", "would communicate along")
+
+
+def test_what_is_sliced_in_no_piece() -> None:
+    toy = Toy(lambda x: all_reduce(x).view(32), SUMMANDS)
+    schedule = "split(all_reduce, dim=1) -> rs, ag\nreorder([view], ag)"
+    refused(toy, schedule, "would not have contiguous slices")
+
+
+def test_chunks_through_the_parts_of_ranks() -> None:
+    toy = Toy(lambda x: (all_gather(x) * 2).view(4, 4, 4), ("[tp, _]", (16, 4)))
+    names = "all_gather_into_tensor"
+    refused(toy, f"overlap({names}, view, chunks=2)", "would cut through the parts")
+
+
+def test_chunks_of_what_is_read_whole() -> None:
+    def program(x: Any, w: Any) -> Any:
+        doubled = all_gather(x) * 2
+        return doubled @ w, doubled.sum()
+
+    toy = Toy(program, ("[tp, _]", (8, 4)), ("[_, _]", (4, 4)))
+    line = "overlap(all_gather_into_tensor, mm, chunks=2)"
+    refused(toy, line, "is read outside of what runs in chunks")
+
+
+def unknown_group(x: Any) -> Any:
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", "mine"))
+
+
+def uneven(x: Any) -> Any:
+    sizes = [3, 1, 2, 2]
+    return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, "fxpar:tp"))
+
+
+def twice_along(x: Any) -> Any:
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", "fxpar:tp+tp"))
+
+
+def broadcasting(x: Any) -> Any:
+    return c10d.wait_tensor(c10d.broadcast(x, 0, "fxpar:tp"))
+
+
+def in_place(x: Any) -> Any:
+    y = x * 2
+    y.view(-1).add_(1.0)
+    return y + 1
+
+
+def received_over(x: Any) -> Any:
+    y = x * 2
+    return c10d.wait_tensor(c10d.irecv(y, 0, 0, "fxpar:tp")), y
+
+
+def with_graphs(x: Any) -> Any:
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x * 2, (x,))
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (with_graphs, "runs graphs of its own"),
+        (unknown_group, "whose axes are unknown"),
+        (uneven, "pieces of unequal size"),
+        (twice_along, "twice along one axis"),
+        (broadcasting, "communicates, and no step stands for it"),
+        (in_place, "writes over what it reads"),
+        (received_over, "memory which others see"),
+    ],
+)
+def test_programs_that_no_schedule_is_for(program: Any, reason: str) -> None:
+    """Whatever a schedule would do: an empty one is refused too."""
+    refused(Toy(program, WHOLE), "", reason)
 
 
 def test_a_bucket_of_two_dtypes() -> None:
@@ -188,7 +353,7 @@ def test_chunks_of_a_norm() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("split(all_reduce, dim=1, dim2=3)", "unexpected keyword"),
+        ("split(all_reduce, dim=1, dim2=3)", r"dim2= is no option of it \(dim\)"),
         ("split(all_reduce, dim=7)", "has no 4 parts along 7"),
         ("split(add)", "is no all-reduce"),
         ("split(nothing)", "no node named 'nothing'"),
@@ -207,7 +372,97 @@ def test_lines_that_do_not_fit(line: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["split", "split(", "split(a) ->", "split(a) -> 1", "a.b(c)", "split(a[0])"]
+    ("line", "reason"),
+    [
+        ("split(all_reduce, dim=a)", "dim is a, not a number"),
+        ("split(all_reduce, dim=[mm])", r"dim is \[mm\], not a number"),
+        ("split([all_reduce])", r"argument 1 is \[all_reduce\], not the name"),
+        ("split()", "0 arguments of at least 1"),
+        ("hoist([all_reduce])", "not the name of a node"),
+        ("sink(all_reduce, mm)", "2 arguments are there, of at most 1"),
+        ("cut(mm, axes=3)", "axes is 3, not axes"),
+        ("cut(mm, axes=tp_and_tp)", "not axes, each once"),
+        ("cut(mm)", "axes= is missing"),
+        ("cut(mm, axes=dp)", "cannot be cut along"),
+        ("hierarchical(all_reduce, inner=1, outer=tp)", "inner is 1, not axes"),
+        ("reorder(add, all_reduce)", "not a list of names"),
+        ("reorder([], all_reduce)", "not a list of names"),
+        ("reorder([add], [all_reduce])", "argument 2 is"),
+        ("reorder([add])", "1 arguments of at least 2"),
+        ("bucket(all_reduce)", "not a list of names"),
+        ("bucket([])", "not a list of names"),
+        ("fuse([])", "not a list of names"),
+        ("fuse([mm, mm])", "mm is named twice"),
+        ("merge()", "0 arguments of at least 2"),
+        ("merge(all_reduce, all_reduce)", "is named twice"),
+        ("drop()", "0 arguments of at least 1"),
+        ("overlap([], all_reduce)", "argument 1 is"),
+        ("overlap(mm, all_reduce, chunks=0)", "chunks is 0, not a number"),
+        ("overlap(mm, all_reduce, chunks=1)", "chunks is 1, not a number"),
+        ("overlap(mm, all_reduce, ring=3)", "ring is 3, not 1 or 2"),
+        ("overlap(mm, all_reduce, fused=7)", "fused is 7, not 0 or 1"),
+        ("overlap(mm, all_reduce, fused=1)", "no product before a reduce-scatter"),
+        ("overlap(mm, add, fused=1)", "is no gather before products"),
+        ("buckets(bytes=a)", "bytes is a, not a number"),
+        ("share(axes=tp)", "no message has the tag 0"),
+    ],
+)
+def test_lines_that_say_what_a_verb_does_not_take(line: str, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason) as error:
+        ONE.after(line)
+    assert error.value.fix
+    assert f"in the schedule: {line}" in error.value.__notes__
+
+
+ONE = Toy(lambda x, w: all_reduce(x @ w) + 1, ("[_, tp]", (8, 8)), ("[tp, _]", (8, 4)))
+
+
+def test_every_verb_says_what_it_takes() -> None:
+    assert verbs.VERBS.keys() == lines.TAKES.keys()
+    for verb, takes in lines.TAKES.items():
+        (line,) = Schedule.parse(takes.form).lines
+        assert line.verb == verb
+        assert set(dict(line.options)) <= set(takes.options)
+        found = inspect.signature(verbs.VERBS[verb]).parameters
+        assert set(takes.options) <= set(found)
+
+
+def test_what_goes_wrong_in_a_verb_names_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setitem(verbs.VERBS, "hoist", broken)
+    with pytest.raises(verbs.Unexpected, match=r"hoist\(all_reduce\): KeyError"):
+        ONE.after("hoist(all_reduce)")
+    search = choose._Search.__new__(choose._Search)
+    search.near, search.schedule = [], Schedule()
+    monkeypatch.setattr(search, "simulate", lambda s: ONE.after(str(s)))
+    with pytest.raises(verbs.Unexpected):  # it is no near miss
+        search.attempt(Schedule.parse("hoist(all_reduce)"), "")
+    assert not search.attempt(Schedule.parse("split(mm)"), "") and search.near
+
+
+@pytest.mark.parametrize("given", ["mm_default_1", "slice_tensor", "torch"])
+def test_names_that_other_nodes_have_or_get(given: str) -> None:
+    schedule = f"split(all_reduce) -> rs, {given}\noverlap(mm, rs, chunks=2)"
+    ONE.check(schedule + f"\nreorder([add], {given})")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "split",
+        "split(",
+        "split(a) ->",
+        "split(a) -> 1",
+        "split(a) -> in",
+        "split(a) -> b, b",
+        "a.b(c)",
+        "split(a[0])",
+        "split(a, dim=-1)",
+    ],
 )
 def test_lines_that_cannot_be_read(line: str) -> None:
     with pytest.raises(ScheduleError, match="line 2 of the schedule"):

@@ -226,7 +226,7 @@ def gathered_last() -> Toy:
         (contracted, f"overlap({GATHER}, mm, ring=1)", "sums over the dim"),
         (drawn, f"overlap([mm, random], {SCATTER}, ring=1)", "counts by index"),
         (normed, "overlap(_softmax, reduce_scatter_tensor, ring=1)", "reads all"),
-        (plain, f"overlap({GATHER}, mm, ring=3)", "has 1 or 2 directions, not 3"),
+        (plain, f"overlap({GATHER}, mm, ring=3)", "ring is 3, not 1 or 2"),
         (plain, f"overlap({GATHER}, mm, ring=1, chunks=4)", "in parts of the ranks"),
         (plain, f"overlap({GATHER}, mm, ring=1, dim=1)", "in parts of the ranks"),
         (summed, "overlap(mm, all_reduce, ring=1)", "is no gather or reduce-scatter"),

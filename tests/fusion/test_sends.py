@@ -11,7 +11,8 @@ from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.explain.dump import node_text
-from fxpar.fusion import apply_stages, sends
+from fxpar.fusion import apply_stages, order, sends
+from fxpar.fusion.kinds import Region
 from fxpar.passes.lockstep import run_stages
 from tests.fusion.ranks import (
     CHUNKED,
@@ -128,6 +129,12 @@ def test_rows_are_multiplied_as_they_come() -> None:
 def test_send_is_fused() -> None:
     fused = SHARED.replace("share", "fuse([add, tanh, add_1], stage=0)\nshare")
     equal(pipeline("").toys, fused.replace("stage=0)\nshare", "stage=0) -> f\nshare"))
+    whole = "fuse([add, tanh, add_1, isend], stage=0)\nfuse([irecv, mm, relu])"
+    for schedule in (whole, SHARED + "fuse([tanh, slice_, add_1, border], stage=0)"):
+        first, _ = staged(pipeline("").toys, schedule, lowered=False)
+        (region,) = [n for n in first.nodes if isinstance(n.target, Region)]
+        assert "send" in text(region.target.graph)
+        equal(pipeline("").toys, schedule)
 
 
 def middle(tag: int = 0, *, whole: bool = True) -> list[Toy]:
@@ -189,6 +196,32 @@ def seen_by_others(w: Any, v: Any) -> Any:
     return behind(all_reduce, got, w, v), buffer * 2
 
 
+def twice() -> list[Toy]:
+    """Two messages that look the same."""
+
+    def first(x: Any, y: Any) -> Any:
+        return send(x * 2), send(y), x + y
+
+    def second() -> Any:
+        x, y = recv(8, 4), recv(8, 4)
+        return x * 2, y * 3
+
+    given = ("[_, _]", (8, 4)), ("[_, _]", (8, 4))
+    return [Toy(first, *given, mesh=PIPE), Toy(second, mesh=PIPE)]
+
+
+def answering() -> list[Toy]:
+    """The second stage answers what it receives."""
+
+    def first(x: Any) -> Any:
+        return send(x), recv(8, 4, peer=1) + x
+
+    def second() -> Any:
+        return send(recv(8, 4) * 2, peer=0)
+
+    return [Toy(first, ("[_, _]", (8, 4)), mesh=PIPE), Toy(second, mesh=PIPE)]
+
+
 SHARE = "share(axes=tp, dim=0)"
 
 
@@ -211,7 +244,23 @@ SHARE = "share(axes=tp, dim=0)"
             "is received",
         ),
         (two(sending, receiving), "overlap(irecv, mm, chunks=2)", "is received"),
-        (two(sending, receiving), "merge(isend, isend)", "is a message"),
+        (twice(), "merge(isend, isend_1, stage=0)", "is a message"),
+        (middle(), "fuse([irecv, mm, isend])", "lies between nodes of the region"),
+        (
+            middle(),
+            "fuse([irecv, mm, mm_1, all_reduce, add, isend], stage=1)",
+            "would communicate along",
+        ),
+        (answering(), "fuse([irecv, mul, isend])", "received and sent in one region"),
+        (
+            two(sending, receiving),
+            "fuse([add, tanh, add_1, isend], stage=0)\n" + SHARE,
+            "share it before fuse",
+        ),
+        # Two that stand in another order than the program has them in.
+        (twice(), "sink(isend, stage=0)", "before or after others"),
+        (answering(), "sink(isend, stage=0)", "before or after others"),
+        (twice(), "overlap(irecv, mul, chunks=2)", "before or after others"),
         (
             two(sending, receiving),
             "split(all_reduce, stage=0) -> rs, ag\n"
@@ -251,17 +300,49 @@ def test_one_stage_alone_is_refused() -> None:
         first.after("overlap(add_1, isend, chunks=2)")
     with pytest.raises(ScheduleError, match="1 graphs for 2 stages"):
         staged([first], "")
+    with pytest.raises(ScheduleError, match="inputs of 1"):
+        graphs = [first.before, second.before]
+        apply_stages("", graphs, first.mesh, "pp", inputs=[None])
+    with pytest.raises(ScheduleError, match="no message has the tag 3"):
+        first.after("share(axes=tp, tag=3)")
 
 
 def test_summands_in_slices_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     toys = two(lambda x, b, r: send(x), receiving)
 
-    def unchecked(verb: str, edit: Any, value: Any, axes: str) -> Any:
-        return (axes,)
-
-    monkeypatch.setattr(sends, "equal_along", unchecked)
+    monkeypatch.setattr(sends, "check_equal", lambda *_: None)
     with pytest.raises(AssertionError):
         equal(toys, SHARE)
+
+
+def test_messages_in_another_order_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(order, "check", lambda *_: None)
+    with pytest.raises(AssertionError):
+        equal(twice(), "sink(isend, stage=0)")
+    with pytest.raises(PlanError, match="wait for messages that nobody sends"):
+        equal(answering(), "sink(isend, stage=0)")
+
+
+def test_messages_may_move_between_their_neighbours() -> None:
+    equal(twice(), "sink(irecv_1)\nsink(irecv)\nhoist(isend)")
+    chunks = "overlap(mul, isend, chunks=2)\noverlap(irecv, mul, chunks=2)"
+    equal(twice(), "sink(irecv_1, stage=1)\n" + chunks)
+
+
+def test_messages_along_another_axis() -> None:
+    def along(axis: str) -> list[Toy]:
+        def first(x: Any) -> Any:
+            c10d = torch.ops._c10d_functional
+            return c10d.wait_tensor(c10d.isend(x, 1, 0, f"fxpar:{axis}"))
+
+        toy = Toy(first, ("[_, _]", (8, 4)), mesh=PIPE)
+        return [toy, Toy(lambda: recv(8, 4) * 2, mesh=PIPE)]
+
+    equal(along("pp"), "")
+    with pytest.raises(ScheduleError, match="goes along"):
+        staged(along("tp"), "")
 
 
 def test_stages_that_wait_for_each_other() -> None:

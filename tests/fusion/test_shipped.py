@@ -14,7 +14,7 @@ import fxpar
 from fxpar import _compat
 from fxpar.errors import ScheduleError
 from fxpar.passes import ops as _ops  # noqa: F401  (registers the ops)
-from tests.fusion.toys import Toy, all_gather, reduce_scatter
+from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
 from tests.spawn import shared_pool
 
 ours = torch.ops.fxpar
@@ -116,6 +116,54 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str, str]] = {
         f"overlap({GATHER}, mm, fused=1)",
         "is no product of",
     ),
+    "on the summed dim": (
+        lambda x, w: all_reduce(x) @ w,
+        (("[_, _] partial(sum: tp)", (8, 8)), ("[_, _]", (8, 5))),
+        "split(all_reduce, dim=1) -> rs, ag\noverlap(ag, mm, fused=1)",
+        "gathers the dim that a product sums over",
+    ),
+    "transposed": (
+        lambda x, w: all_gather(x).T @ w,
+        (("[tp, _]", (8, 8)), ("[_, _]", (8, 4))),
+        f"overlap({GATHER}, mm, fused=1)",
+        "is no product of the rows",
+    ),
+    "some rows": (
+        lambda x, w: all_gather(x)[0:4] @ w,
+        (("[tp, _]", (8, 8)), ("[_, _]", (8, 4))),
+        f"overlap({GATHER}, mm, fused=1)",
+        "is no product of the rows",
+    ),
+    "other rows": (
+        lambda x, w: all_gather(x).view(16, 4) @ w,
+        (("[tp, _]", (8, 8)), ("[_, _]", (4, 4))),
+        f"overlap({GATHER}, mm, fused=1)",
+        "is no product of the rows",
+    ),
+    "columns in other dims": (
+        lambda x, w: reduce_scatter((x @ w).view(8, 10)),
+        SCATTERED,
+        f"overlap(mm, {SCATTER}, fused=1)",
+        "does not reduce the rows",
+    ),
+    "scattered transposed": (
+        lambda x, w: reduce_scatter((x @ w).T),
+        (("[_, tp]", (8, 8)), ("[tp, _]", (8, 8))),
+        f"overlap(mm, {SCATTER}, fused=1)",
+        "does not reduce the rows",
+    ),
+    "along the last dim": (
+        lambda x, w: all_reduce(x @ w),
+        (("[_, tp]", (8, 8)), ("[tp, _]", (8, 8))),
+        "split(all_reduce, dim=1) -> rs, ag\noverlap(mm, rs, fused=1)",
+        "is a sum along dim 1 of 2",
+    ),
+    "a maximum": (
+        lambda x, w: all_reduce(x @ w, op="max"),
+        (("[_, tp]", (8, 8)), ("[tp, _]", (8, 8))),
+        "split(all_reduce, dim=0) -> rs, ag\noverlap(mm, rs, fused=1)",
+        "is a max along dim 0 of 2",
+    ),
     "both sides": (both, GATHERED[:1], f"overlap({GATHER}, mm, fused=1)", "both sides"),
     "read twice": (
         read_twice,
@@ -149,6 +197,18 @@ def test_refused(name: str) -> None:
     fn, given, schedule, why = REFUSED[name]
     with pytest.raises(ScheduleError, match=why):
         Toy(fn, *given).after(schedule)
+
+
+def test_axes_in_another_order_than_the_mesh() -> None:
+    def program(x: Any, w: Any) -> Any:
+        return all_gather(all_gather(x, 2, "dp"), 2, "tp") @ w
+
+    given = ("[tp+dp, _]", (8, 8)), ("[_, _]", (8, 4))
+    toy = Toy(program, *given, mesh="dp=2,tp=2")
+    merged = f"merge({GATHER}, {GATHER}_1) -> both\n"
+    toy.check(merged)
+    with pytest.raises(ScheduleError, match="has its axes in another order"):
+        toy.after(merged + "overlap(both, mm, fused=1)")
 
 
 def beside_torch() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.explain.dump import node_text
+from fxpar.fusion.kinds import draws
 from fxpar.fusion.verbs import apply
+from fxpar.passes import lockstep
 from fxpar.passes.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -30,6 +34,26 @@ def reduce_scatter(x: torch.Tensor, k: int = 4, axes: str = "tp") -> torch.Tenso
 
 def all_gather(x: torch.Tensor, k: int = 4, axes: str = "tp") -> torch.Tensor:
     return c10d.wait_tensor(c10d.all_gather_into_tensor(x, k, f"fxpar:{axes}"))
+
+
+@contextmanager
+def own_generators(ranks: int) -> Iterator[None]:
+    """In ``run_lockstep``, each rank draws from a generator of its own; all begin in
+    the state that there is now."""
+    kept, states = lockstep._compute, [torch.get_rng_state()] * ranks
+
+    def compute(node: fx.Node, env: Any, size: int) -> list[Any]:
+        if not draws(node):
+            return kept(node, env, size)
+        out = []
+        for rank in range(size):
+            torch.set_rng_state(states[rank])
+            out.append(lockstep._call(node, env, rank))
+            states[rank] = torch.get_rng_state()
+        return out
+
+    with mock.patch.object(lockstep, "_compute", compute):
+        yield
 
 
 class Toy:
@@ -85,7 +109,8 @@ class Toy:
         module = fx.GraphModule(torch.nn.Module(), graph)
         torch.manual_seed(1)
         copies = [[x.clone() for x in rank] for rank in parts]
-        return run_lockstep(module, self.mesh, copies)
+        with own_generators(self.mesh.size):
+            return run_lockstep(module, self.mesh, copies)
 
     def check(self, schedule: str, **how: Any) -> fx.Graph:
         """The graph after the schedule, which gives every rank the same numbers."""

@@ -89,6 +89,15 @@ def pointer_source(name: str) -> Source:
     return Source((f"{name}_ptr",), read)
 
 
+def number_source(name: str) -> Source:
+    """A number alone that the kernel is given: ``<name>_value``."""
+
+    def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
+        return (), f"tl.full((), {name}_value, tl.float32)"
+
+    return Source((f"{name}_value",), read)
+
+
 def pointer_sink(name: str) -> Sink:
     """To memory at ``<name>_ptr``."""
 
@@ -340,7 +349,7 @@ class _Writer:
             share = f" / {columns}" if word == "mean" else ""
             self.lines.append(f"{name} = tl.sum({whole}, 0){share}{note}")
         elif word in ("amax", "amin"):
-            self.lines.append(f"{name} = tl.{word[1:]}({whole}, 0){note}")
+            self.lines.append(f"{name} = lib.{word}({whole}){note}")
         else:
             given = dict(line.kwargs).get("correction")
             mean, apart = f"{name}_mean", f"{name}_apart"

@@ -1,10 +1,11 @@
 """What an op is in Triton: a table from ops of a graph to expressions.
 
 A value of a kernel is of one of three kinds: "float" (float32, whatever the tensor's
-own float is), "int" (int64) or "bool". In: a line of a program and the text of its
-operands. Out: the text of its result. What an op needs of its operands is a column of
-the table, so no caller knows single ops. It never looks at indices (``index``) or at
-memory (``emit``).
+own float is), "int" (int64) or "bool". Integers of fewer bits wrap at them, as torch's
+do. A cast to a float of fewer bits rounds; other ops on such floats do not. In: a line
+of a program and the text of its operands. Out: the text of its result. What an op needs
+of its operands is a column of the table, so no caller knows single ops. It never looks
+at indices (``index``) or at memory (``emit``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.fusion.kernels.program import Line
+import torch
+
+from fxpar.fusion.kernels.program import Line, dtype_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")
@@ -97,10 +100,21 @@ def _power(x: str, exponent: str) -> str:
 
 
 def _clamp(x: str, low: str | None = None, high: str | None = None) -> str:
+    """NaN stays; where bounds cross, the upper one counts. Raises LookupError for a
+    bound that is NaN."""
+    if "nan" in f"{low}{high}":
+        raise LookupError("a bound that is NaN")
+    if low is not None and high is not None and _number(high) < _number(low):
+        low = high
     if low is None:
         return f"tl.where({x} > {high}, {high}, {x})"
     upper = x if high is None else f"tl.where({x} > {high}, {high}, {x})"
     return f"tl.where({x} < {low}, {low}, {upper})"
+
+
+def _number(text: str) -> float:
+    """Of a constant."""
+    return float(str(text).removeprefix('float("').removesuffix('")'))
 
 
 _ERF = "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))"
@@ -180,10 +194,10 @@ OPS: dict[str, Op] = {
     "aten.erf.default": _form("tl.erf({0})"),
     "aten.tanh.default": _form("lib.tanh({0})"),
     "aten.sigmoid.default": _form("lib.sigmoid({0})"),
-    "aten.relu.default": _form("tl.where({0} < 0, 0.0, {0})"),
+    "aten.relu.default": _form("tl.where({0} < 0, 0, {0})"),
     "aten.silu.default": _form("{0} * lib.sigmoid({0})"),
     "aten.square.default": _form("{0} * {0}"),
-    "aten.sign.default": _form("tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))"),
+    "aten.sign.default": _form("lib.sign({0})"),
     "aten.gelu.default": Op(_gelu),
     "aten.pow.Tensor_Scalar": Op(_power),
     "aten.clamp.default": Op(_clamp),
@@ -214,7 +228,7 @@ OPS: dict[str, Op] = {
     "aten._to_copy.default": Op(lambda x, **_: x),
     "aten.copy.default": Op(lambda _, x: x),
     # Gradients.
-    "aten.threshold_backward.default": _form("tl.where({1} <= {2}, 0.0, {0})"),
+    "aten.threshold_backward.default": _form("tl.where({1} <= {2}, 0, {0})"),
     "aten.sigmoid_backward.default": _form("{0} * {1} * (1.0 - {1})"),
     "aten.tanh_backward.default": _form("{0} * (1.0 - {1} * {1})"),
     "aten.silu_backward.default": _form(
@@ -222,6 +236,8 @@ OPS: dict[str, Op] = {
     ),
     "aten.gelu_backward.default": Op(_gelu_backward),
 }
+
+CASTS = frozenset({"prims.convert_element_type.default", "aten._to_copy.default"})
 
 # What a row becomes: of what (a block with ``fill`` beyond the row's end), by what.
 SUMS = {
@@ -237,6 +253,15 @@ SUMS = {
 BY_COLUMN = frozenset({"aten.sum.dim_IntList", "aten.sum.default"})
 
 
+# What of bools is as of numbers. Others would compute with the int1 of a device, whose
+# True is -1.
+_ALIKE = frozenset(
+    {"aten.bitwise_not.default", "aten.copy.default"} | CASTS | set(_OF_BOOLS)
+)
+_ROUNDED = {name: f"({{}}).to(tl.{name}).to(tl.float32)" for name in FLOATS[1:]}
+_WRAPPED = {name: f"({{}}).to(tl.{name}).to(tl.int64)" for name in INTS[1:]}
+
+
 def expression(line: Line, operands: Sequence[Text | Any], result: str) -> str:
     """What computes a line. ``operands``: a Text for each value read, other arguments
     as they are. ``result``: its kind. Raises LookupError, saying what, if there is
@@ -246,7 +271,7 @@ def expression(line: Line, operands: Sequence[Text | Any], result: str) -> str:
         op = _OF_BOOLS.get(line.op, op)
     common = _common(operands)
     kinds = {RESULT: result, COMMON: common, BOOLS: "bool", PICK: result}
-    if result == "bool" and line.op.split(".")[1] in _ARITHMETIC:
+    if result == "bool" and op.operands == RESULT and line.op not in _ALIKE:
         raise LookupError(f"{line.op} of bools")
     args = []
     for i, x in enumerate(operands):
@@ -254,20 +279,27 @@ def expression(line: Line, operands: Sequence[Text | Any], result: str) -> str:
         if isinstance(x, Text):
             args.append(x.to(kind))
         elif isinstance(x, (bool, int, float)):
+            if line.dtype in _WRAPPED and not _fits(x, line.dtype):
+                raise LookupError(f"{x} beside {line.dtype}")
             args.append(constant(x, kind))
         else:
             args.append(x)
     kwargs = {k: v for k, v in line.kwargs if k not in ("dtype", "memory_format")}
     if any(isinstance(v, (tuple, list)) for v in kwargs.values()):
         raise LookupError(f"arguments of {line.op}")
-    return op.write(*args, **kwargs)
+    text = op.write(*args, **kwargs)
+    if line.op in CASTS and line.dtype in _ROUNDED:
+        return _ROUNDED[line.dtype].format(text)
+    return _WRAPPED[line.dtype].format(text) if line.dtype in _WRAPPED else text
+
+
+def _fits(x: float, dtype: str) -> bool:
+    ends = torch.iinfo(dtype_of(dtype))
+    return ends.min <= x <= ends.max
 
 
 def _common(operands: Sequence[Any]) -> str:
     """The kind that values and numbers are compared in."""
     kinds = {x.kind for x in operands if isinstance(x, Text)}
     kinds |= {"float" for x in operands if isinstance(x, float)}
-    if "float" in kinds:
-        return "float"
-    numbers = any(isinstance(x, int) and not isinstance(x, bool) for x in operands)
-    return "int" if "int" in kinds or numbers else "bool"
+    return "float" if "float" in kinds else "int"

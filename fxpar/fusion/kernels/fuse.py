@@ -3,7 +3,8 @@
 In: the graph of a forward or a backward after ``passes.schedule``. Out: the graph in
 which each region that pays is one ``fxpar::region``; and a ``Fused``, which says what
 was done and what nearly was. A region pays if it moves fewer bytes through memory than
-the kernels that Inductor would make of it. It changes no number.
+the kernels that Inductor would make of it. Kernels compute in float32 with the graph's
+casts: what the graph rounds they round, and what else has fewer bits has so in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import compose
+from fxpar.fusion.kernels import launch
 from fxpar.fusion.kernels import op as _op
 from fxpar.fusion.kernels.bytes import bytes_of
 from fxpar.fusion.kernels.grow import (
@@ -88,16 +90,16 @@ class _Log:
 
 def fuse_graph(
     graph: fx.Graph,
-    how: str,
     *,
     facts_of: Callable[[str], Facts],
     dump: str | Path | None = None,
     found: bool = True,
+    tune: bool = False,
 ) -> Fused:
-    """Make regions of a graph. ``how``: what runs them, a key of ``op.RUNNERS``.
-    ``facts_of``: what is known of a process group. ``dump``: a directory for programs
-    and their kernels as text. ``found``: whether there are other regions than those of
-    the schedule."""
+    """Make regions of a graph. ``facts_of``: what is known of a process group, by which
+    each gets a rung of the ladder. ``dump``: a directory for programs and their kernels
+    as text. ``found``: whether there are other regions than those of the schedule.
+    ``tune``: whether rungs are measured, when regions first run."""
     log = _Log(
         dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
     )
@@ -114,8 +116,8 @@ def fuse_graph(
         region = _region(start, facts_of, log) if found or region_of(start) else None
         if region is not None:
             log.programs.append(region.outline.program)
-            between = how == "triton" and log.rungs[-1].name == "nccl"
-            replace(graph, region, "nccl" if between else how)
+            rung = log.rungs[-1]
+            replace(graph, region, "measured" if tune and rung.is_fused else rung.name)
     left = tuple(_told(Miss(n, n, why)) for n, why in log.left.items())
     fused = Fused(
         tuple(log.programs),
@@ -219,6 +221,7 @@ def _call(
     """The op of a region; one that changes operands if there is something to write."""
     found = region.outline
     name = _op.remember(found.program)
+    launch.LINES.setdefault(name, user_line(region.collective))
     rest = list(found.numbers), name, found.group, how
     if not writes:
         return graph.call_function(OP, (list(found.inputs), *rest))

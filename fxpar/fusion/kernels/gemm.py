@@ -2,24 +2,25 @@
 chunks.
 
 In: sizes, the kind, an epilogue. Out: a ``Gemm``: the readable source of one Triton
-function, which ``launch`` runs; and ``profitable``, whether it is worth it. Shapes are
-numbers in the text. A chunk is the rows of one rank; flags (``gemm_signals``) join the
-kernel with whoever copies, on another stream:
+function, which ``launch`` runs, and ``gemm_run`` with its copies. Shapes are numbers in
+the text. A chunk is the rows of one rank; flags (``gemm_signals``) join the kernel with
+whoever copies, on another stream:
 
     gather    waits for the flag of a chunk of A before it reads it, own chunk first
     scatter   raises the flag of a chunk of the product once it is stored, own last
 
 It never copies a chunk nor starts a collective, and knows no rank: a rank's number is
-an argument. Programs stay for all tiles (persistent), and all must run at a time: one
-that waits holds its place. Chunks from the own on: Flux (arXiv 2406.06858); counted
-tiles and flags: FlashOverlap (arXiv 2504.19519) and kraken's gemm_reduce_scatter.
+an argument. Programs stay for all tiles (persistent); one that waits holds its place,
+so who raises flags must have a place besides. Chunks from the own on: Flux (arXiv
+2406.06858); counted tiles and flags: FlashOverlap (arXiv 2504.19519) and kraken's
+gemm_reduce_scatter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ KINDS = ("gather", "scatter")
 DTYPES = ("float32", "bfloat16")
 
 # Bytes that a thread reads at a time.
-_ALIGNED = 16
+ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def gemm(
     that runs at a time, beside those of a collective if kernels move the chunks.
     ``precision``: of products of float32, "ieee" or "tf32". Raises CannotEmit.
     """
-    _check(kind, m, n, k, ranks, dtype)
+    check(kind, m, n, k, ranks, dtype)
     tiles = tiles or tiles_of(m, n, k, ranks, dtype, programs)
     given = {
         **_sizes(m // ranks, n, k, tiles, b_stride or (n, 1), dtype),
@@ -275,7 +276,7 @@ def _lines(kind: str, epilogue: Epilogue) -> dict[str, Any]:
     }
 
 
-def _check(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> None:
+def check(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> None:
     """Raises CannotEmit where there is no kernel."""
     assert kind in KINDS, kind
     if dtype not in DTYPES:
@@ -292,7 +293,7 @@ def _indented(lines: Sequence[str], by: int) -> str:
 
 def _aligned(elements: int, dtype: str) -> int:
     """Bytes that every tile's first address is a multiple of."""
-    return math.gcd(elements * dtype_of(dtype).itemsize, _ALIGNED)
+    return math.gcd(elements * dtype_of(dtype).itemsize, ALIGNED)
 
 
 def signals_of(made: Gemm, device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -302,6 +303,41 @@ def signals_of(made: Gemm, device: torch.device | str) -> tuple[torch.Tensor, ..
     return tuple(pair)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A kernel's launch: the function, how many programs, arguments and constants."""
+
+    function: Any
+    programs: int
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Launch it on the current stream."""
+        self.function[(self.programs,)](*self.args, **self.constants)
+
+
+def call_of(
+    made: Gemm,
+    operands: Sequence[torch.Tensor],
+    flags: torch.Tensor,
+    counts: torch.Tensor,
+    rank: int,
+) -> Call:
+    """Its launch. ``operands``: pointers' tensors, in the order that ``Gemm`` says, as
+    they were described to ``gemm``, at addresses that are multiples of 16; the product
+    is among them."""
+    assert not any(x.data_ptr() % ALIGNED for x in operands), "not aligned"
+    function = getattr(module_of(made.name, made.text), made.name)
+    constants = {
+        "PROGRAMS": made.programs,
+        "INTERPRETED": flags.device.type == "cpu",
+        "num_warps": made.tiles.warps,
+        "num_stages": made.tiles.stages,
+    }
+    return Call(function, made.programs, (*operands, flags, counts, rank), constants)
+
+
 def launch(
     made: Gemm,
     operands: Sequence[torch.Tensor],
@@ -309,97 +345,5 @@ def launch(
     counts: torch.Tensor,
     rank: int,
 ) -> None:
-    """Run it on the current stream. ``operands``: pointers' tensors, in the order that
-    ``Gemm`` says, as they were described to ``gemm``, at addresses that are multiples
-    of 16; the product is among them."""
-    assert not any(x.data_ptr() % _ALIGNED for x in operands), "not aligned"
-    function = getattr(module_of(made.name, made.text), made.name)
-    function[(made.programs,)](
-        *operands,
-        flags,
-        counts,
-        rank,
-        PROGRAMS=made.programs,
-        INTERPRETED=flags.device.type == "cpu",
-        num_warps=made.tiles.warps,
-        num_stages=made.tiles.stages,
-    )
-
-
-# What is taken for granted, not measured: the share of the library's speed that this
-# kernel reaches, and by how much it must win.
-SHARE = 0.9
-MARGIN = 1.05
-# Rows below which launches and tiles that do not fill eat what is hidden: torch's own
-# fused matmuls begin there, too (_fused_all_gather_matmul_native).
-LEAST_ROWS = 2048
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``serial``, ``overlapped``: seconds of the collective and the matmul, predicted.
-    ``why``: as text."""
-
-    pays: bool
-    why: str
-    serial: float
-    overlapped: float
-
-
-def profitable(
-    kind: str,
-    m: int,
-    n: int,
-    k: int,
-    ranks: int,
-    link: float,
-    peak: float,
-    *,
-    dtype: str = "bfloat16",
-    programs: int = 132,
-) -> Verdict:
-    """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
-    rank computes it, m over all chunks. ``link``: bytes/s one way; ``peak``: flops/s
-    that the library reaches. No rank and no clock is asked, so ranks decide alike.
-
-    The collective moves (ranks - 1) / ranks of A's or the product's bytes. Programs go
-    in waves of tiles, and a wave of a gather waits for the last chunk it reads; a
-    scatter is the same backwards in time. All is hidden from n (gather) or k (scatter)
-    of peak * bytes of an element / (2 * link) on, for many ranks.
-    """
-    size = dtype_of(dtype).itemsize
-    moved = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
-    collective, matmul = moved / link, 2.0 * m * n * k / peak
-    serial = collective + matmul
-    if ranks < 2:
-        return Verdict(False, "one rank has nothing to move", serial, serial)
-    try:
-        _check(kind, m, n, k, ranks, dtype)
-    except CannotEmit as error:
-        return Verdict(False, str(error), serial, serial)
-    if m < LEAST_ROWS:
-        why = f"{m} rows: below {LEAST_ROWS} tiles and launches cost what is hidden"
-        return Verdict(False, why, serial, serial)
-    tiles = tiles_of(m, n, k, ranks, dtype, programs)
-    each = tiles.count(m // ranks, n)
-    grid = min(ranks * each, programs)
-    turn = 2.0 * tiles.rows * tiles.columns * k * grid / (peak * SHARE)
-    overlapped = _in_waves(each, ranks, grid, turn, collective)
-    name, free = ("n", n) if kind == "gather" else ("k", k)
-    least = math.ceil(peak * size * (ranks - 1) / ranks / (2 * link))
-    gain = serial / overlapped
-    why = (
-        f"{gain:.2f} times as fast: {collective * 1e6:.0f} us to move beside "
-        f"{matmul * 1e6:.0f} us to compute; {name} = {free}, all is hidden from {least}"
-    )
-    return Verdict(gain >= MARGIN, why, serial, overlapped)
-
-
-def _in_waves(each: int, ranks: int, grid: int, turn: float, moving: float) -> float:
-    """Seconds until the last tile is done, of ``each`` tiles to a chunk and ``turn``
-    seconds to a tile. Chunks but the own arrive one by one, evenly."""
-    now, tiles = 0.0, each * ranks
-    for first in range(0, tiles, grid):
-        last = min(first + grid, tiles) - 1
-        now = max(now, last // each * moving / (ranks - 1)) + turn
-    return now
+    """Run it on the current stream, with what ``call_of`` takes."""
+    call_of(made, operands, flags, counts, rank)()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fxpar.fusion.kernels import library as lib
+
 
 @triton.jit
 def tile_of(
@@ -110,3 +112,52 @@ def written(flag, count, TILES: tl.constexpr):
     if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == TILES - 1:
         tl.atomic_xchg(count, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+
+
+# Kernels of one program, for the stream beside the one that computes; and the sum of
+# what a scatter brought.
+
+
+@triton.jit(do_not_specialize=["rank"])
+def meet(signals_ptr, rank, RANKS: tl.constexpr, REGION: tl.constexpr):
+    """A barrier of all ranks (``library.barrier``), by the first program's signals."""
+    left = lib.patience(signals_ptr, rank)
+    lib.barrier(signals_ptr, rank, RANKS, REGION, left)
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def raise_flag(flags_ptr, chunk):
+    """A chunk is there: what the stream did before is seen by who sees the flag."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flags_ptr + chunk, 1, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def await_flag(flags_ptr, chunk):
+    """Wait until a chunk is there, and lower its flag: then the stream goes on."""
+    wait(flags_ptr + chunk)
+    tl.atomic_xchg(flags_ptr + chunk, 0, sem="relaxed", scope="sys")
+
+
+@triton.jit(do_not_specialize=["rank"])
+def add_up(
+    slots_ptr,
+    own_ptr,
+    out_ptr,
+    rank,
+    COUNT: tl.constexpr,
+    RANKS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of ``COUNT`` elements of all ranks over ``DIVISOR``, in the order of
+    ranks and in float32; this rank's are at ``own_ptr``, not in its slot."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < COUNT
+    total = tl.zeros((BLOCK,), tl.float32)
+    for other in tl.static_range(RANKS):
+        slot = slots_ptr + tl.cast(other, tl.int64) * COUNT
+        part = tl.where(other == rank, own_ptr, slot)
+        total += tl.load(part + at, mask=live, other=0.0).to(tl.float32)
+    total = total / DIVISOR
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=live)

@@ -90,10 +90,15 @@ def last_read(program: Program) -> tuple[tuple[str, ...], ...]:
     return tuple(reversed(out))
 
 
+_CPU = torch.device("cpu")
+
+
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where most of them are: numbers on the CPU may stand beside tensors elsewhere."""
-    devices = [x.device for x in tensors]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    for x in tensors:
+        if not x.is_cpu:
+            return x.device
+    return _CPU
 
 
 def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor:

@@ -8,10 +8,10 @@ one function by ``phase``, with what they do in between. Nothing is compiled her
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpar.fusion.kernels.emit import Body, emit_body
+from fxpar.fusion.kernels.emit import Body, emit_body, number_source
 from fxpar.fusion.kernels.program import Program, Tensor
 from fxpar.fusion.kernels.reductions import Space
 
@@ -28,13 +28,14 @@ _WARP = 32
 _INT32 = 2**31
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """``text`` defines the function ``name``. ``reads``: inputs in order of its first
-    parameters; ``writes``: outputs, in order of the next; then come ``numbers``, by
-    index, and PROGRAMS, the size of the grid. ``sums``: outputs of which each program
-    writes a part, [PROGRAMS, elements] in float32, to be added up. ``loops``: of what
-    is read or written at the place of its element alone, in one loop, which one."""
+    parameters; ``writes``: outputs, in order of the next; then come ``alone``, inputs
+    that are given as numbers, ``numbers``, by index, and PROGRAMS, the size of the
+    grid. ``sums``: outputs of which each program writes a part, [PROGRAMS, elements] in
+    float32, to be added up. ``loops``: of what is read or written at the place of its
+    element alone, in one loop, which one."""
 
     name: str
     text: str
@@ -46,21 +47,31 @@ class Kernel:
     programs: int
     warps: int
     loops: Mapping[str, int]
+    alone: tuple[str, ...] = ()
 
 
-def kernel_of(program: Program, *, random: str = "cpp") -> Kernel:
+def kernel_of(
+    program: Program, *, random: str = "cpp", alone: Collection[str] = ()
+) -> Kernel:
     """The kernel of a program without collectives, from pointers to pointers.
+    ``alone``: inputs of one float each that are given as numbers.
 
     Raises CannotEmit.
     """
-    body = emit_body(program, random=random)
+    alone = tuple(t.name for t in program.inputs if t.name in alone)
+    sources = {name: number_source(name) for name in alone}
+    body = emit_body(program, sources=sources, random=random)
     name = f"region_{program.hash}"
     sums = frozenset(body.sums)
     inside = phase(body, wide=is_wide(program))
     read = {p.removesuffix("_ptr") for p in body.parameters}
+    alone = tuple(name for name in alone if f"{name}_value" in body.parameters)
+    values = [f"{name}_value" for name in alone]
+    parameters = [p for p in body.parameters if p.endswith("_ptr")]
+    parameters += [*values, *(f"n{i}" for i in body.numbers)]
     return Kernel(
         name,
-        function(name, body.parameters, inside, str(program)),
+        function(name, parameters, inside, str(program)),
         tuple(t for t in program.inputs if t.name in read),
         program.outputs,
         sums,
@@ -69,6 +80,7 @@ def kernel_of(program: Program, *, random: str = "cpp") -> Kernel:
         programs_of(body.space, bool(sums)),
         warps_of(body.space),
         loops_of([body]),
+        alone,
     )
 
 

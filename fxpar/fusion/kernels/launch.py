@@ -24,11 +24,14 @@ from typing import Any
 import torch
 
 from fxpar import _compat
+from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret
 from fxpar.fusion.kernels.kernel import Kernel, kernel_of
 from fxpar.fusion.kernels.program import Program, Tensor, contiguous, dtype_of, replaced
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.stages import Move, Part, stages_of
+
+ALIGNED = 16  # bytes of the widest load
 
 
 def run(
@@ -38,40 +41,68 @@ def run(
     group: str = "",
     into: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The program's outputs, as ``interpret.run`` gives them."""
+    """The program's outputs, as ``interpret.run`` gives them. Raises FxparError where
+    Triton or the device takes no kernel."""
     device, into = interpret.device_of(inputs), into or {}
     if not has_kernels(device):
         return interpret.run(program, inputs, numbers, group, into)
-    names = [t.name for t in program.inputs]
-    values: dict[str, torch.Tensor] = dict(zip(names, inputs, strict=True))
+    values = dict(zip(names_of(program), inputs, strict=True))
+    alone = alone_of(program, inputs, device)
     steps = stages_of(program)
     last = max((i for i, s in enumerate(steps) if isinstance(s, Part)), default=0)
     targets = {program.outputs[i].name: x for i, x in into.items()}
     for i, step in enumerate(steps):
         if isinstance(step, Move):
             values[step.result] = move(step, values[step.operand], group)
-        else:
-            # What an earlier part overwrites could be read by a later one.
-            here = targets if i == last else {}
-            values |= run_part(step, values, numbers, device, here)
+            continue
+        kernel = compiled(step.program, device.type, alone)
+        if kernel is None:
+            values |= _interpreted(step.program, values, numbers)
+            continue
+        # What an earlier part overwrites could be read by a later one.
+        here = targets if i == last else {}
+        values |= run_kernel(kernel, values, numbers, device, here, program)
     return interpret.results(program, values, inputs, into)
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether generated kernels run on a device, here."""
-    if device.type == "cuda":
-        return True
-    asked = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return asked and _is_interpreter()
+@cache
+def names_of(program: Program) -> tuple[str, ...]:
+    """Of its inputs."""
+    return tuple(t.name for t in program.inputs)
 
 
 @cache
-def _is_interpreter() -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Whether generated kernels run on a device, here."""
+    return device.type == "cuda" or device.type == "cpu" and _interprets()
+
+
+def _interprets() -> bool:
     """Whether Triton was imported as an interpreter: its own functions are then that
     kind, too."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
     import triton.language as tl
 
     return type(tl.rand).__name__ == "InterpretedFunction"
+
+
+_NONE: frozenset[str] = frozenset()
+_CPU = torch.device("cpu")
+
+
+def alone_of(
+    program: Program, inputs: Sequence[torch.Tensor], device: torch.device
+) -> frozenset[str]:
+    """Inputs that are numbers on the CPU, while kernels run elsewhere: they are given
+    as floats, since copies would wait for the device."""
+    if device == _CPU or not any(x.is_cpu for x in inputs):
+        return _NONE
+    return frozenset(
+        t.name
+        for t, x in zip(program.inputs, inputs, strict=True)
+        if x.is_cpu and not t.shape and dtype_of(t.dtype).is_floating_point
+    )
 
 
 def move(step: Move, operand: torch.Tensor, group: str) -> torch.Tensor:
@@ -81,37 +112,88 @@ def move(step: Move, operand: torch.Tensor, group: str) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(moved)
 
 
-def run_part(
-    part: Part,
+def _interpreted(
+    part: Program, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """What a part makes, by name, without a kernel."""
+    made = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
+    return dict(zip((t.name for t in part.outputs), made, strict=True))
+
+
+def run_kernel(
+    kernel: Kernel,
     values: Mapping[str, torch.Tensor],
     numbers: Sequence[int],
     device: torch.device,
     targets: Mapping[str, torch.Tensor],
+    region: Program,
 ) -> dict[str, torch.Tensor]:
-    """What a part makes, by name; at ``targets`` where that is safe."""
-    program = part.program
-    kernel = compiled(program, device.type)
-    if kernel is None:
-        given = [values[t.name] for t in program.inputs]
-        made = interpret.run(program, given, numbers)
-        return dict(zip((t.name for t in program.outputs), made, strict=True))
+    """What a kernel makes, by name; at ``targets`` where that is safe."""
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
     writes = places(kernel, reads, targets, device)
-    more = [numbers[i] for i in kernel.numbers]
-    function_of(kernel)[(kernel.programs,)](
-        *reads, *writes, *more, PROGRAMS=kernel.programs, num_warps=kernel.warps
-    )
+    more = given_numbers(kernel, values, numbers)
+    call(kernel, (*reads, *writes, *more), region)
+    return named(kernel, writes)
+
+
+def given_numbers(
+    kernel: Kernel, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
+) -> list[float]:
+    """The last arguments of a kernel."""
+    alone: list[float] = [values[name].item() for name in kernel.alone]
+    return [*alone, *(numbers[i] for i in kernel.numbers)]
+
+
+def named(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a kernel wrote, by name, with parts of sums added up."""
+    sums = kernel.sums
     return {
-        t.name: summed(x, t) if t.name in kernel.sums else x
+        t.name: summed(x, t) if t.name in sums else x
         for t, x in zip(kernel.writes, writes, strict=True)
     }
 
 
-@cache
-def compiled(program: Program, device: str) -> Kernel | None:
-    """The kernel of a part on a kind of device; None if there can be none."""
+def parts_of(kernel: Kernel, writes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of what a kernel writes, parts of sums."""
+    if not kernel.sums:
+        return []
+    pairs = zip(kernel.writes, writes, strict=True)
+    return [x for t, x in pairs if t.name in kernel.sums]
+
+
+# The user's line of a region, by its hash, where this process compiled it.
+LINES: dict[str, str | None] = {}
+
+
+def call(
+    kernel: Kernel, given: Sequence[Any], region: Program | None, **how: Any
+) -> None:
+    """Launch a kernel on the current stream. Raises FxparError, naming the region,
+    where Triton does not compile it or the device does not take it."""
     try:
-        return kernel_of(program, random=random_of(device))
+        function_of(kernel)[(kernel.programs,)](
+            *given, PROGRAMS=kernel.programs, num_warps=kernel.warps, **how
+        )
+    except Exception as error:  # of Triton and of the device, in many forms
+        title = region.title if region else kernel.name
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise FxparError(
+            f"the generated kernel {kernel.name} of {title} did not run: "
+            f"{type(error).__name__}: {first}",
+            where=LINES.get(region.hash) if region else None,
+            fix='compile with options={"fuse": "none"}, and report the kernel: its '
+            f"source is in {folder() / 'kernels'}",
+        ) from error
+
+
+@cache
+def compiled(
+    program: Program, device: str, alone: frozenset[str] = _NONE
+) -> Kernel | None:
+    """The kernel of a part on a kind of device; None if there can be none. ``alone``:
+    inputs that are given as numbers."""
+    try:
+        return kernel_of(program, random=random_of(device), alone=alone)
     except CannotEmit:
         return None
 
@@ -124,10 +206,11 @@ def random_of(device: str) -> str:
 
 
 def as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
-    """In the strides that the kernel was made for, where it runs."""
+    """In the strides that the kernel was made for, where it runs, and from a multiple
+    of 16 bytes on: else Triton makes other code, and all ranks are to run the same."""
     if x.device != device:
         x = x.to(device)
-    if x.stride() != t.stride and x.numel() > 1:
+    if (x.stride() != t.stride or x.data_ptr() % ALIGNED) and x.numel() > 1:
         return torch.empty_strided(
             t.shape, t.stride, dtype=x.dtype, device=device
         ).copy_(x)
@@ -141,6 +224,8 @@ def places(
     device: torch.device,
 ) -> list[torch.Tensor]:
     """Memory for what a kernel writes: where it is to be, if it can be."""
+    if not targets:
+        return [place(kernel, t, device) for t in kernel.writes]
     return [
         targets[t.name]
         if t.name in targets and fits(kernel, reads, t, targets[t.name])
@@ -156,6 +241,8 @@ def fits(
     each element for that same element alone, in the loop that writes it."""
     loop = kernel.loops.get(t.name)
     if loop is None or target.stride() != t.stride or t.name in kernel.sums:
+        return False
+    if target.data_ptr() % ALIGNED:
         return False
     memory = target.untyped_storage().data_ptr()
     return all(

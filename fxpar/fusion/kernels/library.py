@@ -6,9 +6,19 @@ interpreter. In: values of a block. Out: values of the same block, in float32.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
+from fxpar.fusion.kernels import providers
+from fxpar.fusion.kernels.multimem import switch_sum  # noqa: F401  (in texts)
+
+HEAD = tl.constexpr(providers.HEAD)
+# Questions until a rank counts as lost: of some microsecond each on a GPU, so some ten
+# minutes (not measured), as long as NCCL waits; in the interpreter a minute or so.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SPINS = tl.constexpr(1 << 20 if _INTERPRETED else 1 << 29)
 SCALE = tl.constexpr(4.6566127342e-10)  # the largest that keeps 2**31 - 1 below 1
 
 
@@ -25,6 +35,34 @@ def tanh(x):
 def sigmoid(x):
     """``1 / (1 + exp(-x))``."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sign(x):
+    """1, -1 or 0; of NaN 0, as torch has it."""
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
+
+
+@triton.jit
+def _ordered(bits):
+    """Bits of a float32 as an integer in the order of the numbers, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def amax(x):
+    """The largest number of a block; NaN if there is one, as torch has it: as an
+    integer that comes behind infinity."""
+    bits = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
+    return _ordered(tl.max(_ordered(bits), 0)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amin(x):
+    """The smallest number of a block; NaN, here before minus infinity, if there is
+    one."""
+    bits = tl.where(x != x, -0x400000, x.to(tl.int32, bitcast=True))
+    return _ordered(tl.min(_ordered(bits), 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -74,24 +112,52 @@ def peer(buffers, rank, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def barrier(signals, rank, RANKS: tl.constexpr):
+def patience(signals, rank):
+    """How often a kernel may ask in vain, over all its barriers: not at all if an
+    earlier one gave up."""
+    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+    return tl.where(tl.load(own) == 0, SPINS, 0)
+
+
+@triton.jit
+def _swap(place, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, left):
+    """Put ``new`` where ``old`` is, once it is; give up after ``left`` questions, at
+    least one. What was found, and the questions that are left."""
+    tries = tl.maximum(left, 1)
+    found = left * 0 + new
+    while (found != old) & (tries > 0):
+        found = tl.atomic_cas(place, old, new, sem=order, scope="sys")
+        tries -= 1
+    return found, tl.minimum(left, tries)
+
+
+@triton.jit
+def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, left):
     """Wait for the program of the same number on every rank: what each wrote before is
-    then seen by all.
+    then seen by all. Gives up after ``left`` questions (``patience``), says so for the
+    host, and returns how many are left: then what follows computes with anything.
 
     ``signals``: pointer to the addresses of all ranks' pads, which are zero at first:
-    of each program one int32 for each rank that signals. A signal is raised from 0 to 1
-    by its sender and lowered by its receiver, so the pads are zero again in the end.
-    Grids must be equal on all ranks, and all their programs run at a time. It is the
-    handshake of torch's symmetric memory (CUDASymmetricMemory), without assembler.
+    a head (``providers.HEAD``), and of each program one int32 for each rank that
+    signals. A signal is raised from 0 to 1 by its sender and lowered by its receiver,
+    so the pads are zero again in the end. Grids must be equal on all ranks, and all
+    their programs run at a time. It is the handshake of torch's symmetric memory
+    (CUDASymmetricMemory), without assembler.
     """
     tl.debug_barrier()  # what all threads wrote comes before what one releases
-    first = tl.program_id(0) * RANKS
+    first = HEAD + tl.program_id(0) * RANKS
+    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+    missed = left * 0
+    before = left
     for other in tl.static_range(RANKS):
         pad = tl.load(signals + other).to(tl.pointer_type(tl.int32))
-        while tl.atomic_cas(pad + first + rank, 0, 1, sem="release", scope="sys") != 0:
-            pass
-    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32)) + first
+        found, left = _swap(pad + first + rank, 0, 1, "release", left)
+        missed = tl.where((found != 0) & (missed == 0), other + 1, missed)
     for other in tl.static_range(RANKS):
-        while tl.atomic_cas(own + other, 1, 0, sem="acquire", scope="sys") != 1:
-            pass
+        found, left = _swap(own + first + other, 1, 0, "acquire", left)
+        missed = tl.where((found != 1) & (missed == 0), other + 1, missed)
+    if (missed != 0) & (before > 0):
+        tl.store(own, missed)
+        tl.store(own + 1, REGION)
     tl.debug_barrier()
+    return left

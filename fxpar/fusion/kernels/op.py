@@ -1,17 +1,18 @@
 """``fxpar::region``: a whole region of a graph as one op.
 
 In a graph: tensors, numbers, the hash of a program, the name of a process group, and
-how to run it: "interpret" (op by op), "triton" or "nccl" (generated kernels). Out: the
-program's outputs, new tensors; ``region_`` writes some of them to tensors it is given
-instead, which the program may read. The program is looked up by its hash: programs are
-known to the process that made them, and kept in files beside Inductor's caches, for a
-process that compiles nothing because it found the compiled graph there.
+how to run it (a key of ``RUNNERS``). Out: the program's outputs, new tensors;
+``region_`` writes some of them to tensors it is given instead, which the program may
+read. The program is looked up by its hash: programs are known to the process that made
+them, and kept in files beside Inductor's caches, for a process that compiles nothing
+because it found the compiled graph there.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,18 +20,21 @@ import torch
 from fxpar import _compat
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret, launch, run_fused
+from fxpar.fusion.kernels.ladder import FUSED
 from fxpar.fusion.kernels.program import Program, dtype_of
 
 _KNOWN: dict[str, Program] = {}
 
 Runner = Callable[..., list[torch.Tensor]]
 
-# How a region runs: what the option ``fuse`` may say; and kernels with the collective
-# between them, where a kernel must not wait inside.
+# How a region runs: op by op; by kernels with the collective between them; by one on a
+# rung of the ladder, which is chosen when it runs ("triton") or was before; by what is
+# measured to be the fastest.
 RUNNERS: dict[str, Runner] = {
     "interpret": interpret.run,
-    "triton": run_fused.run,
     "nccl": launch.run,
+    "triton": run_fused.run,
+    **{rung: partial(run_fused.run, rung=rung) for rung in (*FUSED, "measured")},
 }
 
 

@@ -4,60 +4,86 @@ In: how ranks meet (a store, a group, one process). Out: a ``Provider``: workspa
 equal size on all ranks, with the addresses of all of them. There are three: torch's
 symmetric memory; files in shared memory, for processes on CPU whose kernels Triton
 interprets; and one process that plays all ranks, each on a stream of its own. A
-workspace belongs to one group and one stream. Nothing is computed here.
+workspace belongs to one group and to one stream at a time. Nothing is computed here.
 
 A workspace has two halves, used in turn: who fills a half again has finished the call
 between, whose barrier others only reached when they were done with the call before it.
 So kernels need no barrier at their end. It grows when more is asked for, on all ranks
-at once, since they ask alike.
+at once, since they ask alike; where one rank has no room for it, none has it, and all
+keep what they had.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fxpar import _compat
+from fxpar.errors import FxparError
 
+log = logging.getLogger("fxpar")
+
+# Words at the start of each rank's pads, before its signals: the rank (plus one) that a
+# kernel did not hear from, and the number of the region it belongs to.
+HEAD = 4
 _LEAST = 1 << 16  # bytes of the smallest half
 _ALIGNED = 1024
+# Multiprocessors that kernels which wait for others leave to those of NCCL.
+FREE = 16
+# Seconds between looks at what kernels on a GPU say of ranks not heard from.
+_LOOK = 1.0
+
+T = TypeVar("T")
+
+
+class Unshared(Exception):
+    """Memory that a rank could not get: all ranks raise it alike."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """The same piece of memory on every rank, zero at first: ``addresses`` of all
-    ranks' pieces as they are known here, ``own`` (uint8), and what keeps them."""
+    ranks' pieces as they are known here, ``own`` (uint8), and what keeps them;
+    ``multicast``: the address through which a switch reaches all pieces, or 0;
+    ``tensors``: gives all ranks' pieces as tensors (uint8)."""
 
     addresses: tuple[int, ...]
     own: torch.Tensor
     keep: Any = None
+    multicast: int = 0
+    tensors: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """For one call: ``buffers`` and ``signals``, int64 [ranks], are addresses; ``own``
-    is this rank's buffer, uint8."""
+    """For one call: ``buffers``, int64 [ranks + 1], and ``signals``, int64 [ranks], are
+    addresses, the last of buffers the multicast one; ``own``: this rank's, uint8."""
 
     buffers: torch.Tensor
     signals: torch.Tensor
     own: torch.Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Provider:
     """``programs``: how many programs of a kernel run at a time on every rank.
     ``allocate(bytes, number)``: memory, by a number that grows; every rank calls it
-    alike. ``barrier()``: waits on the host until all ranks' kernels are done and all
-    are here."""
+    alike, and all raise Unshared if one gets none. ``barrier()``: waits on the host
+    until all ranks' kernels are done and all are here. ``cooperative``: whether a
+    device holds one kernel of it at a time, whose whole grid must fit. ``multicast``:
+    whether its memory has a multicast address. ``meeting``: where its ranks tell each
+    other what they found."""
 
     rank: int
     ranks: int
@@ -65,15 +91,28 @@ class Provider:
     device: torch.device
     allocate: Callable[[int, int], Memory]
     barrier: Callable[[], None]
+    cooperative: bool = False
+    multicast: bool = False
+    meeting: Meeting | None = None
     _memory: Memory | None = None
     _half: int = 0  # bytes
+    _most: float = float("inf")  # bytes of a half that could not be had
     _number: int = 0
     _calls: int = 0
     _halves: list[Workspace] = field(default_factory=list)
+    _stream: Any = None  # the last one it was used on
+    _words: torch.Tensor | None = None  # a copy of what kernels say, under way
+    _copied: Any = None
+    _looked: float = 0.0
+    _second: Any = None
 
     def workspace(self, nbytes: int) -> Workspace:
-        """The next half, of at least so many bytes."""
+        """The next half, of at least so many bytes. Raises Unshared where there is no
+        room, on all ranks, and FxparError where an earlier kernel missed a rank."""
         self.reserve(nbytes)
+        if self.device.type == "cuda":
+            self._follow()
+            self._look()
         self._calls += 1
         return self._halves[self._calls % 2]
 
@@ -82,23 +121,143 @@ class Provider:
         if nbytes > self._half:
             self._grow(nbytes)
 
+    def tensors(self, space: Workspace) -> tuple[torch.Tensor, ...]:
+        """All ranks' buffers of a workspace, uint8: what a copy engine takes."""
+        memory = self._memory
+        assert memory is not None and memory.tensors is not None
+        start = space.own.data_ptr() - memory.own.data_ptr()
+        end = start + space.own.numel()
+        return tuple(x[start:end] for x in memory.tensors())
+
+    def second(self) -> Any:
+        """A stream for copies beside kernels, and for kernels of one program."""
+        if self._second is None:
+            self._second = torch.cuda.Stream(self.device, priority=-1)
+        return self._second
+
+    def check(self) -> None:
+        """Wait for what kernels say. Raises FxparError if one missed a rank."""
+        if self._memory is not None:
+            _raise_missed(self._said(self._memory).tolist())
+
     def _grow(self, nbytes: int) -> None:
+        half = max(_LEAST, 1 << (nbytes - 1).bit_length())
+        if half >= self._most:
+            raise Unshared(f"there was no room for {self._most} bytes")
         self.barrier()  # others may still read what is given back
-        self._memory, self._halves = None, []
-        self._half = max(_LEAST, 1 << (nbytes - 1).bit_length())
+        self.check()
         self._number += 1
-        pads = -(-4 * self.ranks * self.programs // _ALIGNED) * _ALIGNED
-        memory = self.allocate(pads + 2 * self._half, self._number)
+        heads = 4 * (HEAD + self.ranks * self.programs)
+        pads = -(-heads // _ALIGNED) * _ALIGNED
+        try:
+            memory = self.allocate(pads + 2 * half, self._number)
+        except Unshared:
+            self._most = half
+            raise
         signals = self._table(memory.addresses)
-        for start in (pads, pads + self._half):
-            buffers = self._table([a + start for a in memory.addresses])
-            own = memory.own[start : start + self._half]
-            self._halves.append(Workspace(buffers, signals, own))
-        self._memory = memory
+        halves = []
+        for start in (pads, pads + half):
+            every = (*memory.addresses, memory.multicast)
+            buffers = self._table([a + start for a in every])
+            own = memory.own[start : start + half]
+            halves.append(Workspace(buffers, signals, own))
+        self._memory, self._half, self._halves = memory, half, halves
+        self._words = None
         self.barrier()  # none signals before all pads are zero
 
     def _table(self, addresses: Sequence[int]) -> torch.Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
+
+    def _follow(self) -> None:
+        """Halves are used in turn by kernels that end in turn: those of another stream
+        come first."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _look(self) -> None:
+        """Read what kernels said, some calls ago; the host waits for nothing."""
+        if self._words is not None and self._copied.query():
+            words, self._words = self._words.tolist(), None
+            _raise_missed(words)
+        now = time.monotonic()
+        if self._words is None and now > self._looked + _LOOK:
+            assert self._memory is not None
+            self._looked, self._copied = now, torch.cuda.Event()
+            self._words = torch.empty(HEAD, dtype=torch.int32, pin_memory=True)
+            self._words.copy_(self._said(self._memory), non_blocking=True)
+            self._copied.record()
+
+    def _said(self, memory: Memory) -> torch.Tensor:
+        return memory.own[: 4 * HEAD].view(torch.int32)
+
+
+_TITLES: dict[int, str] = {}
+
+
+def region_number(digest: str, title: str) -> int:
+    """What a kernel calls a region when it says that a rank was not heard from."""
+    number = int(digest[:7], 16)
+    _TITLES[number] = title
+    return number
+
+
+def _raise_missed(words: Sequence[int]) -> None:
+    """Raise FxparError if a kernel says that it did not hear from a rank."""
+    missed, number = words[:2]
+    if missed:
+        title = _TITLES.get(number, "a region")
+        raise FxparError(
+            f"rank {missed - 1} of the group was not heard from inside {title}; "
+            "results since then are wrong",
+            fix="see why that rank failed or was late, and start all ranks again",
+        )
+
+
+@dataclass
+class Meeting:
+    """Where ranks tell each other things: in turns, at a store that all reach.
+    ``name``: not used before there."""
+
+    store: Any
+    rank: int
+    ranks: int
+    name: str
+    turn: int = 0
+
+    @staticmethod
+    def of(store: Any, rank: int, ranks: int, name: str) -> Meeting:
+        """One that is new, also on a store that has seen one of this name."""
+        times = (store.add(f"{name}/meetings", 1) - 1) // ranks
+        return Meeting(store, rank, ranks, f"{name}/{times}")
+
+    def told(self, mine: str = "") -> list[str]:
+        """What all ranks say, once all have."""
+        self.turn += 1
+        self.store.set(f"{self.name}/{self.turn}/{self.rank}", mine or "-")
+        keys = [f"{self.name}/{self.turn}/{r}" for r in range(self.ranks)]
+        return [self.store.get(key).decode() for key in keys]
+
+    def meet(self) -> None:
+        """A barrier."""
+        self.told()
+
+    def agreed(self, fn: Callable[[], T]) -> T:
+        """``fn()``, if it is well on all ranks. Raises Unshared on all of them if one
+        raises a RuntimeError or an OSError; another error of this rank as it is."""
+        made, error = None, None
+        try:
+            made = fn()
+        except Exception as problem:
+            error = problem
+        words = self.told("ok" if error is None else f"failed: {error!r}"[:300])
+        if error is not None and not isinstance(error, (RuntimeError, OSError)):
+            raise error
+        for rank, word in enumerate(words):
+            if word != "ok":
+                raise Unshared(f"rank {rank} {word}") from error
+        return made  # type: ignore[return-value]
 
 
 def shared_files(
@@ -106,82 +265,103 @@ def shared_files(
 ) -> Provider:
     """For processes on one machine, on CPU. ``store``: a key-value store of torch that
     all reach. Files have no names any more once all have them."""
-    meet = meeting(store, ranks, f"fxpar/{name}")
+    meeting = Meeting.of(store, rank, ranks, f"fxpar/{name}")
     folder = Path("/dev/shm")
     if not folder.is_dir():
         folder = Path(tempfile.gettempdir())
-    key = f"fxpar/{name}/token"
-    if rank == 0:
-        store.set(key, uuid.uuid4().hex)
-    token = store.get(key).decode()
+    token = meeting.told(uuid.uuid4().hex)[0]
+
+    def mapped(path: Path, nbytes: int) -> torch.Tensor:
+        return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
 
     def allocate(nbytes: int, number: int) -> Memory:
         paths = [folder / f"fxpar_{token}_{number}_{r}" for r in range(ranks)]
-
-        def mapped(path: Path) -> torch.Tensor:
-            return torch.from_file(
-                str(path), shared=True, size=nbytes, dtype=torch.uint8
-            )
-
-        own = mapped(paths[rank])
         try:
-            meet()
-            all_ranks = [
-                own if r == rank else mapped(path) for r, path in enumerate(paths)
-            ]
-            meet()
+            own = meeting.agreed(lambda: mapped(paths[rank], nbytes))
+            every = meeting.agreed(
+                lambda: [
+                    own if r == rank else mapped(path, nbytes)
+                    for r, path in enumerate(paths)
+                ]
+            )
         finally:
-            os.unlink(paths[rank])
-        return Memory(tuple(x.data_ptr() for x in all_ranks), own, all_ranks)
+            paths[rank].unlink(missing_ok=True)
+        addresses = tuple(x.data_ptr() for x in every)
+        return Memory(addresses, own, every, tensors=lambda: every)
 
-    return Provider(rank, ranks, programs, torch.device("cpu"), allocate, meet)
-
-
-def meeting(store: Any, ranks: int, name: str) -> Callable[[], None]:
-    """A barrier of processes at a store."""
-    count = 0
-
-    def meet() -> None:
-        nonlocal count
-        count += 1
-        key = f"{name}/meet/{count}"
-        if store.add(key, 1) == ranks:
-            store.set(f"{key}/all", "1")
-        store.wait([f"{key}/all"])
-
-    return meet
+    cpu = torch.device("cpu")
+    return Provider(
+        rank, ranks, programs, cpu, allocate, meeting.meet, meeting=meeting
+    )
 
 
 def symmetric(group: str, device: torch.device) -> Provider | None:
     """Symmetric memory of torch on the GPUs of a group. None, on all ranks, where there
-    is one rank or several machines, or where one GPU does not reach the others."""
+    is one rank or several machines, where ranks share a GPU, or where one GPU does not
+    reach the others; the first rank says why to the log."""
     store, rank, ranks = _compat.group_store(group)
-    name = f"fxpar/{group}/symmetric"
-
-    def told(what: str, mine: str) -> list[str]:
-        store.set(f"{name}/{what}/{rank}", mine)
-        return [store.get(f"{name}/{what}/{r}").decode() for r in range(ranks)]
-
-    if ranks == 1 or len(set(told("host", platform.node()))) > 1:
+    if ranks == 1:
         return None
-    meet = meeting(store, ranks, name)
+    meeting = Meeting.of(store, rank, ranks, f"fxpar/{group}/symmetric")
 
     def all_done() -> None:
         torch.cuda.synchronize(device)
-        meet()
+        meeting.meet()
 
     def allocate(nbytes: int, number: int) -> Memory:
-        own, addresses, keep = _compat.symmetric_memory(nbytes, device, group)
+        own = meeting.agreed(lambda: _compat.symmetric_empty(nbytes, device))
         own.zero_()
-        return Memory(addresses, own, keep)
+        addresses, keep = meeting.agreed(lambda: _compat.symmetric_meet(own, group))
+        assert addresses[rank] == own.data_ptr(), "ranks' memory is in another order"
+        tensors = partial(_compat.symmetric_tensors, keep, ranks)
+        return Memory(addresses, own, keep, _compat.multicast_address(keep), tensors)
 
-    count = torch.cuda.get_device_properties(device).multi_processor_count
+    found = torch.cuda.get_device_properties(device)
+    words = f"{_machine()}\n{found.uuid}\n{found.multi_processor_count}"
+    machines, devices, counts = zip(
+        *(word.split("\n") for word in meeting.told(words)), strict=True
+    )
     try:
-        allocate(_LEAST, 0)
-    except (RuntimeError, ImportError, AttributeError):
-        count = 0
-    least = min(map(int, told("programs", str(count))))
-    return Provider(rank, ranks, least, device, allocate, all_done) if least else None
+        _check_places(machines, devices)
+        first = allocate(_LEAST, 0)
+    except Unshared as error:
+        level = logging.DEBUG if rank else logging.WARNING
+        text = "no memory is shared by GPUs of group %s, so collectives of regions"
+        log.log(level, f"{text} run between their kernels: %s", group, error)
+        return None
+    least = max(1, min(map(int, counts)) - FREE)
+    switch = "0" not in meeting.told(str(int(first.multicast > 0)))
+    return Provider(
+        rank,
+        ranks,
+        least,
+        device,
+        allocate,
+        all_done,
+        cooperative=True,
+        multicast=switch,
+        meeting=meeting,
+    )
+
+
+def _check_places(machines: Sequence[str], devices: Sequence[str]) -> None:
+    """Raise Unshared if ranks are on several machines, or share a device: what one
+    waits for could then not run."""
+    if len(set(machines)) > 1:
+        raise Unshared("its ranks are on several machines")
+    # Asked for by tests on one GPU, whose processes then take turns on it.
+    together = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    if len(set(devices)) < len(devices) and not together:
+        raise Unshared("its ranks share GPUs")
+
+
+def _machine() -> str:
+    """What this machine is called since it was started; containers on it share that,
+    and may have names that others have as well."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider]:
@@ -200,7 +380,8 @@ def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider
                 for _ in range(ranks)
             ]
         found = pieces[key]
-        return Memory(tuple(x.data_ptr() for x in found), found[rank], found)
+        addresses = tuple(x.data_ptr() for x in found)
+        return Memory(addresses, found[rank], found, tensors=lambda: found)
 
     def all_done() -> None:
         if device.type == "cuda":

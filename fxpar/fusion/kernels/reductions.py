@@ -79,8 +79,9 @@ def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduc
     dims = args[1] if len(args) > 1 else None
     rank, total = len(source), math.prod(source)
     dims = (dims,) if isinstance(dims, int) else dims
-    reduced = {d % rank for d in dims} if dims else set(range(rank))
-    reduced = {d for d in reduced if source[d] > 1}
+    # A number alone may be reduced along dim 0 or -1.
+    reduced = {d % max(1, rank) for d in dims} if dims else set(range(rank))
+    reduced = {d for d in reduced if rank and source[d] > 1}
     kept = [d for d in range(rank) if source[d] > 1 and d not in reduced]
     if not kept:
         return Reduction("all", 1, total)
@@ -118,9 +119,11 @@ CAST = "prims.convert_element_type.default"
 
 
 def reduction_behind(program: Program, name: str) -> Line | None:
-    """The line of ``SUMS`` that an output is, or is in another dtype."""
+    """The line of ``SUMS`` that an output is, or is in another dtype; not if it was
+    rounded to a third one in between."""
     line = program.values[name]
-    while isinstance(line, Line) and line.op == CAST:
+    dtypes = {line.dtype, "float32"}
+    while isinstance(line, Line) and line.op == CAST and line.dtype in dtypes:
         line = program.values[line.refs[0]]
     return line if isinstance(line, Line) and line.op in SUMS else None
 

@@ -1,44 +1,63 @@
 """A program with collectives as one kernel, where there is memory that ranks share.
 
-In: what ``launch.run`` is given. Out: the program's outputs, or None where the ladder
-or the program says that collectives run between kernels. Providers belong to groups,
-made when one is first needed on a GPU, or given (``install``). What is decided depends
-on the program and the group alone, so ranks decide alike.
+In: what ``launch.run`` is given, and a rung of the ladder. Out: the program's outputs,
+or None where that or the program says that collectives run between kernels. Providers
+belong to groups, made when one is first needed on a GPU, or given (``install``). What
+is decided depends on the program and the group alone, or is measured by all ranks
+together (``tuning``), so ranks decide alike.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from fxpar import _compat
 from fxpar.fusion.kernels import interpret, launch
 from fxpar.fusion.kernels.kernel import Kernel
-from fxpar.fusion.kernels.ladder import Facts, choose
+from fxpar.fusion.kernels.ladder import FUSED, Facts, choose
 from fxpar.fusion.kernels.program import Program
-from fxpar.fusion.kernels.providers import Provider, symmetric
+from fxpar.fusion.kernels.providers import Provider, Unshared, symmetric
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.templates import Template, template_of
+from fxpar.fusion.kernels.tuning import Run, Way, by_clock, by_events, tuned, ways_of
 
 log = logging.getLogger("fxpar")
 
-_PROVIDERS: dict[tuple[str, str], Provider | None] = {}
+CPU = torch.device("cpu")
+
+# Of process groups there are: providers end with them, since ranks of a later group of
+# the same name may be others.
+_PROVIDERS: WeakKeyDictionary[Any, dict[str, Provider | None]] = WeakKeyDictionary()
+_INSTALLED: dict[tuple[str, str], Provider | None] = {}  # of names of no group
 
 
 def install(group: str, device: str, provider: Provider | None) -> None:
     """Say what memory the ranks of a group share, on a kind of device."""
-    _PROVIDERS[group, device] = provider
+    found = _compat.group_named(group)
+    if found is None:
+        _INSTALLED[group, device] = provider
+    else:
+        _PROVIDERS.setdefault(found, {})[device] = provider
 
 
 def provider_of(group: str, device: torch.device) -> Provider | None:
     """What memory the ranks of a group share; None if none."""
-    key = group, device.type
-    if key not in _PROVIDERS:
-        _PROVIDERS[key] = symmetric(group, device) if device.type == "cuda" else None
-    return _PROVIDERS[key]
+    found = _compat.group_named(group)
+    if found is None:
+        return _INSTALLED.get((group, device.type))
+    known, kind = _PROVIDERS.get(found), device.type
+    if known is None:
+        known = _PROVIDERS[found] = {}
+    if kind not in known:
+        known[kind] = symmetric(group, device) if kind == "cuda" else None
+    return known[kind]
 
 
 def run(
@@ -47,10 +66,12 @@ def run(
     numbers: Sequence[int] = (),
     group: str = "",
     into: Mapping[int, torch.Tensor] | None = None,
+    rung: str = "",
 ) -> list[torch.Tensor]:
-    """The program's outputs, by the best rung there is; those that ``into`` names are
-    written there."""
-    made = fused(program, inputs, numbers, group, into or {})
+    """The program's outputs, by a rung of the ladder, by the one that is "measured" to
+    be the fastest, or by the table's; those that ``into`` names are written there.
+    Raises FxparError where no kernel starts, or where an earlier one missed a rank."""
+    made = fused(program, inputs, numbers, group, into or {}, rung)
     if made is None:
         return launch.run(program, inputs, numbers, group, into)
     return made
@@ -61,43 +82,130 @@ def fused(
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     group: str,
-    into: Mapping[int, torch.Tensor],
+    into: Mapping[int, torch.Tensor] | None = None,
+    rung: str = "",
 ) -> list[torch.Tensor] | None:
     """The program's outputs by one kernel with its collectives inside, else None."""
     device = interpret.device_of(tensors)
     if not group or not launch.has_kernels(device):
         return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    kind = device.type
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         return None  # a graph that is replayed would use the same half twice in a row
     provider = provider_of(group, device)
     if provider is None:
         return None
-    template = planned(program, provider.ranks, provider.programs, device.type)
+    alone = launch.alone_of(program, tensors, device)
+    if rung == "measured":
+        way = _measured(program, tensors, numbers, group, provider)
+    else:
+        way = _by_table(program, facts_of(provider), provider.programs, rung)
+    template = planned(program, way, kind, alone)
     if template is None:
         return None
-    names = [t.name for t in program.inputs]
-    values = dict(zip(names, tensors, strict=True))
-    targets = {program.outputs[i].name: x for i, x in into.items()}
-    made = launched(template, values, numbers, provider, targets)
+    values = dict(zip(launch.names_of(program), tensors, strict=True))
+    into = into or {}
+    targets = {program.outputs[i].name: x for i, x in into.items()} if into else {}
+    try:
+        made = launched(template, values, numbers, provider, targets)
+    except Unshared as error:
+        log.debug("region %s: its collectives run by themselves: %s", program, error)
+        return None
+    if not into:  # all new, and in the strides they are to have
+        return [made[t.name] for t in program.outputs]
     return interpret.results(program, made, tensors, into)
+
+
+def facts_of(provider: Provider, bandwidth: float = Facts.bandwidth) -> Facts:
+    """Of the group that shares memory, for the ladder."""
+    return Facts(
+        provider.ranks,
+        kernels=True,
+        shared=True,
+        bandwidth=bandwidth,
+        multicast=provider.multicast,
+    )
+
+
+@cache
+def _by_table(program: Program, facts: Facts, programs: int, rung: str) -> Way:
+    """``rung``: what was chosen when the graph was compiled, else the ladder's."""
+    name = rung or choose(program, facts).name
+    if name == "multimem" and not facts.multicast:
+        name = "two_shot"
+    return Way(name, programs)
+
+
+# What was measured, for as long as a provider lives.
+_WAYS: WeakKeyDictionary[Provider, dict[Program, Way]] = WeakKeyDictionary()
+
+
+def _measured(
+    program: Program,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    group: str,
+    provider: Provider,
+) -> Way:
+    """The fastest way, found at the first call, which all ranks make together. What it
+    runs on the tensors given writes to none of them."""
+    known = _WAYS.setdefault(provider, {})
+    if program in known:
+        return known[program]
+    device, facts = provider.device, facts_of(provider)
+    table = _by_table(program, facts, provider.programs, "")
+    if provider.meeting is None:
+        return known.setdefault(program, table)
+    alone = launch.alone_of(program, tensors, device)
+    values = dict(zip(launch.names_of(program), tensors, strict=True))
+
+    def prepare(way: Way) -> Run:
+        if way.rung == "nccl":
+            return partial(launch.run, program, tensors, numbers, group)
+        template = planned(program, way, device.type, alone)
+        if template is None:
+            raise RuntimeError(f"there is no kernel for {way}")
+        return partial(launched, template, values, numbers, provider)
+
+    ways = ways_of(program, facts, provider.programs)
+    where = {"device": _compat.device_name(device), "multicast": provider.multicast}
+    clock = by_events if device.type == "cuda" else by_clock
+    try:
+        way = tuned(program, ways, prepare, provider.meeting, where=where, clock=clock)
+    except Unshared as error:
+        log.debug("region %s: nothing was measured: %s", program.hash, error)
+        way = table
+    return known.setdefault(program, way)
+
+
+# Where the one has no template, the other may.
+_INSTEAD = {"multimem": "two_shot"}
 
 
 @cache
 def planned(
-    program: Program, ranks: int, programs: int, device: str
+    program: Program, way: Way, device: str, alone: frozenset[str] = frozenset()
 ) -> Template | None:
-    """The kernel of a program, if it is to be one."""
-    rung = choose(program, Facts(ranks, kernels=True, shared=True))
-    why = rung.why
-    if rung.is_fused:
-        shots = 2 if rung.name == "two_shot" else 1
-        random = launch.random_of(device)
+    """The kernel of a program, if it is to be one. ``alone``: inputs that are given as
+    numbers."""
+    name, why = way.rung, "so says the ladder"
+    while name in FUSED:
+        shots, switch = FUSED[name]
         try:
-            made = template_of(program, shots=shots, programs=programs, random=random)
-            log.debug("region %s: %s: %s", program.hash, rung.name, why)
-            return made
+            made = template_of(
+                program,
+                shots=shots,
+                switch=switch,
+                programs=way.programs,
+                random=launch.random_of(device),
+                alone=alone,
+            )
         except CannotEmit as error:
-            why = str(error)
+            name, why = _INSTEAD.get(name, ""), str(error)
+            continue
+        log.debug("region %s: %s", program.hash, name)
+        warps = way.warps or made.kernel.warps
+        return replace(made, kernel=replace(made.kernel, warps=warps))
     log.debug("region %s: its collectives run by themselves: %s", program.hash, why)
     return None
 
@@ -109,10 +217,18 @@ def launched(
     provider: Provider,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What the kernel writes, by name; at ``targets`` where that is safe."""
+    """What the kernel writes, by name; at ``targets`` where that is safe. Raises
+    Unshared, on all ranks, where there is no room."""
+    kernel = template.kernel
     given, writes = prepared(template, values, numbers, provider, targets)
-    start(template.kernel, given)
-    return named(template.kernel, writes)
+    # Nobody asks for memory while the kernel waits: what sums need is there again.
+    spare = [torch.empty_like(x[0]) for x in launch.parts_of(kernel, writes)]
+    how = {"launch_cooperative_grid": provider.cooperative}
+    launch.call(kernel, given, template.region, **how)
+    del spare
+    if provider.device == CPU:  # the kernel is done
+        provider.check()
+    return launch.named(kernel, writes)
 
 
 def prepared(
@@ -127,22 +243,15 @@ def prepared(
     kernel, device = template.kernel, provider.device
     reads = [launch.as_read(values[t.name], t, device) for t in kernel.reads]
     writes = launch.places(kernel, reads, targets or {}, device)
-    more = [numbers[i] for i in kernel.numbers]
+    more = launch.given_numbers(kernel, values, numbers)
     space = provider.workspace(template.nbytes)
     shared = space.buffers, space.signals
     return (*shared, *reads, *writes, *more, provider.rank), writes
 
 
 def start(kernel: Kernel, given: Sequence[Any]) -> None:
-    """Launch a kernel on the current stream."""
-    launch.function_of(kernel)[(kernel.programs,)](
-        *given, PROGRAMS=kernel.programs, num_warps=kernel.warps
-    )
+    """Launch a kernel on the current stream, where others may run beside it."""
+    launch.call(kernel, given, None)
 
 
-def named(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a kernel wrote, by name, with parts of sums added up."""
-    return {
-        t.name: launch.summed(x, t) if t.name in kernel.sums else x
-        for t, x in zip(kernel.writes, writes, strict=True)
-    }
+named = launch.named

@@ -7,6 +7,8 @@ made of its result. Out: a ``Template``: one kernel in phases with barriers betw
     all-reduce, one shot    give | sum all ranks' values, go on
     all-reduce, two shot    give | sum the blocks that are this rank's | go on with
                             the sums of all
+    all-reduce, multimem    give | have the switch sum the blocks that are this rank's,
+                            and write the sums to all | go on
     reduce-scatter          give | sum this rank's part, go on
     all-gather              give | go on with all ranks' parts
     both                    give | sum, update, give | go on
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fxpar.fusion.kernels.cut import Cut, cut, row_major
@@ -36,6 +38,7 @@ from fxpar.fusion.kernels.emit import (
     Source,
     emit_body,
     masked,
+    number_source,
     pointer_sink,
     pointer_source,
 )
@@ -48,12 +51,18 @@ from fxpar.fusion.kernels.kernel import (
     phase,
     warps_of,
 )
-from fxpar.fusion.kernels.program import Program, Tensor
+from fxpar.fusion.kernels.program import Program, Tensor, dtype_of
+from fxpar.fusion.kernels.providers import region_number
 from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
 from fxpar.fusion.kernels.stages import Move
 
 # Elements of the least block that parts of ranks are cut into: a warp's, 128 bits each.
 _LEAST = 128
+# Flat blocks are so many times as large where there is one for each program: peers'
+# memory is far, so much of it has to be on its way at a time.
+_LARGE = 2
+# Bytes that one instruction of the switch sums up.
+_UNIT = 16
 # The buffers of two collectives in one kernel begin at multiples of so many bytes.
 _ALIGNED = 128
 
@@ -61,40 +70,59 @@ BOTH = ("reduce_scatter_tensor", "all_gather_into_tensor")
 KINDS = frozenset(
     {("all_reduce",), ("reduce_scatter_tensor",), ("all_gather_into_tensor",), BOTH}
 )
-NEXT = "lib.barrier(signals_ptr, rank, {ranks})"
+START = "left = lib.patience(signals_ptr, rank)"
+NEXT = "left = lib.barrier(signals_ptr, rank, {ranks}, {region}, left)"
 
 
 @dataclass(frozen=True)
 class Template:
     """``kernel``: its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one
     address for each rank), the kernel's reads and writes, its numbers, and the rank.
-    ``nbytes``: of each rank's buffer."""
+    ``nbytes``: of each rank's buffer. ``region``: the program."""
 
     kernel: Kernel
     nbytes: int
+    region: Program
 
 
 def template_of(
-    program: Program, *, shots: int, programs: int, random: str = "cpp"
+    program: Program,
+    *,
+    shots: int,
+    programs: int,
+    random: str = "cpp",
+    alone: Collection[str] = (),
+    switch: bool = False,
 ) -> Template:
     """The kernel of a program with collectives. ``shots``: 1 or 2, of an all-reduce.
-    ``programs``: the largest grid that runs at a time on every rank.
+    ``programs``: the largest grid that runs at a time on every rank. ``alone``: as in
+    ``kernel_of``. ``switch``: of two shots, the sums are made by ``multimem``.
 
     Raises CannotEmit.
     """
     found = cut(program)
     if found.kinds not in KINDS:
         raise CannotEmit(" and ".join(found.kinds), "there is no template of these")
-    return _Builder(program, found, shots, programs, random).build()
+    if switch and (found.kinds != ("all_reduce",) or shots != 2):
+        raise CannotEmit(found.moves[0].result, "has no sums for the switch to make")
+    return _Builder(program, found, shots, programs, random, alone, switch).build()
 
 
 class _Builder:
     """The phases of one kernel, in order."""
 
     def __init__(
-        self, program: Program, found: Cut, shots: int, programs: int, random: str
+        self,
+        program: Program,
+        found: Cut,
+        shots: int,
+        programs: int,
+        random: str,
+        alone: Collection[str],
+        switch: bool,
     ) -> None:
         self.program, self.cut, self.random = program, found, random
+        self.most, self.alone, self.switch = programs, alone, switch
         self.ranks, self.shots = program.ranks, shots
         self.wide = is_wide(program)
         self.spread = self.cut.kinds != ("all_reduce",)  # a rank has a part of it
@@ -104,7 +132,7 @@ class _Builder:
         self.starts: dict[str, int] = {}  # of what is given, in bytes
         self.nbytes = 0
         self.bodies: list[Body] = []
-        self.lines = [f"rank = n{program.numbers}"]
+        self.lines = [f"rank = n{program.numbers}", START]
         self.made: dict[str, Tensor] = {}  # by phases so far, in memory of its own
         # Of these, what can be read again, by whether a phase runs over all parts.
         self.by_blocks: dict[bool, set[str]] = {False: set(), True: set()}
@@ -117,10 +145,11 @@ class _Builder:
                 if self.shots == 2 and not self.spread:
                     self._sum_own(self.cut.moves[0])
             self._part(k, part)
-        return Template(self._kernel(), self.nbytes)
+        return Template(self._kernel(), self.nbytes, self.program)
 
     def _next(self) -> None:
-        self.lines.append(NEXT.format(ranks=self.ranks))
+        region = region_number(self.program.hash, self.program.title)
+        self.lines.append(NEXT.format(ranks=self.ranks, region=region))
 
     def _spaces(self) -> tuple[Space, Space]:
         """Of a rank's part, and of all."""
@@ -139,7 +168,9 @@ class _Builder:
                 raise CannotEmit(moves[0].result, "rows are split between ranks")
             space = Space(count, each)
         else:
-            block = math.gcd(count, FLAT_BLOCK) if self.spread else FLAT_BLOCK
+            enough = count >= _LARGE * FLAT_BLOCK * self.most
+            block = FLAT_BLOCK * (_LARGE if enough else 1)
+            block = math.gcd(count, block) if self.spread else block
             if block < _LEAST:
                 why = f"parts of {count} elements are no multiple of {_LEAST}"
                 raise CannotEmit(moves[0].result, why)
@@ -163,6 +194,7 @@ class _Builder:
             name: _same_place(name, pointer_source(name))
             for name in self.made.keys() & self.by_blocks[every]
         }
+        sources |= {name: number_source(name) for name in self.alone}
         sinks: dict[str, Sink] = {}
         if k:
             sources[moves[k - 1].result] = self._received(k - 1)
@@ -227,7 +259,7 @@ class _Builder:
         move = self.cut.moves[k]
         if self.shots == 2 and not self.spread:
             turn = "row" if self.space.columns else "block"
-            owner = f"{turn} // PROGRAMS % {self.ranks}"
+            owner = "rank" if self.switch else f"{turn} // PROGRAMS % {self.ranks}"
             return self._read_from(move, f"{move.operand}_summed", owner, "")
         if move.kind == "all_gather_into_tensor":
             start = f" - part * {self.space.count}"
@@ -271,6 +303,10 @@ class _Builder:
         t = row_major(self.program, move.result)
         summed = f"{move.operand}_summed"
         own = self._place(summed, t)
+        if self.switch:
+            self.lines += self._in_switch(t, f"{move.operand}_given", summed)
+            self._next()
+            return
 
         def write(offset: str, value: str, mask: str) -> Sequence[str]:
             return [f"tl.store({summed} + {offset}, {value}{masked(mask)}"]
@@ -285,17 +321,36 @@ class _Builder:
         self._add(body, False, f"{blocks}PROGRAMS * {self.ranks})")
         self._next()
 
+    def _in_switch(self, t: Tensor, given: str, summed: str) -> list[str]:
+        """The same blocks, 16 bytes at a time."""
+        per = _UNIT // dtype_of(t.dtype).itemsize
+        each = self.space.columns or self.space.block
+        if each % per or t.count % per:
+            raise CannotEmit(t.name, f"has rows of {each}, no multiple of {per}")
+        units = each // per
+        block = 1 << (units - 1).bit_length()
+        starts = self.starts[given], self.starts[summed]
+        sizes = self.ranks, units, block, t.count // per, DTYPES[t.dtype]
+        call = ", ".join(map(str, (*starts, f"turn * {units}", *sizes)))
+        first, step = "pid + rank * PROGRAMS", f"PROGRAMS * {self.ranks}"
+        return [
+            f"for turn in range({first}, {self.space.turns}, {step}):",
+            f"    lib.switch_sum(buffers_ptr, {call})",
+        ]
+
     def _kernel(self) -> Kernel:
         program = self.program
         given = [p for body in self.bodies for p in body.parameters]
         sums = frozenset(x for body in self.bodies for x in body.sums)
         numbers = tuple(sorted({i for body in self.bodies for i in body.numbers}))
         reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in given)
+        alone = tuple(t.name for t in program.inputs if f"{t.name}_value" in given)
         writes = tuple(self.made.values())
         parameters = ["buffers_ptr", "signals_ptr"]
         parameters += [f"{t.name}_ptr" for t in (*reads, *writes)]
+        parameters += [f"{name}_value" for name in alone]
         parameters += [f"n{i}" for i in (*numbers, program.numbers)]
-        name = f"region_{program.hash}_{self.shots}"
+        name = f"region_{program.hash}_{'switch' if self.switch else self.shots}"
         return Kernel(
             name,
             function(name, parameters, self.lines, str(program)),
@@ -307,6 +362,7 @@ class _Builder:
             self.programs,
             warps_of(self.space),
             loops_of(self.bodies),
+            alone,
         )
 
 

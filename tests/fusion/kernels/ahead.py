@@ -64,9 +64,15 @@ def _signature(kernel: Kernel) -> tuple[dict[str, str], dict[str, int], Any]:
     def pointer(t: Tensor) -> str:
         return "*" + ("fp32" if t.name in kernel.sums else TYPES[t.dtype])
 
-    types = {f"{t.name}_ptr": pointer(t) for t in (*kernel.reads, *kernel.writes)}
+    shared = ("buffers_ptr", "signals_ptr")
+    types = {name: "*i64" for name in shared if f"{name}," in kernel.text}
+    types |= {f"{t.name}_ptr": pointer(t) for t in (*kernel.reads, *kernel.writes)}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
+    types |= {f"{name}_value": "fp32" for name in kernel.alone}
     types |= {f"n{i}": "i32" for i in kernel.numbers}
+    # A template's rank is one more number.
+    rank = re.search(r"rank = (n\d+)", kernel.text)
+    types |= {rank[1]: "i32"} if rank else {}
     return types | {"PROGRAMS": "constexpr"}, {"PROGRAMS": kernel.programs}, aligned
 
 

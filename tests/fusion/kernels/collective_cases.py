@@ -5,8 +5,8 @@ A script, since Triton is either interpreter or compiler in one process:
 starts so many processes that share memory, lets them run the cases in three rounds, and
 writes to OUT as JSON how far results are apart from those that one process computes of
 all ranks' inputs in float64. Outputs and workspaces begin as NaN, ranks begin at
-different times. MODE: "sound", "slow" (much later), or what is broken on purpose as
-well: "no_barrier", "one_half".
+different times. MODE: "sound", "slow" (much later), "lost" (the last rank comes once
+and never again), or what is broken on purpose as well: "no_barrier", "one_half".
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
+from fxpar.errors import FxparError
 from fxpar.fusion.kernels import (
     interpret,
     launch,
@@ -43,17 +45,22 @@ from fxpar.fusion.kernels.providers import Provider, Workspace, shared_files
 from fxpar.fusion.kernels.stages import Move, stages_of
 from tests.fusion.kernels.interpreted import (
     apart,
-    in_dtype,
     outlined,
     poisoned,
+    round_as_devices,
     traced,
     ulps,
+    widened,
 )
 
 c10d = torch.ops._c10d_functional
 GROUP, PROGRAMS, ROUNDS = "group", 4, 3
+SECONDS = 300  # of a process
+RUNG = ""  # the ladder's
 # Seconds that a rank is late before it gives, or before it reads, by MODE.
-LATE = {"sound": 0.0, "slow": 0.05, "no_barrier": 0.3, "one_half": 0.3}
+LATE = {"sound": 0.0, "slow": 0.05, "no_barrier": 0.3, "one_half": 0.3, "lost": 0.0}
+LATE["measured"] = 0.0  # the way is, at the first call
+LOST = 300  # questions to a lost rank
 ROWS, WIDTH, FLAT, SHARD = 12, 48, 1100, 384
 
 
@@ -173,6 +180,7 @@ class Case:
     make: Callable[[int, int], Callable[..., Any]]
     inputs: tuple[Input, ...]
     shots: int = 1
+    switch: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -200,11 +208,15 @@ CASES: dict[str, Case] = {
     "reduced_norm": Case(reduced_norm, rows(False)),
     "reduced_norm 2": Case(reduced_norm, rows(False), 2),
     "reduced_norm bf16": Case(reduced_norm, rows(False), dtype=BF16),
-    "reduced_norm 2 bf16": Case(reduced_norm, rows(False), 2, BF16),
+    "reduced_norm 2 bf16": Case(reduced_norm, rows(False), 2, dtype=BF16),
     "computed_norm": Case(computed_norm, rows(False)),
     "computed_norm 2": Case(computed_norm, rows(False), 2),
     "reduced_update": Case(reduced_update, _FLAT),
     "reduced_update 2": Case(reduced_update, _FLAT, 2),
+    "reduced_norm in the switch": Case(reduced_norm, rows(False), 2, True),
+    "computed_norm in the switch": Case(computed_norm, rows(False), 2, True),
+    "reduced_update in the switch": Case(reduced_update, _FLAT, 2, True),
+    "reduced_norm in the switch bf16": Case(reduced_norm, rows(False), 2, True, BF16),
     "scattered_norm": Case(scattered_norm, rows(True)),
     "scattered_norm bf16": Case(scattered_norm, rows(True), dtype=BF16),
     "gathered_norm": Case(gathered_norm, rows(True)),
@@ -257,9 +269,9 @@ def job(case: Case, ranks: int) -> Job:
 # What one process makes of all ranks' inputs.
 
 
-def cut_off(x: torch.Tensor) -> torch.Tensor:
-    """To bf16 as the interpreter does, in float32."""
-    return (x.float().view(torch.int32) & -65536).view(torch.float32)
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To bf16, in float32."""
+    return x.bfloat16().float()
 
 
 def moved(move: Move, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -279,7 +291,7 @@ def oracle(found: Job, turn: int) -> list[list[torch.Tensor]]:
     wide, dtype = "float64", torch.float64
     if case.dtype is BF16:
         wide, dtype = "float32", torch.float32
-    steps = stages_of(in_dtype(in_dtype(program, "bfloat16", wide), "float32", wide))
+    steps = stages_of(widened(program, wide))
     values: list[dict[str, torch.Tensor]] = []
     for rank in range(ranks):
         all_given = inputs_of(case, ranks, rank, turn)
@@ -291,10 +303,10 @@ def oracle(found: Job, turn: int) -> list[list[torch.Tensor]]:
         if isinstance(step, Move):
             narrow = program.values[step.operand].dtype == "bfloat16"
             sent = [v[step.operand] for v in values]
-            sent = [cut_off(x).to(dtype) for x in sent] if narrow else sent
+            sent = [rounded(x).to(dtype) for x in sent] if narrow else sent
             got = moved(step, sent)
             # Two shots round sums, as a gather does what it is given.
-            got = [cut_off(x) for x in got] if narrow and case.shots == 2 else got
+            got = [rounded(x) for x in got] if narrow and case.shots == 2 else got
             for rank, x in enumerate(got):
                 values[rank][step.result] = x
             continue
@@ -313,10 +325,11 @@ def kernels(found: Job, given: Sequence[torch.Tensor], rank: int) -> Any:
     """The program's results by its kernel."""
     program, numbers = found.program, found.numbers[rank]
     if found.case.shots == 1 and program.ranks in RANKS:
-        made = run_fused.fused(program, given, numbers, GROUP)
+        made = run_fused.fused(program, given, numbers, GROUP, rung=RUNG)
         assert made is not None, "no kernel was made"
         return made
-    template = templates.template_of(program, shots=found.case.shots, programs=PROGRAMS)
+    how = {"shots": found.case.shots, "switch": found.case.switch}
+    template = templates.template_of(program, **how, programs=PROGRAMS)
     provider = run_fused.provider_of(GROUP, torch.device("cpu"))
     values = dict(zip((t.name for t in program.inputs), given, strict=True))
     made = run_fused.launched(template, values, numbers, provider)
@@ -339,12 +352,12 @@ def break_it(mode: str, rank: int, provider: Provider) -> None:
         time.sleep(late if rank == 0 else 0.0)
         return space
 
-    def slow_barrier(*args: Any) -> None:
-        if mode != "no_barrier":
-            wait(*args)
+    def slow_barrier(*args: Any) -> Any:
+        left = args[-1] if mode == "no_barrier" else wait(*args)
         last = interpreter_builder.grid_idx[0] == interpreter_builder.grid_dim[0] - 1
         if last and rank == provider.ranks - 1:
             time.sleep(late)
+        return left
 
     swap = interpreter_builder.create_atomic_cas
     pause = 0.01 if mode == "slow" and rank == provider.ranks - 1 else 1e-4
@@ -365,21 +378,44 @@ def run_rank(jobs: dict[str, Job], rank: int, ranks: int, mode: str, path: str) 
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
     run_fused.install(GROUP, "cpu", provider)
     break_it(mode, rank, provider)
+    global RUNG
+    RUNG = mode if mode == "measured" else ""
     out: dict[str, Any] = {}
     for turn in range(ROUNDS):
         for name, found in jobs.items():
             given = inputs_of(found.case, ranks, rank, turn)
             made = kernels(found, [given[i] for i in found.order], rank)
             out[f"{name}:{turn}"] = made
+        if mode == "lost":
+            out["raised"] = lost(next(iter(jobs.values())), rank, provider)
+            break
+    if RUNG:
+        ways = {p.title: str(way) for p, way in run_fused._WAYS[provider].items()}
+        out["ways"] = sorted(ways.items())
     provider.barrier()
     assert provider._memory is not None
-    pads = 4 * ranks * PROGRAMS
+    pads = 4 * (providers.HEAD + ranks * PROGRAMS)
     out["signals"] = int(provider._memory.own[:pads].count_nonzero())
     torch.save(out, f"{path}.{rank}")
 
 
+def lost(found: Job, rank: int, provider: Provider) -> list[str]:
+    """What is raised by two calls for which the last rank does not come."""
+    provider.barrier()
+    library.SPINS = tl.constexpr(LOST)
+    out = []
+    for turn in (1, 2):
+        if rank < provider.ranks - 1:
+            given = inputs_of(found.case, provider.ranks, rank, turn)
+            try:
+                kernels(found, [given[i] for i in found.order], rank)
+            except FxparError as error:
+                out.append(str(error))
+    return out
+
+
 def start(jobs: dict[str, Job], ranks: int, mode: str, path: str) -> None:
-    """Processes that have imported all there is; none outlives five minutes."""
+    """Processes that have imported all there is; none outlives its seconds."""
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -388,7 +424,7 @@ def start(jobs: dict[str, Job], ranks: int, mode: str, path: str) -> None:
             continue
         code = 1
         try:
-            signal.alarm(300)
+            signal.alarm(SECONDS)
             run_rank(jobs, rank, ranks, mode, path)
             code = 0
         except BaseException:
@@ -404,6 +440,8 @@ def compared(jobs: dict[str, Job], ranks: int, path: str) -> dict[str, Any]:
     are one on all ranks are so to the bit."""
     got = [torch.load(f"{path}.{rank}") for rank in range(ranks)]
     out: dict[str, Any] = {"signals": [x["signals"] for x in got]}
+    ways = [x["ways"] for x in got if "ways" in x]
+    assert all(found and found == ways[0] for found in ways), ways
     for name, found in jobs.items():
         errors, places, one, same = [], [], 0, True
         for turn in range(ROUNDS):
@@ -422,6 +460,7 @@ def compared(jobs: dict[str, Job], ranks: int, path: str) -> dict[str, Any]:
 
 def main(path: str, *what: str) -> None:
     launch.empty = poisoned
+    round_as_devices()
     torch.set_num_threads(1)
     out = {}
     for run in what:
@@ -430,6 +469,10 @@ def main(path: str, *what: str) -> None:
         jobs = {name: job(CASES[name], int(ranks)) for name in chosen}
         with tempfile.TemporaryDirectory() as folder:
             start(jobs, int(ranks), mode, f"{folder}/rank")
+            if mode == "lost":
+                files = [torch.load(f"{folder}/rank.{r}") for r in range(int(ranks))]
+                out[run] = [found["raised"] for found in files]
+                continue
             out[run] = compared(jobs, int(ranks), f"{folder}/rank")
     Path(path).write_text(json.dumps(out))
 

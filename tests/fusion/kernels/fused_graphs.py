@@ -4,6 +4,9 @@ after regions were made of them."""
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -166,8 +169,8 @@ def facts(how: str) -> Facts:
     return Facts(2, kernels=how == "triton", shared=True)
 
 
-def inputs() -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(3)
+def inputs(rank: int = 0) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(3 + rank)
     shapes = ((ROWS, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH))
     return [torch.randn(shape, generator=draw) for shape in shapes]
 
@@ -186,28 +189,92 @@ def graph_of(fn: Callable[..., Any]) -> fx.Graph:
 
 def fused(fn: Callable[..., Any], how: str = "interpret") -> tuple[fx.Graph, Fused]:
     graph = graph_of(fn)
-    return graph, fuse_graph(graph, how, facts_of=lambda group: facts(how))
+    return graph, fuse_graph(graph, facts_of=lambda group: facts(how))
 
 
 def run() -> dict[str, Any]:
     """How far results after are from those before, for each graph and runner."""
     import torch.distributed as dist
 
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    out = compared(GRAPHS)
+    dist.destroy_process_group()
+    return out
+
+
+# Those that say nothing of how many ranks there are.
+OF_TWO = ("epilogue", "prologue", "backward", "views", "two", "in_other_place")
+
+
+def run_two() -> dict[str, Any]:
+    """The same on two ranks, whose kernels reach each other's memory: the larger error,
+    and how many kernels had a collective inside."""
+    graphs = {name: GRAPHS[name] for name in OF_TWO}
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child:
+                children.append(child)
+                continue
+            code = 1
+            try:
+                signal.alarm(200)
+                torch.save(_of_two(graphs, rank, folder), f"{folder}/{rank}")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        ended = [os.waitpid(child, 0)[1] for child in children]
+        assert not any(ended), f"ranks ended with {ended}"
+        found = [torch.load(f"{folder}/{rank}") for rank in range(2)]
+    return {
+        name: {key: max(f[name][key] for f in found) for key in found[0][name]}
+        for name in found[0]
+    }
+
+
+def _of_two(graphs: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
+    """One rank."""
+    import torch.distributed as dist
+
+    from fxpar.fusion.kernels import run_fused
+    from fxpar.fusion.kernels.providers import shared_files
+
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    provider = shared_files(store, rank, 2, name="two")
+    run_fused.install(GROUP, "cpu", provider)
+    out, keep, inside = {}, run_fused.launched, [0]
+
+    def counted(*args: Any) -> Any:
+        inside[0] += 1
+        return keep(*args)
+
+    run_fused.launched = counted
+    for name, fn in graphs.items():
+        before = inside[0]
+        for key, case in compared({name: fn}, rank).items():
+            out[key] = case | {"inside": inside[0] - before}
+    dist.barrier()
+    return out
+
+
+def compared(graphs: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    """Of a rank, each graph by each runner beside the graph before."""
     from tests.fusion.kernels.interpreted import apart
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     out = {}
-    for name, fn in GRAPHS.items():
-        given, before = inputs(), fx.GraphModule({}, graph_of(fn))
+    for name, fn in graphs.items():
+        given, before = inputs(rank), fx.GraphModule({}, graph_of(fn))
         torch.manual_seed(0)
         want = (*before(*given), *given)
         for how in ("interpret", "triton"):
             graph, found = fused(fn, how)
             torch.manual_seed(0)
-            given = inputs()
+            given = inputs(rank)
             got = (*fx.GraphModule({}, graph)(*given), *given)
             error = max(map(apart, got, want))
             out[f"{name} {how}"] = {"error": error, "regions": len(found.programs)}
-    dist.destroy_process_group()
     return out

@@ -7,11 +7,14 @@ as JSON: for each case whether a kernel was made, and how far results are apart.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
+import numpy
 import torch
 from torch import fx
 from torch.func import functionalize
@@ -19,9 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _compat
 from fxpar.fusion.kernels import interpret, launch
+from fxpar.fusion.kernels.expressions import CASTS
 from fxpar.fusion.kernels.outline import Outline, outline
-from fxpar.fusion.kernels.program import Program
-from fxpar.fusion.kernels.reductions import space_of
+from fxpar.fusion.kernels.program import Line, Program, Ref, dtype_of
+from fxpar.fusion.kernels.reductions import CAST, space_of
 from fxpar.fusion.kernels.stages import Part, stages_of
 from fxpar.passes import random
 from fxpar.passes.arithmetic import is_view
@@ -30,6 +34,7 @@ from tests.fusion.kernels.random_regions import region
 
 c10d = torch.ops._c10d_functional
 ROWS, WIDTH = 6, 24
+NARROW = {f"torch.{name}" for name in samples.NARROW}
 
 
 def poisoned(
@@ -69,7 +74,8 @@ def outlined(graph: fx.Graph) -> tuple[Outline, list[int]]:
 
 
 def single(op: str, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[str]]:
-    """A call of one op as a function of the tensors it is given, and their names."""
+    """A call of one op as a function of the tensors it is given, and their names. An
+    integer of few bits is widened again."""
     names: list[str] = []
 
     def collect(x: Any) -> None:
@@ -91,7 +97,10 @@ def single(op: str, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[st
             named = isinstance(x, str) and x in names
             return rest.pop(0) if named else x
 
-        return interpret.op_of(op)(*map(put, args), **kwargs)
+        made = interpret.op_of(op)(*map(put, args), **kwargs)
+        if str(getattr(made, "dtype", "")) in NARROW:  # as the next op reads it
+            return torch.ops.prims.convert_element_type(made, torch.int64)
+        return made
 
     return fn, names
 
@@ -134,14 +143,17 @@ def compared(
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference relative to the largest number; infinite where NaNs are
-    not in the same places."""
+    """The largest difference relative to the largest number; infinite where NaNs and
+    infinities are not in the same places."""
     if got.dtype != want.dtype and not want.is_floating_point():
         return float("inf")
     if not got.is_floating_point():
         return 0.0 if torch.equal(got, want) else float("inf")
     a, b = got.double(), want.double()
     if got.shape != want.shape or not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    endless = a.isinf() | b.isinf()
+    if not torch.equal(a[endless], b[endless]):
         return float("inf")
     a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
     largest = b.abs().max().clamp_min(1e-30)
@@ -162,6 +174,39 @@ def ulps(got: torch.Tensor, want: torch.Tensor) -> float:
 def in_dtype(program: Program, old: str, new: str) -> Program:
     """A program with one dtype for another."""
     return Program.parse(program.text.replace(f'"{old}"', f'"{new}"'))
+
+
+def widened(program: Program, dtype: str) -> Program:
+    """A program in another dtype than float32 and bfloat16, whose casts to bfloat16
+    still round."""
+    wide = in_dtype(in_dtype(program, "bfloat16", dtype), "float32", dtype)
+    lines: list[Line] = []
+    for old, line in zip(program.lines, wide.lines, strict=True):
+        if old.op not in CASTS or old.dtype != "bfloat16":
+            lines.append(line)
+            continue
+        rounded = f"{line.name}_rounded"
+        lines.append(dataclasses.replace(old, name=rounded))
+        args = Ref(rounded), dtype_of(dtype)
+        more = {"op": CAST, "args": args, "kwargs": ()}
+        lines.append(dataclasses.replace(line, **more))
+    return dataclasses.replace(wide, lines=tuple(lines))
+
+
+def round_as_devices() -> None:
+    """Let Triton's interpreter round to bfloat16, as devices do; it cuts off."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def rounding(self: Any, src: Any, to: Any) -> Any:
+        if (src.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
+            return cast(self, src, to)
+        wide = torch.from_numpy(numpy.array(src.data, dtype=numpy.float32))
+        bits = wide.bfloat16().view(torch.int16).numpy().view(numpy.uint16)
+        return TensorHandle(bits, to.scalar)
+
+    InterpreterBuilder.cast_impl = rounding
 
 
 def run_ops() -> dict[str, Any]:
@@ -185,7 +230,7 @@ def run_pieces() -> dict[str, Any]:
             inputs = [given[k] for k in order]
             want = None
             if dtype is torch.bfloat16:
-                wide = in_dtype(found.program, "bfloat16", "float32")
+                wide = widened(found.program, "float32")
                 up = [x.float() if x.dtype is dtype else x for x in inputs]
                 want = interpret.run(wide, up, found.numbers)
             case = f"{name} {str(dtype).removeprefix('torch.')}"
@@ -208,6 +253,22 @@ def run_fuzz(first: int, count: int) -> dict[str, Any]:
         case["plain"] = max(map(apart, plain, want), default=0.0)
         out[str(seed)] = case
     return out
+
+
+def run_alone() -> dict[str, Any]:
+    """Numbers on the CPU beside tensors elsewhere: kernels are given floats."""
+    fn, names = samples.PIECES["adamw"]
+    given = [samples.make(name) for name in names]
+    found, order = outlined(traced(fn, given))
+    inputs = [given[k] for k in order]
+    numbers = frozenset(t.name for t in found.program.inputs if not t.shape)
+    with mock.patch.object(launch, "alone_of", lambda *_: numbers):
+        case = compared(found, inputs, None)
+    (part,) = stages_of(found.program)
+    kernel = launch.compiled(part.program, "cpu", numbers)
+    read = {t.name for t in kernel.reads}
+    case["given"] = len(numbers) == 2 == len(kernel.alone) and not numbers & read
+    return {"adamw": case}
 
 
 def run_streams() -> dict[str, Any]:
@@ -240,6 +301,13 @@ def run_graphs() -> dict[str, Any]:
     from tests.fusion.kernels.fused_graphs import run
 
     return run()
+
+
+def run_two() -> dict[str, Any]:
+    """And on two."""
+    from tests.fusion.kernels.fused_graphs import run_two
+
+    return run_two()
 
 
 def run_seam() -> dict[str, Any]:
@@ -290,6 +358,7 @@ def run_seam() -> dict[str, Any]:
 
 def main(path: str, *what: str) -> None:
     launch.empty = poisoned
+    round_as_devices()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for word in what:

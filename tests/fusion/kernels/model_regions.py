@@ -1,7 +1,9 @@
 """Regions of real models, as the backend makes them, on one rank of a fake group.
 
 ``python -m tests.fusion.kernels.model_regions OUT MESH NAME...`` compiles forward and
-backward, checks every region's kernels beside its program, and writes what it found.
+backward, checks every region's kernels beside its program, and writes what it found,
+programs too. MESH "dp=2 step": a whole training step with a sharded optimizer, in which
+each gradient's reduction is asked to be one region with the update behind it.
 """
 
 from __future__ import annotations
@@ -9,19 +11,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fxpar
 from fxpar import backend
 from fxpar.fusion.kernels import launch
-from fxpar.fusion.kernels.fuse import Fused
+from fxpar.fusion.kernels.fuse import Fused, fuse_graph
+from fxpar.fusion.kernels.grow import after
+from fxpar.fusion.kernels.ladder import FUSED
 from fxpar.fusion.kernels.outline import Outline
 from fxpar.fusion.kernels.program import Program, Tensor, dtype_of
-from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.kernels.stages import MOVES, Part, stages_of
+from fxpar.passes.buckets import REGION
+from fxpar.sharding.mesh import Mesh
 from tests.fusion.kernels.interpreted import compared, poisoned
 from tests.models import build_loss
 
@@ -42,6 +51,47 @@ def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
         mock.patch.object(backend.inputs.Checks, "run"),
     ):
         torch.compile(model, backend="fxpar", options=options)(**batch).backward()
+    return found
+
+
+def asked(graph: fx.Graph, *args: Any, **kwargs: Any) -> Fused:
+    """Each reduce-scatter with what is computed of it alone, as a schedule may ask."""
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    marked: set[fx.Node] = set()
+    for start in graph.find_nodes(op="call_function", target=scatter):
+        behind = {start}
+        for node in after(start):
+            if any(n in behind for n in node.all_input_nodes) and node not in marked:
+                behind.add(node)
+        for node in behind - {graph.output_node()}:
+            node.meta["custom"] = (node.meta.get("custom") or {}) | {REGION: start.name}
+        marked |= behind
+    return fuse_graph(graph, *args, **kwargs)
+
+
+def fused_step(name: str) -> list[tuple[str, Fused]]:
+    """What was made of a training step on two ranks that share the optimizer's work."""
+    found: list[tuple[str, Fused]] = []
+
+    def keep(fused: Fused, graph: str, debug: int) -> None:
+        found.append(("step", fused))
+
+    torch._dynamo.reset()
+    model, batch = build_loss(name)
+    model = fxpar.shard(model, mesh="dp=2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"mesh": "dp=2", "codegen": "eager", "fuse": "interpret"}
+    options |= {"inputs": "local", "disable": "bucket"}
+    with (
+        mock.patch.object(backend, "say", keep),
+        mock.patch.object(backend, "fuse_graph", asked),
+        mock.patch.object(backend.agree, "agree"),
+        mock.patch.object(backend.inputs.Checks, "run"),
+    ):
+        step = fxpar.train_step(
+            model, lambda m, **batch: m(**batch), optimizer, options=options
+        )
+        step(**batch)
     return found
 
 
@@ -71,15 +121,33 @@ def checked(program: Program) -> dict[str, Any]:
     return out
 
 
+def programs_of(found: Iterable[dict[str, Any]]) -> list[Program]:
+    """Of the regions of graphs, as ``main`` writes them, each once."""
+    texts = (case["program"] for graph in found for case in graph["cases"])
+    return [Program.parse(text) for text in dict.fromkeys(texts)]
+
+
+def ways_of(program: Program) -> dict[str, Any]:
+    """How one kernel can do the collective: rungs, and what ``template_of`` takes."""
+    moves = [line.op.split(".")[1] for line in program.lines if line.op in MOVES]
+    if moves != ["all_reduce"] or program.ranks == 1:
+        return {"one_shot": {"shots": 1}}
+    return {name: {"shots": n, "switch": s} for name, (n, s) in FUSED.items()}
+
+
 def main(path: str, mesh: str, *names: str) -> None:
     launch.empty = poisoned
     os.environ.setdefault("FXPAR_PLAN", "propagate")
     os.environ.setdefault("FXPAR_SCHEDULE", "none")
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh, _, step = mesh.partition(" ")
+    size = Mesh.parse(mesh).size
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     found = []
     for name in names:
-        for which, fused in fused_graphs(name, mesh):
-            cases = [checked(p) for p in dict.fromkeys(fused.programs)]
+        graphs = fused_step(name) if step else fused_graphs(name, mesh)
+        for which, fused in graphs:
+            programs = dict.fromkeys(fused.programs)
+            cases = [checked(p) | {"program": p.text} for p in programs]
             row = {"regions": len(fused.programs), "cases": cases, "near": fused.near}
             row["bytes"] = [fused.before, fused.after]
             found.append({"name": name, "which": which} | row)

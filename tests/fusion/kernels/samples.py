@@ -24,10 +24,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "one": (BATCH, WIDTH),
     "number": (),
 }
-# Of x's shape: positive numbers, whole numbers, bools. And numbers alone.
+NARROW = ("int32", "int16", "int8", "uint8")
+# Of x's shape: positive numbers, whole numbers, also of few bits and so large that they
+# wrap, bools; and numbers of which some are infinite or NaN. And numbers alone.
 NAMES = {*SHAPES, "positive", "small", "ints", "bools", "seed", "seeds", "double"}
+NAMES |= {*NARROW, "large", "odd", "strange", "odd_row"}
 FULL = SHAPES["x"]
 INT, FLOAT, BOOL = torch.int64, torch.float32, torch.bool
+NARROW_FLOATS = (torch.bfloat16, torch.float16)
 
 
 def make(name: str, dtype: torch.dtype = FLOAT) -> torch.Tensor:
@@ -37,6 +41,18 @@ def make(name: str, dtype: torch.dtype = FLOAT) -> torch.Tensor:
         return torch.randn(SHAPES[name], generator=draw).to(dtype)
     if name == "positive":
         return (torch.rand(FULL, generator=draw) + 0.5).to(dtype)
+    if name in ODD:
+        x = torch.randn(SHAPES.get(name.removeprefix("odd_"), FULL), generator=draw)
+        flat = x.view(-1)
+        for first, value in enumerate(_ODD, ODD.index(name)):
+            flat[first :: 3 * len(_ODD)] = value
+        return x.to(dtype)
+    if name in NARROW:
+        ends = torch.iinfo(getattr(torch, name))
+        whole = torch.randint(ends.min, ends.max, FULL, generator=draw)
+        return whole.to(getattr(torch, name))
+    if name == "large":  # beyond what float32 tells apart
+        return torch.randint(-(2**40), 2**40, FULL, generator=draw)
     if name == "small":
         return torch.randn(FULL, generator=draw).to(dtype) * 1e-4
     if name == "ints":
@@ -50,6 +66,9 @@ def make(name: str, dtype: torch.dtype = FLOAT) -> torch.Tensor:
     assert name == "seeds"
     return torch.randint(-(2**62), 2**62, (4,), generator=draw)
 
+
+ODD = ("odd", "strange", "odd_row")
+_ODD = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -189,6 +208,67 @@ OPS: dict[str, list[Call]] = {
     "getitem": [],
 }
 
+# Operands in the place of others: infinite and not a number, large, of few bits.
+_STRANGE = {"x": "odd", "positive": "odd", "y": "strange", "row": "odd_row"}
+# Of infinity torch's code for vectors gives NaN, that for single numbers infinity.
+_UNDEFINED = "aten.gelu.default", _calls("odd")
+# Integers as operands, of which kernels make no sums.
+_OF_INTS = {
+    f"aten.{word}": [_calls("{0}", "{0}"), _calls("{0}", 3)]
+    for word in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor")
+}
+_OF_INTS |= {f"aten.{word}.Tensor": [_calls("{0}", "col")] for word in ("eq", "lt")}
+_OF_INTS |= {
+    f"aten.{word}.default": [_calls("{0}")]
+    for word in ("neg", "abs", "relu", "sign", "square", "bitwise_not", "logical_not")
+}
+_OF_INTS |= {
+    f"aten.{word}": [_calls("{0}", "{0}")]
+    for word in ("maximum.default", "minimum.default", "bitwise_xor.Tensor")
+}
+_OF_INTS |= {
+    "aten.rsub.Scalar": [_calls("{0}", 100)],
+    "aten.clamp.default": [_calls("{0}", 5, 90), _calls("{0}", 90, 5)],
+    "aten.pow.Tensor_Scalar": [_calls("{0}", 2)],
+    "aten.where.self": [_calls("bools", "{0}", "{0}")],
+    "prims.convert_element_type.default": [
+        _calls("{0}", dtype) for dtype in (FLOAT, BOOL, torch.bfloat16)
+    ],
+}
+_CASTS = [
+    *(_calls("large", getattr(torch, name)) for name in NARROW),
+    *(_calls("int32", getattr(torch, name)) for name in NARROW[1:]),
+    *(_calls(name, dtype) for name in ("x", "odd") for dtype in NARROW_FLOATS),
+]
+
+
+def _with(call: Call, names: dict[str, str]) -> Call:
+    """A call with other operands."""
+
+    def put(x: Any) -> Any:
+        if isinstance(x, list):
+            return [put(part) for part in x]
+        return names.get(x, x) if isinstance(x, str) else x
+
+    return tuple(map(put, call[0])), call[1]
+
+
+def _strange(op: str) -> list[Call]:
+    """More calls of an op, of numbers that are seldom met."""
+    out = [_with(call, _STRANGE) for call in OPS[op]]
+    out = [
+        new
+        for new, old in zip(out, OPS[op], strict=True)
+        if new != old and INT not in new[0][1:] and (op, new) != _UNDEFINED
+    ]
+    kinds = ("large", *NARROW) if op != "aten.pow.Tensor_Scalar" else NARROW
+    for call in _OF_INTS.get(op, []):
+        out += [_with(call, {"{0}": kind}) for kind in kinds]
+    return out + (_CASTS if op == "prims.convert_element_type.default" else [])
+
+
+OPS = {op: [*calls, *_strange(op)] for op, calls in OPS.items()}
+
 Piece = tuple[Callable[..., Any], tuple[str, ...]]
 
 
@@ -298,6 +378,10 @@ PIECES: dict[str, Piece] = {
     "row_results": (lambda x, y: ((x * y).mean(-1), x + y), ("x", "y")),
     "nan": (
         lambda x: (x.masked_fill(x > 1, float("nan")).clamp(-1, 1).relu(),),
+        ("x",),
+    ),
+    "casts": (
+        lambda x: (x.bfloat16().float() - x, (x * 1e6).half().float() + 1),
         ("x",),
     ),
     "column_sums": (lambda x: (x.exp().sum((0, 1)), x.exp()), ("x",)),

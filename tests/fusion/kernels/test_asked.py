@@ -38,7 +38,7 @@ def fused(f: Any, schedule: str, found: bool = False) -> tuple[fx.Graph, Fused]:
     groups = {GROUP: ("tp",)}
     graph = fusion.apply(schedule, traced, "tp=2", groups=groups)
     known = facts("interpret")
-    return graph, fuse_graph(graph, "interpret", facts_of=lambda _: known, found=found)
+    return graph, fuse_graph(graph, facts_of=lambda _: known, found=found)
 
 
 def test_only_what_is_asked_for() -> None:

@@ -159,7 +159,7 @@ def test_a_kernel_waits_inside_only_while_no_other_collective_runs() -> None:
     wait = next(iter(start.users))
     for node in (start, wait, *wait.users):
         node.meta["custom"] = {REGION: "asked"}
-    asked = fuse_graph(graph, "triton", facts_of=lambda _: facts("triton"), found=False)
+    asked = fuse_graph(graph, facts_of=lambda _: facts("triton"), found=False)
     (made,) = graph.find_nodes(
         op="call_function", target=torch.ops.fxpar.region.default
     )
@@ -246,7 +246,7 @@ def test_an_unknown_op_is_told_with_its_line() -> None:
     graph = graph_of(unknown)
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cumsum.default)
     node.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    y.cumsum(-1)'
-    found = fuse_graph(graph, "interpret", facts_of=lambda group: facts("interpret"))
+    found = fuse_graph(graph, facts_of=lambda group: facts("interpret"))
     assert len(found.programs) == 1
     assert found.near == (
         "near miss: cumsum (aten.cumsum.default) is not fused with all_reduce: "

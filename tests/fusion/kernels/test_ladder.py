@@ -1,14 +1,16 @@
-"""How collectives of a region run, decided alike on all ranks: a table of sizes, and of
-what falls to NCCL."""
+"""How collectives of a region run, decided alike on all ranks: what more bytes, ranks
+and a slower link do to it, and what falls to NCCL."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 
+from fxpar.fusion.kernels import ladder
 from fxpar.fusion.kernels.ladder import Facts, Rung, choose
 from fxpar.fusion.kernels.program import Program
 from tests.fusion.kernels.collective_cases import all_gather, all_reduce, reduce_scatter
@@ -16,6 +18,8 @@ from tests.fusion.kernels.interpreted import outlined, traced
 
 c10d = torch.ops._c10d_functional
 KIB, MIB = 1 << 10, 1 << 20
+ORDER = ("one_shot", "two_shot", "nccl")
+SIZES = [16 << i for i in range(24)]
 
 
 def program(fn: Any, ranks: int, *given: torch.Tensor) -> Program:
@@ -24,8 +28,13 @@ def program(fn: Any, ranks: int, *given: torch.Tensor) -> Program:
 
 
 def reduced(ranks: int, nbytes: int, dtype: torch.dtype = torch.bfloat16) -> Program:
+    return dataclasses.replace(_reduced(nbytes, dtype), ranks=ranks)
+
+
+@functools.cache
+def _reduced(nbytes: int, dtype: torch.dtype) -> Program:
     x = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")
-    return program(lambda x: all_reduce(x) * 2, ranks, x)
+    return program(lambda x: all_reduce(x) * 2, 1, x)
 
 
 def on(found: Program, **facts: Any) -> Rung:
@@ -33,33 +42,39 @@ def on(found: Program, **facts: Any) -> Rung:
     return choose(found, Facts(**given))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nbytes", "rung"),
-    [
-        (8, 10 * KIB, "one_shot"),
-        (8, 120 * KIB, "one_shot"),
-        (8, 160 * KIB, "two_shot"),
-        (8, 8 * MIB, "two_shot"),
-        (8, 8 * MIB + 16, "nccl"),
-        (4, 384 * KIB, "one_shot"),
-        (4, 512 * KIB, "two_shot"),
-        (2, 8 * MIB, "one_shot"),
-        (2, 64 * MIB, "nccl"),
-        (1, 64 * KIB, "one_shot"),
-        (3, 64 * KIB, "nccl"),
-        (16, 64 * KIB, "nccl"),
-    ],
-)
-def test_sizes(ranks: int, nbytes: int, rung: str) -> None:
-    found = on(reduced(ranks, nbytes))
-    assert found.name == rung, found.why
-    assert found.is_fused == (rung != "nccl")
+def by_size(ranks: int, **facts: Any) -> list[str]:
+    return [on(reduced(ranks, nbytes), **facts).name for nbytes in SIZES]
 
 
-def test_a_slower_link_takes_two_shots_earlier() -> None:
-    found = reduced(8, 64 * KIB)
-    assert on(found).name == "one_shot"
-    assert on(found, bandwidth=1e11).name == "two_shot"
+@pytest.mark.parametrize("ranks", ladder.RANKS)
+def test_more_bytes_never_take_fewer_steps(ranks: int) -> None:
+    """From one shot to two to NCCL; to NCCL right behind the bound, and not before."""
+    names = by_size(ranks)
+    assert names == sorted(names, key=ORDER.index)
+    most = ladder.MOST["all_reduce"]
+    assert names == [
+        "nccl" if nbytes > most else name
+        for nbytes, name in zip(SIZES, names, strict=True)
+    ]
+    assert on(reduced(ranks, most)).is_fused
+    assert not on(reduced(ranks, most + 16)).is_fused
+    assert ("two_shot" in names) == (ranks > 2), "between two it carries no less"
+
+
+def test_what_makes_one_shot_dear() -> None:
+    """It reads all ranks' values: more of them, or a slower link, end it earlier."""
+    shots = {ranks: by_size(ranks).count("one_shot") for ranks in ladder.RANKS}
+    assert shots[2] >= shots[4] > shots[8] > 0
+    links = [by_size(8, bandwidth=b).count("one_shot") for b in (4e11, 1e11, 2.5e10)]
+    assert links[0] > links[1] > links[2] > 0
+    fast = on(reduced(8, ladder.ONE_SHOT), bandwidth=1e15)
+    assert fast.name == "one_shot"
+    assert on(reduced(8, ladder.ONE_SHOT + 16), bandwidth=1e15).name == "two_shot"
+
+
+@pytest.mark.parametrize("ranks", [3, 16])
+def test_other_ranks_have_no_template(ranks: int) -> None:
+    assert set(by_size(ranks)) == {"nccl"}
 
 
 def scattered(ranks: int, count: int) -> Program:
@@ -90,4 +105,7 @@ def test_what_falls() -> None:
 
 
 def test_both_collectives_of_an_update() -> None:
-    assert on(scattered(8, 64 * KIB)).name == "one_shot"
+    most = ladder.MOST["reduce_scatter_tensor"]
+    count = most // 8 // 4
+    assert on(scattered(8, count)).name == "one_shot"
+    assert on(scattered(8, count + 4)).name == "nccl"

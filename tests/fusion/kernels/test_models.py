@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,43 +17,124 @@ from unittest import mock
 import pytest
 
 from fxpar.fusion.kernels import launch
+from fxpar.fusion.kernels.kernel import kernel_of
+from fxpar.fusion.kernels.program import Program
+from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.kernels.templates import template_of
 from tests.e2e.test_training import Run, compare, train
+from tests.fusion.kernels.ahead import RANDOM, Compiled, compile_ahead
+from tests.fusion.kernels.model_regions import programs_of, ways_of
+from tests.models import NAMES
 from tests.spawn import Pool, shared_pool
+
+triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
 F32 = 1e-6
 
+GOLDEN = Path(__file__).parent / "golden_regions.json"
+GRID = 116  # programs at a time on an H100, of which some are left to others
+
 # Regions of forward and backward on tp=2.
 REGIONS = {"llama": (5, 5), "gpt2": (5, 1), "bert": (4, 0)}
 
+MESHES = ("tp=2", "tp=4", "dp=2 step")
+FILES = {1: ("tp=2",), 2: ("tp=2", "dp=2 step"), 4: ("tp=4",)}
 
-def regions(tmp_path: Path, *names: str) -> list[dict[str, Any]]:
-    path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "tests.fusion.kernels.model_regions", str(path)]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "tp=2", *names], capture_output=True, text=True, cwd=ROOT, env=env
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(path.read_text())
+
+def script(name: str, *args: str) -> Any:
+    """What a script of this folder, with Triton as an interpreter, writes."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, "-m", f"tests.fusion.kernels.{name}", file.name]
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, *args], capture_output=True, text=True, cwd=ROOT, env=env
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(Path(file.name).read_text())
+
+
+@functools.cache
+def regions(mesh: str) -> list[dict[str, Any]]:
+    """Of the graphs of all models."""
+    return script("model_regions", mesh, *NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parts_of_regions(mesh: str) -> None:
+    """What stands between collectives, by kernels."""
+    for graph in regions(mesh):
+        before, after = graph["bytes"]
+        assert after < before or not graph["regions"] or "step" in mesh
+        for case in graph["cases"]:
+            assert case["kernel"] and case["error"] <= F32
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REGIONS)
-def test_regions(name: str, tmp_path: Path) -> None:
-    found = regions(tmp_path, name)
+def test_as_many_regions_as_there_were(name: str) -> None:
     counts = {"forward": 0, "backward": 0}
+    found = [graph for graph in regions("tp=2") if graph["name"] == name]
     for graph in found:
         counts[graph["which"]] += graph["regions"]
-        before, after = graph["bytes"]
-        assert after < before or not graph["regions"]
-        for case in graph["cases"]:
-            assert case["kernel"] and case["error"] <= F32
     near = [graph["near"] for graph in found]
     assert tuple(counts.values()) == REGIONS[name], near
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", FILES)
+def test_whole_regions(ranks: int, tmp_path: Path) -> None:
+    """With the collective inside, on so many processes."""
+    paths = []
+    for mesh in FILES[ranks]:
+        paths.append(tmp_path / f"{mesh}.json")
+        paths[-1].write_text(json.dumps(regions(mesh)))
+    found = script("model_kernels", str(ranks), *map(str, paths))
+    for why in found["refused"]:
+        assert "is one number" in why or "no multiple of 128" in why
+    signals = found["cases"].pop("signals")
+    assert not any(signals), "signals are not lowered again"
+    assert len(found["cases"]) >= 15
+    for name, case in found["cases"].items():
+        assert case["error"] <= F32 + case["plain"], name
+        assert case["same"], f"{name}: ranks differ in what they hold alike"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compiled_ahead(mesh: str) -> None:
+    """All kernels of all regions, for sm_90a: no spills, and no more registers and
+    shared memory than ``golden_regions.json`` has (EXPECTTEST_ACCEPT=1 updates it)."""
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    found = {}
+    for program in programs_of(regions(mesh)):
+        for name, made in kernels_of(program):
+            assert made.target == "sm_90a" and made.spilled == 0, name
+            found[name] = [made.registers, made.shared]
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        GOLDEN.write_text(json.dumps(golden | found, indent=0, sort_keys=True) + "\n")
+        return
+    assert found
+    if triton.__version__.startswith("3.7."):
+        for name, (registers, shared) in found.items():
+            assert registers <= golden[name][0] and shared <= golden[name][1], name
+
+
+def kernels_of(program: Program) -> Iterator[tuple[str, Compiled]]:
+    """Those of its parts, and those with its collective inside."""
+    for i, step in enumerate(stages_of(program)):
+        if isinstance(step, Part):
+            kernel = kernel_of(step.program, random=RANDOM)
+            yield f"{program.title} part {i}", compile_ahead(kernel)
+    for name, how in ways_of(program).items():
+        with contextlib.suppress(CannotEmit):
+            made = template_of(program, programs=GRID, random=RANDOM, **how)
+            yield f"{program.title} {name}", compile_ahead(made.kernel)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_training_interpreted(codegen: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,14 @@ from fxpar.errors import FxparError
 from fxpar.fusion.kernels import op
 from fxpar.fusion.kernels.index import Map, broadcast, permuted, sliced, strided
 from fxpar.fusion.kernels.program import Program, contiguous
+from fxpar.fusion.kernels.reductions import (
+    Reduction,
+    reduction_behind,
+    reduction_of,
+)
 from fxpar.fusion.kernels.stages import Move, Part, stages_of
 from tests.fusion.kernels import samples
-from tests.fusion.kernels.fused_graphs import GRAPHS, fused
+from tests.fusion.kernels.fused_graphs import GRAPHS, all_reduce, fused
 from tests.fusion.kernels.interpreted import outlined, traced
 
 
@@ -120,6 +126,28 @@ def test_stages() -> None:
     assert kinds == ["reduce_scatter_tensor", "part", "all_gather_into_tensor"]
     (program,) = fused(GRAPHS["prologue"])[1].programs
     assert [type(s) for s in stages_of(program)] == [Part, Move]
+
+
+def test_sums_of_a_number_alone() -> None:
+    """A loss that is reduced, and then summed along a dim it does not have."""
+
+    def loss(x: Any, w: Any, r: Any) -> Any:
+        y = all_reduce(((x @ w) * r).sum())
+        return (y * 2).sum(-1), y.mean(0)
+
+    assert reduction_of("sum", (None, (-1,)), ()) == Reduction("all", 1, 1)
+    fused(loss)
+
+
+def test_a_sum_that_is_rounded_on_the_way_is_no_sum() -> None:
+    x = torch.zeros(4, 8)
+    for fn, known in (
+        (lambda x: x.sum(0).bfloat16(), True),
+        (lambda x: x.sum(0).bfloat16().float(), False),
+    ):
+        program = outlined(traced(fn, [x]))[0].program
+        name = program.outputs[0].name
+        assert (reduction_behind(program, name) is not None) == known
 
 
 def test_a_program_is_found_again(tmp_path: Path, monkeypatch) -> None:

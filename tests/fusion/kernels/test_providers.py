@@ -1,10 +1,15 @@
-"""Workspaces that ranks share: halves in turn, growth, addresses of all ranks. Those of
-several processes are tested by the kernels that use them (``test_templates``)."""
+"""Workspaces that ranks share: halves in turn, growth, addresses of all ranks, and that
+ranks agree where one of them gets none. Those of several processes are tested by the
+kernels that use them (``test_templates``)."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import tempfile
 import threading
+import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +17,35 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fxpar import _compat
-from fxpar.fusion.kernels import run_fused
-from fxpar.fusion.kernels.providers import shared_files, symmetric, virtual
+from fxpar.errors import FxparError
+from fxpar.fusion.kernels import providers, run_fused
+from fxpar.fusion.kernels.providers import (
+    HEAD,
+    Provider,
+    Unshared,
+    region_number,
+    shared_files,
+    symmetric,
+    virtual,
+)
 
 CPU = torch.device("cpu")
+
+
+def ranks(fn: Callable[[int], Any], count: int = 2) -> list[Any]:
+    """Of all ranks, each a thread: what ``fn`` gives, or what it raises."""
+
+    def run(rank: int) -> Any:
+        try:
+            return fn(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count), timeout=60))
 
 
 def test_halves_are_used_in_turn_and_grow() -> None:
@@ -33,7 +61,7 @@ def test_halves_are_used_in_turn_and_grow() -> None:
     for provider, space in ((a, first), (b, other)):
         assert space.buffers[provider.rank] == space.own.data_ptr()
         pads = space.signals[provider.rank].item()
-        size = 4 * provider.ranks * provider.programs
+        size = 4 * (HEAD + provider.ranks * provider.programs)
         assert ctypes.string_at(pads, size) == bytes(size)
         assert abs(pads - space.own.data_ptr()) >= size
     large = a.workspace(1 << 20)
@@ -42,45 +70,193 @@ def test_halves_are_used_in_turn_and_grow() -> None:
     assert a.workspace(100).own.numel() == large.own.numel(), "it does not shrink"
 
 
-def test_files_leave_no_names() -> None:
-    before = set(Path("/dev/shm").glob("fxpar_*"))
-    provider = shared_files(torch.distributed.HashStore(), 0, 1, name="alone")
+def test_files_leave_no_names(monkeypatch) -> None:
+    token = uuid.uuid4()
+    monkeypatch.setattr(providers.uuid, "uuid4", lambda: token)
+    provider = shared_files(dist.HashStore(), 0, 1, name="alone")
     space = provider.workspace(1 << 10)
-    assert space.buffers.tolist() == [space.own.data_ptr()]
-    assert set(Path("/dev/shm").glob("fxpar_*")) <= before
+    assert space.buffers[0] == space.own.data_ptr()
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        assert not [*Path(folder).glob(f"fxpar_{token.hex}*")]
+
+
+def test_a_store_may_have_seen_others_of_the_name() -> None:
+    store = dist.HashStore()
+    for number in range(2):  # the second one is in need of all ranks again
+        made = ranks(lambda r: shared_files(store, r, 2, name="again"))
+        spaces = ranks(lambda r, made=made: made[r].workspace(10))
+        spaces[0].own[0] = 7 + number
+        there = ctypes.string_at(spaces[1].buffers[0].item(), 1)
+        assert there == bytes([7 + number])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_room_on_one_rank_is_none_on_all(monkeypatch, failing: int) -> None:
+    """And all keep what they had."""
+    store, here = dist.HashStore(), threading.local()
+    mapped, asked = torch.from_file, []
+
+    def from_file(name: str, **how: Any) -> torch.Tensor:
+        asked.append(name)
+        if how["size"] > 1 << 20 and here.rank == failing:
+            raise RuntimeError("out of memory")
+        return mapped(name, **how)
+
+    monkeypatch.setattr(torch, "from_file", from_file)
+
+    def run(rank: int) -> Any:
+        here.rank = rank
+        provider = shared_files(store, rank, 2, name="room")
+        first = provider.workspace(100)
+        with pytest.raises(Unshared, match=f"rank {failing} failed: .*out of memory"):
+            provider.workspace(1 << 20)
+        with pytest.raises(Unshared, match="no room"):  # nobody is asked again
+            provider.workspace(1 << 20)
+        return [first, provider.workspace(100), provider.workspace(100)]
+
+    found = ranks(run)
+    for first, second, third in found:
+        assert first.own.data_ptr() == third.own.data_ptr() != second.own.data_ptr()
+    assert not [name for name in asked if Path(name).exists()]
 
 
 def test_no_memory_is_shared_on_cpu_unless_said() -> None:
     assert run_fused.provider_of("a group of CPUs", CPU) is None
 
 
-@pytest.mark.parametrize("broken", [None, 1])
-def test_ranks_agree_on_symmetric_memory(monkeypatch, broken: int | None) -> None:
-    """If one rank cannot have it, none uses it; grids fit the smallest device."""
-    store, here = torch.distributed.HashStore(), threading.local()
+def test_a_provider_ends_with_its_group() -> None:
+    if dist.is_initialized():
+        pytest.skip("there is a process group of another test")
+    (provider,) = virtual(1, CPU, programs=1)
+    for known in (None, None):  # of the second one nothing is known again
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        name = _compat.default_group().group_name
+        assert run_fused.provider_of(name, CPU) is known
+        run_fused.install(name, "cpu", provider)
+        assert run_fused.provider_of(name, CPU) is provider
+        dist.destroy_process_group()
+    assert run_fused.provider_of(name, CPU) is None
 
-    def memory(nbytes: int, device: Any, group: str) -> Any:
-        if here.rank == broken:
-            raise RuntimeError("no peer access")
-        own = torch.ones(nbytes, dtype=torch.uint8)
-        return own, (own.data_ptr(),) * 2, own
 
-    def device(_: Any) -> Any:
-        return mock.Mock(multi_processor_count=(132, 78)[here.rank])
+class Gpus:
+    """Two that are not there. ``symmetric_meet`` waits for both, as torch's does."""
 
-    monkeypatch.setattr(_compat, "group_store", lambda _: (store, here.rank, 2))
-    monkeypatch.setattr(_compat, "symmetric_memory", memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", device)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    def __init__(self, monkeypatch: Any) -> None:
+        self.store, self.here = dist.HashStore(), threading.local()
+        self.broken: dict[str, Exception] = {}  # by what breaks on the second rank
+        self.machines, self.devices = ["a", "a"], ["0", "1"]
+        self.both = threading.Barrier(2, timeout=20)
+        made = {
+            "group_store": lambda _: (self.store, self.here.rank, 2),
+            "symmetric_empty": self.empty,
+            "symmetric_meet": self.meet,
+        }
+        for name, fn in made.items():
+            monkeypatch.setattr(_compat, name, fn)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", self.device)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(
+            providers, "_machine", lambda: self.machines[self.here.rank]
+        )
 
-    def run(rank: int) -> Any:
-        here.rank = rank
-        made = symmetric("g", CPU)
-        if made is None:
-            return None
-        return made.programs, made.workspace(10).own.any().item()
+    def fail(self, what: str) -> None:
+        if self.here.rank == 1 and what in self.broken:
+            raise self.broken[what]
 
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2), timeout=60))
-    want = None if broken else (78, False)
-    assert found == [want, want]
+    def empty(self, nbytes: int, device: Any) -> torch.Tensor:
+        self.fail("empty")
+        return torch.ones(nbytes, dtype=torch.uint8)
+
+    def meet(self, own: torch.Tensor, group: str) -> Any:
+        self.both.wait()
+        self.fail("meet")
+        return (own.data_ptr(),) * 2, (own, mock.Mock(multicast_ptr=0))
+
+    def device(self, _: Any) -> Any:
+        counts, uuid = (132, 78), self.devices[self.here.rank]
+        return mock.Mock(multi_processor_count=counts[self.here.rank], uuid=uuid)
+
+    def run(self, fn: Callable[[int], Any] | None = None) -> list[Any]:
+        def run(rank: int) -> Any:
+            self.here.rank = rank
+            return fn(rank) if fn else symmetric("g", CPU)
+
+        return ranks(run)
+
+
+def test_ranks_share_symmetric_memory(monkeypatch) -> None:
+    """Grids fit the smallest device, and leave some of it to others."""
+    gpus = Gpus(monkeypatch)
+    made = gpus.run()
+    assert [p.programs for p in made] == [78 - providers.FREE] * 2
+    assert all(p.cooperative for p in made)
+    spaces = gpus.run(lambda rank: made[rank].workspace(10))
+    assert not any(space.own.any() for space in spaces)
+
+
+@pytest.mark.parametrize("what", ["empty", "meet"])
+def test_ranks_agree_that_there_is_none(monkeypatch, caplog, what: str) -> None:
+    """If one rank cannot have it, none uses it, none waits, and one says why."""
+    gpus = Gpus(monkeypatch)
+    gpus.broken = {what: RuntimeError("no peer access")}
+    with caplog.at_level(logging.WARNING, "fxpar"):
+        assert gpus.run() == [None, None]
+    (text,) = caplog.messages
+    assert "rank 1 failed" in text and "no peer access" in text
+
+
+@pytest.mark.parametrize("what", ["empty", "meet"])
+def test_a_wrong_call_of_our_own_is_raised(monkeypatch, what: str) -> None:
+    gpus = Gpus(monkeypatch)
+    gpus.broken = {what: AttributeError("no such name")}
+    first, second = gpus.run()
+    assert first is None
+    assert isinstance(second, AttributeError)
+
+
+def test_several_machines_or_one_gpu_share_none(monkeypatch, caplog) -> None:
+    gpus = Gpus(monkeypatch)
+    gpus.machines = ["a", "b"]
+    assert gpus.run() == [None, None]
+    assert "several machines" in caplog.text
+    gpus.machines, gpus.devices = ["a", "a"], ["0", "0"]
+    assert gpus.run() == [None, None]
+    assert "share GPUs" in caplog.text
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert None not in gpus.run()
+
+
+def test_a_machine_is_known_by_when_it_was_started() -> None:
+    assert providers._machine() == providers._machine() != ""
+    if Path("/proc/sys/kernel/random/boot_id").exists():
+        assert providers._machine().count("-") == 4
+
+
+def used(provider: Provider, monkeypatch: Any, stream: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    provider._follow()
+
+
+def test_another_stream_waits_for_the_last_one(monkeypatch) -> None:
+    (provider,) = virtual(1, CPU, programs=1)
+    a, b = mock.Mock(), mock.Mock()
+    for stream in (a, a, b):
+        used(provider, monkeypatch, stream)
+    a.wait_stream.assert_not_called()
+    b.wait_stream.assert_called_once_with(a)
+    used(provider, monkeypatch, a)
+    a.wait_stream.assert_called_once_with(b)
+
+
+def test_what_a_kernel_says_is_raised() -> None:
+    (provider,) = virtual(1, CPU, programs=1)
+    provider.check()  # nothing was said
+    provider.reserve(10)
+    provider.check()
+    number = region_number("0123456789abcdef", "fxpar::region add")
+    assert provider._memory is not None
+    provider._memory.own[:8].view(torch.int32)[:] = torch.tensor([4, number])
+    with pytest.raises(FxparError, match="rank 3 .* inside fxpar::region add"):
+        provider.check()
+    with pytest.raises(FxparError, match="rank 3"):  # before those words are gone
+        provider.workspace(1 << 20)

@@ -41,8 +41,13 @@ F32 = 1e-6  # relative to the largest number of a result
 
 BROKEN = "reduced_norm 2"
 LATER = ("reduced_norm", "reduced_norm bf16", "reduced_update", "scattered_norm bf16")
+LATER += tuple(
+    name for name in cases.CASES if "switch" in name and "computed" not in name
+)
 MOST = ",".join(name for name in cases.CASES if name not in LATER)
 QUICK = ("sound:1:mixed_update", f"sound:2:{MOST}", "sound:4:computed_norm 2,gathered")
+MEASURED = "measured:2:gathered"
+LOST = "lost:3:reduced_norm 2"
 WRONG = (f"no_barrier:2:{BROKEN}", f"one_half:2:{BROKEN}")
 
 
@@ -61,7 +66,7 @@ def run(*what: str) -> dict[str, Any]:
 
 @functools.cache
 def quick() -> dict[str, Any]:
-    return run(*QUICK, f"slow:2:{BROKEN}", *WRONG)
+    return run(*QUICK, f"slow:2:{BROKEN}", LOST, MEASURED, *WRONG)
 
 
 def check(found: dict[str, Any]) -> None:
@@ -96,6 +101,24 @@ def test_broken_ones_are_caught(what: str) -> None:
         check(dict(quick()[what]))
 
 
+@pytest.mark.multiprocess
+def test_rungs_that_are_measured() -> None:
+    """All ranks take the same, and write to nothing of the user's while they try."""
+    check(dict(quick()[MEASURED]))
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_never_comes_is_named() -> None:
+    """No kernel waits for ever, also not the one after the first that gave up."""
+    *others, last = quick()[LOST]
+    assert last == [] and len(others) == 2
+    for texts in others:
+        assert len(texts) == 2
+        for text in texts:
+            assert "rank 2 of the group was not heard from inside fxpar::region" in text
+            assert "fix: see why that rank failed" in text
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ["sound:1", "sound:2", "sound:3", "sound:4", "slow:2"])
@@ -107,16 +130,16 @@ def test_more_ranks(what: str) -> None:
 # bits. Triton 3.7.1; a bound for others would say nothing.
 RANKS, GRID = 8, 132
 GOLDEN = {
-    "reduced_norm": (110, 28),
+    "reduced_norm": (113, 28),
     "reduced_norm 2": (128, 30),
     "computed_norm": (95, 28),
     "reduced_update": (56, 24),
-    "reduced_update 2": (56, 26),
+    "reduced_update 2": (60, 26),
     "scattered_norm": (124, 24),
     "gathered_norm": (48, 10),
     "gathered": (32, 2),
     "scattered_update": (56, 26),
-    "mixed_update": (56, 18),
+    "mixed_update": (64, 18),
 }
 
 
@@ -153,7 +176,7 @@ def compiled(made: Template) -> tuple[str, str]:
     types |= {n.strip(" '"): "i32" for n in numbers.split(",")}
     types |= {"PROGRAMS": "constexpr"}
     source = ASTSource(function_of(found), types, {"PROGRAMS": found.programs}, aligned)
-    options = {"num_warps": found.warps}
+    options = {"num_warps": found.warps, "launch_cooperative_grid": True}
     target = GPUTarget("cuda", 90, 32)
     done: Any = triton.compile(source, target=target, options=options)
     return done.asm["ptx"], _usage(done.asm["cubin"])
@@ -161,7 +184,8 @@ def compiled(made: Template) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_compiled_ahead(name: str) -> None:
-    """Signals with the order they need, peers' memory 128 bits at a time, no spills."""
+    """Signals with the order they need, peers' memory 128 bits at a time, no spills but
+    of what is kept over a barrier."""
     made = large(name, torch.float32 if "update" in name else torch.bfloat16)
     ptx, usage = compiled(made)
     assert re.search(r"\.target (\S+)", ptx)[1] == "sm_90a"
@@ -169,7 +193,7 @@ def test_compiled_ahead(name: str) -> None:
     for word in ("release", "acquire"):
         found = re.findall(rf"atom\.global\.{word}\.sys\.cas\.b32", ptx)
         assert len(found) == signals > 0
-    assert re.search(r"STACK:(\d+)", usage)[1] == "0"
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 8
     registers, wide = GOLDEN[name]
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= wide
     if triton.__version__.startswith("3.7."):

@@ -1,0 +1,375 @@
+"""Parts of ``one_gpu.py`` that check kernels in one process: epilogues, collectives
+inside kernels with streams that play ranks, matmuls with a stream that copies.
+
+Every kernel is compared with its program in a higher precision on fresh random inputs;
+what it writes begins as NaN. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gpu_programs as programs
+import torch
+import triton
+from gpu_here import (
+    Here,
+    apart,
+    current,
+    fill,
+    fork,
+    load,
+    meet,
+    on,
+    pinned,
+    poisoned,
+    same,
+    streams,
+)
+from gpu_programs import BF16, CASES, F32, ONLY_F32, PIECES, TINY, Case, Job, Sizes
+
+from fxpar.fusion.kernels import gemm_signals, interpret, launch, run_fused
+from fxpar.fusion.kernels.gemm import BIAS, Gemm, Tiles, gemm, signals_of
+from fxpar.fusion.kernels.gemm import launch as launch_gemm
+from fxpar.fusion.kernels.providers import Provider, virtual
+from fxpar.fusion.kernels.templates import Template, template_of
+
+# Relative to the largest number: of float32 (exp, division and rsqrt are within
+# two units), of bfloat16, where a value on the way may round to its neighbour, and
+# of matmuls of it. What is shown of a check is the worst error as a share of these.
+NEAR, NEAR_BF16, NEAR_MM = 1e-5, 1e-2, 1e-2
+TURNS, REPEATS = 3, 100
+REPEATED = ("reduce_norm", "reduce_norm 2", "scatter_update")
+SHAPES = ((64, 4096), (37, 1000))
+
+
+# Epilogues.
+
+
+def epilogues(here: Here) -> None:
+    """Kernels without collectives, beside their programs in float64 or float32."""
+    launch.empty = poisoned
+    for dtype in (F32, BF16):
+        errors, wrong, masks = [], [], []
+        for name in PIECES:
+            if dtype is BF16 and name in ONLY_F32:
+                continue
+            for shape in here.pick(SHAPES if dtype is F32 else SHAPES[:1], ((6, 24),)):
+                error, masked = epilogue(here, name, shape, dtype)
+                limit = NEAR if dtype is F32 else NEAR_BF16
+                errors.append(error / limit)
+                masks += masked
+                if not error <= limit:
+                    wrong.append(f"{name} {shape}: {error:.1e}")
+        word = str(dtype).removeprefix("torch.")
+        good = not wrong and masks and all(masks)
+        note = f"{len(errors)} kernels, {sum(masks)} masks equal"
+        here.check(f"epilogues {word}", good, max(errors), wrong=wrong, note=note)
+
+
+def epilogue(
+    here: Here, name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[float, list[bool]]:
+    """How far a kernel's results are apart, relative to the largest; and whether masks
+    are equal."""
+    fn, names = PIECES[name]
+    seeds = range(10, 10 + len(names))
+    given = [
+        programs.made_of(here, word, *shape, dtype, seed)
+        for word, seed in zip(names, seeds, strict=True)
+    ]
+    job = programs.job_of([fn], given)
+    values = job.values(given)
+    kernel = launch.compiled(job.program, here.device.type)
+    assert kernel is not None, f"{name} has no kernel"
+    made = launch.run(job.program, list(values.values()), job.numbers[0])
+    wide, to = programs.widened(job.program, dtype)
+    raised = [programs.up(x, to) for x in values.values()]
+    want = interpret.run(wide, raised, job.numbers[0])
+    worst, masks = 0.0, []
+    for t, got, x in zip(job.program.outputs, made, want, strict=True):
+        if t.dtype == "bool":
+            masks.append(same(here, got, x))
+        worst = max(worst, apart(here, got, x))
+    return worst, masks
+
+
+# Streams that play ranks.
+
+
+def virtual_ranks(here: Here) -> None:
+    """Every template on 2, 4 and 8 virtual ranks, and repeated."""
+    launch.empty = poisoned
+    for ranks in here.pick((2, 4, 8), (1,)):
+        playing = virtual(ranks, here.device, programs=max(1, here.programs // ranks))
+        ours = streams(here, ranks)
+        errors, wrong, differ = [], [], []
+        for name, case in cases_of(ranks).items():
+            sizes = here.pick(Sizes(), TINY)
+            error, alike = one_case(here, case, sizes, playing, ours)
+            limit = NEAR if case.dtype is F32 else NEAR_BF16
+            errors.append(error / limit)
+            if not error <= limit:
+                wrong.append(f"{name}: {error:.1e}")
+            if not alike:
+                differ.append(name)
+        bad = {}
+        for name in REPEATED:
+            bad[name] = repeated(here, CASES[name], playing, ours)
+        note = f"{len(errors)} templates, {len(bad)} repeated {REPEATS} times"
+        good = not wrong and not differ and not any(bad.values())
+        more = {"wrong": wrong, "replicas_differ": differ, "rounds_bad": bad}
+        here.check(f"{ranks} virtual ranks", good, max(errors), note=note, **more)
+
+
+def cases_of(ranks: int) -> dict[str, Case]:
+    """Those that there are templates of: a mask of one rank's rows has the size of what
+    is before the collective, where there is one rank."""
+    return {k: case for k, case in CASES.items() if ranks > 1 or not case.masked}
+
+
+def template(here: Here, case: Case, job: Job, programs: int) -> Template:
+    random = launch.random_of(here.device.type)
+    return template_of(job.program, shots=case.shots, programs=programs, random=random)
+
+
+def one_case(
+    here: Here, case: Case, sizes: Sizes, playing: Sequence[Provider], ours: Any
+) -> tuple[float, bool]:
+    """How far results of all ranks are apart from the oracle's, at most, in some
+    rounds; and whether what ranks hold alike is equal to the bit."""
+    ranks = len(playing)
+    job = programs.case_job(here, case, ranks, sizes)
+    made = template(here, case, job, playing[0].programs)
+    for provider in playing:
+        provider.reserve(made.nbytes)
+    worst, alike = 0.0, True
+    for turn in range(TURNS):
+        given = [
+            programs.inputs_of(here, case, ranks, rank, turn, sizes)
+            for rank in range(ranks)
+        ]
+        ready = prepare(here, made, job, given, playing)
+        play(here, made, [arguments for arguments, _ in ready], ours)
+        here.sync()
+        got = [run_fused.named(made.kernel, writes) for _, writes in ready]
+        want = programs.oracle(here, job, case, given)
+        outputs = [t.name for t in job.program.outputs]
+        for mine, his in zip(got, want, strict=True):
+            for name, x in zip(outputs, his, strict=True):
+                worst = max(worst, apart(here, mine[name], x))
+        both = programs.alike(here, want)
+        alike &= bool(both) or case.masked
+        for i in both:
+            first = got[0][outputs[i]]
+            alike &= all(same(here, mine[outputs[i]], first) for mine in got)
+    return worst, alike
+
+
+Ready = list[tuple[tuple[Any, ...], list[torch.Tensor]]]
+
+
+def prepare(
+    here: Here, made: Template, job: Job, given: Any, playing: Sequence[Provider]
+) -> Ready:
+    """Arguments and results of all ranks' kernels, which are compiled and loaded."""
+    ready: Ready = []
+    for rank, provider in enumerate(playing):
+        values = job.values(given[rank])
+        numbers = job.numbers[rank]
+        ready.append(run_fused.prepared(made, values, numbers, provider))
+        kernel = made.kernel
+        load(
+            here,
+            launch.function_of(kernel),
+            ready[-1][0],
+            kernel.programs,
+            PROGRAMS=kernel.programs,
+            num_warps=kernel.warps,
+        )
+    here.sync()
+    return ready
+
+
+def play(here: Here, made: Template, arguments: Any, ours: Sequence[Any]) -> None:
+    """All ranks' kernels, each on its stream; this stream waits for them."""
+    fork(here, ours)
+    for stream, mine in zip(ours, arguments, strict=True):
+        with on(here, stream):
+            run_fused.start(made.kernel, mine)
+    meet(here, ours)
+
+
+def repeated(here: Here, case: Case, playing: Sequence[Provider], ours: Any) -> int:
+    """Rounds, in a row and without a pause, whose results are not the first's. Three
+    inputs and two halves of the workspace: what is left of another round is seen."""
+    ranks, sizes = len(playing), here.pick(Sizes(), TINY)
+    job = programs.case_job(here, case, ranks, sizes)
+    made = template(here, case, job, playing[0].programs)
+    for provider in playing:
+        provider.reserve(made.nbytes)
+    rounds = []
+    for k in range(6):  # in the order of the halves
+        given = [
+            programs.inputs_of(here, case, ranks, rank, k % 3, sizes)
+            for rank in range(ranks)
+        ]
+        rounds.append(prepare(here, made, job, given, playing))
+    first = []
+    for ready in rounds[:3]:
+        play(here, made, [arguments for arguments, _ in ready], ours)
+        here.sync()
+        first.append([[x.clone() for x in writes] for _, writes in ready])
+    play(here, made, [arguments for arguments, _ in rounds[3]], ours)  # ends a pair
+    here.sync()
+    for ready in rounds:
+        for _, writes in ready:
+            for x in writes:
+                x.fill_(float("nan") if x.is_floating_point() else 1)
+    here.sync()
+    for i in range(here.pick(REPEATS, 6)):
+        for rank, stream in enumerate(ours):
+            with on(here, stream):
+                run_fused.start(made.kernel, rounds[(i + 4) % 6][rank][0])
+    here.sync()
+    bad = 0
+    for k, ready in enumerate(rounds):
+        for rank, (_, writes) in enumerate(ready):
+            want = first[k % 3][rank]
+            bad += not all(map(lambda a, b: same(here, a, b), writes, want))
+    return bad
+
+
+# Matmuls with a stream that copies.
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def wait_for(flags_ptr, chunk):
+    """Ends when the flag of a chunk is up."""
+    gemm_signals.wait(flags_ptr + chunk)
+
+
+def matmuls(here: Here) -> None:
+    """Products whose chunks another stream brings or takes away."""
+    for kind, play_it in (("gather", gathered), ("scatter", scattered)):
+        errors, left, wrong = [], 0, []
+        for dtype in ("float32", "bfloat16"):
+            for ranks, rank in ((4, 1), (8, 7)):
+                m, n, k = here.pick((4096, 2048, 1024), (64, 40, 40))
+                made = small_gemm(here, kind, m, n, k, ranks, dtype)
+                error, more = play_it(here, made, m, n, k, rank, dtype)
+                limit = NEAR if dtype == "float32" else NEAR_MM
+                errors.append(error / limit)
+                left += more
+                if not error <= limit:
+                    wrong.append(f"{dtype}, rank {rank} of {ranks}: {error:.1e}")
+        note = f"{len(errors)} kernels, 3 rounds each; {left} flags left up"
+        good = not wrong and not left
+        here.check(f"matmul {kind}", good, max(errors), wrong=wrong, note=note)
+
+
+def small_gemm(
+    here: Here, kind: str, m: int, n: int, k: int, ranks: int, dtype: str
+) -> Gemm:
+    """Some multiprocessors are left for who waits or copies."""
+    tiles = here.pick(None, Tiles(16, 16, 16, 4, 1, band=2))
+    return gemm(
+        kind, m, n, k, ranks, dtype,
+        programs=max(1, here.programs - 16),
+        epilogue=BIAS,
+        tiles=tiles,
+    )  # fmt: skip
+
+
+def matrices(here: Here, m: int, n: int, k: int, dtype: str, turn: int) -> Any:
+    """A, B, a bias, and their product in a higher precision."""
+    of = getattr(torch, dtype)
+    a, b = fill(here, (m, k), of, turn), fill(here, (k, n), of, turn + 100)
+    bias = fill(here, (n,), of, turn + 200)
+    wide = torch.float64 if dtype == "float32" else F32
+    return a, b, bias, a.to(wide) @ b.to(wide) + bias.to(wide)
+
+
+def loaded(here: Here, made: Gemm, operands: Any, *rest: Any) -> None:
+    """The kernel of a matmul is compiled and loaded."""
+    function = getattr(launch.module_of(made.name, made.text), made.name)
+    load(
+        here, function, (*operands, *rest), made.programs,
+        PROGRAMS=made.programs, INTERPRETED=False,
+        num_warps=made.tiles.warps, num_stages=made.tiles.stages,
+    )  # fmt: skip
+
+
+def gathered(
+    here: Here, made: Gemm, m: int, n: int, k: int, rank: int, dtype: str
+) -> tuple[float, int]:
+    """Other ranks' chunks come from the host, by a copy engine, late and in turn; the
+    flags too, so that no kernel is needed for them."""
+    flags, counts = signals_of(made, here.device)
+    (copier,) = streams(here, 1)
+    one = pinned(here, torch.ones(1, dtype=torch.int32))
+    worst, left = 0.0, 0
+    for turn in range(3):
+        a, b, bias, want = matrices(here, m, n, k, dtype, turn)
+        there = torch.full_like(a, float("nan"))
+        c = torch.full((m, n), float("nan"), dtype=a.dtype, device=here.device)
+        chunks, places = pinned(here, a).chunk(made.chunks), there.chunk(made.chunks)
+        own = a.chunk(made.chunks)[rank]
+        operands = own, there, b, c, bias
+        loaded(here, made, operands, flags, counts, rank)
+        here.sync()
+        if here.is_gpu:  # else it would wait for what comes behind it
+            launch_gemm(made, operands, flags, counts, rank)
+        with on(here, copier):
+            for i in range(1, made.chunks):
+                chunk = (rank + i) % made.chunks
+                places[chunk].copy_(chunks[chunk], non_blocking=True)
+                flags[chunk : chunk + 1].copy_(one, non_blocking=True)
+        if not here.is_gpu:
+            launch_gemm(made, operands, flags, counts, rank)
+        here.sync()
+        worst = max(worst, apart(here, c, want))
+        left += nonzero(here, flags, counts)
+    return worst, left
+
+
+def scattered(
+    here: Here, made: Gemm, m: int, n: int, k: int, rank: int, dtype: str
+) -> tuple[float, int]:
+    """Each chunk is taken away once its flag is up, the own one last."""
+    flags, counts = signals_of(made, here.device)
+    (taker,) = streams(here, 1)
+    worst, left = 0.0, 0
+    order = [(rank - 1 - i) % made.chunks for i in range(made.chunks)]
+    for turn in range(3):
+        a, b, bias, want = matrices(here, m, n, k, dtype, turn)
+        c = torch.full((m, n), float("nan"), dtype=a.dtype, device=here.device)
+        taken = pinned(here, torch.full_like(c, float("nan"), device="cpu"))
+        zero = pinned(here, torch.zeros(1, dtype=torch.int32))
+        operands = a, b, c, bias
+        loaded(here, made, operands, flags, counts, rank)
+        load(here, wait_for, (flags, 0), 1)
+        here.sync()
+        if not here.is_gpu:
+            launch_gemm(made, operands, flags, counts, rank)
+        with on(here, taker):
+            for chunk in order:
+                wait_for[(1,)](flags, chunk)
+                place = taken.chunk(made.chunks)[chunk]
+                place.copy_(c.chunk(made.chunks)[chunk], non_blocking=True)
+                flags[chunk : chunk + 1].copy_(zero, non_blocking=True)
+        if here.is_gpu:
+            launch_gemm(made, operands, flags, counts, rank)
+        here.sync()
+        current(here).wait_stream(taker)
+        worst = max(worst, apart(here, taken.to(here.device), want))
+        left += nonzero(here, flags, counts)
+    return worst, left
+
+
+def nonzero(here: Here, *signals: torch.Tensor) -> int:
+    """Signals that are not as they were."""
+    if here.mode == "ahead":
+        return 0
+    return sum(int(x.count_nonzero()) for x in signals)

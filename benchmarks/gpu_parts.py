@@ -1,0 +1,216 @@
+"""Parts of ``one_gpu.py`` as processes: started early, told to go, watched, ended.
+
+In: which part, how many ranks, how long. Out: how it ended, the rows it told until
+then, the end of what it printed. Every process is the first of a session of its own and
+is ended with all it started: when its time is over, and when another rank of its part
+has failed. A GPU is never touched here, nor torch imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TAIL = 1500  # characters of what a part printed that are kept if it fails
+STUCK = 5.0  # seconds that a killed process may need to be gone
+
+# What all parts run with. Kernels that wait for each other must not stand in one
+# hardware queue.
+ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+    "FXPAR_PLAN": "propagate",
+    "FXPAR_SCHEDULE": "none",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``status``: "done", "failed", "late" (ended at its limit) or "skipped"."""
+
+    status: str
+    seconds: float
+    rows: tuple[dict[str, Any], ...] = ()
+    tail: str = ""
+
+
+@dataclass
+class Running:
+    """The processes of a part, which wait to be told to go."""
+
+    processes: list[subprocess.Popen[bytes]]
+    outs: list[Path]
+    logs: list[Path]
+    begun: float = field(default_factory=time.monotonic)
+
+
+def start(
+    script: Path,
+    name: str,
+    mode: str,
+    ranks: int,
+    folder: Path,
+    more: Mapping[str, str],
+    place: Path | None = None,
+) -> Running:
+    """Start a part's processes; they import what they need and wait for ``go``.
+    ``folder``: of caches; ``place``: of what they say, there too by default."""
+    port = _free_port()
+    running = Running([], [], [])
+    for rank in range(ranks):
+        out, log = (
+            (place or folder) / f"{name}.{rank}.{end}" for end in ("rows", "log")
+        )
+        command = [sys.executable, str(script), "--part", name, "--mode", mode]
+        command += ["--rank", str(rank), "--ranks", str(ranks)]
+        command += ["--port", str(port), "--out", str(out)]
+        environment = _environment(folder, mode, rank, ranks, port)
+        environment |= {k: v.format(rank=rank) for k, v in more.items()}
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        running.processes.append(process)
+        running.outs.append(out)
+        running.logs.append(log)
+    return running
+
+
+def finish(running: Running, limit: float) -> Outcome:
+    """Let a part go, and wait for its end, ``limit`` seconds at most."""
+    running.begun = time.monotonic()
+    go(running)
+    status = _wait(running.processes, running.begun + limit)
+    end(running)
+    rows = tuple(row for out in running.outs[:1] for row in _rows(out))
+    tail = "" if status == "done" else _tails(running)
+    return Outcome(status, time.monotonic() - running.begun, rows, tail)
+
+
+def go(running: Running) -> None:
+    """Tell a part's processes to begin."""
+    for process in running.processes:
+        with contextlib.suppress(OSError):  # it has ended already
+            assert process.stdin is not None
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+
+
+def end(running: Running) -> None:
+    """End processes with all that they have started."""
+    for process in running.processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + STUCK
+    for process in running.processes:
+        # One that hangs in a driver is left behind, not waited for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, deadline - time.monotonic()))
+        with contextlib.suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            return "failed"
+        if None not in codes:
+            return "done"
+        time.sleep(0.02)
+    return "late"
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    """What was told; the last line may have been cut off."""
+    found = []
+    if out.is_file():
+        for line in out.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def _tails(running: Running) -> str:
+    """The ends of all logs, that of a rank which failed by itself first."""
+    codes = [process.poll() for process in running.processes]
+    order = sorted(range(len(codes)), key=lambda r: codes[r] in (0, -signal.SIGKILL))
+    texts = []
+    for rank in order:
+        text = running.logs[rank].read_text(errors="replace")[-TAIL:]
+        texts.append(f"--- rank {rank}, exit {codes[rank]}\n{text}")
+    return "\n".join(texts)
+
+
+def _environment(
+    folder: Path, mode: str, rank: int, ranks: int, port: int
+) -> dict[str, str]:
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    launched = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",  # all share one device
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    out = {k: v for k, v in os.environ.items() if not k.startswith("FXPAR_")}
+    path = [str(ROOT), str(_metadata(folder)), os.environ.get("PYTHONPATH", "")]
+    out |= ENVIRONMENT | caches | launched
+    out["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    out.pop("TRITON_INTERPRET", None)
+    if mode != "gpu":
+        out |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if mode == "try":
+        out["TRITON_INTERPRET"] = "1"
+    return out
+
+
+def _metadata(folder: Path) -> Path:
+    """A directory for PYTHONPATH: a checkout that was never installed has no version
+    that Python knows, which cache keys of compiled graphs begin with."""
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    sys.path.insert(0, str(ROOT))
+    try:
+        importlib.metadata.version("fxpar")
+    except importlib.metadata.PackageNotFoundError:
+        info = site / "fxpar-0.dist-info"
+        info.mkdir(exist_ok=True)
+        text = "Metadata-Version: 2.1\nName: fxpar\nVersion: 0\n"
+        (info / "METADATA").write_text(text)
+    finally:
+        sys.path.remove(str(ROOT))
+    return site
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

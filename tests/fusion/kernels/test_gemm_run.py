@@ -1,0 +1,468 @@
+"""Matmuls with their collectives, run: on processes that share memory, beside float64
+(``gemm_run_cases``); in which order streams are filled; and when they are worth it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fxpar import _compat
+from fxpar.errors import DeviceError
+from fxpar.fusion.kernels import gemm_ops, gemm_run
+from fxpar.fusion.kernels.gemm import DTYPES, KINDS, Call, Epilogue
+from fxpar.fusion.kernels.gemm_worth import (
+    LEAST_ROWS,
+    MARGIN,
+    Verdict,
+    never,
+    profitable,
+)
+from fxpar.fusion.kernels.providers import FREE, virtual
+from fxpar.passes.ops import JOINED
+from fxpar.sharding import hardware
+from tests.fusion.kernels.ahead import TYPES, _usage
+from tests.fusion.kernels.interpreted import apart
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is an interpreter here"
+)
+
+ROOT = Path(__file__).parents[3]
+F32 = 1e-6  # relative to the largest number of a result
+LATE = ("late_call", "late_copies", "late_matmul", "late_end")
+
+SOUND = (
+    "sound:1:gather,scatter",
+    "sound:2:gather three,gather biases,gather bf16,scatter mean,scatter bf16",
+    "sound:4:gather op 1,scatter op 1",
+)
+ENDS = ("lost:3:scatter", "failing:2:gather")
+WRONG = (
+    "early_flags:2:gather",
+    "wrong_order:3:gather",
+    "no_wait:2:scatter",
+    "no_meeting:2:scatter",
+    "one_half:2:gather",
+)
+
+
+def run(*what: str) -> dict[str, Any]:
+    """What tests.fusion.kernels.gemm_run_cases finds."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        script = "tests.fusion.kernels.gemm_run_cases"
+        command = [sys.executable, "-m", script, file.name, *what]
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=env
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(Path(file.name).read_text())
+
+
+@functools.cache
+def quick() -> dict[str, Any]:
+    return run(*SOUND, *ENDS, *WRONG)
+
+
+def check(found: dict[str, Any]) -> None:
+    """Numbers of all cases and rounds."""
+    signals = found.pop("signals")
+    assert not any(signals), "signals are not lowered again"
+    assert found
+    for name, case in found.items():
+        if "bf16" in name:  # rounded to the nearest, once
+            assert case["ulps"] <= 0.5, name
+        else:
+            assert case["error"] <= F32, name
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", SOUND)
+def test_ranks_give_what_one_process_computes(what: str) -> None:
+    check(dict(quick()[what]))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", WRONG)
+def test_broken_ones_are_caught(what: str) -> None:
+    """Flags ahead of their chunks, chunks in another order than their flags, chunks
+    that are sent before they are made, no meeting, no second half."""
+    with pytest.raises(AssertionError):
+        check(dict(quick()[what]))
+
+
+@pytest.mark.multiprocess
+def test_a_lost_rank_is_not_waited_for_for_ever() -> None:
+    """Both calls of both ranks that are left say which one it was, and in what."""
+    (said,) = (c["said"] for n, c in quick()[ENDS[0]].items() if n != "signals")
+    heard = [text for text in said if text]
+    assert len(heard) == 4
+    for text in heard:
+        assert text.startswith("rank 2 of the group was not heard from inside the sca")
+
+
+@pytest.mark.multiprocess
+def test_a_copy_that_fails_ends_its_matmul() -> None:
+    (found,) = (c for n, c in quick()[ENDS[1]].items() if n != "signals")
+    assert found["said"][0] == "Failing"
+    assert found["error"] <= F32, "the other rank had what it needed"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_cases(ranks: int) -> None:
+    check(run(f"sound:{ranks}")[f"sound:{ranks}"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mode", LATE)
+def test_late_ranks(mode: str) -> None:
+    what = f"{mode}:3:gather three,gather bf16,scatter,scatter bf16"
+    check(run(what)[what])
+
+
+# Streams, without a GPU.
+
+
+def filled(kind: str, log: list[str], broken: str = "") -> list[str]:
+    """What streams are given, in order, by a rank of three; ``broken``: what raises."""
+    at = ["here"]
+
+    def note(what: str) -> None:
+        log.append(f"{at[0]}: {what}")
+        if what == broken:
+            raise RuntimeError(broken)
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            log.append(f"{self.name}: wait for {other.name}")
+
+    @contextmanager
+    def within(stream: Any) -> Any:
+        at[0] = stream.name
+        try:
+            yield
+        finally:
+            at[0] = "here"
+
+    def noted(name: str) -> Any:
+        return lambda: note(name)
+
+    def copies(up: Any, wait: Any) -> None:
+        for chunk in (1, 2):
+            if kind == "scatter":
+                wait(chunk)
+            note(f"copy {chunk}")
+            if kind == "gather":
+                up(chunk)
+
+    provider = SimpleNamespace(
+        device=torch.device("cuda", 0), second=lambda: Stream("second")
+    )
+    flagged = lambda name, _, chunk: noted(f"{name} {chunk}")  # noqa: E731
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda _: Stream("here")),
+        mock.patch.object(torch.cuda, "stream", within),
+        mock.patch.object(_compat, "write_on_stream", lambda *_: False),
+        mock.patch.object(gemm_run, "_flag", flagged),
+    ):
+        gemm_run._together(
+            provider,  # type: ignore[arg-type]
+            noted("meet"),
+            copies,
+            noted("multiply"),
+            torch.zeros(3),
+            waits=kind == "gather",
+        )
+    return log
+
+
+def test_what_a_kernel_waits_for_is_launched_before_it() -> None:
+    """Also where all streams share one queue."""
+    assert filled("gather", []) == [
+        "second: wait for here",
+        "second: meet",
+        "second: copy 1",
+        "second: raise_flag 1",
+        "second: copy 2",
+        "second: raise_flag 2",
+        "here: multiply",
+        "here: wait for second",
+    ]
+    assert filled("scatter", []) == [
+        "second: wait for here",
+        "here: multiply",
+        "second: await_flag 1",
+        "second: copy 1",
+        "second: await_flag 2",
+        "second: copy 2",
+        "second: meet",
+        "here: wait for second",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", ["meet", "copy 2", "multiply"])
+def test_streams_join_whatever_fails(kind: str, broken: str) -> None:
+    """What a failed call allocated is not given away while the second stream writes;
+    and no kernel that waits for flags is launched if these do not come."""
+    log: list[str] = []
+    with pytest.raises(RuntimeError, match=broken):
+        filled(kind, log, broken)
+    assert log[-1] == "here: wait for second"
+    assert kind == "scatter" or broken == "multiply" or "here: multiply" not in log
+
+
+def test_all_is_loaded_and_there_before_the_first_launch() -> None:
+    """Nothing is allocated or compiled between launches."""
+    (provider,) = virtual(1, torch.device("cpu"), programs=4)
+    x, w = torch.zeros(32, 16), torch.zeros(16, 8)
+    starts = (
+        gemm_run.prepared_gather(provider, x, [w]),
+        gemm_run.prepared_scatter(provider, x, w),
+    )
+    for start in starts:
+        with (
+            mock.patch.object(gemm_run, "_load") as load,
+            mock.patch.object(gemm_run.launch, "empty") as empty,
+            mock.patch.object(gemm_run, "_together") as together,
+            mock.patch.object(Call, "__call__"),
+        ):
+            start()
+        assert together.call_count == 1
+        assert not load.called and not empty.called
+
+
+# Compiled ahead.
+
+
+@pytest.mark.parametrize("name", ["meet", "raise_flag", "await_flag", "add_up"])
+def test_small_kernels_compile(name: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fxpar.fusion.kernels import gemm_signals
+
+    function = getattr(gemm_signals, name)
+    signs, constants, order = {
+        "meet": (
+            {"signals_ptr": "*i64", "rank": "i32"},
+            {"RANKS": 8, "REGION": 77},
+            {"release.sys.cas", "acquire.sys.cas"},
+        ),
+        "raise_flag": (
+            {"flags_ptr": "*i32", "chunk": "i32"},
+            {},
+            {"sys.release.exch"},
+        ),
+        "await_flag": (
+            {"flags_ptr": "*i32", "chunk": "i32"},
+            {},
+            {"acquire.sys.cas", "sys.relaxed.exch"},
+        ),
+        "add_up": (
+            dict.fromkeys(("slots_ptr", "own_ptr", "out_ptr"), f"*{TYPES['bfloat16']}")
+            | {"rank": "i32"},
+            {"COUNT": 1 << 20, "RANKS": 8, "DIVISOR": 1, "BLOCK": gemm_run._BLOCK},
+            set[str](),
+        ),
+    }[name]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signs) - 1)}
+    source = ASTSource(
+        function, signs | dict.fromkeys(constants, "constexpr"), constants, aligned
+    )
+    warps = 4 if name == "add_up" else 1
+    made: Any = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
+    ptx = made.asm["ptx"]
+    found = {".".join(x.split(".")[2:5]) for x in ptx.split() if x.startswith("atom.")}
+    assert found == order, found
+    assert "STACK:0" in _usage(made.asm["cubin"])
+    if name == "add_up":
+        assert ptx.count(".v4.b32") >= 8
+
+
+# On a GPU.
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_of_one_gpu_play_ranks(kind: str) -> None:
+    ranks, rows, n, k = 2, 256, 512, 256
+    device = torch.device("cuda", 0)
+    playing = virtual(ranks, device, programs=8)
+    streams = [torch.cuda.Stream(device) for _ in range(ranks)]
+    for provider in playing:
+        provider.reserve(ranks * rows * max(n, k) * 2)
+    for turn in range(3):
+        torch.manual_seed(turn)
+        mine = rows * (ranks if kind == "scatter" else 1)
+        xs = [torch.randn(mine, k, device=device).bfloat16() for _ in range(ranks)]
+        ws = [torch.randn(k, n, device=device).bfloat16() for _ in range(ranks)]
+        starts: list[Any] = []
+        for provider, x, w in zip(playing, xs, ws, strict=True):
+            if kind == "gather":
+                starts.append(gemm_run.prepared_gather(provider, x, [w]))
+            else:
+                starts.append(gemm_run.prepared_scatter(provider, x, w))
+        torch.cuda.synchronize(device)
+        got = []
+        for stream, start in zip(streams, starts, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(start())
+        torch.cuda.synchronize(device)
+        if kind == "gather":
+            whole = torch.cat(xs)
+            want = [whole.float() @ w.float() for w in ws]
+            assert all(torch.equal(a, whole) for a, _ in got)
+            got = [products[0] for _, products in got]
+        else:
+            pairs = zip(xs, ws, strict=True)
+            total = sum((x.float() @ w.float()).bfloat16().float() for x, w in pairs)
+            want = list(total.chunk(ranks))  # type: ignore[attr-defined]
+        for a, b in zip(got, want, strict=True):
+            assert apart(a.cpu(), b.cpu()) <= 2**-7, turn
+
+
+# When it is worth it.
+
+H100 = {"link": 3.7e11, "peak": 7.7e14, "programs": 116, "units": 116 + FREE}
+SIZES = tuple(
+    itertools.product(KINDS, (2, 4, 8), (2048, 8192, 16384), range(512, 8193, 512))
+)
+
+
+def verdict(
+    kind: str, ranks: int, m: int, free: int, other: int = 8192, **more: Any
+) -> Verdict:
+    """``free``: what of n and k is not moved."""
+    n, k = (free, other) if kind == "gather" else (other, free)
+    return profitable(kind, m, n, k, ranks, **(H100 | more))
+
+
+def test_it_must_win_against_both() -> None:
+    found = {size: verdict(*size) for size in SIZES}
+    paying = [x for x in found.values() if x.pays]
+    assert 0 < len(paying) < len(found) / 4
+    for size, x in found.items():
+        ahead = min(x.serial, x.chunked) >= MARGIN * x.overlapped
+        assert x.pays == ahead, size
+        assert f"{x.chunked / x.overlapped:.2f} as chunk by chunk" in x.why
+
+
+def test_chunks_whose_tiles_fill_the_device_are_left_to_others() -> None:
+    """[1024, 2304] is 72 tiles of 132, [1024, 4096] 128 of them."""
+    full, part = verdict("gather", 8, 8192, 4096), verdict("gather", 8, 8192, 2304)
+    assert part.pays and not full.pays
+    assert full.chunked < full.overlapped < full.serial
+
+
+@pytest.mark.parametrize("more", [{"link": 1e9}, {"link": 1e15}])
+def test_nothing_is_hidden_behind_a_link_too_slow_or_too_fast(more: Any) -> None:
+    assert not any(verdict(*size, **more).pays for size in SIZES)
+
+
+def test_few_rows_never_pay() -> None:
+    for kind, ranks, link in itertools.product(KINDS, (2, 4, 8), (1e10, 1e11, 1e12)):
+        for m in (8, 64, 512, LEAST_ROWS - 8):
+            assert not verdict(kind, ranks, m, 2304, link=link).pays
+            assert "rows" in never(kind, m, 2304, 8192, ranks, "bfloat16")
+
+
+def test_further_weights_hide_nothing() -> None:
+    """They follow in a kernel of their own, but chunk by chunk they hide copies."""
+    one = verdict("gather", 8, 8192, 2304)
+    more = verdict("gather", 8, 8192, 2304, rest=2304)
+    assert one.pays
+    work = 2.0 * 8192 * 2304 * 8192 / H100["peak"]
+    assert more.overlapped == pytest.approx(one.overlapped + work)
+    assert more.serial == pytest.approx(one.serial + work)
+    assert more.chunked > one.chunked
+
+
+def test_sums_are_paid_for_by_a_scatter_alone() -> None:
+    for kind in KINDS:
+        fast = verdict(kind, 4, 8192, 4096, memory=1e15)
+        slow = verdict(kind, 4, 8192, 4096, memory=1e12)
+        assert (slow.overlapped > fast.overlapped) == (kind == "scatter")
+        assert (slow.chunked > fast.chunked) == (kind == "scatter")
+        assert slow.serial == fast.serial
+
+
+def test_the_rung_of_known_hardware() -> None:
+    given = "gather", 8192, 2304, 8192, 8, 0, "bfloat16"
+    assert gemm_ops.rung_of(*given, 116, "h100").name == "signals"
+    assert gemm_ops.rung_of("gather", 1024, *given[2:], 116, "h100").name == "chunks"
+    assert gemm_ops.rung_of(*given, 116, "v100-dgx2").name == "chunks"
+
+
+def test_grids_leave_room_for_what_they_wait_for() -> None:
+    for kind, dtype in itertools.product(KINDS, DTYPES):
+        given = kind, 8192, 4096, 1024, 8, dtype
+        made = gemm_run._made(
+            *given, programs=116, b_stride=(4096, 1), epilogue=Epilogue(), signals=True
+        )
+        assert made.programs <= 116
+
+
+@pytest.mark.parametrize("devices", ["h100 h100", "h100 h200", "h100 ?"])
+def test_ranks_agree_on_what_they_run_on(monkeypatch: Any, devices: str) -> None:
+    names, here = devices.split(), threading.local()
+    store = torch.distributed.HashStore()
+
+    class Group:
+        pass
+
+    groups = [Group(), Group()]
+
+    def detect() -> Any:
+        if names[here.rank] == "?":
+            raise DeviceError("unknown", fix="none")
+        return hardware.lookup(names[here.rank])
+
+    monkeypatch.setattr(_compat, "group_store", lambda _: (store, here.rank, 2))
+    monkeypatch.setattr(_compat, "group_named", lambda _: groups[here.rank])
+    monkeypatch.setattr(hardware, "detect", detect)
+
+    def ask(rank: int) -> str:
+        here.rank = rank
+        return gemm_ops._hardware_of("g")
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(ask, range(2), timeout=60))
+    want = names[0] if names[0] == names[1] else ""
+    assert found == [want, want]
+    with ThreadPoolExecutor(1) as pool:  # kept: nobody is asked again
+        assert pool.submit(ask, 0).result(timeout=60) == want
+
+
+def test_on_cpu_the_parts_run() -> None:
+    """Unless Triton is an interpreter and memory is shared."""
+    assert set(JOINED) == {"gather", "scatter"}
+    x, w = torch.zeros(4096, 64), torch.zeros(64, 64)
+    assert JOINED["gather"](x, [w], 0, 2, "g") is None
+    assert JOINED["scatter"](x, w, "sum", 0, 2, "g") is None
+    with mock.patch.object(gemm_ops.launch, "has_kernels", lambda _: True):
+        assert JOINED["gather"](x, [w], 0, 2, "g") is None
