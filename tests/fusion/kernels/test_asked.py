@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar import backend, fusion
 from fxpar.fusion.kernels import fuse
 from fxpar.fusion.kernels.fuse import Fused, fuse_graph
+from fxpar.runtime import graphs
+from fxpar.sharding.plan import Plan
 from tests.fusion.kernels.fused_graphs import GROUP, ROWS, WIDTH, all_reduce, facts
 from tests.fusion.kernels.test_grow import lines, ops
 from tests.spawn import shared_pool
@@ -106,8 +109,8 @@ class Block(nn.Module):
 HINTS = {"up.weight": ("tp", None), "up.bias": ("tp",), "down.weight": (None, "tp")}
 
 
-def run(schedule: str) -> tuple[torch.Tensor, list[list[str]]]:
-    """A step's gradient, and the regions' lines."""
+def run(schedule: str) -> tuple[torch.Tensor, list[list[str]], str]:
+    """A step's gradient, the regions' lines, and the plan as text."""
     torch._dynamo.reset()
     torch.manual_seed(3)
     model, x = Block(), torch.randn(8, 16)
@@ -128,20 +131,28 @@ def run(schedule: str) -> tuple[torch.Tensor, list[list[str]]]:
     finally:
         backend.fuse_graph = kept
     assert model.up.weight.grad is not None
-    return model.up.weight.grad, found
+    plan = graphs.plans()[-1]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        plan.save(file.name)
+        assert Plan.load(file.name).regions == plan.regions
+    return model.up.weight.grad, found, str(plan)
 
 
 @pytest.mark.multiprocess
 def test_training() -> None:
     pool = shared_pool(2)
     plain = pool.run(run, "none")
-    for _, none in plain:
-        assert not none
-    fused_runs = pool.run(
-        run, "fuse([all_reduce, add_tensor_1, add_tensor_2, relu_default])"
-    )
-    for (want, _), (gradient, found) in zip(plain, fused_runs, strict=True):
+    schedule = "fuse([all_reduce, add_tensor_1, add_tensor_2, relu_default])"
+    asked = pool.run(run, schedule)
+    for (want, none, before), (gradient, found, after) in zip(
+        plain, asked, strict=True
+    ):
+        assert not none and "region:" not in before
         assert [Counter(x) for x in found] == [
             Counter(["all_reduce", "wait_tensor", "add", "add_1", "relu"])
         ]
         torch.testing.assert_close(gradient, want, rtol=1e-6, atol=0)
+        # The plan says how it runs and why so.
+        (line,) = [x for x in after.splitlines() if x.startswith("region:")]
+        assert "forward: 1 x fxpar::region all_reduce add relu" in line
+        assert "one_shot: two shots carry no less between two ranks" in line
