@@ -21,6 +21,7 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion import order
 from fxpar.fusion.varying import varying
+from fxpar.fusion.writes import Write
 from fxpar.passes import ops, steps
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
@@ -35,13 +36,15 @@ Axes = tuple[str, ...]
 class Edit:
     """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
     kept in slices. ``staged``: whether the graphs it exchanges messages with are at
-    hand, to be changed alike. ``ordered``: what keeps its order, as of ``order``."""
+    hand, to be changed alike. ``ordered``: what keeps its order, as of ``order``;
+    ``written``: inputs to which results are written at the end, as of ``writes``."""
 
     graph: fx.Graph
     build: Builder
     permit: frozenset[str] = frozenset()
     staged: bool = False
     ordered: Counter[str] = field(default_factory=Counter)
+    written: tuple[Write, ...] = ()
     names: dict[str, fx.Node] = field(default_factory=dict)
     _index: dict[str, fx.Node] = field(default_factory=dict)
 

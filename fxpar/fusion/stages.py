@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import ScheduleError
+from fxpar.fusion import writes
 from fxpar.fusion.edit import Edit
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sends import content, messages, with_tag
@@ -62,6 +63,8 @@ def apply_stages(
         for edit in named:
             do(edit, bare)
     _compare(edits, axis)
+    for edit in edits:
+        writes.put(edit.graph, edit.written)
     for edit in edits if lowered else ():
         finish(edit.graph, mesh, edit.build.fake_mode)
     return [edit.graph for edit in edits]

@@ -29,6 +29,7 @@ from fxpar.fusion import (
     reorder,
     sends,
     slices,
+    writes,
 )
 from fxpar.fusion.edit import Edit, lift
 from fxpar.fusion.schedule import Line, Schedule
@@ -88,6 +89,7 @@ def apply(
     edit, lifted = opened(graph, Mesh.parse(mesh), inputs, permit, groups)
     for line in Schedule.of(schedule).lines:
         do(edit, line)
+    writes.put(edit.graph, edit.written)
     if lifted if lowered is None else lowered:
         finish(edit.graph, edit.mesh, edit.build.fake_mode)
     return edit.graph
@@ -110,9 +112,10 @@ def opened(
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
     lifted = lift(copy, build, groups)
+    written = writes.lift(copy)
     kinds.admit(copy)
     found = order.number(copy)
-    return Edit(copy, build, frozenset(permit), ordered=found), lifted
+    return Edit(copy, build, frozenset(permit), ordered=found, written=written), lifted
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
