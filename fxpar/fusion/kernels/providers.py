@@ -290,9 +290,7 @@ def shared_files(
         return Memory(addresses, own, every, tensors=lambda: every)
 
     cpu = torch.device("cpu")
-    return Provider(
-        rank, ranks, programs, cpu, allocate, meeting.meet, meeting=meeting
-    )
+    return Provider(rank, ranks, programs, cpu, allocate, meeting.meet, meeting=meeting)
 
 
 def symmetric(group: str, device: torch.device) -> Provider | None:

@@ -17,10 +17,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from fxpar.fusion.kernels.providers import Provider, shared_files
 from tests.fusion.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 
 GROUP, PROGRAMS, ROUNDS = "group", 3, 3
-LATE = 0.15  # seconds
+LATE, HELD = 0.1, 5.0  # seconds
 LOST = 300  # questions to a lost rank
 
 ours = torch.ops.fxpar
@@ -64,11 +66,13 @@ CASES = {
     "gather three": Case("gather", 17, (16, 33, 8), 20, turned=True),
     "gather biases": Case("gather", 32, (16, 32), 40, bias=True),
     "gather bf16": Case("gather", 32, (40, 16), 40, BF16),
+    "gather small": Case("gather", 20, (24,), 16),
     "gather op": Case("gather", 12, (24, 8), 16, dim=0),
     "gather op 1": Case("gather", 12, (24,), 16, dim=1),
     "scatter": Case("scatter", 40, (48,), 24),
     "scatter mean": Case("scatter", 17, (33,), 20, mean=True, turned=True),
     "scatter bf16": Case("scatter", 32, (40,), 40, BF16),
+    "scatter small": Case("scatter", 20, (24,), 16),
     "scatter op": Case("scatter", 12, (24,), 16, dim=0),
     "scatter op 1": Case("scatter", 12, (24,), 16, mean=True, dim=1),
 }
@@ -145,79 +149,107 @@ class Failing(Exception):
     """A copy that fails on purpose."""
 
 
-def break_it(mode: str, rank: int, provider: Provider) -> Callable[[int], None]:
-    """Break what MODE says; gives what tells the number of the round."""
-    ranks, turns = provider.ranks, [0]
-    together, take = gemm_run._together, provider.workspace
+class Breaking:
+    """Breaks what MODE says, on the last rank, and holds it where that shows; or lets
+    another rank be late in each round. ``calls``: int32 [3, ranks] that all ranks see,
+    how many were begun, have sent their copies, have ended."""
 
-    def late(where: str) -> None:
-        now = (turns[0] + 1) % ranks
-        # Of what is broken, the last rank is as late as it needs to show.
-        last = mode in BROKEN.get(where, ()) and rank == ranks - 1
-        if last or (mode == where and rank == now):
+    def __init__(self, mode: str, provider: Provider, calls: torch.Tensor) -> None:
+        self.mode, self.provider, self.turn = mode, provider, 0
+        self.rank, self.ranks = provider.rank, provider.ranks
+        self.last = self.rank == self.ranks - 1
+        self.begun, self.sent, self.ended = calls
+        self.polls = 0
+        self.together, self.take = gemm_run._together, provider.workspace
+        swap = interpreter_builder.create_atomic_cas
+
+        def patient_swap(*args: Any) -> Any:
+            time.sleep(1e-4)  # who waits leaves the processor to the others
+            self.polls += 1
+            return swap(*args)
+
+        interpreter_builder.create_atomic_cas = patient_swap
+        if mode == "wrong_order":
+            gemm_run._ring = gemm_run._back
+        gemm_run._together = self.run  # type: ignore[assignment]
+        provider.workspace = self.space  # type: ignore[method-assign]
+
+    def late(self, where: str) -> None:
+        if self.mode == where and self.rank == (self.turn + 1) % self.ranks:
             time.sleep(LATE)
 
-    def changed(
-        provider: Any, meet: Any, copies: Any, multiply: Any, flags: Any, waits: bool
+    def hold(self, mode: str, until: Callable[[], Any]) -> None:
+        """Until something happened, or never does."""
+        end = time.monotonic() + HELD
+        while self.mode == mode and self.last and not until():
+            if time.monotonic() > end:
+                break
+            time.sleep(1e-3)
+
+    def ahead(self, of: torch.Tensor) -> bool:
+        """Whether the first rank is, which in the last round it never is."""
+        return self.turn == ROUNDS - 1 or bool(of[0] > of[self.rank])
+
+    def space(self, nbytes: int) -> Any:
+        space = self.take(nbytes)
+        self.late("late_call")
+        self.hold("no_meeting", lambda: self.ended[0] > self.ended[self.rank])
+        return self.provider._halves[0] if self.mode == "one_half" else space
+
+    def run(
+        self,
+        provider: Any,
+        meet: Any,
+        copies: Any,
+        multiply: Any,
+        flags: Any,
+        waits: bool,
     ) -> None:
-        def work(up: Any, wait: Any) -> None:
-            if mode == "failing" and rank == ranks - 1:
-                raise Failing("on purpose")
-            if mode == "early_flags":
-                for chunk in range(ranks):
-                    up(chunk)
-
-            def raised(chunk: int) -> None:
-                # The flag of the first that is wanted for the first that is copied.
-                up((2 * rank - chunk) % ranks if mode == "wrong_order" else chunk)
-                late("late_copies")
-
-            def waited(chunk: int) -> None:
-                if mode != "no_wait":
-                    wait(chunk)
-                late("late_copies")
-
-            late("late_copies")
-            copies(raised, waited)
+        copied, computed = threading.Event(), threading.Event()
+        self.begun[self.rank] += 1
 
         def compute() -> None:
-            late("late_matmul")
+            self.late("late_matmul")
+            self.hold("no_wait", copied.is_set)
             multiply()
+            computed.set()
+
+        def work(up: Any, wait: Any) -> None:
+            if self.mode == "failing" and self.last:
+                raise Failing("on purpose")
+            if self.mode == "early_flags":
+                for chunk in range(self.ranks):
+                    up(chunk)
+            self.hold("early_flags", computed.is_set)
+            if waits:
+                self.hold("one_half", lambda: self.ahead(self.begun))
+            copies(partial(self.up, up), partial(self.wait, wait))
+            copied.set()
+            self.sent[self.rank] += 1
 
         def met() -> None:
-            late("late_meeting")
-            if mode != "no_meeting":
+            if self.mode != "no_meeting":
                 meet()
 
-        together(provider, met, work, compute, flags, waits=waits)
-        late("late_end")
+        self.together(provider, met, work, compute, flags, waits=waits)
+        if not waits:
+            self.hold("one_half", lambda: self.ahead(self.sent))
+        self.late("late_end")
+        self.ended[self.rank] += 1
 
-    def space_of(nbytes: int) -> Any:
-        space = take(nbytes)
-        late("late_call")
-        return provider._halves[0] if mode == "one_half" else space
+    def up(self, up: Callable[[int], None], chunk: int) -> None:
+        if self.mode != "wrong_order":
+            up(chunk)
+        else:  # the flag of the first that is wanted for the first that is copied
+            up((2 * self.rank - chunk) % self.ranks)
+            seen = self.polls + 2  # the next flag is asked for in vain
+            self.hold("wrong_order", lambda: self.polls > seen)
+        self.late("late_copies")
 
-    swap = interpreter_builder.create_atomic_cas
-
-    def patient_swap(*args: Any) -> Any:
-        time.sleep(1e-4)  # who waits leaves the processor to the others
-        return swap(*args)
-
-    interpreter_builder.create_atomic_cas = patient_swap
-    if mode == "wrong_order":
-        gemm_run._ring = gemm_run._back
-    gemm_run._together = changed  # type: ignore[assignment]
-    provider.workspace = space_of  # type: ignore[method-assign]
-    return lambda turn: turns.__setitem__(0, turn)
-
-
-# Where the last rank is late, so that what is broken shows.
-BROKEN = {
-    "late_copies": ("early_flags", "wrong_order", "one_half"),
-    "late_matmul": ("no_wait",),
-    "late_call": ("no_meeting",),
-    "late_end": ("one_half",),
-}
+    def wait(self, wait: Callable[[int], None], chunk: int) -> None:
+        if self.mode != "no_wait":
+            wait(chunk)
+        self.late("late_copies")
 
 
 # One rank.
@@ -230,11 +262,12 @@ def run_rank(
     providers._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
     run_fused.install(GROUP, "cpu", provider)
-    begin = break_it(mode if mode != "lost" else "sound", rank, provider)
+    calls = torch.from_file(f"{path}.calls", True, 3 * ranks, dtype=torch.int32)
+    breaking = Breaking(mode, provider, calls.view(3, ranks))
     out: dict[str, Any] = {}
     for turn in range(ROUNDS):
         for name, case in jobs.items():
-            begin(turn)
+            breaking.turn = turn
             if mode in ("lost", "failing") and turn > 0:
                 out[f"{name}:{turn}"] = fails(case, rank, turn, mode, provider)
                 continue

@@ -1,5 +1,5 @@
 """Matmuls with their collectives, run: on processes that share memory, beside float64
-(``gemm_run_cases``); in which order streams are filled; and when they are worth it."""
+(``gemm_run_cases``); in which order streams are filled; and who decides."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ from fxpar import _compat
 from fxpar.errors import DeviceError
 from fxpar.fusion.kernels import gemm_ops, gemm_run
 from fxpar.fusion.kernels.gemm import DTYPES, KINDS, Call, Epilogue
-from fxpar.fusion.kernels.gemm_worth import (
-    LEAST_ROWS,
-    MARGIN,
-    Verdict,
-    never,
-    profitable,
-)
-from fxpar.fusion.kernels.providers import FREE, virtual
+from fxpar.fusion.kernels.providers import virtual
 from fxpar.passes.ops import JOINED
 from fxpar.sharding import hardware
 from tests.fusion.kernels.ahead import TYPES, _usage
@@ -48,17 +41,23 @@ F32 = 1e-6  # relative to the largest number of a result
 LATE = ("late_call", "late_copies", "late_matmul", "late_end")
 
 SOUND = (
-    "sound:1:gather,scatter",
-    "sound:2:gather three,gather biases,gather bf16,scatter mean,scatter bf16",
+    "sound:1:gather small,scatter small",
+    "sound:2:gather biases,gather bf16,scatter mean,scatter bf16",
     "sound:4:gather op 1,scatter op 1",
 )
-ENDS = ("lost:3:scatter", "failing:2:gather")
+ENDS = ("lost:3:scatter small", "failing:2:gather small")
 WRONG = (
-    "early_flags:2:gather",
-    "wrong_order:3:gather",
-    "no_wait:2:scatter",
-    "no_meeting:2:scatter",
-    "one_half:2:gather",
+    "early_flags:2:gather small",
+    "wrong_order:3:gather small",
+    "no_wait:2:scatter small",
+    "no_meeting:2:scatter small",
+    "one_half:2:gather small",
+)
+MORE_WRONG = (
+    "no_meeting:2:gather small",
+    "one_half:2:scatter small",
+    "wrong_order:4:gather three",
+    "no_wait:3:scatter",
 )
 
 
@@ -105,6 +104,14 @@ def test_broken_ones_are_caught(what: str) -> None:
     that are sent before they are made, no meeting, no second half."""
     with pytest.raises(AssertionError):
         check(dict(quick()[what]))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", MORE_WRONG)
+def test_more_broken_ones_are_caught(what: str) -> None:
+    with pytest.raises(AssertionError):
+        check(run(what)[what])
 
 
 @pytest.mark.multiprocess
@@ -346,76 +353,7 @@ def test_streams_of_one_gpu_play_ranks(kind: str) -> None:
             assert apart(a.cpu(), b.cpu()) <= 2**-7, turn
 
 
-# When it is worth it.
-
-H100 = {"link": 3.7e11, "peak": 7.7e14, "programs": 116, "units": 116 + FREE}
-SIZES = tuple(
-    itertools.product(KINDS, (2, 4, 8), (2048, 8192, 16384), range(512, 8193, 512))
-)
-
-
-def verdict(
-    kind: str, ranks: int, m: int, free: int, other: int = 8192, **more: Any
-) -> Verdict:
-    """``free``: what of n and k is not moved."""
-    n, k = (free, other) if kind == "gather" else (other, free)
-    return profitable(kind, m, n, k, ranks, **(H100 | more))
-
-
-def test_it_must_win_against_both() -> None:
-    found = {size: verdict(*size) for size in SIZES}
-    paying = [x for x in found.values() if x.pays]
-    assert 0 < len(paying) < len(found) / 4
-    for size, x in found.items():
-        ahead = min(x.serial, x.chunked) >= MARGIN * x.overlapped
-        assert x.pays == ahead, size
-        assert f"{x.chunked / x.overlapped:.2f} as chunk by chunk" in x.why
-
-
-def test_chunks_whose_tiles_fill_the_device_are_left_to_others() -> None:
-    """[1024, 2304] is 72 tiles of 132, [1024, 4096] 128 of them."""
-    full, part = verdict("gather", 8, 8192, 4096), verdict("gather", 8, 8192, 2304)
-    assert part.pays and not full.pays
-    assert full.chunked < full.overlapped < full.serial
-
-
-@pytest.mark.parametrize("more", [{"link": 1e9}, {"link": 1e15}])
-def test_nothing_is_hidden_behind_a_link_too_slow_or_too_fast(more: Any) -> None:
-    assert not any(verdict(*size, **more).pays for size in SIZES)
-
-
-def test_few_rows_never_pay() -> None:
-    for kind, ranks, link in itertools.product(KINDS, (2, 4, 8), (1e10, 1e11, 1e12)):
-        for m in (8, 64, 512, LEAST_ROWS - 8):
-            assert not verdict(kind, ranks, m, 2304, link=link).pays
-            assert "rows" in never(kind, m, 2304, 8192, ranks, "bfloat16")
-
-
-def test_further_weights_hide_nothing() -> None:
-    """They follow in a kernel of their own, but chunk by chunk they hide copies."""
-    one = verdict("gather", 8, 8192, 2304)
-    more = verdict("gather", 8, 8192, 2304, rest=2304)
-    assert one.pays
-    work = 2.0 * 8192 * 2304 * 8192 / H100["peak"]
-    assert more.overlapped == pytest.approx(one.overlapped + work)
-    assert more.serial == pytest.approx(one.serial + work)
-    assert more.chunked > one.chunked
-
-
-def test_sums_are_paid_for_by_a_scatter_alone() -> None:
-    for kind in KINDS:
-        fast = verdict(kind, 4, 8192, 4096, memory=1e15)
-        slow = verdict(kind, 4, 8192, 4096, memory=1e12)
-        assert (slow.overlapped > fast.overlapped) == (kind == "scatter")
-        assert (slow.chunked > fast.chunked) == (kind == "scatter")
-        assert slow.serial == fast.serial
-
-
-def test_the_rung_of_known_hardware() -> None:
-    given = "gather", 8192, 2304, 8192, 8, 0, "bfloat16"
-    assert gemm_ops.rung_of(*given, 116, "h100").name == "signals"
-    assert gemm_ops.rung_of("gather", 1024, *given[2:], 116, "h100").name == "chunks"
-    assert gemm_ops.rung_of(*given, 116, "v100-dgx2").name == "chunks"
+# Which way.
 
 
 def test_grids_leave_room_for_what_they_wait_for() -> None:
