@@ -21,7 +21,7 @@ from fxpar.fusion.kernels.reductions import (
 )
 from fxpar.fusion.kernels.stages import Move, Part, stages_of
 from tests.fusion.kernels import samples
-from tests.fusion.kernels.fused_graphs import GRAPHS, all_reduce, fused
+from tests.fusion.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
 from tests.fusion.kernels.interpreted import outlined, traced
 
 
@@ -164,3 +164,13 @@ def test_a_program_is_found_again(tmp_path: Path, monkeypatch) -> None:
         op.lookup(name)
     with pytest.raises(FxparError, match="fix: compile again"):
         op.lookup("0123456789abcdef")
+
+
+def test_a_profile_calls_a_region_by_its_ops() -> None:
+    found, order = outlined(traced(lambda x, y: torch.tanh(x + y) * 2, inputs()[::2]))
+    name = op.remember(found.program)
+    given = [inputs()[::2][i] for i in order]
+    with torch.profiler.profile() as profile:
+        torch.ops.fxpar.region(given, [], name, "", "interpret")
+    names = [event.key for event in profile.key_averages()]
+    assert f"fxpar::region add tanh mul {found.program.hash}" in names
