@@ -97,7 +97,7 @@ PARTS: dict[str, Part] = {
     "b8": Part("gpu_host:compiling", 30.0, checks=False),
     "ahead": Part("gpu_ahead:compile_all", 250.0, modes=("try",)),
     # To try the script itself; only when asked for.
-    "hangs": Part("one_gpu:hangs", 4.0, 0.0, modes=()),
+    "hangs": Part("one_gpu:hangs", 15.0, 0.0, modes=()),
     "wrong": Part("one_gpu:wrong", 10.0, 0.0, modes=()),
     "lost": Part("one_gpu:lost", 60.0, 0.0, ranks=2, modes=()),
     "fine": Part("one_gpu:fine", 60.0, 0.0, modes=()),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,14 @@ MARKED = re.compile(
     r"^<!-- (run|printed|torchrun \d+) -->\n```\w+\n(.*?)^```$", re.DOTALL | re.M
 )
 RUNNABLE = [page for page in PAGES if MARKED.search(page.read_text())]
+SLOW = ("migrating.md",)  # with several scripts of several ranks
+
+
+def runnable() -> Iterator[Any]:
+    for page in RUNNABLE:
+        marks = (pytest.mark.slow,) if page.name in SLOW else ()
+        yield pytest.param(page, id=name(page), marks=marks)
+
 
 # Before a script's first line: what rank 0 prints goes to a file, apart from warnings.
 PRELUDE = """import os, sys; os.chdir({folder!r}); \
@@ -105,7 +115,7 @@ def torchrun(code: str, ranks: int, folder: Path) -> str:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("page", RUNNABLE, ids=name)
+@pytest.mark.parametrize("page", list(runnable()))
 def test_marked_code_prints_what_the_page_says(
     page: Path,
     tmp_path: Path,

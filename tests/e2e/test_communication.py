@@ -297,6 +297,7 @@ def accumulated() -> tuple[list[Kinds], list[Kinds]]:
     return carried, [by_kind(planned(plan)) for plan in fxpar.plans()[before:]]
 
 
+@pytest.mark.slow
 def test_only_the_microbatch_after_no_sync_reduces() -> None:
     carried, plans = shared_pool(4).run(accumulated)[0]
     first, second, last = carried
@@ -307,6 +308,7 @@ def test_only_the_microbatch_after_no_sync_reduces() -> None:
     assert last == {**first, "reduce_scatter": every}
 
 
+@pytest.mark.slow
 def test_kept_parameters_are_gathered_once() -> None:
     ours = measured("dp=4", None, {"reshard_after_forward": False})
     forward, backward = map(by_kind, ours.sent)

@@ -87,10 +87,8 @@ def measure(name: str, mesh: str | None) -> tuple[int, int]:
     return held(every), held(whole)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "resnet" else pytest.mark.slow) for n in NAMES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_holds_its_share(name: str) -> None:
     one, _ = measure(name, None)
     for every, whole in shared_pool(RANKS).run(measure, name, "dp=4", timeout=300.0):

@@ -113,6 +113,7 @@ def parity(name: str, mesh: str, hardware: str, steps: int) -> None:
     compare([run for run, _ in results], one_device(name, steps))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_losses_are_those_without_a_schedule(slow: str) -> None:
     parity("gpt2", "tp=4", slow, 5)

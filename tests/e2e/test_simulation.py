@@ -6,6 +6,7 @@ All ranks run in lockstep in this process, so no summation order is hidden by ro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -63,8 +64,15 @@ def eagerly(
     return loss.detach(), gradients, changed
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", NAMES)
+def cases() -> Iterator[Any]:
+    for name in NAMES:
+        for mesh in MESHES:
+            slow = name == "bert" and mesh != "dp=2,tp=2"
+            marks = (pytest.mark.slow,) if slow else ()
+            yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(cases()))
 def test_loss_gradients_and_buffers(name: str, mesh: str) -> None:
     model, batch = build_double(name)
     plan = fxpar.plan(model, mesh=mesh, grad=True, **batch)

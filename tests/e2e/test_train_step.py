@@ -164,7 +164,6 @@ def _forget() -> Iterator[None]:
 QUICK = [
     ("net", "adamw", "dp=2,tp=2", False),
     ("net", "lamb", "dp=4", True),
-    ("dropout", "nesterov", "dp=2,tp=2", True),
 ]
 SLOW = [
     (kind, name, mesh, shard)
@@ -173,6 +172,7 @@ SLOW = [
         ("net", "dampening"),
         ("transformer", "nesterov"),
         ("dropout", "adamw"),
+        ("dropout", "nesterov"),
     )
     for mesh in ("dp=4", "tp=4", "dp=2,tp=2")
     for shard in (False, True)

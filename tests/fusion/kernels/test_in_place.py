@@ -56,9 +56,8 @@ def steps(codegen: str, fuse: str) -> tuple[torch.Tensor, list[torch.Tensor], in
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "codegen", [pytest.param("eager", marks=pytest.mark.slow), "inductor"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_update(codegen: str) -> None:
     pool = shared_pool(2)
     plain = pool.run(steps, codegen, "none")
