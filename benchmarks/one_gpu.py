@@ -98,9 +98,10 @@ PARTS: dict[str, Part] = {
     "ahead": Part("gpu_ahead:compile_all", 250.0, modes=("try",)),
     # To try the script itself; only when asked for.
     "hangs": Part("one_gpu:hangs", 15.0, 0.0, modes=()),
-    "wrong": Part("one_gpu:wrong", 10.0, 0.0, modes=()),
+    "wrong": Part("one_gpu:wrong", 60.0, 0.0, modes=()),
     "lost": Part("one_gpu:lost", 60.0, 0.0, ranks=2, modes=()),
     "fine": Part("one_gpu:fine", 60.0, 0.0, modes=()),
+    "long": Part("one_gpu:fine", 60.0, 3600.0, modes=()),
 }
 
 # Of a run on a GPU: how many processes compile a part's kernels ahead of it.

@@ -96,11 +96,14 @@ def fused(
     if provider is None:
         return None
     alone = launch.alone_of(program, tensors, device)
-    if rung == "measured":
-        way = _measured(program, tensors, numbers, group, provider)
-    else:
-        way = _by_table(program, facts_of(provider), provider.programs, rung)
-    template = planned(program, way, kind, alone)
+    known, key = _TEMPLATES.setdefault(provider, {}), (program, rung, alone)
+    if key not in known:
+        if rung == "measured":
+            way = _measured(program, tensors, numbers, group, provider)
+        else:
+            way = _by_table(program, facts_of(provider), provider.programs, rung)
+        known[key] = planned(program, way, kind, alone)
+    template = known[key]
     if template is None:
         return None
     values = dict(zip(launch.names_of(program), tensors, strict=True))
@@ -136,7 +139,12 @@ def _by_table(program: Program, facts: Facts, programs: int, rung: str) -> Way:
     return Way(name, programs)
 
 
-# What was measured, for as long as a provider lives.
+# Kernels found, by program, rung and numbers alone, for as long as a provider lives.
+_Key = tuple[Program, str, frozenset[str]]
+_TEMPLATES: WeakKeyDictionary[Provider, dict[_Key, Template | None]] = (
+    WeakKeyDictionary()
+)
+# What was measured, so long.
 _WAYS: WeakKeyDictionary[Provider, dict[Program, Way]] = WeakKeyDictionary()
 
 
