@@ -92,10 +92,13 @@ def pretending(done: Callable[[Any], None], here: Here) -> Iterator[None]:
         mock.patch.object(FakeTensor, "data_ptr", address),
         mock.patch.object(FakeTensor, "copy_", copied),
         mock.patch.object(FakeTensor, "__getitem__", part),
+        # A number on the CPU: which one, no compiled kernel depends on.
+        mock.patch.object(FakeTensor, "item", lambda self: 0.5, create=True),
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         # There is no stream to follow, nothing that kernels have said.
         mock.patch.object(Provider, "_follow", lambda self: None, create=True),
         mock.patch.object(Provider, "_look", lambda self: None, create=True),
+        mock.patch.object(Provider, "check", lambda self: None),
         mock.patch.object(interpret, "own", lambda x, stride, owned: x),
         FakeTensorMode(),
     ):
