@@ -118,7 +118,8 @@ def under_way(region: Region) -> fx.Node | None:
     for node in before(at):
         waits = [u for u in node.users if op_name(u) in WAITS]
         late = not waits or min(waits) > at
-        if op_name(node) in _STARTS and node not in inside and late:
+        begun = bool(waits) or op_name(node) in _STARTS  # also an exchange, a message
+        if begun and node not in inside and late:
             return node
     return None
 
