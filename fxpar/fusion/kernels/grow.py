@@ -116,12 +116,16 @@ def under_way(region: Region) -> fx.Node | None:
     inside, first = set(region.members), region.members[0]
     at = max([first.prev, *region.outline.inputs])
     for node in before(at):
-        waits = [u for u in node.users if op_name(u) in WAITS]
+        waits = [u for u in _waits(node) if u.args[0] is node]  # not what it sends
         late = not waits or min(waits) > at
         begun = bool(waits) or op_name(node) in _STARTS  # also an exchange, a message
         if begun and node not in inside and late:
             return node
     return None
+
+
+def _waits(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if op_name(u) in WAITS]
 
 
 def before(node: fx.Node) -> Iterator[fx.Node]:
@@ -171,7 +175,7 @@ class _Growth:
     def run(self) -> bool:
         """Grow; False if the collective itself cannot be in a region."""
         start = self.collective
-        waits = [u for u in start.users if op_name(u) in WAITS]
+        waits = _waits(start)
         value = start.meta.get("val")
         if len(waits) != 1 or not isinstance(value, torch.Tensor):
             return False
@@ -232,7 +236,7 @@ class _Growth:
         """The gather that ends a reduce-scatter's region."""
         if op_name(self.collective) != REDUCE_SCATTER or 2 in self.counts:
             return False
-        waits = [u for u in node.users if op_name(u) in WAITS]
+        waits = _waits(node)
         gathers = "all_gather_into_tensor" in op_name(node)
         if not gathers or len(waits) != 1 or node in self.banned:
             return False
