@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -172,9 +173,54 @@ def _two_pass(node: fx.Node, rewriter: Rewriter) -> tuple[fx.Node, fx.Node]:
     return tuple(call(aten.view.default, t, kept) for t in (variance, mean))
 
 
+def sum_one_hot(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """``sum(scatter(zeros, dim, index, value) * weight, dim)`` of one index a row is
+    ``weight * value``.
+
+    So it stands in the backward of a cross entropy. Over classes that a plan splits the
+    sum would be a collective; on one device it reads as much as the logits. A weight
+    that is not finite gives inf, not NaN; the gradient it is for is NaN either way.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        x, (dim, *more) = node.args[0], node.args[1] or (0, 1)
+        if x.target is not aten.mul.Tensor or more or node.kwargs:
+            continue
+        rank = len(shape_of(x))
+        rows = tuple(1 if d == dim % rank else n for d, n in enumerate(shape_of(x)))
+        for hot, weight in (x.args, x.args[::-1]):
+            value = _one_hot(hot, dim % rank, rows)
+            if value is None or not _is_of(weight, rows, node.meta["val"].dtype):
+                continue
+            with rewriter.before(node):
+                made = rewriter.call(aten.mul.Tensor, weight, value)
+                if shape_of(node) != rows:
+                    made = rewriter.call(aten.squeeze.dim, made, dim)
+            rewriter.replace(node, made)
+            break
+
+
+def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
+    """What each row along ``dim`` has in one place, where all else of it is zero."""
+    if not isinstance(node, fx.Node) or node.target is not aten.scatter.value:
+        return None
+    zeros, at, index, value = node.args
+    if zeros.target is not aten.full.default or zeros.args[1] != 0:
+        return None
+    whole = rows[:dim] + shape_of(node)[dim : dim + 1] + rows[dim + 1 :]
+    fits = at % len(rows) == dim and shape_of(node) == whole
+    return value if fits and shape_of(index) == rows else None
+
+
+def _is_of(node: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    return shape_of(node) == shape and node.meta["val"].dtype == dtype
+
+
 NORMALIZE = (
     random_by_index,
     undo_views_around_matmul,
     split_fused_projections,
+    sum_one_hot,
     clone_constants,
 )

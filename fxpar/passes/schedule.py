@@ -2,8 +2,8 @@
 
 In: the bound graph of one of the two, as it goes to code generation. Out: the same
 graph, changed in place: ``drop_unread``, ``buckets.bucket``, ``sink_waits``,
-``prefetch``, ``drain`` and ``give_outputs``, in this order. Every rank has the same
-graph and does the same, so collectives keep one order on all of them.
+``prefetch``, ``drain``, ``delay`` and ``give_outputs``, in this order. Every rank has
+the same graph and does the same, so collectives keep one order on all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.passes.buckets import FULL, bucket, from_inputs
+from fxpar.passes.delay import delay
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.waits import WAIT, is_chunk, sink, sink_waits
 
@@ -62,6 +63,8 @@ def schedule(
         prefetch(graph, settings.ahead)
     if "drain" not in disable:
         drain(graph)
+    if "delay" not in disable:
+        delay(graph)
     give_outputs(graph, rewriter)
     graph.lint()
 

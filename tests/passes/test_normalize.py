@@ -135,3 +135,95 @@ def test_passes_can_be_left_out(monkeypatch):
     monkeypatch.setenv("FXPAR_DISABLE", "undo_views_around_matmul")
     plan = fxpar.plan(nn.Linear(8, 16), torch.randn(2, 4, 8), mesh="a=1")
     assert "aten.addmm" in calls(plan.result.normalized)
+
+
+# Sums of rows with one element
+
+
+SUM = "aten.sum.dim_IntList"
+LOSSES = {
+    "plain": ((6, 10), (6,), {}),
+    "ignored": ((6, 10), (6,), {"ignore_index": 3}),
+    "each": ((6, 10), (6,), {"reduction": "sum"}),
+    "pixels": ((2, 5, 3, 4), (2, 3, 4), {}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_cross_entropys_backward_sums_no_row(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, rows, options = LOSSES[name]
+    index = torch.randint(shape[1], rows)
+
+    def loss(x):
+        return F.cross_entropy(x, index, **options)
+
+    x = torch.randn(shape, requires_grad=True)
+
+    def sums() -> int:
+        plan = fxpar.plan(loss, x, mesh="a=1", grad=True)
+        return calls(plan.result.normalized).count(SUM)
+
+    assert sums() == 1, "that of the softmax"
+    monkeypatch.setenv("FXPAR_DISABLE", "sum_one_hot")
+    assert sums() == 2
+
+
+def test_a_cross_entropy_of_split_classes_is_three_small_sums() -> None:
+    index = torch.randint(12, (6,))
+
+    def loss(x):
+        return F.cross_entropy(x, index)
+
+    x = torch.randn(6, 12, requires_grad=True)
+    split = (None, "tp")
+    plan = fxpar.plan(
+        loss, x, mesh="tp=4", grad=True, in_specs=[split], mode="propagate"
+    )
+    assert [c.kind for c in plan.collectives] == ["all_reduce"] * 3
+    got = plan.outcome(x)
+    (want,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(got.result, loss(x).detach(), rtol=1e-9, atol=1e-11)
+    (gradient,) = got.gradients.values()
+    torch.testing.assert_close(gradient, want, rtol=1e-9, atol=1e-11)
+
+
+def hot(rows: torch.Tensor, width: int, dim: int = 1, fill: float = 0.0, value=-2.0):
+    shape = list(rows.shape)
+    shape[dim] = width
+    return torch.full(shape, fill).scatter(dim, rows, value)
+
+
+ONE = torch.tensor([[1], [4], [0]])
+REFUSED = {
+    "rows that are not zero": lambda w: (hot(ONE, 5, fill=1.0) * w).sum(1),
+    "two of a row": lambda w: (hot(ONE.expand(3, 2), 5) * w).sum(1),
+    "not every row": lambda w: (
+        (hot(ONE[:2], 5) * w[:2]).sum(1).sum()
+        + (torch.zeros(3, 5).scatter(1, ONE[:2], 3.0) * w).sum(1)
+    ),
+    "a weight for each": lambda w: (hot(ONE, 5) * (w * torch.arange(5.0))).sum(1),
+    "one weight for all": lambda w: (hot(ONE, 5) * w[:1]).sum(1),
+    "along the other dim": lambda w: (hot(ONE, 5) * w).sum(0),
+    "along both": lambda w: (hot(ONE, 5) * w).sum((0, 1)),
+    "placed along the other dim": lambda w: (
+        torch.zeros(3, 5).scatter(0, ONE.clamp(max=2), 3.0) * w
+    ).sum(1),
+    "of another type": lambda w: (hot(ONE, 5) * w.float()).sum(1),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("turn", [False, True])
+def test_the_sum_of_one_hot_rows_is_one_product(keep: bool, turn: bool) -> None:
+    def of(w):
+        rows = hot(ONE, 5)
+        return (w * rows if turn else rows * w).sum(-1, keepdim=keep)
+
+    assert SUM not in normalized(of, torch.randn(3, 1))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_sums_stay(name: str) -> None:
+    assert SUM in normalized(REFUSED[name], torch.randn(3, 1))

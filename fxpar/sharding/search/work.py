@@ -33,12 +33,13 @@ class Work:
     """One op's work, of all ranks together.
 
     ``flops``: of its contraction, 0 for a light op. ``moved``: (position among
-    ``op.tensors``, bytes) that it reads or writes in memory. ``points``: elements of
-    each tensor, none for a view. ``launches``: whether its kernel starts with it.
+    ``op.tensors``, bytes) that it reads or writes in memory, of what its region shares
+    its share. ``points``: elements of each tensor, none for a view. ``launches``:
+    whether its kernel starts with it.
     """
 
     flops: float
-    moved: tuple[tuple[int, int], ...]
+    moved: tuple[tuple[int, float], ...]
     points: tuple[int, ...]
     launches: bool
     dtype: torch.dtype
@@ -148,9 +149,29 @@ class Regions:
                         leader[max(one, other)] = min(one, other)
         return [find(i) for i in range(len(leader))]
 
+    def _readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(value in memory, region) -> the ops that pay for it: the one that makes it,
+        or all that read it, a share each. It is read once, but as a whole as long as
+        one of them needs it whole."""
+        out: dict[tuple[int, int], tuple[int, ...]] = {}
+        made: set[tuple[int, int]] = set()
+        for op in self.program.ops:
+            if is_view(op):
+                continue
+            region = self.region[op.index]
+            for position, v in enumerate(op.tensors):
+                key = self.base[v], region
+                if key[0] not in self.written or key in made:
+                    continue
+                if position >= len(op.operands):
+                    made.add(key)
+                if op.index not in out.get(key, ()):
+                    out[key] = (*out.get(key, ()), op.index)
+        return out
+
     def _works(self) -> list[Work]:
         program, out = self.program, []
-        read: set[tuple[int, int]] = set()  # (base, region)
+        readers = self._readers()
         started: set[int] = set()
         for op in program.ops:
             dtype = program.values[op.results[0]].dtype
@@ -159,11 +180,13 @@ class Regions:
                 continue
             moved = []
             region = self.region[op.index]
+            seen: set[int] = set()
             for position, v in enumerate(op.tensors):
                 b = self.base[v]
-                if b in self.written and (b, region) not in read:
-                    read.add((b, region))
-                    moved.append((position, program.values[v].nbytes))
+                ops = readers.get((b, region), ())
+                if op.index in ops and b not in seen:
+                    seen.add(b)
+                    moved.append((position, program.values[v].nbytes / len(ops)))
             floating = [
                 program.values[v].dtype
                 for v in op.operands
