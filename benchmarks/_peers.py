@@ -2,11 +2,13 @@
 
 Every function makes a ``Step`` in this process, one of ``count`` ranks. Peers: DDP,
 FSDP2, and DTensor tensor parallelism without and with sequence parallelism, each with
-torch.compile. fxpar's side has the same layout at rest as the peer it stands beside.
+torch.compile, the optimizer's step compiled too if asked. fxpar's side has the same
+layout at rest as the peer it stands beside.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +30,7 @@ HINTS = {
     "sp": {**MEGATRON, "*embed_tokens.weight": ("tp", None)},
 }
 
-# (seconds of forward and backward, of the whole step, loss)
+# (seconds of forward and backward, if known, of the whole step, loss)
 Step = Callable[[int], tuple[float, float, Any]]
 
 
@@ -46,21 +48,31 @@ def own_part(ids: Any) -> Any:
     return ids.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def trainer(model: Any, groups: Iterable[Any], part: Callable[[Any], Any]) -> Step:
-    """A training step that times itself. ``groups``: the optimizer's parameters."""
+def loss_of(model: Any, ids: Any) -> Any:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def trainer(
+    model: Any, groups: Iterable[Any], part: Callable[[Any], Any], backend: str = ""
+) -> Step:
+    """A training step that times itself. ``groups``: the optimizer's parameters;
+    ``backend``: what its step is compiled by."""
     import torch
     import torch.distributed as dist
 
     optimizer = torch.optim.AdamW(groups, lr=1e-4)
+    update = optimizer.step
+    if backend:
+        update = torch.compile(update, backend=backend, dynamic=False)
 
     def step(index: int) -> tuple[float, float, Any]:
         ids = part(batch(index))
         dist.barrier()
         begun = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = loss_of(model, ids)
         loss.backward()
         middle = time.perf_counter()
-        optimizer.step()
+        update()
         optimizer.zero_grad()
         end = time.perf_counter()
         return middle - begun, end - begun, loss.detach()
@@ -84,6 +96,36 @@ def fxpar_side(peer: str, count: int, codegen: str, options: dict[str, Any]) -> 
     """In the layout of ``peer``; ``options``: more of them."""
     import torch
 
+    model, options, part = _laid_out(peer, count, codegen, options)
+    compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
+    return trainer(compiled, [{"params": list(model.parameters())}], part)
+
+
+def one_program(peer: str, count: int, codegen: str, options: dict[str, Any]) -> Step:
+    """The same by ``fxpar.train_step``."""
+    import torch
+    import torch.distributed as dist
+
+    import fxpar
+
+    model, options, part = _laid_out(peer, count, codegen, options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    whole = fxpar.train_step(model, loss_of, optimizer, options=options)
+
+    def step(index: int) -> tuple[float, float, Any]:
+        ids = part(batch(index))
+        dist.barrier()
+        begun = time.perf_counter()
+        loss = whole(ids)
+        return math.nan, time.perf_counter() - begun, loss
+
+    return step
+
+
+def _laid_out(
+    peer: str, count: int, codegen: str, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
+    """The model, all options, and what of a batch a rank is given."""
     import fxpar
 
     model = llama(LAYERS)
@@ -93,13 +135,12 @@ def fxpar_side(peer: str, count: int, codegen: str, options: dict[str, Any]) -> 
     options = {"mesh": mesh, "codegen": codegen, **options}
     if peer in LOCAL:
         options["inputs"] = "local"
-    compiled = torch.compile(model, backend="fxpar", dynamic=False, options=options)
-    part = own_part if peer in LOCAL else lambda ids: ids
-    return trainer(compiled, [{"params": list(model.parameters())}], part)
+    return model, options, own_part if peer in LOCAL else lambda ids: ids
 
 
-def fsdp2_side(count: int, backend: str, compiled: str) -> Step:
-    """``compiled``: every layer ("layers") or the whole model ("whole")."""
+def fsdp2_side(count: int, backend: str, compiled: str, update: str) -> Step:
+    """``compiled``: every layer ("layers") or the whole model ("whole"); ``update``:
+    what the optimizer's step is compiled by, if anything."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -114,19 +155,21 @@ def fsdp2_side(count: int, backend: str, compiled: str) -> Step:
     called = model
     if compiled == "whole":
         called = torch.compile(model, backend=backend, dynamic=False)
-    return averaged(trainer(called, [{"params": list(model.parameters())}], own_part))
+    groups = [{"params": list(model.parameters())}]
+    return averaged(trainer(called, groups, own_part, update))
 
 
-def ddp_side(count: int, backend: str, _: str) -> Step:
+def ddp_side(count: int, backend: str, _: str, update: str) -> Step:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(llama(LAYERS), gradient_as_bucket_view=True)
     compiled = torch.compile(model, backend=backend, dynamic=False)
-    return averaged(trainer(compiled, [{"params": list(model.parameters())}], own_part))
+    groups = [{"params": list(model.parameters())}]
+    return averaged(trainer(compiled, groups, own_part, update))
 
 
-def tp_side(count: int, backend: str, _: str) -> Step:
+def tp_side(count: int, backend: str, _: str, update: str) -> Step:
     """The layout of Hugging Face's own plan for Llama, inputs of a block prepared once:
     one all-reduce per block in the backward, not one per projection."""
     from torch.distributed.tensor import Replicate
@@ -150,10 +193,10 @@ def tp_side(count: int, backend: str, _: str) -> Step:
         **dict.fromkeys(["self_attn.o_proj", "mlp.down_proj"], RowwiseParallel()),
     }
     root = {"lm_head": ColwiseParallel(output_layouts=whole)}
-    return _dtensor(count, backend, layer, root)
+    return _dtensor(count, backend, layer, root, update)
 
 
-def sp_side(count: int, backend: str, _: str) -> Step:
+def sp_side(count: int, backend: str, _: str, update: str) -> Step:
     """Megatron's sequence parallelism, as torchtitan lays it out: between the blocks
     values lie split along the sequence."""
     from torch.distributed.tensor import Replicate, Shard
@@ -189,11 +232,15 @@ def sp_side(count: int, backend: str, _: str) -> Step:
         "model.norm": norm,
         "lm_head": ColwiseParallel(input_layouts=split, output_layouts=whole),
     }
-    return _dtensor(count, backend, layer, root)
+    return _dtensor(count, backend, layer, root, update)
 
 
 def _dtensor(
-    count: int, backend: str, layer: dict[str, Any], root: dict[str, Any]
+    count: int,
+    backend: str,
+    layer: dict[str, Any],
+    root: dict[str, Any],
+    update: str,
 ) -> Step:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -210,11 +257,12 @@ def _dtensor(
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [{"params": ps} for ps in (sharded, plain) if ps]
-    return trainer(compiled, groups, lambda ids: ids)
+    return trainer(compiled, groups, lambda ids: ids, update)
 
 
-# name -> (ranks, backend of torch.compile, what is compiled) -> its step
-PEERS: dict[str, Callable[[int, str, str], Step]] = {
+# name -> (ranks, backend of torch.compile, what is compiled, backend of the optimizer's
+# step) -> its step
+PEERS: dict[str, Callable[[int, str, str, str], Step]] = {
     "ddp": ddp_side,
     "fsdp2": fsdp2_side,
     "tp": tp_side,

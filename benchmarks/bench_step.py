@@ -14,19 +14,22 @@
 - ``sp``, mesh tp: the same with Megatron's sequence parallelism and the embedding split
   by words.
 
-Three sides live in the same processes and see the same model, data, optimizer and
-number of threads: the peer, ``fxpar`` with the schedule it chooses, and ``plain``:
-fxpar without one. Steps alternate, the order swapping from round to round, so that
-drift of the machine hits all alike; what counts is the ratio within a round. A step's
-time is that of the slowest rank. Losses must agree, or there is no figure. What a step
-sends, in how many calls, and the most memory it takes beyond parameters and optimizer
-state are counted by the profiler, alike for all sides.
+Five sides live in the same processes and see the same model, data, optimizer and
+number of threads: the peer, as most write it and with the optimizer's step compiled
+too (``update``); ``fxpar`` with the schedule it chooses; ``plain``: fxpar without one;
+``program``: ``fxpar.train_step``, forward, backward and update as one. Steps alternate,
+the order swapping from round to round, so that drift of the machine hits all alike;
+what counts is the ratio within a round. A step's time is that of the slowest rank.
+Losses must agree, or there is no figure. What a step sends, in how many calls, and the
+most memory it takes beyond parameters and optimizer state are counted by the profiler,
+alike for all sides.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,11 +39,28 @@ from pathlib import Path
 from typing import Any
 
 from _common import conditions, spread, write
-from _peers import AXIS, BATCH, LAYERS, LENGTH, PEERS, Step, fxpar_side
+from _peers import (
+    AXIS,
+    BATCH,
+    LAYERS,
+    LENGTH,
+    PEERS,
+    Step,
+    fxpar_side,
+    one_program,
+)
 from _quiet import Quiet
 from _traffic import watched
 
-SIDES = ("peer", "fxpar", "plain")
+SIDES = ("peer", "update", "fxpar", "plain", "program")
+# (name of a ratio, as it is said, side, side it is measured by)
+RATIOS = (
+    ("ratio", "fxpar/peer", "fxpar", "peer"),
+    ("ratio_plain", "plain/peer", "plain", "peer"),
+    ("ratio_of_plain", "fxpar/plain", "fxpar", "plain"),
+    ("ratio_program", "program/peer", "program", "peer"),
+    ("ratio_of_update", "program/update", "program", "update"),
+)
 WARMUP = 3
 AGREE = 1e-4  # relative difference of losses; the seeds of a mistake are far larger
 
@@ -49,14 +69,21 @@ def sides_of(args: argparse.Namespace, count: int) -> dict[str, Step]:
     """Each side's step, none of them compiled yet."""
     peer = args.peer[0]
     backend = "inductor" if args.codegen == "inductor" else "aot_eager"
-    out = {"peer": PEERS[peer](count, backend, args.compile)}
-    for name, schedule in (("fxpar", "auto"), ("plain", "none")):
+    out = {
+        "peer": PEERS[peer](count, backend, args.compile, ""),
+        "update": PEERS[peer](count, backend, args.compile, backend),
+    }
+    for name, schedule, side in (
+        ("fxpar", "auto", fxpar_side),
+        ("plain", "none", fxpar_side),
+        ("program", "auto", one_program),
+    ):
         options: dict[str, Any] = {"schedule": schedule}
         if args.hardware:
             options["hardware"] = args.hardware
         if args.tune and name == "fxpar":
             options["tune"] = True
-        out[name] = fxpar_side(peer, count, args.codegen, options)
+        out[name] = side(peer, count, args.codegen, options)
     return out
 
 
@@ -120,12 +147,14 @@ def measure(peer: str, ranks: int, words: list[str], compiled: str) -> dict[str,
         columns = [
             [round_[i][j] for round_ in data["times"]] for i in range(len(SIDES))
         ]
-        seconds = dict(zip(SIDES, columns, strict=True))
+        known = zip(SIDES, columns, strict=True)
+        seconds = {name: each for name, each in known if not math.isnan(each[0])}
         figures[what] = {
-            **{f"{name}_seconds": spread(each) for name, each in seconds.items()},
-            "ratio": _ratio(seconds["fxpar"], seconds["peer"]),
-            "ratio_plain": _ratio(seconds["plain"], seconds["peer"]),
-            "ratio_of_plain": _ratio(seconds["fxpar"], seconds["plain"]),
+            f"{name}_seconds": spread(each) for name, each in seconds.items()
+        } | {
+            key: _ratio(seconds[ours], seconds[theirs])
+            for key, _, ours, theirs in RATIOS
+            if {ours, theirs} <= seconds.keys()
         }
     return figures | data
 
@@ -140,7 +169,7 @@ def show(figures: dict[str, Any]) -> None:
     for name in SIDES:
         sent = figures["sent"][name]
         print(
-            f"  {name:6} {step[f'{name}_seconds']['median'] * 1e3:7.1f} ms  "
+            f"  {name:7} {step[f'{name}_seconds']['median'] * 1e3:7.1f} ms  "
             f"{sent['collectives']:3} collectives of {sent['bytes'] / 2**20:7.2f} MiB "
             f"({sent['moved'] / 2**20:7.2f} moved), {sent['small_collectives']} small  "
             f"peak {sent['peak'] / 2**20:6.1f} MiB  {sent['by_kind']}"
@@ -148,11 +177,8 @@ def show(figures: dict[str, Any]) -> None:
     for what in ("forward_backward", "step"):
         shown = ", ".join(
             f"{said} {case['median']:.3f} [{case['q1']:.3f}, {case['q3']:.3f}]"
-            for key, said in (
-                ("ratio", "fxpar/peer"),
-                ("ratio_plain", "plain/peer"),
-                ("ratio_of_plain", "fxpar/plain"),
-            )
+            for key, said, *_ in RATIOS
+            if key in figures[what]
             for case in [figures[what][key]]
         )
         print(f"  {what}: {shown} of {figures[what]['ratio']['n']} rounds")

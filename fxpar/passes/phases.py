@@ -26,6 +26,7 @@ from fxpar.passes.arithmetic import (
     nbytes_of,
     tensors_in,
 )
+from fxpar.passes.buckets import phase_of
 from fxpar.passes.launches import KINDS, WAITS, depending_on_tangents
 from fxpar.passes.schedule import DEFAULT, Settings, schedule
 
@@ -57,7 +58,8 @@ def as_run(
     late = depending_on_tangents(graph)
     if not late:
         whole = _graph(inputs, calls, results)
-        schedule(whole, backward=False, disable=disable, settings=settings)
+        of_step = any(map(phase_of, calls))  # which has its backward inside
+        schedule(whole, backward=of_step, disable=disable, settings=settings)
         return whole
     second = _with_again(calls, late)
     there, read = set(second), {r for n in second for r in n.all_input_nodes}
