@@ -654,6 +654,21 @@ def test_tagged_values_are_made_again_in_the_backward():
         assert (started[-1] >= out.backward) == tag
 
 
+@pytest.mark.parametrize("phase", [None, "update"])
+def test_gradients_of_a_training_step_are_joined(phase: str | None):
+    """Its one graph has its backward inside."""
+    s = Sketch()
+    updated = []
+    for _ in range(2):
+        w = s.input(4, 4)
+        gradient = s.wait(s.reduce(s(aten.mm, w, w)))
+        updated.append(s(aten.sub.Tensor, w, gradient))
+        updated[-1].meta["custom"] = {"fxpar_phase": phase} if phase else {}
+    s.graph.output(tuple(updated))
+    out = simulate(as_run(s.graph), machine().on(MESH), machine())
+    assert kinds(out).count("all_reduce") == (1 if phase else 2)
+
+
 def test_what_is_kept_for_the_backward_weighs_least():
     graph = as_run(joint())
     late = {n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward"}

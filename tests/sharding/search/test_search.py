@@ -33,6 +33,7 @@ from fxpar.sharding.search.formulate import Facts, formulate
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.overlap import Overlap
 from fxpar.sharding.search.polish import taken
+from fxpar.sharding.search.work import Regions
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.passes.random_programs import Case
@@ -80,6 +81,9 @@ def mlp(layers: int = 1, width: int = 16) -> nn.Module:
 
 def batch(rows: int = 32, width: int = 16) -> torch.Tensor:
     return torch.randn(rows, width, dtype=torch.float64)
+
+
+aten = torch.ops.aten
 
 
 # Optima
@@ -327,6 +331,23 @@ def test_replicated_work_is_not_free() -> None:
     assert whole.launches == pytest.approx(1.0)  # one fused kernel
     made = [found.settled[v] for op in program.ops for v in op.results]
     assert all(spec.sharded_axes for spec in made)
+
+
+def test_readers_of_one_region_share_a_read() -> None:
+    """It is read once; as a whole as long as one of them needs it whole."""
+    x = torch.randn(8, 32)
+    program = program_of(
+        lambda x: (x - x.amax(1, keepdim=True)).exp().sum(1), x, mesh="x=2"
+    )
+    works = Regions(program, set()).works
+    read = {
+        op.target: sum(size for at, size in work.moved if op.tensors[at] == 0)
+        for op, work in zip(program.ops, works, strict=True)
+    }
+    assert read[aten.amax.default] == read[aten.sub.Tensor] == x.nbytes / 2
+    assert sum(read.values()) == x.nbytes
+    moved = sum(size for work in works for _, size in work.moved)
+    assert moved == x.nbytes + 8 * 4, "and the result is written"
 
 
 # Questions
