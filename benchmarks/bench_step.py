@@ -119,7 +119,10 @@ def worker(args: argparse.Namespace) -> None:
     dist.all_reduce(times, dist.ReduceOp.MAX)
     if rank == 0:
         data = {
-            "times": times.tolist(),
+            "times": [
+                [[None if math.isnan(t) else t for t in side] for side in round_]
+                for round_ in times.tolist()
+            ],
             "loss_difference": worst,
             "first_step": first,
             "sent": {name: each.figures() for name, each in seen.items()},
@@ -148,7 +151,7 @@ def measure(peer: str, ranks: int, words: list[str], compiled: str) -> dict[str,
             [round_[i][j] for round_ in data["times"]] for i in range(len(SIDES))
         ]
         known = zip(SIDES, columns, strict=True)
-        seconds = {name: each for name, each in known if not math.isnan(each[0])}
+        seconds = {name: each for name, each in known if each[0] is not None}
         figures[what] = {
             f"{name}_seconds": spread(each) for name, each in seconds.items()
         } | {

@@ -29,6 +29,7 @@ from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
 from fxpar.passes.boundaries import absorb
+from fxpar.passes.delay import delay
 from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, graphs, inputs
@@ -339,15 +340,19 @@ class _Parallelize:
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
         settings = settings_of(self.plan.schedule) if self.plan else DEFAULT
+        disable = self.job.options.disable
+        fuses = bool(self.plan) and self.job.options.fuse != "none"
         schedule(
             graph,
             # The backward is in the graph of a training step.
             backward=backward or self.job.writes,
-            disable=self.job.options.disable,
+            disable=(*disable, "delay") if fuses else disable,
             settings=settings,
         )
         if self.plan:
             self._fuse(graph, "backward" if backward else "forward")
+        if fuses and "delay" not in disable:
+            delay(graph)  # for collectives that no kernel has inside
 
     def _fuse(self, graph: fx.Graph, which: str) -> None:
         """Collectives with what is around them as one op: those that the schedule

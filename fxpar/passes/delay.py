@@ -2,73 +2,123 @@
 
 In: the bound graph of a forward or a backward, waits where their results are first
 needed. Out: the same nodes, changed in place only in their order. Where nothing stands
-between a collective and its wait, what stood before it and is not needed for it, back
-to the last wait, comes behind it: the gradients of weights run beside the all-reduce of
-an input's gradient, as Megatron-LM writes by hand (Korthikanti et al. 2022, section
-4.2.2). It never moves a collective, a wait, a random draw or a write, so all ranks keep
-one order of them; a value is held no longer than from one wait to the next.
+between a collective and its wait, contractions that stood before it and that it does
+not need come behind it, with what only they lead to: the gradients of weights run
+beside the all-reduce of an input's gradient, as Megatron-LM writes by hand (Korthikanti
+et al. 2022, section 4.2.2).
+
+Only ops that compute are moved, never across a wait or a write, so that collectives,
+draws and writes keep their order on all ranks. What is moved holds what it reads for
+longer: the nearest are moved, up to ``HELD`` times the bytes of the collective.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import torch
 from torch import fx
 
-from fxpar.passes.arithmetic import contracts, is_light, is_view
-from fxpar.passes.waits import WAIT, is_chunk
+from fxpar.passes.arithmetic import (
+    changes_operand,
+    contracts,
+    is_light,
+    is_view,
+    nbytes_of,
+    tensors_in,
+)
+from fxpar.passes.buckets import region_of
+from fxpar.passes.launches import KINDS, WAITS
+from fxpar.passes.waits import is_chunk
+
+ours = torch.ops.fxpar
+
+# Bytes that are held for longer, in those of the collective. The gradients of a
+# transformer block's weights read up to ten times what is reduced of its input's.
+HELD = 16
+
+# So many nodes before a collective are looked at.
+_FAR = 1000
+
+_PRODUCTS = {ours.gather_matmul.default, ours.matmul_scatter.default}
 
 
 def delay(graph: fx.Graph) -> None:
     """Put work behind each collective that has none beside it."""
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    work = list(accumulate((_is_work(n) for n in nodes), initial=0))
     moved: set[fx.Node] = set()
-    since: list[fx.Node] = []  # the last wait
-    for node in list(graph.nodes):
-        if node.target is WAIT:
-            since.clear()
-        waits = [user for user in node.users if user.target is WAIT]
-        if waits and not is_chunk(node) and not _has_work(node, min(waits)):
-            later = _unneeded(node, since, moved)
-            if any(contracts(n.target) for n in later):
-                for each in reversed(later):
-                    node.append(each)
-                moved.update(later)
-                since = [n for n in since if n not in moved]
-        since.append(node)
+    begin = 0  # behind the last wait or write
+    for at, node in enumerate(nodes):
+        if node.target in WAITS or changes_operand(node.target):
+            begin = at + 1
+        end = min((place[u] for u in node.users if _ends(u, node)), default=at)
+        beside = end <= at or work[end] > work[at + 1]
+        if beside or is_chunk(node) or region_of(node) or work[at] == work[begin]:
+            continue
+        later = _unneeded(node, nodes[max(begin, at - _FAR) : at], moved)
+        if any(map(_is_work, later)):
+            for each in reversed(later):
+                node.append(each)
+            moved.update(later)
     graph.lint()
 
 
-def _has_work(node: fx.Node, wait: fx.Node) -> bool:
-    at = node.next
-    while at is not wait:
-        if contracts(at.target):
-            return True
-        at = at.next
-    return False
+def _is_work(node: fx.Node) -> bool:
+    return contracts(node.target) or node.target in _PRODUCTS
+
+
+def _ends(user: fx.Node, node: fx.Node) -> bool:
+    return user.target in WAITS and user.args[0] is node
 
 
 def _unneeded(
-    node: fx.Node, since: list[fx.Node], moved: Collection[fx.Node]
+    node: fx.Node, since: Sequence[fx.Node], moved: Collection[fx.Node]
 ) -> list[fx.Node]:
-    """Of the nodes ``since`` the last wait, in order, those that neither ``node`` needs
-    nor anything that must stay."""
-    needed = set(node.all_input_nodes)
+    """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
+    anything that stays. What else reads an all-reduce's operand stays: it is done in
+    place if nothing does later."""
+    needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
+    source = _seen(operand) if KINDS.get(node.target) == "all_reduce" else None
+    room = HELD * max(_bytes(node), _bytes(operand))
+    held: set[fx.Node] = set()
     later = []
     for each in reversed(since):
-        if each in needed or each in moved or not _may_move(each):
+        reads = {_seen(n) for n in each.all_input_nodes}
+        longer = [n for n in reads - held if not any(node < u for u in n.users)]
+        size = sum(map(_bytes, longer)) - (_bytes(each) if each in held else 0)
+        stays = each in needed or each in moved or not _may_move(each)
+        if stays or size > room or source in reads:
             needed.update(each.all_input_nodes)
-        else:
-            later.append(each)
+            continue
+        later.append(each)
+        held.update(reads)
+        room -= size
     return later[::-1]
 
 
+def _seen(node: fx.Node) -> fx.Node:
+    """What a view looks at."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(map(nbytes_of, tensors_in(node.meta.get("val"))))
+
+
 def _may_move(node: fx.Node) -> bool:
+    """Whether an op does nothing but compute its result."""
     target = node.target
-    if node.op != "call_function" or node.is_impure():
+    if node.op != "call_function" or node.is_impure() or region_of(node):
         return False
     if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return False
-    known = is_light(target) or contracts(target) or is_view(node)
-    return known or target is operator.getitem
+    if target is operator.getitem or contracts(target):
+        return True
+    plain = getattr(target, "namespace", "") in ("aten", "prims")
+    return plain and (is_light(target) or is_view(node)) and "assert" not in str(target)

@@ -183,18 +183,21 @@ def sum_one_hot(graph: fx.Graph, rewriter: Rewriter) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         x, (dim, *more) = node.args[0], node.args[1] or (0, 1)
-        if x.target is not aten.mul.Tensor or more or node.kwargs:
-            continue
         rank = len(shape_of(x))
+        if x.target is not aten.mul.Tensor or more or node.kwargs or not rank:
+            continue
         rows = tuple(1 if d == dim % rank else n for d, n in enumerate(shape_of(x)))
         for hot, weight in (x.args, x.args[::-1]):
             value = _one_hot(hot, dim % rank, rows)
-            if value is None or not _is_of(weight, rows, node.meta["val"].dtype):
+            if value is None or not _is_like(weight, rows, hot, node):
                 continue
             with rewriter.before(node):
                 made = rewriter.call(aten.mul.Tensor, weight, value)
                 if shape_of(node) != rows:
                     made = rewriter.call(aten.squeeze.dim, made, dim)
+                if made.meta["val"].stride() != node.meta["val"].stride():
+                    layout = torch.contiguous_format
+                    made = rewriter.call(aten.clone.default, made, memory_format=layout)
             rewriter.replace(node, made)
             break
 
@@ -207,14 +210,17 @@ def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
     if zeros.target is not aten.full.default or zeros.args[1] != 0:
         return None
     whole = rows[:dim] + shape_of(node)[dim : dim + 1] + rows[dim + 1 :]
-    fits = at % len(rows) == dim and shape_of(node) == whole
-    return value if fits and shape_of(index) == rows else None
+    fits = at % len(rows) == dim and shape_of(node) == whole and shape_of(index) == rows
+    there = torch.tensor(value, dtype=node.meta["val"].dtype).item()
+    return value if fits and there == value else None
 
 
-def _is_of(node: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    if not isinstance(node, fx.Node):
+def _is_like(weight: Any, shape: tuple[int, ...], *others: fx.Node) -> bool:
+    """Whether it is a tensor of this shape, of the one floating dtype of all."""
+    if not isinstance(weight, fx.Node) or shape_of(weight) != shape:
         return False
-    return shape_of(node) == shape and node.meta["val"].dtype == dtype
+    dtypes = {n.meta["val"].dtype for n in (weight, *others)}
+    return len(dtypes) == 1 and dtypes.pop().is_floating_point
 
 
 NORMALIZE = (

@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.delay import delay
+from fxpar.passes.delay import _may_move, delay
 from fxpar.passes.phases import as_run
 from fxpar.passes.waits import WAIT
 from tests.passes.test_schedule import GATHER, REDUCE, Sketch, check_equal
@@ -108,15 +109,23 @@ def drawn(sketch: Sketch, x: fx.Node) -> fx.Node:
     return sketch.rewriter.call(aten.rand_like.default, x)
 
 
-def written(sketch: Sketch, x: fx.Node) -> fx.Node:
-    return sketch.rewriter.call(aten.add_.Tensor, x, 1.0)
-
-
 def communicated(sketch: Sketch, x: fx.Node) -> fx.Node:
     return sketch.call(GATHER, x, 2, "fxpar:dp")
 
 
-@pytest.mark.parametrize("make", [drawn, written, communicated])
+def checked(sketch: Sketch, x: fx.Node) -> fx.Node:
+    whole = sketch.rewriter.call(aten.any.default, x)
+    sketch.rewriter.call(aten._functional_assert_async.msg, whole, "no", whole)
+    return whole
+
+
+def shipped(sketch: Sketch, x: fx.Node) -> fx.Node:
+    """A product that communicates."""
+    call, group = sketch.rewriter.call, "fxpar:tp"
+    return call(torch.ops.fxpar.matmul_scatter.default, x, x, "sum", 0, 2, group)
+
+
+@pytest.mark.parametrize("make", [drawn, communicated, checked, shipped])
 def test_what_keeps_its_place(
     sketch: Sketch, make: Callable[[Sketch, fx.Node], fx.Node]
 ) -> None:
@@ -135,13 +144,86 @@ def test_what_keeps_its_place(
 
 def test_results_of_several_move_with_what_makes_them(sketch: Sketch) -> None:
     """A tuple's elements, and views, go where it goes."""
-    x, w = sketch.input(4, 4), sketch.input(4, 4)
+    x, w, y = (sketch.input(4, 4) for _ in range(3))
     call = sketch.rewriter.call
     product = sketch.call(aten.mm, x, w)
     parts = call(aten.split.Tensor, product, 2)
     first = call(operator.getitem, parts, 0)
-    sketch.output(sketch.call(aten.exp, first), sketch.reduce(x))
+    sketch.output(sketch.call(aten.exp, first), sketch.reduce(y))
     assert delayed(sketch) == ["reduce", "mm", "split_tensor", "getitem", "exp", "wait"]
+
+
+def test_nothing_moves_past_a_write(sketch: Sketch) -> None:
+    """What is before it reads what was there before."""
+    x, buffer, w = (sketch.input(4, 4) for _ in range(3))
+    y = sketch.call(aten.mm, x, buffer)
+    sketch.rewriter.call(aten.copy_.default, buffer, w)
+    sketch.output(y, sketch.reduce(x))
+    before = sketch.order()
+    assert delayed(sketch) == before == ["mm", "copy_", "reduce", "wait"]
+
+
+def test_what_else_reads_an_all_reduces_operand_stays(sketch: Sketch) -> None:
+    """So that it can be done in place. That of a gather is only read."""
+    x, w = sketch.input(4, 4), sketch.input(4, 4)
+    part = sketch.call(aten.exp, x)
+    seen = sketch.call(aten.mm, sketch.call(aten.t, part), w)
+    other = sketch.call(aten.mm, x, w)
+    sketch.output(seen, other, sketch.reduce(part))
+    assert delayed(sketch) == ["exp", "t", "mm", "reduce", "mm_1", "wait"]
+
+
+def test_a_region_of_a_schedule_waits_inside(sketch: Sketch) -> None:
+    x, w = sketch.input(4, 4), sketch.input(4, 4)
+    product = sketch.call(aten.mm, x, w)
+    y = sketch.reduce(x)
+    y.args[0].meta["custom"] = {"fxpar_region": "r"}
+    sketch.output(product, y)
+    before = sketch.order()
+    assert delayed(sketch) == before
+
+
+def test_a_product_that_communicates_is_work_beside(sketch: Sketch) -> None:
+    x, w = sketch.input(4, 4), sketch.input(4, 4)
+    product = sketch.call(aten.mm, x, w)
+    begun = sketch.call(REDUCE, x, "sum", "fxpar:dp")
+    other = shipped(sketch, w)
+    sketch.output(product, other, sketch.call(c10d.wait_tensor, begun))
+    before = sketch.order()
+    delay(sketch.graph)
+    assert sketch.order() == before
+
+
+@pytest.mark.parametrize(("rows", "count"), [(16, 12), (2, 4)])
+def test_little_is_held_for_longer(sketch: Sketch, rows: int, count: int) -> None:
+    """The nearest are moved, while what they read is little beside what is reduced."""
+    h, c = sketch.input(8, 4), sketch.input(4, 4)
+    made = []
+    for _ in range(12):
+        h = sketch.call(aten.mm, sketch.call(aten.sin, h), c)
+        made.append(sketch.call(aten.mm, sketch.call(aten.t, h), h))
+    part = sketch.rewriter.call(aten.repeat.default, h, [2, 1])
+    part = sketch.rewriter.call(aten.slice.Tensor, part, 0, 0, rows)
+    sketch.output(*made, sketch.reduce(sketch.call(aten.exp, part)))
+    delayed(sketch)
+    names = sketch.order()
+    later = [n for n in names[names.index("reduce") :] if n.startswith("mm")]
+    assert later == [n.name.replace("_default", "") for n in made[-count:]]
+
+
+def test_many_that_are_under_way_together_take_little_time(sketch: Sketch) -> None:
+    """No node is looked at for each of them."""
+    x = sketch.input(4, 4)
+    begun = []
+    for _ in range(1000):
+        for _ in range(4):
+            x = sketch.call(aten.sin, x)
+        begun.append(sketch.call(REDUCE, x, "sum", "fxpar:dp"))
+    sketch.output(*(sketch.call(c10d.wait_tensor, n) for n in begun))
+    looked = mock.Mock(side_effect=_may_move)
+    with mock.patch("fxpar.passes.delay._may_move", looked):
+        delay(sketch.graph)
+    assert looked.call_count < 5000
 
 
 # What is compiled

@@ -211,7 +211,25 @@ REFUSED = {
         torch.zeros(3, 5).scatter(0, ONE.clamp(max=2), 3.0) * w
     ).sum(1),
     "of another type": lambda w: (hot(ONE, 5) * w.float()).sum(1),
+    "rows of another type": lambda w: (hot(ONE, 5).float() * w).sum(1),
+    "whole numbers": lambda w: (
+        torch.zeros(3, 5, dtype=torch.int64).scatter(1, ONE, 2.7) * w
+    ).sum(1),
+    "a value no type has": lambda w: (
+        torch.zeros(3, 5, dtype=torch.bfloat16).scatter(1, ONE, 0.1) * w.bfloat16()
+    ).sum(1),
+    "no dim at all": lambda w: (w.sum() * w.mean()).sum(0),
 }
+
+
+def test_the_product_lies_as_the_sum_did() -> None:
+    """What follows may see it in another shape."""
+
+    def of(w):
+        rows = hot(torch.zeros(3, 2, 1, dtype=torch.int64), 5, dim=2)
+        return (rows * w.t().unsqueeze(-1)).sum(-1).view(-1)
+
+    assert SUM not in normalized(of, torch.randn(2, 3))
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -149,29 +149,35 @@ class Regions:
                         leader[max(one, other)] = min(one, other)
         return [find(i) for i in range(len(leader))]
 
-    def _readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(value in memory, region) -> the ops that pay for it: the one that makes it,
-        or all that read it, a share each. It is read once, but as a whole as long as
-        one of them needs it whole."""
-        out: dict[tuple[int, int], tuple[int, ...]] = {}
+    def _shares(self) -> dict[tuple[int, int], dict[int, float]]:
+        """(value in memory, region) -> op that pays for it -> its part: all of it the
+        one that makes it; else those that read it, in proportion to what they read.
+        It is read once: a reader that is split saves its part, not the whole."""
+        values, sizes = self.program.values, dict[tuple[int, int], dict[int, int]]()
+        seen = dict[tuple[int, int], dict[int, int]]()  # the views of it
         made: set[tuple[int, int]] = set()
         for op in self.program.ops:
             if is_view(op):
                 continue
-            region = self.region[op.index]
             for position, v in enumerate(op.tensors):
-                key = self.base[v], region
+                key = self.base[v], self.region[op.index]
                 if key[0] not in self.written or key in made:
                     continue
                 if position >= len(op.operands):
                     made.add(key)
-                if op.index not in out.get(key, ()):
-                    out[key] = (*out.get(key, ()), op.index)
+                read = sizes.setdefault(key, {})
+                read[op.index] = max(read.get(op.index, 0), values[v].nbytes)
+                seen.setdefault(key, {})[v] = values[v].nbytes
+        out = {}
+        for key, read in sizes.items():
+            once = min(sum(seen[key].values()), values[key[0]].nbytes)
+            rate = once / max(sum(read.values()), 1)
+            out[key] = {op: size * rate for op, size in read.items()}
         return out
 
     def _works(self) -> list[Work]:
         program, out = self.program, []
-        readers = self._readers()
+        shares = self._shares()
         started: set[int] = set()
         for op in program.ops:
             dtype = program.values[op.results[0]].dtype
@@ -183,10 +189,10 @@ class Regions:
             seen: set[int] = set()
             for position, v in enumerate(op.tensors):
                 b = self.base[v]
-                ops = readers.get((b, region), ())
-                if op.index in ops and b not in seen:
+                share = shares.get((b, region), {}).get(op.index)
+                if share is not None and b not in seen:
                     seen.add(b)
-                    moved.append((position, program.values[v].nbytes / len(ops)))
+                    moved.append((position, share))
             floating = [
                 program.values[v].dtype
                 for v in op.operands

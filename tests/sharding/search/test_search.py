@@ -23,7 +23,7 @@ from fxpar.sharding import decide
 from fxpar.sharding.decide import duration
 from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import backward_ops
+from fxpar.sharding.program import backward_ops, is_view
 from fxpar.sharding.reshard import price
 from fxpar.sharding.search import find, transitions
 from fxpar.sharding.search.ask import alternatives
@@ -334,7 +334,7 @@ def test_replicated_work_is_not_free() -> None:
 
 
 def test_readers_of_one_region_share_a_read() -> None:
-    """It is read once; as a whole as long as one of them needs it whole."""
+    """It is read once; a reader that is split saves its part of that."""
     x = torch.randn(8, 32)
     program = program_of(
         lambda x: (x - x.amax(1, keepdim=True)).exp().sum(1), x, mesh="x=2"
@@ -348,6 +348,28 @@ def test_readers_of_one_region_share_a_read() -> None:
     assert sum(read.values()) == x.nbytes
     moved = sum(size for work in works for _, size in work.moved)
     assert moved == x.nbytes + 8 * 4, "and the result is written"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.sin() + x[:1].cos(),
+        lambda x: x[:4].sin() + x[4:].cos(),
+        lambda x: x.sin() * x,
+    ],
+)
+def test_a_read_is_never_more_or_less_than_what_is_read(fn: Any) -> None:
+    x = torch.randn(8, 32)
+    program = program_of(fn, x, mesh="x=2")
+    works, (whole,) = Regions(program, set()).works, program.inputs
+    seen = {whole, *(op.results[0] for op in program.ops if is_view(op))}
+    read = sum(
+        size
+        for op, work in zip(program.ops, works, strict=True)
+        for at, size in work.moved
+        if op.tensors[at] in seen
+    )
+    assert read == pytest.approx(x.nbytes)
 
 
 # Questions
