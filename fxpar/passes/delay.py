@@ -2,10 +2,10 @@
 
 In: the bound graph of a forward or a backward, waits where their results are first
 needed. Out: the same nodes, changed in place only in their order. Where nothing stands
-between a collective and its wait, contractions that stood before it and that it does
-not need come behind it, with what only they lead to: the gradients of weights run
-beside the all-reduce of an input's gradient, as Megatron-LM writes by hand (Korthikanti
-et al. 2022, section 4.2.2).
+between a collective of what was computed and its wait, contractions that stood before
+it and that it does not need come behind it, with what only they lead to: the gradients
+of weights run beside the all-reduce of an input's gradient, as Megatron-LM writes by
+hand (Korthikanti et al. 2022, section 4.2.2).
 
 Only ops that compute are moved, never across a wait or a write, so that collectives,
 draws and writes keep their order on all ranks. What is moved holds what it reads for
@@ -29,7 +29,7 @@ from fxpar.passes.arithmetic import (
     nbytes_of,
     tensors_in,
 )
-from fxpar.passes.buckets import region_of
+from fxpar.passes.buckets import from_inputs, region_of
 from fxpar.passes.launches import KINDS, WAITS
 from fxpar.passes.waits import is_chunk
 
@@ -51,12 +51,13 @@ def delay(graph: fx.Graph) -> None:
     place = {node: i for i, node in enumerate(nodes)}
     work = list(accumulate((_is_work(n) for n in nodes), initial=0))
     moved: set[fx.Node] = set()
+    free = from_inputs(graph, through=(*KINDS, *WAITS))  # ``prefetch`` hides these
     begin = 0  # behind the last wait or write
     for at, node in enumerate(nodes):
         if node.target in WAITS or changes_operand(node.target):
             begin = at + 1
         end = min((place[u] for u in node.users if _ends(u, node)), default=at)
-        beside = end <= at or work[end] > work[at + 1]
+        beside = end <= at or work[end] > work[at + 1] or node in free
         if beside or is_chunk(node) or region_of(node) or work[at] == work[begin]:
             continue
         later = _unneeded(node, nodes[max(begin, at - _FAR) : at], moved)

@@ -76,10 +76,23 @@ def test_not_where_work_is_beside_already(sketch: Sketch) -> None:
     assert delayed(sketch) == before
 
 
+def test_not_beside_a_gather_of_parameters(sketch: Sketch) -> None:
+    """It could have begun before: ``prefetch`` says when."""
+    g, x, w, wide = *(sketch.input(4, 4) for _ in range(3)), sketch.input(4, 8)
+    dw = sketch.call(aten.mm, x, g)
+    y = sketch.call(aten.mm, wide, sketch.gather(w))
+    z = sketch.call(aten.mm, wide, sketch.gather(sketch.call(aten.sin, g)))
+    sketch.output(dw, y, z)
+    assert delayed(sketch) == [
+        *("mm", "gather", "wait"),
+        *("sin", "gather_1", "mm_1", "wait_1", "mm_2"),
+    ]
+
+
 def test_light_work_alone_stays(sketch: Sketch) -> None:
     x = sketch.input(4, 4)
     light = sketch.call(aten.sin, x)
-    sketch.output(light, sketch.reduce(x))
+    sketch.output(light, sketch.reduce(sketch.call(aten.exp, x)))
     before = sketch.order()
     assert delayed(sketch) == before
 
@@ -88,11 +101,14 @@ def test_once_only(sketch: Sketch) -> None:
     """Beside the first of two that are under way together; the second has it too."""
     g, x, w = (sketch.input(4, 4) for _ in range(3))
     dw = sketch.call(aten.mm, x, g)
-    one = sketch.call(REDUCE, w, "sum", "fxpar:dp")
-    two = sketch.call(REDUCE, g, "sum", "fxpar:tp")
+    computed = [sketch.call(aten.sin, n) for n in (w, g)]
+    one = sketch.call(REDUCE, computed[0], "sum", "fxpar:dp")
+    two = sketch.call(REDUCE, computed[1], "sum", "fxpar:tp")
     ends = [sketch.call(c10d.wait_tensor, n) for n in (one, two)]
     sketch.output(dw, *ends)
-    assert delayed(sketch) == ["reduce", "mm", "reduce_1", "wait", "wait_1"]
+    assert delayed(sketch) == [
+        *("sin", "reduce", "mm", "sin_1", "reduce_1", "wait", "wait_1")
+    ]
 
 
 def test_a_schedules_chunks_stay(sketch: Sketch) -> None:
@@ -134,7 +150,7 @@ def test_what_keeps_its_place(
     product = sketch.call(aten.mm, x, w)
     kept = make(sketch, product)
     after = sketch.call(aten.mm, g, g)
-    sketch.output(after, kept, sketch.reduce(x))
+    sketch.output(after, kept, sketch.reduce(sketch.call(aten.sin, x)))
     delay(sketch.graph)
     nodes = [n for n in sketch.graph.nodes if n.op == "call_function"]
     (reduce,) = sketch.graph.find_nodes(op="call_function", target=REDUCE.default)
@@ -149,8 +165,11 @@ def test_results_of_several_move_with_what_makes_them(sketch: Sketch) -> None:
     product = sketch.call(aten.mm, x, w)
     parts = call(aten.split.Tensor, product, 2)
     first = call(operator.getitem, parts, 0)
-    sketch.output(sketch.call(aten.exp, first), sketch.reduce(y))
-    assert delayed(sketch) == ["reduce", "mm", "split_tensor", "getitem", "exp", "wait"]
+    first = sketch.call(aten.exp, first)
+    sketch.output(first, sketch.reduce(sketch.call(aten.sin, y)))
+    assert delayed(sketch) == [
+        *("sin", "reduce", "mm", "split_tensor", "getitem", "exp", "wait")
+    ]
 
 
 def test_nothing_moves_past_a_write(sketch: Sketch) -> None:
@@ -158,9 +177,9 @@ def test_nothing_moves_past_a_write(sketch: Sketch) -> None:
     x, buffer, w = (sketch.input(4, 4) for _ in range(3))
     y = sketch.call(aten.mm, x, buffer)
     sketch.rewriter.call(aten.copy_.default, buffer, w)
-    sketch.output(y, sketch.reduce(x))
+    sketch.output(y, sketch.reduce(sketch.call(aten.sin, x)))
     before = sketch.order()
-    assert delayed(sketch) == before == ["mm", "copy_", "reduce", "wait"]
+    assert delayed(sketch) == before == ["mm", "copy_", "sin", "reduce", "wait"]
 
 
 def test_what_else_reads_an_all_reduces_operand_stays(sketch: Sketch) -> None:
@@ -176,7 +195,7 @@ def test_what_else_reads_an_all_reduces_operand_stays(sketch: Sketch) -> None:
 def test_a_region_of_a_schedule_waits_inside(sketch: Sketch) -> None:
     x, w = sketch.input(4, 4), sketch.input(4, 4)
     product = sketch.call(aten.mm, x, w)
-    y = sketch.reduce(x)
+    y = sketch.reduce(sketch.call(aten.sin, x))
     y.args[0].meta["custom"] = {"fxpar_region": "r"}
     sketch.output(product, y)
     before = sketch.order()
@@ -186,7 +205,7 @@ def test_a_region_of_a_schedule_waits_inside(sketch: Sketch) -> None:
 def test_a_product_that_communicates_is_work_beside(sketch: Sketch) -> None:
     x, w = sketch.input(4, 4), sketch.input(4, 4)
     product = sketch.call(aten.mm, x, w)
-    begun = sketch.call(REDUCE, x, "sum", "fxpar:dp")
+    begun = sketch.call(REDUCE, sketch.call(aten.sin, x), "sum", "fxpar:dp")
     other = shipped(sketch, w)
     sketch.output(product, other, sketch.call(c10d.wait_tensor, begun))
     before = sketch.order()
