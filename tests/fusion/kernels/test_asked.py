@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,3 +157,45 @@ def test_training() -> None:
         (line,) = [x for x in after.splitlines() if x.startswith("region:")]
         assert "forward: 1 x fxpar::region all_reduce add relu" in line
         assert "one_shot: two shots carry no less between two ranks" in line
+
+
+class Gated(Block):
+    """Whose backward has an all-reduce behind the gradients of two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.rms_norm(x, [16])
+        return self.down(torch.tanh(self.gate(y)) * self.up(y)) + x
+
+
+def regions(disable: list[str]) -> list[list[str]]:
+    """Of two blocks, by the option."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model, x = nn.Sequential(Gated(), Gated()), torch.randn(2, 4, 16)
+    hints = {f"*{name}": spec for name, spec in HINTS.items()}
+    hints["*gate.weight"] = ("tp", None)
+    options: dict[str, Any] = {"mesh": "tp=2", "hints": hints, "codegen": "eager"}
+    options |= {"schedule": "none", "fuse": "interpret", "disable": disable}
+    options["plan"] = "propagate"
+    found: list[list[str]] = []
+
+    def counting(*args: Any, **kwargs: Any) -> Fused:
+        made = fuse_graph(*args, **kwargs)
+        found.extend(lines(made))
+        return made
+
+    with mock.patch.object(backend, "fuse_graph", counting):
+        compiled = torch.compile(model, backend="fxpar", options=options)
+        compiled(x.requires_grad_()).square().sum().backward()
+    return found
+
+
+@pytest.mark.multiprocess
+def test_regions_come_before_work_is_put_beside_collectives() -> None:
+    pool = shared_pool(2)
+    without, found = pool.run(regions, ["delay"]), pool.run(regions, [])
+    assert found == without and len(found[0]) == 4, "two of them in the backward"
