@@ -209,6 +209,8 @@ def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
     zeros, at, index, value = node.args
     if zeros.target is not aten.full.default or zeros.args[1] != 0:
         return None
+    if not isinstance(value, int | float):  # known when it runs
+        return None
     whole = rows[:dim] + shape_of(node)[dim : dim + 1] + rows[dim + 1 :]
     fits = at % len(rows) == dim and shape_of(node) == whole and shape_of(index) == rows
     there = torch.tensor(value, dtype=node.meta["val"].dtype).item()

@@ -1,7 +1,7 @@
 """Work that can wait runs beside a collective: which moves, and which must not.
 
 Small graphs by hand, in order before and after, with equal results on every rank; and
-the backward of two tensor-parallel layers as it is compiled.
+the backward of two tensor-parallel layers in the order it runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fxpar.passes.phases import as_run
 from fxpar.passes.waits import WAIT
 from tests.passes.test_schedule import GATHER, REDUCE, Sketch, check_equal
 
-aten, prims = torch.ops.aten, torch.ops.prims
-c10d = torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 @pytest.fixture
@@ -245,7 +244,7 @@ def test_many_that_are_under_way_together_take_little_time(sketch: Sketch) -> No
     assert looked.call_count < 5000
 
 
-# What is compiled
+# A model
 
 
 class Block(nn.Module):
