@@ -478,6 +478,29 @@ def inductor_lowering() -> tuple[Any, Any, Any]:
     return register_lowering, Pointwise, ops
 
 
+def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
+    """Let Inductor treat an op that starts a collective, and the op on its result that
+    ends it, as those of its own: from one to the other it neither frees, reuses nor
+    writes the operand's buffer, and nothing reads the result."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    class Wait(ir._WaitKernel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.set_cpp_kernel_name()  # its own, not that of torch's wait
+
+    @register_lowering(launch, type_promotion_kind=None)
+    def lower_launch(x: Any, *args: Any) -> Any:
+        x = ir.ExternKernel.require_contiguous(x)
+        made: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
+        return ir.TensorBox.create(made)
+
+    @register_lowering(wait, type_promotion_kind=None)
+    def lower_wait(result: Any) -> None:
+        Wait.create_wait(wait, result)
+
+
 def triton_random_lanes() -> int:
     """How many neighbours draw from one Philox counter in Inductor's Triton kernels:
     four where it packs them (2.13), else one (2.11)."""
