@@ -184,8 +184,8 @@ torch.library.register_autograd(
 
 
 # An all-gather on CPU in two ops, for ``passes.schedule.give_outputs``: the second ends
-# the first. Inductor must be taught both (``register_lowering``): what is read until the
-# second is the buffer that it gave the first, not another copy of the same value.
+# the first. Inductor must be taught both (``register_lowering``): what is read until
+# the second is the buffer that it gave the first, not another copy of its value.
 torch.library.define(
     "fxpar::all_gather_into_tensor", "(Tensor x, int count, str group) -> Tensor"
 )

@@ -9,7 +9,6 @@ line (tests/helpers/wrapper.py).
 
 from __future__ import annotations
 
-
 from typing import Any
 
 import pytest
@@ -55,14 +54,14 @@ def mixture(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A mixture of experts of Hugging Face."""
     import transformers
 
-    common: dict[str, Any] = dict(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts_per_tok=2,
-        vocab_size=96,
-    )
+    common: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "vocab_size": 96,
+    }
     config: Any
     torch.manual_seed(0)
     if kind == "qwen3":

@@ -181,7 +181,9 @@ def _kernels(late: Late) -> dict[str, Callable[..., torch.Tensor]]:
         return late.launch("broadcast", run, x, empty(x), group)
 
     def broadcast_(x, src, group):
-        return late.launch("broadcast_", functools.partial(_broadcast, src), x, x, group)
+        return late.launch(
+            "broadcast_", functools.partial(_broadcast, src), x, x, group
+        )
 
     def empty(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)

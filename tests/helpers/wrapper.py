@@ -1,15 +1,24 @@
 """Memory of collectives in the wrapper that Inductor writes for a graph.
 
-``hazards(code)`` follows the buffers of a wrapper line by line. From the start of a
-collective to its wait its operand must not be freed, reused or written, and its result
-must not be read, written, freed or reused by anything else; nor may either be waited
-for never. What each generated kernel writes is read off its C++ signature.
+``code_of(graph)`` is that wrapper. ``hazards(code)`` follows its buffers line by line.
+From the start of a collective to its wait its operand must not be freed, reused or
+written, and its result must not be read, written, freed or reused by anything else; and
+each must be waited for. What a generated kernel writes is read off its C++ signature.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fxpar import _compat
 
 _SIGNATURE = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.M)
 _CALL = re.compile(r"^(?:(\w+) = )?([\w.]+)\((.*)\)$")
@@ -65,6 +74,39 @@ class _Memory:
             self.found.append(f"the operand of {of} is {how} before its wait: {line}")
 
 
+def code_of(graph: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The wrapper that Inductor writes for a graph, which nobody runs."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+
+    def stop(code: str) -> None:
+        codes.append(code)
+        raise RuntimeError("kernels need not be compiled")
+
+    monkeypatch.setattr(GraphLowering, "save_output_code", stop)
+    graph.set_codegen(fx.graph.CodeGen())
+    inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    stopped = pytest.raises(Exception, match="need not be compiled")
+    with config.patch({"fx_graph_cache": False, "compile_threads": 1}), stopped:
+        _compat.compile_inner(fx.GraphModule(torch.nn.Module(), graph), inputs)
+    (code,) = codes
+    return code
+
+
+@contextlib.contextmanager
+def fake_group(size: int) -> Iterator[str]:
+    """Name of a process group of ``size`` that does not communicate."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
 def hazards(code: str) -> list[str]:
     """What a wrapper does to memory of collectives under way; empty if nothing."""
     writes = {
@@ -74,8 +116,7 @@ def hazards(code: str) -> list[str]:
     memory = _Memory()
     for line in _lines(code):
         _follow(memory, line, writes)
-    left = [of for of in memory.reads]
-    return memory.found + [f"nothing waits for {of}" for of in left]
+    return memory.found + [f"nothing waits for {of}" for of in memory.reads]
 
 
 def launches(code: str) -> int:
@@ -111,7 +152,7 @@ def _follow(memory: _Memory, line: str, writes: dict[str, list[bool]]) -> None:
     elif kind in _LAUNCHES and call:
         _launch(memory, kind, call[1], call[3])
     elif kind.startswith("wait_"):
-        _wait(memory, _NAME.findall(statement.split("(", 1)[1])[0], line)
+        _wait(memory, _names(statement.split("(", 1)[1])[0], line)
     elif alias := _ALIAS.match(statement):
         if line.endswith("#reuse"):
             memory.used(alias[2], "reused", line)
@@ -148,6 +189,10 @@ def _run(
         memory.bind(call[1], len(memory.names))
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in _NAME.findall(text) if name != "reinterpret_tensor"]
+
+
 def _split(arguments: str) -> list[str]:
     """Arguments of a call, at commas outside brackets."""
     out, depth, at = [], 0, 0
@@ -162,12 +207,11 @@ def _split(arguments: str) -> list[str]:
 def _launch(memory: _Memory, kind: str, made: str | None, arguments: str) -> None:
     plain = re.sub(r"'[^']*'", "", arguments)
     out = re.search(r"\bout=(\w+)", plain)
-    read = [n for n in _NAME.findall(_split(plain)[0])]
-    read = [n for n in read if n != "reinterpret_tensor"]
+    read = _names(_split(plain)[0])
     for name in read:
         memory.used(name, "read", f"{kind}({arguments})")
     if kind in _IN_PLACE or out:
-        (target,) = [out[1]] if out else read
+        target = out[1] if out else read[0]
         result = memory.of(target)
         if memory.operands.get(result):
             memory.used(target, "written", f"{kind}({arguments})")
@@ -178,7 +222,7 @@ def _launch(memory: _Memory, kind: str, made: str | None, arguments: str) -> Non
         assert made is not None
         result = len(memory.names)
         memory.bind(made, result)
-    label = f"{kind} {made or read}"
+    label = f"{kind} {made or target}"
     memory.results[result] = label
     memory.reads[label] = [memory.of(name) for name in read]
     for name in read:
