@@ -9,6 +9,7 @@ line (tests/helpers/wrapper.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,10 +145,22 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
     return numbers(model, loss)
 
 
-def check(name: str, options: dict[str, Any], shard: bool = True, **how: Any) -> None:
-    want = wanted(name)
-    args = name, options, shard, how.get("seed", 0)
-    for got, faults, started in shared_pool(4).run(late, *args, timeout=900.0):
+def check(
+    name: str, options: dict[str, Any], shard: bool = True, *, seed: int = 0
+) -> None:
+    compare(late, wanted(name), name, options, shard, seed)
+
+
+def compare(
+    run: Callable[..., Any],
+    want: dict[str, torch.Tensor],
+    name: str,
+    options: dict[str, Any],
+    shard: bool,
+    seed: int = 0,
+) -> None:
+    args = name, options, shard, seed
+    for got, faults, started in shared_pool(4).run(run, *args, timeout=900.0):
         assert started > 0
         assert faults == []
         assert got.keys() == want.keys()
@@ -165,14 +178,72 @@ def test_buckets_over_two_axes() -> None:
     check("blocks", BOTH | {"schedule": "buckets(bytes=1048576)\nprefetch(ahead=4)"})
 
 
-SCHEDULES = ["none", "auto", "buckets(bytes=1048576)\nprefetch(ahead=4)"]
+FULL = "buckets(bytes=1048576)\nprefetch(ahead=4)"
+MODELS = [*NAMES, "qwen3", "mixtral"]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["auto", FULL])
 @pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4", "dp=4"])
-@pytest.mark.parametrize("name", [*NAMES, "qwen3", "mixtral"])
-def test_models(name: str, mesh: str, shard: bool, schedule: str) -> None:
-    check(name, BOTH | {"mesh": mesh, "schedule": schedule}, shard)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, shard: bool, schedule: str) -> None:
+    # Nothing of a small model that is not sharded pays, so that a search leaves it whole.
+    plan = "search" if shard else "propagate"
+    check(name, BOTH | {"schedule": schedule, "plan": plan}, shard)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_one_axis(name: str, mesh: str) -> None:
+    check(name, BOTH | {"mesh": mesh}, seed=1)
+
+
+def late_step(
+    name: str, options: dict[str, Any], shard: bool, seed: int
+) -> tuple[dict[str, torch.Tensor], list[str], int]:
+    """As ``late``, of two whole training steps: losses, and every parameter."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    model, batch = made(name)
+    if shard:
+        model = fxpar.shard(model, fxpar.Mesh.parse(options["mesh"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = fxpar.train_step(
+        model, lambda model, batch: model(**batch), optimizer, options=options
+    )
+    with late_collectives(seed) as happened:
+        (first, second), codes = run_and_get_code(lambda: (step(batch), step(batch)))
+    faults = [*happened.faults, *(fault for code in codes for fault in hazards(code))]
+    torch._dynamo.reset()
+    out = {"first": first, "second": second}
+    for key, p in model.named_parameters():
+        full: Any = getattr(p, "full_tensor", lambda p=p: p)
+        out[key] = full().detach().clone()
+    return out, faults, happened.started
+
+
+def wanted_step(name: str) -> dict[str, torch.Tensor]:
+    model, batch = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(model(**batch))
+        losses[-1].backward()
+        optimizer.step()
+    first, second = (loss.detach() for loss in losses)
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    return {"first": first, "second": second, **parameters}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("name", ["blocks", "llama", "qwen3"])
+def test_training_steps(name: str, shard: bool) -> None:
+    options = BOTH | {"plan": "search" if shard else "propagate"}
+    compare(late_step, wanted_step(name), name, options, shard)

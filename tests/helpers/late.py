@@ -30,7 +30,7 @@ c10d = torch.ops._c10d_functional
 Run = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """``early``: what was read at the start; None if it is read at the wait."""
 
