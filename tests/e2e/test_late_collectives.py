@@ -188,7 +188,7 @@ MODELS = [*NAMES, "qwen3", "mixtral"]
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, shard: bool, schedule: str) -> None:
-    # Nothing of a small model that is not sharded pays, so that a search leaves it whole.
+    # A search leaves a small model whole where it is not sharded: nothing would pay.
     plan = "search" if shard else "propagate"
     check(name, BOTH | {"schedule": schedule, "plan": plan}, shard)
 

@@ -1,8 +1,7 @@
 """DCGAN: two models, two optimizers, BatchNorm, a detached fake batch."""
 
-from common import arguments, finish, mean, norm, parallel, part, start
-
 import torch
+from common import arguments, finish, mean, norm, parallel, part, start
 from torch import nn
 
 

@@ -3,10 +3,9 @@
 import contextlib
 import math
 
-from common import arguments, finish, mean, norm, parallel, part, start
-
 import torch
 import torch.nn.functional as F
+from common import arguments, finish, mean, norm, parallel, part, start
 from torch import nn
 
 

@@ -3,11 +3,10 @@ supervised head with label smoothing on what is detached, metrics that are count
 
 import copy
 
-from common import arguments, finish, mean, norm, parallel, part, start
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import arguments, finish, mean, norm, parallel, part, start
 from torch import nn
 
 

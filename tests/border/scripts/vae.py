@@ -1,10 +1,9 @@
 """A variational autoencoder: sums as losses, a smaller last batch, averages outside."""
 
-from common import arguments, finish, norm, parallel, start
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import arguments, finish, norm, parallel, start
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

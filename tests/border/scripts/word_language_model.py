@@ -1,8 +1,7 @@
 """An LSTM language model, truncated backpropagation, SGD written by hand."""
 
-from common import arguments, finish, mean, norm, parallel, part, start
-
 import torch
+from common import arguments, finish, mean, norm, parallel, part, start
 from torch import nn
 
 
