@@ -272,7 +272,7 @@ def work(args: argparse.Namespace) -> None:
         import torch
         from gpu_here import Here, round_as_devices
 
-        if args.mode == "try":
+        if args.mode == "try" and PARTS[args.part].modes:
             round_as_devices()
         found = _function(args.part, args.mode)
         sys.stdin.readline()
@@ -287,7 +287,7 @@ def work(args: argparse.Namespace) -> None:
         code = 0
     except BaseException as error:
         traceback.print_exc()
-        package = _lacking(error)
+        package = lacking(error)
         if package:
             print(f"needs {package}, which is not installed")
             code = gpu_parts.LACKS
@@ -297,7 +297,7 @@ def work(args: argparse.Namespace) -> None:
         os._exit(code)
 
 
-def _lacking(error: BaseException | None) -> str:
+def lacking(error: BaseException | None) -> str:
     """The package without which an error came, that is not ours; "" of other errors."""
     ours = {"fxpar", *(path.stem for path in Path(__file__).parent.glob("*.py"))}
     while error is not None:
