@@ -18,6 +18,9 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 __all__ = ["Partial", "Replicate", "Shard"]
 
+# Ops that fxpar names and torch 2.11 lacks: this file defines them there.
+NEWER = ("_c10d_functional::isend", "_c10d_functional::irecv")
+
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """DTensor's placement for a dim that more major axes of later mesh dims split."""
@@ -501,6 +504,15 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
         Wait.create_wait(wait, result)
 
 
+def inductor_integer(ops: Any, value: Any, dtype: torch.dtype) -> Any:
+    """Of an integer known when it compiles: a value of Inductor's."""
+    from torch._inductor.ops_handler import OpsHandler
+
+    # 2.11 has one op for both; in 2.13 that for indices may give it fewer bits.
+    name = "value_expr" if hasattr(OpsHandler, "value_expr") else "index_expr"
+    return getattr(ops, name)(value, dtype)
+
+
 def triton_random_lanes() -> int:
     """How many neighbours draw from one Philox counter in Inductor's Triton kernels:
     four where it packs them (2.13), else one (2.11)."""
@@ -750,3 +762,47 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+
+
+def _define_messages() -> None:
+    """Functional sends and receives where torch has none (2.11), by the same names."""
+    import torch.distributed as dist
+
+    c10d: Any = torch.ops._c10d_functional
+    if not dist.is_available() or hasattr(c10d, "isend"):
+        return
+    lib = torch.library.Library("_c10d_functional", "FRAGMENT")
+    found: Any = dist.distributed_c10d
+
+    def noted(work: Any, tensor: torch.Tensor) -> torch.Tensor:
+        torch._C._distributed_c10d._register_work(tensor, work)
+        return tensor
+
+    def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        # A copy: compiled code does not know that it must keep what is sent.
+        given = [tensor.clone(memory_format=torch.contiguous_format)]
+        work = found._resolve_process_group(group).send(given, dst, tag)
+        return noted(work, tensor.new_empty(0))
+
+    def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        work = found._resolve_process_group(group).recv([made], src, tag)
+        return noted(work, made)
+
+    def sent(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        return tensor.new_empty(0)
+
+    def received(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    for fn, fake, peer in ((isend, sent, "dst"), (irecv, received, "src")):
+        name, rest = fn.__name__, "int tag, str group_name"
+        lib.define(f"{name}(Tensor tensor, int {peer}, {rest}) -> Tensor")
+        lib.impl(name, fn, "CompositeExplicitAutograd")
+        lib.impl(name, fake, "Meta")
+        fx.node.has_side_effect(getattr(c10d, name).default)
+    _KEPT.append(lib)
+
+
+_KEPT: list[Any] = []  # libraries: their ops last as long as they do
+_define_messages()
