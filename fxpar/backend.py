@@ -174,7 +174,7 @@ class _Job:
     ranks: Ranks
     named: Sequence[Named]
     local: frozenset[int]
-    results: LocalResults = LocalResults()
+    results: LocalResults = field(default_factory=LocalResults)
     rests: Mapping[int, Spec] = field(default_factory=dict)
     writes: bool = False
 
@@ -295,7 +295,9 @@ class _Parallelize:
             self.result = planned(
                 gm.graph, fake_mode, request, ranks.rank, name, keep=keep
             )
-        self.result = _noted(self.result, self.job.results.notes)
+        parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
+        notes = self.job.results.said(self.results(), parts)
+        self.result = _noted(self.result, notes)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
         if options.tune:

@@ -20,7 +20,7 @@ from fxpar.errors import FxparError, PlanError
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
 from fxpar.runtime.modules import Home, home_of, to_global_unreduced
-from fxpar.runtime.names import Named
+from fxpar.runtime.names import SUMMAND_MARK, Named
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -80,8 +80,8 @@ class Compiled:
         return out if self._plain else self._dressed(out)
 
     def _dressed(self, out: Any) -> Any:
-        """Results as DTensors, or marked as local or global. One that the graph does
-        not compute (an input handed through) is a global value."""
+        """Results as DTensors, or marked as local, global or summands. One that the
+        graph does not compute (an input handed through) is a global value."""
         results = []
         for i, x in enumerate(out):
             if isinstance(x, torch.Tensor):
@@ -89,7 +89,8 @@ class Compiled:
                 if self.options.outputs == "dtensor":
                     x = self.ranks.dtensor(x, spec)
                 elif i in self.results:
-                    setattr(x, LOCAL_MARK, not spec.is_whole)
+                    setattr(x, LOCAL_MARK, bool(spec.sharded_axes))
+                    setattr(x, SUMMAND_MARK, bool(spec.partial))
             results.append(x)
         return type(out)(results)
 
@@ -155,6 +156,9 @@ def local_batch(
     axes = batch_axes(mesh)
 
     def fed(x: Input) -> Input:
+        if x.kind == "summand" and x.rest is not None:
+            summand = Spec.of(x.rest.dims, [(axis, "sum") for axis in axes])
+            return replace(x, rest=summand)
         if x.name not in local or x.rest is None:
             return x
         part = Spec.of([axes, *x.rest.dims[1:]])

@@ -11,11 +11,10 @@ leaves as the rank's own.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from fxpar.runtime.names import Named
 from fxpar.runtime.step_forward import fake_of, globally
 from fxpar.sharding.growth import FIXED, Growth, growths, unknown
 from fxpar.sharding.program import user_line
+from fxpar.sharding.spec import Spec
 
 # Arguments of the program with so many times the batch of one rank.
 Sized = Callable[[int], Sequence[Any]]
@@ -34,11 +34,25 @@ Sized = Callable[[int], Sequence[Any]]
 
 @dataclass(frozen=True)
 class LocalResults:
-    """``own``: positions of results that leave as this rank's summand. ``notes``: what
-    was done to results, for the plan."""
+    """``own``: names of results that leave as this rank's summand, by position.
+    ``notes``: what was done to results, for the plan."""
 
-    own: frozenset[int] = frozenset()
+    own: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
+        """The notes on a plan in which results have these specs."""
+        summands = [name for i, name in self.own.items() if specs[i].partial]
+        whole = [name for i, name in self.own.items() if specs[i].is_whole]
+        return (
+            *self.notes,
+            *(f"result {x} counts over the batch: each rank's own" for x in summands),
+            *(
+                f"{x} counts over the batch in a way that no rank does by itself: it is "
+                f"that of all {parts} ranks on each"
+                for x in whole
+            ),
+        )
 
 
 def scale_results(
@@ -51,14 +65,13 @@ def scale_results(
         return LocalResults()
     _name_mutated(gm.graph)
     found = _Growths(gm, named, sized, parts)
-    own, notes, unclear = set(), [], []
+    own, notes, unclear = {}, [], []
     for k, x in enumerate(results):
         if not isinstance(x, fx.Node) or found.last[k].is_fixed:
             continue
         grown, whole = found.last[k], not _is_floating(x)
-        if whole and grown.power == 1.0 and not grown.mixed and not _dims(x):
-            own.add(k)
-            notes.append(f"{x.name}: counts over the batch: each rank has its own part")
+        if whole and grown.power == 1.0 and not grown.mixed:
+            own[k] = x.name
             continue
         scaled = None if whole else _divided(gm.graph, x, grown, found.of, parts)
         if scaled is None:
@@ -66,40 +79,56 @@ def scale_results(
             continue
         results[k] = scaled
         notes.append(_note(x, grown, parts))
+        if grown.power not in (-1.0, 1.0):
+            _warn_nonlinear(x, grown, parts)
     output = gm.graph.output_node()
     output.args = (type(output.args[0])(results),)
     gm.graph.lint()
     gm.recompile()
-    notes += [f"{x.name}: {_why(g)}: that of the whole batch" for x, g in unclear]
+    notes += [f"result {x.name} is of the whole batch: {_why(g)}" for x, g in unclear]
     if unclear:
-        _warn(unclear, parts)
-    return LocalResults(frozenset(own), tuple(notes))
+        _warn_unclear(unclear, parts)
+    return LocalResults(own, tuple(notes))
 
 
 def _note(x: fx.Node, grown: Growth, parts: int) -> str:
     if grown.power == 1.0:
-        how = "in part " if grown.mixed else ""
-        return f"{x.name}: grows {how}with the batch: the mean over {parts} ranks"
-    return f"{x.name}: grows as the batch to the {grown.power:g}: as of 1 part in {parts}"
+        how = " in part" if grown.mixed else ""
+        return f"result {x.name} grows with the batch{how}: the mean over {parts} ranks"
+    how = f"as the batch to the power {grown.power:g}"
+    return f"result {x.name} grows {how}: divided by {parts} to that power"
 
 
 def _why(grown: Growth) -> str:
     if grown.power is None:
-        return f"not known how it grows with the batch ({grown.why})"
-    return f"no linear op separates what grows with the batch to the {grown.power:g}"
+        return f"how it grows with the batch is not known ({grown.why})"
+    return f"terms that grow with the batch to the power {grown.power:g} cannot be told"
 
 
-def _warn(unclear: Sequence[tuple[fx.Node, Growth]], parts: int) -> None:
+def _warn_unclear(unclear: Sequence[tuple[fx.Node, Growth]], parts: int) -> None:
     x, grown = unclear[0]
-    more = f" (and {len(unclear) - 1} more results)" if len(unclear) > 1 else ""
+    more = f" (and {len(unclear) - 1} more)" if len(unclear) > 1 else ""
     text = compose(
-        f"result {x.name}{more} leaves as one device has it with the whole batch, "
-        f"{parts} times a rank's own: {_why(grown)}",
+        f"with FXPAR_INPUTS=local result {x.name}{more} is what one device has for the "
+        f"whole batch, {parts} times that of a rank: {_why(grown)}",
         where=user_line(x),
-        fix="return sums and means over the batch as results of their own, and compute "
-        "with them outside",
+        fix=_FIX,
     )
     warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+def _warn_nonlinear(x: fx.Node, grown: Growth, parts: int) -> None:
+    text = compose(
+        f"with FXPAR_INPUTS=local result {x.name}, which grows as the batch to the power "
+        f"{grown.power:g}, is divided by {parts} to that power: that is the mean over "
+        "ranks only if their parts are alike",
+        where=user_line(x),
+        fix=_FIX,
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+_FIX = "return sums and means over the batch, and compute with them outside the model"
 
 
 def _example(x: fx.Node) -> Any:
@@ -109,10 +138,6 @@ def _example(x: fx.Node) -> Any:
 def _is_floating(x: fx.Node) -> bool:
     value = _example(x)
     return value.dtype.is_floating_point or value.dtype.is_complex
-
-
-def _dims(x: fx.Node) -> int:
-    return int(_example(x).dim())
 
 
 def _may_grow(x: Any) -> bool:
@@ -136,8 +161,9 @@ class _Growths:
         results = gm.graph.output_node().args[0]
         self.ways = _linear_ways(results)
         try:
-            graphs = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
-            found = growths(*graphs)
+            traced = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
+            inputs = [_of_input(named[i]) for i in traced[0].inputs]
+            found = growths(traced[0].graph, traced[1].graph, inputs)
         except FxparError:
             raise
         except Exception as error:
@@ -149,7 +175,7 @@ class _Growths:
 
     def _traced(
         self, gm: fx.GraphModule, named: Sequence[Named], args: Sequence[Any]
-    ) -> fx.Graph:
+    ) -> _Traced:
         """The ATen graph of the program without its backward. Outputs: the results,
         then the values of ``ways``."""
         probe = _compat.copy_graph(gm)
@@ -166,14 +192,28 @@ class _Growths:
         return _aten(forward.module, args)
 
 
-def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> fx.Graph:
+def _of_input(named: Named) -> Growth:
+    return Growth(1.0) if named.kind == "summand" else FIXED
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """An ATen graph; ``inputs``: for each placeholder the position of the argument."""
+
+    graph: fx.Graph
+    inputs: tuple[int, ...]
+
+
+def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
     """The functional ATen graph of a Dynamo graph on concrete shapes, whose outputs are
     those of ``gm``."""
     mode = _compat.fake_mode_of(args) or _compat.new_fake_mode()
-    tensors = []
-    for node, x in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
+    tensors, places = [], []
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for i, (node, x) in enumerate(zip(placeholders, args, strict=True)):
         if isinstance(x, torch.Tensor):
             tensors.append(fake_of(x, mode))
+            places.append(i)
         else:
             node.replace_all_uses_with(x)
             gm.graph.erase_node(node)
@@ -186,7 +226,9 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> fx.Graph:
         if kind == "output":
             values[place] = x
     output.args = (tuple(values),)
-    return traced.graph
+    inputs = traced.graph.find_nodes(op="placeholder")
+    given = [_compat.descriptor(node.meta["desc"])[1] for node in inputs]
+    return _Traced(traced.graph, tuple(places[i] for i in given))
 
 
 # Dynamo's own ops that are linear: in all tensors at once, or in one of two

@@ -68,9 +68,12 @@ def unknown(why: str) -> Growth:
     return Growth(None, why=why)
 
 
-def growths(once: fx.Graph, twice: fx.Graph) -> list[Growth]:
+def growths(
+    once: fx.Graph, twice: fx.Graph, inputs: Sequence[Growth] = ()
+) -> list[Growth]:
     """Of each output of a graph, in order. ``twice``: the same program traced with
-    twice the batch; inputs are the batch itself, or do not depend on it."""
+    twice the batch. ``inputs``: of each placeholder; without, they are the batch
+    itself, or do not depend on it."""
     pairs = list(zip(once.nodes, twice.nodes, strict=False))
     alike = len(once.nodes) == len(twice.nodes) and all(
         a.op == b.op and (a.op == "placeholder" or a.target == b.target)
@@ -80,9 +83,12 @@ def growths(once: fx.Graph, twice: fx.Graph) -> list[Growth]:
     if not alike:
         return [unknown("the program depends on the size of the batch")] * len(outputs)
     known: dict[fx.Node, tuple[Growth, ...]] = {}
+    given = iter(inputs)
     for a, b in pairs:
         if a.op == "call_function":
             known[a] = _of_call(a, b, known)
+        elif a.op == "placeholder":
+            known[a] = (next(given, FIXED),)
         else:
             known[a] = (FIXED,)
     return [known[x][0] if isinstance(x, fx.Node) else FIXED for x in outputs]

@@ -28,7 +28,7 @@ from fxpar.sharding.spec import Spec
 class Input:
     """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
 
-    ``kind``: "input", "parameter", "buffer", "tangent" or "state". ``use``: how the
+    ``kind``: "input", "summand", "parameter", "buffer", "tangent" or "state". ``use``: how the
     program should use the value, as a hint (entries per dim, or a Spec); where it lies
     is no hint.
     """
