@@ -139,7 +139,7 @@ def weighted_mean(net, x, y, w):
 
 
 def penalized(net, x, y, w):
-    penalty = sum(p.square().sum() for p in net.parameters())
+    penalty = net.up.weight.square().sum() + net.down.bias.square().sum()
     return 0.5 * (tokens(net, x, y) + 0.1 * penalty) - tokens(net, x, y, "mean")
 
 
@@ -273,3 +273,202 @@ def test_losses_and_gradients_are_those_of_ddp(name: str, cases: Any) -> None:
         assert losses == pytest.approx(want, rel=1e-9)
         close(tensors, like)
     close(cases[0][name][0][1], cases[1][name][0][1])
+
+
+# Parts that are not alike
+
+
+def compared(*args: Any) -> dict[str, Any]:
+    return {how: trained(how, *args) for how in ("fxpar", "ddp", "one")}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"plan": "search"},
+        pytest.param({"codegen": "inductor"}, marks=pytest.mark.slow),
+    ],
+    ids=["propagate", "search", "inductor"],
+)
+def test_each_rank_may_divide_by_its_own_count(more: dict[str, str]) -> None:
+    """The mean of what each rank divides by its own count, as DDP has it, though a
+    sentence then weighs more where others are short."""
+    env = {"FXPAR_HARDWARE": "a100"}
+    args = (sum_and_count, over_count, uneven, more)
+    for rank in shared_pool(RANKS).run(both, *args, timeout=200.0, env=env):
+        close(rank[0][1], rank[1][1])
+
+
+def learned_and_count(net, x, y, w):
+    penalty = net.up.weight.square().sum()
+    return learned_weight(net, x, y, w) + penalty, y.ne(PAD).sum()
+
+
+@pytest.mark.parametrize("plan", ["propagate", "search", "replicate"])
+def test_gradients_agree_though_tangents_do_not(plan: str) -> None:
+    """What a rank's gradient of a result does not meet in its own part of the batch
+    meets the mean of all ranks' gradients."""
+    args = ("fxpar", learned_and_count, over_count, uneven, {"plan": plan})
+    env = {"FXPAR_HARDWARE": "a100"}
+    one, two = shared_pool(RANKS).run(trained, *args, timeout=200.0, env=env)
+    close(one[1], two[1])
+
+
+def test_a_token_mean_is_that_of_the_whole_batch() -> None:
+    """Not the mean of the means of ranks: what does not grow is global."""
+    args = (mean_inside, as_it_is, uneven)
+    for rank in shared_pool(RANKS).run(compared, *args, timeout=200.0):
+        assert rank["fxpar"][0] == pytest.approx(rank["one"][0], rel=1e-9)
+        close(rank["fxpar"][1], rank["one"][1])
+        assert rank["ddp"][0] != pytest.approx(rank["one"][0], rel=1e-3)
+
+
+def contrastive(net, x, y, w):
+    z = F.normalize(net.logits(x).mean(1), dim=-1)
+    return F.cross_entropy(z @ z.flip(-1).T / 0.1, torch.arange(z.shape[0]))
+
+
+def contrastive_sum(net, x, y, w):
+    z = F.normalize(net.logits(x).mean(1), dim=-1)
+    scores = z @ z.flip(-1).T / 0.1
+    return F.cross_entropy(scores, torch.arange(z.shape[0]), reduction="sum")
+
+
+def halved(out, batch):
+    return out / RANKS if len(batch[1]) == 8 else out
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside"), [(contrastive, as_it_is), (contrastive_sum, halved)]
+)
+def test_a_contrastive_loss_takes_the_whole_batch(inside: Any, outside: Any) -> None:
+    """As DDP with features gathered from all ranks; its sum is the mean over ranks."""
+    for rank in shared_pool(RANKS).run(compared, inside, outside, timeout=200.0):
+        assert rank["fxpar"][0] == pytest.approx(rank["one"][0], rel=1e-9)
+        close(rank["fxpar"][1], rank["one"][1])
+
+
+def counts(net, x, y, w):
+    hits = net.logits(x).argmax(-1) == y
+    kept = y.ne(PAD)
+    rows = torch.stack([hits.sum(), kept.sum()])
+    return rows, hits.sum() + kept.sum() * 2, F.one_hot(y, 5).sum((0, 1)), y.numel()
+
+
+def counted() -> tuple[Any, Any, tuple[str, ...]]:
+    torch._dynamo.reset()
+    net = Net(counts)
+    run = torch.compile(net, backend="fxpar", options=options())
+    batch = [x.chunk(RANKS)[dist.get_rank()].clone() for x in uneven(0)]
+    return [*run(*batch)[:3]], [*net(*batch)[:3]], plans()[-1].notes
+
+
+def test_counts_are_those_of_the_rank() -> None:
+    ranks = shared_pool(RANKS).run(counted)
+    for got, want, notes in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert sum("each rank's own" in note for note in notes) == 3
+    assert not torch.equal(ranks[0][0][0], ranks[1][0][0])
+
+
+# What no rank can do by itself
+
+
+def square(net, x, y, w):
+    return tokens(net, x, y).square()
+
+
+def exponential(net, x, y, w):
+    return torch.exp(0.01 * tokens(net, x, y)) + tokens(net, x, y, "mean")
+
+
+def logarithm(net, x, y, w):
+    return torch.log(tokens(net, x, y))
+
+
+def run_once(inside: Callable[..., Any]) -> tuple[float, float, list[str]]:
+    """(the result, that of one device on the whole batch, what was warned of)."""
+    torch._dynamo.reset()
+    net = Net(inside)
+    run = torch.compile(net, backend="fxpar", options=options())
+    batch = samples(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = run(*(x.chunk(RANKS)[dist.get_rank()].clone() for x in batch))
+    said = [str(w.message) for w in caught if issubclass(w.category, FxparWarning)]
+    return got.item(), net(*batch).item(), said
+
+
+def test_what_is_not_known_to_grow_is_that_of_the_whole_batch() -> None:
+    (got, want, said), (_, _, other) = shared_pool(RANKS).run(run_once, exponential)
+    assert got == pytest.approx(want, rel=1e-9)
+    assert len(said) == 1 and not other  # on rank 0 only
+    assert "is what one device has for the whole batch, 2 times" in said[0]
+    assert "(exp takes it neither by sum nor by mean)" in said[0]
+    assert "test_sums_in_local_mode.py" in said[0] and "fix: " in said[0]
+
+
+def test_other_powers_of_a_sum_are_divided_and_said() -> None:
+    (got, want, said), _ = shared_pool(RANKS).run(run_once, square)
+    assert got == pytest.approx(want / RANKS**2, rel=1e-9)
+    assert len(said) == 1 and "as the batch to the power 2" in said[0]
+
+
+def test_the_logarithm_of_a_sum_does_not_grow() -> None:
+    (got, want, said), _ = shared_pool(RANKS).run(run_once, logarithm)
+    assert got == pytest.approx(want, rel=1e-9) and not said
+
+
+# Other doors
+
+
+def steps(how: str, inside: Callable[..., Any]) -> tuple[list[float], Any, Any]:
+    """As ``trained``, by ``fxpar.train_step`` or with parameters sharded at rest."""
+    torch._dynamo.reset()
+    net, losses = Net(inside), []
+    if how == "shard":
+        net = fxpar.shard(net, mesh="dp=2")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    more = options()
+    if how == "train_step":
+        step = fxpar.train_step(net, lambda net, *b: net(*b), optimizer, options=more)
+    else:
+        run = torch.compile(net, backend="fxpar", options=more)
+    for k in range(2):
+        batch = [x.chunk(RANKS)[dist.get_rank()].clone() for x in samples(k)]
+        if how == "train_step":
+            losses.append(step(*batch).item())
+            continue
+        loss = run(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
+    return losses, [p.detach().clone() for p in whole], plans()[-1].notes
+
+
+def doors(how: str) -> Any:
+    return steps(how, penalized), trained("ddp", penalized, as_it_is)
+
+
+@pytest.mark.parametrize("how", ["train_step", "shard"])
+def test_a_whole_step_and_sharded_parameters_mean_the_same(how: str) -> None:
+    for (losses, got, notes), (want, like) in shared_pool(RANKS).run(doors, how):
+        assert losses == pytest.approx(want, rel=1e-9)
+        close(got, like[len(got) :])
+        assert any("with the batch in part: the mean over 2 ranks" in x for x in notes)
+
+
+def in_global_mode() -> tuple[float, float, Any]:
+    torch._dynamo.reset()
+    net, batch = Net(sum_inside), samples(0)
+    run = torch.compile(net, backend="fxpar", options=options(inputs="global"))
+    return run(*batch).item(), net(*batch).item(), plans()[-1].notes
+
+
+def test_global_mode_is_left_alone() -> None:
+    for got, want, notes in shared_pool(RANKS).run(in_global_mode):
+        assert got == pytest.approx(want, rel=1e-9)
+        assert not any(note.startswith("result ") for note in notes)
