@@ -205,7 +205,7 @@ def _resting(program: Program, rests: Sequence[Spec | None]) -> Program:
     does is no matter of cost, since the user's code goes on with its local part."""
     signature = program.signature
     outputs = tuple(
-        replace(out, rest=rest) if out.lie == "batch" else out
+        replace(out, rest=rest) if out.lie in ("batch", "summand") else out
         for out, rest in zip(signature.outputs, rests, strict=True)
     )
     return replace(program, signature=replace(signature, outputs=outputs))
@@ -273,7 +273,8 @@ def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is not None and result.rest is not None and result.kind != "gradient":
             what = f"spec given for {result.name}"
-            seeds.append(make_seed(program, v, result.rest, mesh, "value", what))
+            rest = result.rest.without_partial()
+            seeds.append(make_seed(program, v, rest, mesh, "value", what))
     return seeds
 
 

@@ -1,0 +1,218 @@
+"""What leaves a graph that is fed parts of the batch: results as each rank would have
+them with its own part alone, on average over the ranks.
+
+In: a Dynamo graph, which computes the program of the global batch. Out: the same graph,
+its results divided by the number of parts as often as they grow with the batch
+(``sharding.growth``): a sum over the batch leaves as the mean over ranks, and so does
+its gradient; a mean leaves as it is. Of a sum of both the summands are divided apart,
+through the linear ops that lead to the result. Whole numbers are not divided: a count
+leaves as the rank's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.errors import FxparWarning, compose
+from fxpar.runtime.names import Named
+from fxpar.runtime.step_forward import fake_of, globally
+from fxpar.runtime.summands import divided, example, linear_ways, may_grow, name_written
+from fxpar.sharding.growth import growths
+from fxpar.sharding.powers import FIXED, Growth, unknown
+from fxpar.sharding.program import user_line
+from fxpar.sharding.spec import Spec
+
+# Arguments of the program with so many times the batch of one rank.
+Sized = Callable[[int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class LocalResults:
+    """``own``: names of results that leave as this rank's summand, by position.
+    ``notes``: what was done to results, for the plan."""
+
+    own: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
+        """The notes on a plan in which results have these specs."""
+        summands = [name for i, name in self.own.items() if specs[i].partial]
+        whole = [name for i, name in self.own.items() if specs[i].is_whole]
+        return (
+            *self.notes,
+            *(f"result {x} counts over the batch: each rank's own" for x in summands),
+            *(
+                f"{x} counts over the batch in a way that no rank does by itself: each "
+                f"has the count of all {parts}"
+                for x in whole
+            ),
+        )
+
+
+def scale_results(
+    gm: fx.GraphModule, named: Sequence[Named], sized: Sized, parts: int
+) -> LocalResults:
+    """Divide the results of a Dynamo graph, in place; warn of those that grow and
+    cannot be."""
+    results = list(gm.graph.output_node().args[0])
+    if not any(may_grow(x) for x in results):
+        return LocalResults()
+    name_written(gm.graph)
+    found = _Growths(gm, named, sized, parts)
+    own, notes, unclear = {}, [], []
+    for k, x in enumerate(results):
+        if not isinstance(x, fx.Node) or found.last[k].is_fixed:
+            continue
+        grown, whole = found.last[k], not _is_floating(x)
+        if whole and grown.power == 1.0 and not grown.mixed:
+            own[k] = x.name
+            continue
+        scaled = None if whole else divided(gm.graph, x, grown, found.of, parts)
+        if scaled is None:
+            unclear.append((x, grown))
+            continue
+        results[k] = scaled
+        notes.append(_note(x, grown, parts))
+        if grown.power not in (-1.0, 1.0):
+            _warn_nonlinear(x, grown, parts)
+    output = gm.graph.output_node()
+    output.args = (type(output.args[0])(results),)
+    gm.graph.lint()
+    gm.recompile()
+    notes += [f"result {x.name} is of the whole batch: {_why(g)}" for x, g in unclear]
+    if unclear:
+        _warn_unclear(unclear, parts)
+    return LocalResults(own, tuple(notes))
+
+
+def _note(x: fx.Node, grown: Growth, parts: int) -> str:
+    if grown.power == 1.0:
+        how = " in part" if grown.mixed else ""
+        return f"result {x.name} grows with the batch{how}: the mean over {parts} ranks"
+    how = f"as the batch to the power {grown.power:g}"
+    return f"result {x.name} grows {how}: divided by {parts} to that power"
+
+
+def _why(grown: Growth) -> str:
+    if grown.power is None:
+        return f"how it grows with the batch is not known ({grown.why})"
+    return f"terms that grow with the batch to the power {grown.power:g} cannot be told"
+
+
+def _warn_unclear(unclear: Sequence[tuple[fx.Node, Growth]], parts: int) -> None:
+    x, grown = unclear[0]
+    more = f" (and {len(unclear) - 1} more)" if len(unclear) > 1 else ""
+    text = compose(
+        f"with FXPAR_INPUTS=local result {x.name}{more} is what one device has for the "
+        f"whole batch, {parts} times that of a rank: {_why(grown)}",
+        where=user_line(x),
+        fix=_FIX,
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+def _warn_nonlinear(x: fx.Node, grown: Growth, parts: int) -> None:
+    text = compose(
+        f"with FXPAR_INPUTS=local result {x.name}, which grows as the batch to the "
+        f"power {grown.power:g}, is divided by {parts} to that power: that is the mean "
+        "over ranks only if their parts are alike",
+        where=user_line(x),
+        fix=_FIX,
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+_FIX = "return sums and means over the batch, and compute with them outside the model"
+
+
+def _is_floating(x: fx.Node) -> bool:
+    value = example(x)
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+# Growth of the values of a Dynamo graph
+
+
+class _Growths:
+    """``last``: of each result, as it leaves. ``of``: of nodes on linear ways to the
+    results, when they are made."""
+
+    def __init__(
+        self, gm: fx.GraphModule, named: Sequence[Named], sized: Sized, parts: int
+    ) -> None:
+        results = gm.graph.output_node().args[0]
+        self.ways = linear_ways(results)
+        try:
+            traced = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
+            inputs = [_of_input(named[i]) for i in traced[0].inputs]
+            found = growths(traced[0].graph, traced[1].graph, inputs)
+        except Exception as error:  # compiling it says what is wrong
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            found = [unknown(f"it cannot be traced: {why}")] * 10**6
+        count = len(results)
+        self.last = found[:count]
+        self.of = dict(zip(self.ways, found[count:], strict=False))
+
+    def _traced(
+        self, gm: fx.GraphModule, named: Sequence[Named], args: Sequence[Any]
+    ) -> _Traced:
+        """The ATen graph of the program without its backward. Outputs: the results,
+        then the values of ``ways``."""
+        probe = _compat.copy_graph(gm)
+        twins = dict(zip(gm.graph.nodes, probe.graph.nodes, strict=True))
+        output = probe.graph.output_node()
+        kept = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
+        for node in self.ways:
+            twin = twins[node]
+            with probe.graph.inserting_after(twin):
+                kept.append(probe.graph.call_method("clone", (twin,)))
+        output.args = (tuple(kept),)
+        probe.recompile()
+        forward = globally(probe, named, args)
+        return _aten(forward.module, args)
+
+
+def _of_input(named: Named) -> Growth:
+    return Growth(1.0) if named.kind == "summand" else FIXED
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """An ATen graph; ``inputs``: for each placeholder the position of the argument."""
+
+    graph: fx.Graph
+    inputs: tuple[int, ...]
+
+
+def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
+    """The functional ATen graph of a Dynamo graph on concrete shapes, whose outputs are
+    those of ``gm``."""
+    mode = _compat.fake_mode_of(args) or _compat.new_fake_mode()
+    tensors, places = [], []
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for i, (node, x) in enumerate(zip(placeholders, args, strict=True)):
+        if isinstance(x, torch.Tensor):
+            tensors.append(fake_of(x, mode))
+            places.append(i)
+        else:
+            node.replace_all_uses_with(x)
+            gm.graph.erase_node(node)
+    gm.recompile()
+    traced = _compat.export_forward(gm, tensors, mode)
+    output = traced.graph.output_node()
+    values: list[Any] = [None] * len(gm.graph.output_node().args[0])
+    for x, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        kind, place = _compat.descriptor(desc)
+        if kind == "output":
+            values[place] = x
+    output.args = (tuple(values),)
+    inputs = traced.graph.find_nodes(op="placeholder")
+    given = [_compat.descriptor(node.meta["desc"])[1] for node in inputs]
+    return _Traced(traced.graph, tuple(places[i] for i in given))
