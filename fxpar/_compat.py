@@ -773,12 +773,11 @@ class _Overheard:
         return converted
 
 
-def last_graph_break() -> str | None:
-    """Why Dynamo broke a graph the last time, in one line."""
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke or gave up a graph, by its reasons."""
     from torch._dynamo.utils import counters
 
-    reasons = [*counters["unimplemented"], *counters["graph_break"]]
-    return str(reasons[-1]).splitlines()[0] if reasons else None
+    return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def between_graph_and_caller() -> int:
