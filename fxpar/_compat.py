@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -451,6 +453,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that compiling may consume; parameters and constants are shared."""
     copy = fx.GraphModule(gm, fx.Graph())
     copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+    copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     copy.recompile()
     return copy
 
@@ -762,6 +765,141 @@ def reduce_before_item() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def on_compile(
+    backend: Callable[..., Any],
+    watch: Callable[[Any, Any], tuple[Callable[[], Any], Callable[..., None]]],
+) -> None:
+    """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for.
+
+    It returns two callables. The first is called before each call of the compiled
+    ``fn``, and what it returns after it. The second is called with each frame that
+    Dynamo met there and could not compile, and Dynamo's error; with None for the error
+    of other frames. ``backend`` alone is told of graphs, and not of what has none.
+    """
+    from torch._dynamo.eval_frame import (
+        OptimizeContext,
+        innermost_backend,
+        innermost_fn,
+    )
+
+    plain = OptimizeContext.__call__
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
+
+    def call(self: Any, fn: Any) -> Any:
+        found: Any = innermost_backend(self.callback)
+        if getattr(found, "compiler_fn", found) is backend and self not in seen:
+            seen.add(self)
+            options = getattr(found, "kwargs", {}).get("options")
+            enter, met = watch(innermost_fn(fn), options)
+            self.enter_exit_hooks.append(enter)
+            frames = self.callback._torchdynamo_orig_backend
+            if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
+                frames._inner_convert = _Overheard(frames._inner_convert, met)
+        return plain(self, fn)
+
+    OptimizeContext.__call__ = call  # type: ignore[method-assign]
+
+
+class _Overheard:
+    """Dynamo's conversion of frames, with what ``met`` hears of each."""
+
+    def __init__(self, convert: Any, met: Callable[..., None]) -> None:
+        self._convert, self._met = convert, met
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._convert, name)
+
+    def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
+        try:
+            converted = self._convert(frame, *args, skip=skip + 1, **how)
+        except Exception as error:
+            self._met(frame, error)
+            raise
+        self._met(frame, None)
+        return converted
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke or gave up a graph, by its reasons."""
+    from torch._dynamo.utils import counters
+
+    return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def between_graph_and_caller() -> int:
+    """How many functions stand between the graph of fxpar that is running and the call
+    of what ``torch.compile`` gave: 1 where the graph is that of the outermost one."""
+    import sys
+
+    frame, count = sys._getframe(1), 0
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        inlined = name == "inner" and file.endswith("_dynamo/external_utils.py")
+        if inlined or not _is_machinery(frame):
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def _is_machinery(frame: Any) -> bool:
+    """Whether a frame is of what calls modules and compiled graphs."""
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith(("torch._dynamo", "fxpar.runtime")) or (
+        name == "torch.nn.modules.module"
+    )
+
+
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Call ``fn`` when the backward pass that is running ends, in its thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)
+
+
+def recurrent_members(cls: Any) -> dict[str, Any]:
+    """What a subclass of an RNN (``nn.LSTM`` and the like) needs whose parameters are
+    properties: the list of weights that it hands to its kernel is made in each forward,
+    of what the parameters are there, and let go after it."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            list_recurrent_weights(self)
+
+    def nothing(self: Any) -> None:
+        pass
+
+    names = ("flatten_parameters", "_update_flat_weights")
+    return {"forward": not_compiled(forward), **dict.fromkeys(names, nothing)}
+
+
+def not_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as it stands, also where Dynamo is at work; it is loaded when ``fn`` is
+    called first."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(fn)
+
+
+def compile_inlined_only(fn: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling ``fn`` by itself, where it runs under code that is not
+    compiled; in code that is compiled it is traced."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+
+
+def lists_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
+    """Whether an attribute of a module is an RNN's list of its weights."""
+    return isinstance(module, torch.nn.RNNBase) and key == "_flat_weights"
+
+
+def list_recurrent_weights(module: Any) -> None:
+    """Make that list anew, of the parameters that an RNN has by now."""
+    module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:

@@ -32,7 +32,7 @@ from fxpar.passes.boundaries import absorb
 from fxpar.passes.delay import delay
 from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, graphs, inputs
+from fxpar.runtime import agree, eager, graphs, inputs
 from fxpar.runtime.binding import bind
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
@@ -70,6 +70,9 @@ def fxpar(
         return job.per_shape(gm, examples, job.compile)
     except FxparError as error:
         return graphs.raiser(error)
+
+
+_compat.on_compile(fxpar, eager.watch)
 
 
 def train_step(
@@ -234,6 +237,7 @@ class _Job:
             step.results(),
             self.options,
             step.ranks,
+            broken_at,
         )
 
     def _compared(self) -> list[Named]:

@@ -107,6 +107,21 @@ def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
     return watch
 
 
+def _splits_nothing(plan: Plan) -> bool:
+    """Whether ranks repeat a graph with parameters, and no note says so."""
+    said = any("repeat the same work" in note for note in plan.notes)
+    if plan.mesh.size == 1 or not plan.parameters or said:
+        return False
+    specs = (spec for node in plan.nodes for spec in (*node.operands, *node.results))
+    return not any(spec.sharded_axes for spec in specs)
+
+
+def _why_whole(plan: Plan) -> str:
+    if any(note.startswith(("search: ", "found before")) for note in plan.notes):
+        return "by the cost model every split takes longer than it saves"
+    return "no axis divides a dim that its ops can split, or hints keep them whole"
+
+
 # Notes that begin so say what was chosen; all others are warnings.
 _NEWS = ("search: ", "schedule: ", "mesh ", "found before", "result ")
 
@@ -126,7 +141,18 @@ def report(
             log.info("%s: %s", name, note)
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
-    if broken_at is not None:
+    if _splits_nothing(plan):
+        what = (
+            f"{name}: the plan splits nothing, all {plan.mesh.size} ranks compute the "
+        )
+        what += f"whole of it: {_why_whole(plan)}"
+        fix = (
+            "see what splits would cost with python -m fxpar plan; or ask for one with "
+        )
+        fix += "hints, or fxpar.constrain"
+        warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
+    # In local mode parts of the batch stay local: ``runtime.eager`` says what it costs.
+    if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
         what = (
             f"{name} ends in a graph break: its results cross as ordinary tensors, "
