@@ -28,12 +28,13 @@ from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
 from fxpar.passes.rewrite import Rewriter, copy_of
 from fxpar.passes.waits import sink_waits
-from fxpar.sharding.decide import Decision, decide, recall, searched
+from fxpar.sharding.decide import Decision, decide, searched
 from fxpar.sharding.describe import describe
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program, Signature, read, user_line
+from fxpar.sharding.recall import recall
 from fxpar.sharding.search.find import Asked, Found, has_too_many_axes
 from fxpar.sharding.search.meshes import fastest, unlike
 from fxpar.sharding.search.transitions import MOST
