@@ -180,8 +180,12 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_record`` as JSON."""
-        Path(path).write_text(json.dumps(self.to_record(), indent=1))
+        """Write ``to_json``."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        """``to_record`` as text."""
+        return json.dumps(self.to_record(), indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
