@@ -14,7 +14,9 @@ from torch import nn
 
 import fxpar
 from fxpar.config import Options
-from fxpar.errors import FxparWarning, OptionError, PlanError
+from fxpar.errors import FxparWarning, OptionError, PlanError, ScheduleError
+from fxpar.fusion.stage import failed
+from fxpar.fusion.verbs import Unexpected
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.hardware import lookup
 from fxpar.sharding.rules.example import example
@@ -148,3 +150,60 @@ def test_an_example_fits_its_shapes(operands: Any, results: Any, rule: Any) -> N
     assert example(operands, results) == rule
     if rule:
         parse_rule(rule).with_sizes([*operands, *results])
+
+
+# A schedule is looked for
+
+
+def generate() -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """Tokens of one device and of a compiled static cache, and what was warned of."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.cache_utils import StaticCache
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    start = torch.randint(0, 64, (2, 5))
+
+    @torch.no_grad()
+    def decode(model: Any) -> list[list[int]]:
+        cache = StaticCache(config=config, max_cache_len=12)
+        tokens, step, at = [start], start, torch.arange(5)
+        for _ in range(4):
+            out = model(step, past_key_values=cache, cache_position=at, use_cache=True)
+            step, at = out.logits[:, -1:].argmax(-1), at[-1:] + 1
+            tokens.append(step)
+        return torch.cat(tokens, 1).tolist()
+
+    want = decode(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        got = decode(compiled(model))
+    ours = [str(w.message) for w in seen if issubclass(w.category, FxparWarning)]
+    return want, got, ours
+
+
+def test_a_static_cache_decodes_with_a_schedule() -> None:
+    """Its length is counted in place, and handed back: a graph that schedules take."""
+    env = {"FXPAR_MESH": "tp=2", "FXPAR_SCHEDULE": "auto", "FXPAR_HARDWARE": "h100"}
+    for want, got, seen in shared_pool(2).run(generate, env=env):
+        assert got == want
+        assert not any("schedule" in text for text in seen)
+
+
+def test_a_graph_no_schedule_takes_is_not_ours_to_mend() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        failed(ScheduleError("copy_ writes over what it reads", where="model.py:3"))
+        failed(Unexpected("verb: KeyError"))
+        failed(KeyError("x"))
+    limit, ours, bug = (str(w.message) for w in seen)
+    assert "copy_ writes" in limit and "at: model.py:3" in limit
+    assert "report it" not in limit and "report it" in ours and "report it" in bug
