@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -727,3 +728,12 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+
+
+def wrap_newton_schulz(wrapper: Callable[..., Any]) -> None:
+    """Let ``torch.optim.Muon`` call ``wrapper(iterate, gradient, *settings)`` where it
+    calls ``iterate(gradient, *settings)``."""
+    from torch.optim import _muon
+
+    iterate = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = functools.partial(wrapper, iterate)
