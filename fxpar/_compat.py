@@ -957,3 +957,12 @@ def _define_messages() -> None:
 
 _KEPT: list[Any] = []  # libraries: their ops last as long as they do
 _define_messages()
+
+
+def wrap_newton_schulz(wrapper: Callable[..., Any]) -> None:
+    """Let ``torch.optim.Muon`` call ``wrapper(iterate, gradient, *settings)`` where it
+    calls ``iterate(gradient, *settings)``."""
+    from torch.optim import _muon
+
+    iterate = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = functools.partial(wrapper, iterate)

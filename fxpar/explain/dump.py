@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.config import Options
+from fxpar.config import Options, write_dump
 from fxpar.errors import FxparWarning, compose
 from fxpar.explain.text import short_dtype
 from fxpar.sharding.plan import Plan
@@ -98,11 +98,9 @@ def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
         if options.debug >= 4 or (options.debug == 3 and stage == "local"):
             log.warning("%s: %s\n%s", name, stage, graph_text(graph))
         if options.dump:
-            folder = Path(options.dump) / name
-            folder.mkdir(parents=True, exist_ok=True)
-            stem = folder / f"{next(number)}_{stage}"
-            stem.with_suffix(".txt").write_text(graph_text(graph))
-            stem.with_suffix(".py").write_text(graph_python(graph))
+            stem = Path(options.dump) / name / f"{next(number)}_{stage}"
+            write_dump(stem.with_suffix(".txt"), graph_text(graph))
+            write_dump(stem.with_suffix(".py"), graph_python(graph))
 
     return watch
 
@@ -169,6 +167,5 @@ def report(
         log.warning("%s\n%s", name, plan.summary())
     if options.dump:
         folder = Path(options.dump) / f"rank{rank}" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        plan.save(folder / "plan.json")
-        (folder / "plan.txt").write_text(str(plan))
+        write_dump(folder / "plan.json", plan.to_json())
+        write_dump(folder / "plan.txt", str(plan))

@@ -26,12 +26,14 @@ from fxpar.passes.regather import regather
 from fxpar.passes.resharded import insert_reshards
 from fxpar.passes.rewrite import Rewriter, copy_of
 from fxpar.passes.waits import sink_waits
-from fxpar.sharding.decide import Decision, decide, recall, searched
+from fxpar.sharding.decide import Decision, decide, searched
 from fxpar.sharding.describe import describe
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import Program, Signature, read, user_line
+from fxpar.sharding.program import Op, Program, Signature, read, user_line
+from fxpar.sharding.recall import recall
+from fxpar.sharding.rules.example import example
 from fxpar.sharding.search.find import Asked, Found, has_too_many_axes
 from fxpar.sharding.search.meshes import fastest, unlike
 from fxpar.sharding.search.transitions import MOST
@@ -334,11 +336,24 @@ def _report_unknown(program: Program, strict: bool) -> None:
             f"({len(calls)} calls, {size} bytes)"
         )
         where = user_line(calls[0].node)
-        name = target.name() if isinstance(target, _compat.OpOverload) else target
-        fix = f'give it one: fxpar.rule("{name}", "b s d -> b s d")'
+        fix = _how_to_split(program, calls[0])
         if strict:
             raise UnknownOpError(what, where=where, fix=fix)
         warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
+
+
+def _how_to_split(program: Program, op: Op) -> str:
+    """What to do about an unknown op: a rule that fits its own tensors."""
+    if not isinstance(op.target, _compat.OpOverload):
+        return "keep it out of the compiled model if whole operands cost too much"
+    operands, results = (
+        [program.values[v].shape for v in side] for side in (op.operands, op.results)
+    )
+    fits = example(operands, results)
+    if fits is None:
+        return "nothing of it can be split: leave it, or compute it outside"
+    call = f'fxpar.rule("{op.target.name()}", "{fits}")'
+    return f'give it a rule, with "!" on dims it needs whole, such as {call}'
 
 
 class _Clock:
