@@ -435,6 +435,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that compiling may consume; parameters and constants are shared."""
     copy = fx.GraphModule(gm, fx.Graph())
     copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+    copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     copy.recompile()
     return copy
 
@@ -624,6 +625,12 @@ def default_store() -> Any:
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
+
+
+def same_store(store: Any) -> Any:
+    """The same keys through a connection of its own, so that threads do not wait for
+    one another."""
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def group_timeout(group: Any) -> datetime.timedelta:

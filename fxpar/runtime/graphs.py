@@ -1,8 +1,6 @@
-"""What surrounds a compiled graph: checks at its first call, variants per shape.
+"""What surrounds a compiled graph: its checks, its results' marks, its signature.
 
-Nothing here changes a graph. A ``Compiled`` is what Dynamo calls; ``PerShape`` compiles
-a graph with symbolic sizes once per concrete sizes, which is also how local mode gets
-the global batch size into a graph that was traced with one rank's part.
+Nothing here changes a graph. A ``Compiled`` is what ``calls.Calls`` runs.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
+from fxpar.runtime import meet
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
 from fxpar.runtime.modules import Home, home_of, to_global_unreduced
@@ -39,21 +38,20 @@ def raiser(error: FxparError) -> Callable[..., Any]:
     """A compiled function that can only say why there is none.
 
     It says so once: Dynamo forgets it, so that the next call compiles again, with the
-    options and the environment of then.
+    options and the environment of then. Ranks that come to the call are told.
     """
 
     def fail(*_: Any) -> Any:
         torch.compiler.reset()
+        meet.fail(f"{type(error).__name__}: {error}")
         raise error
 
     return fail
 
 
 class Compiled:
-    """A compiled graph; at its first call the ranks compare what they feed it.
-
-    ``results``: the specs of its results, by position.
-    """
+    """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
+    its results, by position."""
 
     def __init__(
         self,
@@ -124,11 +122,6 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
         _compat.trace_again("fxpar: parameters take the dtype asked for")
 
 
-def has_symbols(examples: Sequence[Any]) -> bool:
-    """Whether Dynamo traced with symbolic sizes."""
-    return any(isinstance(x, torch.SymInt) for x in examples)
-
-
 def local_inputs(
     named: Sequence[Named], examples: Sequence[Any], options: Options
 ) -> tuple[int, ...]:
@@ -166,60 +159,6 @@ def local_batch(signature: Signature, local: Sequence[str], mesh: Mesh) -> Signa
         for x in signature.outputs
     )
     return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
-
-
-class PerShape:
-    """Compiles a Dynamo graph once for each set of concrete sizes it is called with.
-
-    In local mode sizes that come from a batch dim are those of the global batch.
-    Raises PlanError if the program fixed the batch size while it was traced.
-    """
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        local: Sequence[int],
-        mesh: Mesh,
-        compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-    ) -> None:
-        self.gm, self.compile = gm, compile_graph
-        self.local = frozenset(local)
-        self.parts = mesh.count(batch_axes(mesh)) if local else 1
-        self.batch_sizes = self._batch_sizes(examples)
-        self.variants: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
-        if key not in self.variants:
-            self.variants[key] = self.compile(
-                _compat.copy_graph(self.gm), self._global(args)
-            )
-        return self.variants[key](*args)
-
-    def _batch_sizes(self, examples: Sequence[Any]) -> frozenset[int]:
-        """Positions of the symbolic ints that are the size of a local batch dim."""
-        nodes = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
-        symbols = {str(values[i].shape[0]) for i in self.local}
-        return frozenset(
-            i
-            for i, (x, value) in enumerate(zip(examples, values, strict=True))
-            if isinstance(x, torch.SymInt) and str(value) in symbols
-        )
-
-    def _global(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments as the global program sees them: local parts as fakes in full."""
-        if not self.local:
-            return list(args)
-        mode, out = _compat.new_fake_mode(), []
-        for i, x in enumerate(args):
-            if i in self.local:
-                x = _compat.fake_like(x, (x.shape[0] * self.parts, *x.shape[1:]), mode)
-            elif i in self.batch_sizes:
-                x = x * self.parts
-            out.append(x)
-        return out
 
 
 def require_dynamic_batch(
