@@ -82,7 +82,7 @@ CompileGraph = Callable[[Together, fx.GraphModule, Sequence[Any]], Callable[...,
 
 # Dynamo traces code again for what changes nothing: variants are by content.
 _VARIANTS: weakref.WeakValueDictionary[str, Variants] = weakref.WeakValueDictionary()
-# Graphs that keep sizes open, by identity.
+# Graphs that keep the size of the batch open, by identity.
 _OPEN: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
 
 
@@ -132,7 +132,7 @@ class Calls:
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.what = f"a call of the graph at {self.where}" if self.where else "a call"
-        if self.sources:
+        if self.local:
             _OPEN[self.identity] = self
 
     def __call__(self, *args: Any) -> Any:
