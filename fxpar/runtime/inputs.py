@@ -132,7 +132,7 @@ _SMALL, _PIECES = 1 << 15, 1 << 11
 def quick_sum(x: torch.Tensor) -> int:
     """A sum of the bytes of a tensor on the CPU, cheap enough for every call. It may
     miss what moves within a small piece of a large tensor."""
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = _flat(x)
     words, total = flat.view(torch.uint8), 0
     if len(words) > _SMALL:
         wide = _words(flat)
@@ -190,7 +190,7 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     Each 8 bytes (or what the size divides into) are mixed with their position by
     splitmix64's finalizer, then summed. Products wrap.
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = _flat(x)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if flat.numel() == 0 or x.device.type == "meta":
         return total
@@ -211,6 +211,14 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order, dense in memory."""
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    # One element is contiguous in any stride.
+    dense = flat.stride(0) == 1
+    return flat if dense else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
