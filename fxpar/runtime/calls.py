@@ -206,7 +206,7 @@ class Calls:
         own = entries[self.ranks.rank]
         shapes = dict(zip(self._names(), own[3], strict=True))
         sizes = [f"{name}: {list(shape)}" for name, shape in shapes.items()]
-        text = "\n".join([self.what, *sizes, self.text])
+        text = "\n".join([*sizes, self.text])
         agree.agree(
             "a call", self.identity, text, what="the program they call", fix=ALONE
         )

@@ -107,8 +107,8 @@ def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any])
     for name, x in zip(named, examples, strict=True):
         lines.append(f"{name} {type(x)}")
         if isinstance(x, torch.Tensor):
-            order = sorted(range(x.dim()), key=lambda d: (-int(x.stride(d)), d))
-            flat = [d for d in range(x.dim()) if not x.stride(d)]
+            order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+            flat = [d for d in range(x.dim()) if not x.stride()[d]]
             sizes = [n if isinstance(n, int) else "?" for n in x.shape]
             lines.append(
                 f"{x.dtype} {x.device} {x.requires_grad} {order} {flat} "

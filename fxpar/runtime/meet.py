@@ -103,7 +103,7 @@ class _Watch:
         missing = self._missing()
         if not missing:
             return
-        text = _failure(self._late(missing), ALONE)
+        text = _failure(self._late(missing), ALONE, presence.user_line())
         store = self.presence.store
         for rank in missing:
             if store.compare_set(self.keys[rank], "", text).decode() != text:

@@ -208,9 +208,13 @@ _OWN = str(Path(__file__).parents[1])
 _PYTHON = str(Path(contextlib.__file__).parent)
 
 
+def user_line() -> str:
+    """The line of the user's code that the main thread is at."""
+    return _user_line(sys._current_frames())[0]
+
+
 def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool]:
-    """The line of the user's code that the main thread is at, and whether it waits
-    there for other ranks."""
+    """As ``user_line``, and whether it waits there for other ranks."""
     ident = threading.main_thread().ident
     frame = frames.get(ident) if ident is not None else None
     distributed, last = False, "no code"

@@ -20,9 +20,18 @@ pytestmark = pytest.mark.multiprocess
 SOON = {"FXPAR_TIMEOUT": "2"}
 
 
-def model_of() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def model_of(width: int = 8) -> nn.Module:
+    return Model(width)
 
 
 def compiled(fn: Any, **options: Any) -> Any:
@@ -63,7 +72,7 @@ def test_evaluation_on_one_rank_is_told_at_once(inputs: str) -> None:
     for kind, text, _ in outcomes:
         assert kind == "RankMismatchError"
         assert "with fxpar.alone(): evaluate(model)" in text
-        assert "input: [6, 4]" in text and "input: [4, 4]" in text
+        assert "x: [6, 4]" in text and "x: [4, 4]" in text
         assert "gradients off" in text and "gradients on" in text
     assert max(seconds for *_, seconds in outcomes) < 15.0
 
@@ -76,6 +85,8 @@ def breaks_early(who: int, idle: str) -> tuple[str, str, float]:
         if rank() == who and step == 2:
             break
         outcome = said(run, torch.ones(4, 4))
+        if outcome[0]:
+            break
     if rank() == who:
         if idle == "barrier":
             outcome = said(dist.barrier)
@@ -93,7 +104,6 @@ def test_a_rank_that_breaks_early(who: int) -> None:
     for kind, text, seconds in outcomes:
         assert kind == "RankMismatchError", outcomes
         assert f"rank {who} did not come to a call of the graph at " in text
-        assert "torch/nn" not in text.split("fix:")[1]
         assert "with fxpar.alone()" in text and "FXPAR_TIMEOUT" in text
         assert f"rank {who} is idle at " in text and "test_ranks_that_stop.py:" in text
         assert seconds < 5.0
@@ -150,10 +160,10 @@ def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
     for turn in range(3):
         if rank() == who and kind == "plan":
             choose.parallelize = parallelize
-        hints = {"0.weight": ["nowhere", "_"]} if rank() == who else None
+        hints = {"up.weight": ["nowhere", "_"]} if rank() == who else None
         options = {"hints": hints} if kind == "hint" else {}
         try:
-            out.append(said(compiled(model_of(), **options), torch.ones(4 + turn, 4)))
+            out.append(said(compiled(model_of(10 + turn), **options), torch.ones(4, 4)))
         finally:
             choose.parallelize = before
     run = compiled(model_of())
