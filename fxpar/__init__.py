@@ -15,6 +15,7 @@ from fxpar.sharding.spec import Spec
 if TYPE_CHECKING:
     from fxpar.backend import train_step
     from fxpar.planning import plan
+    from fxpar.runtime.alone import alone
     from fxpar.runtime.boundary import constrain
     from fxpar.runtime.graphs import plans
     from fxpar.runtime.shard import no_sync, shard
@@ -27,6 +28,7 @@ __all__ = [
     "FxparWarning",
     "Mesh",
     "Spec",
+    "alone",
     "constrain",
     "no_sync",
     "plan",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "alone": "fxpar.runtime.alone",
     "constrain": "fxpar.runtime.boundary",
     "no_sync": "fxpar.runtime.shard",
     "plan": "fxpar.planning",

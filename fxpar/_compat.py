@@ -677,6 +677,12 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def same_store(store: Any) -> Any:
+    """The same keys through a connection of its own, so that threads do not wait for
+    one another."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def group_timeout(group: Any) -> datetime.timedelta:
     """How long a collective of a process group may take; NCCL's where there are two."""
     devices = sorted(group._device_types, key=lambda device: device.type != "cuda")
@@ -846,7 +852,7 @@ def between_graph_and_caller() -> int:
 def _is_machinery(frame: Any) -> bool:
     """Whether a frame is of what calls modules and compiled graphs."""
     name = frame.f_globals.get("__name__", "")
-    return name.startswith(("torch._dynamo", "fxpar.runtime")) or (
+    return name.startswith(("torch._dynamo", "fxpar.")) or (
         name == "torch.nn.modules.module"
     )
 

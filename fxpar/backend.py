@@ -20,7 +20,14 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.config import Options
-from fxpar.errors import FxparError, FxparWarning, OptionError
+from fxpar.errors import (
+    FxparError,
+    FxparWarning,
+    InputMismatchError,
+    OptionError,
+    PlanError,
+    RankMismatchError,
+)
 from fxpar.explain.dump import report, watcher
 from fxpar.fusion.kernels.fuse import fuse_graph, say
 from fxpar.fusion.kernels.interpret import device_of
@@ -30,12 +37,15 @@ from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.delay import delay
+from fxpar.passes.launches import crossings
 from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, eager, graphs, inputs
+from fxpar.runtime import agree, eager, graphs, inputs, presence
 from fxpar.runtime.binding import bind
+from fxpar.runtime.calls import UNEVEN, UNLIKE, Calls, Together, with_open_sizes
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
+from fxpar.runtime.identity import placeholders, without_unused
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.step import TrainStep
@@ -64,10 +74,10 @@ def fxpar(
     instead of inside Dynamo's wrapping of backend errors.
     """
     try:
-        job = _job(gm, examples, options)
-        if job.is_plain:
+        asked, ranks = _joined(gm, options)
+        if _is_plain(asked, ranks):
             return _compat.compile_fx(graphs.without_hints(gm), examples)
-        return job.per_shape(gm, examples, job.compile)
+        return _called(gm, examples, asked, ranks, _Job.compile, "forward")
     except FxparError as error:
         return graphs.raiser(error)
 
@@ -107,12 +117,12 @@ def train_step(
     def backend(step: TrainStep) -> Callable[..., Any]:
         def compile_forward(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             try:
-                job = _job(gm, examples, options)
 
-                def stage(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+                def stage(job: _Job, gm: fx.GraphModule, examples: Any) -> Any:
                     return step.stage(gm, examples, job.named, job.compile_step)
 
-                return job.per_shape(gm, examples, stage)
+                asked, ranks = _joined(gm, options)
+                return _called(gm, examples, asked, ranks, stage, step)
             except FxparError as error:
                 return graphs.raiser(error)
 
@@ -121,25 +131,68 @@ def train_step(
     return TrainStep(model, loss_fn, optimizer, clip, backend)
 
 
-def _job(
-    gm: fx.GraphModule, examples: Sequence[Any], options: dict[str, Any] | None
-) -> _Job:
-    """What to compile a Dynamo graph for; it may be told to trace again."""
-    with _told_to_others(FxparError):
-        asked = Options.read(options)
-        homes = graphs.homes(gm)
-        if homes and asked.mesh is None:
-            asked = replace(asked, mesh=homes[0].mesh)
-        ranks = join(asked)
-        graphs.follow_dtypes(homes, asked)
-        named = name_inputs(gm.graph, examples)
-        local = graphs.local_inputs(named, examples, asked)
-        results = LocalResults()
+def _joined(
+    gm: fx.GraphModule, options: dict[str, Any] | None
+) -> tuple[Options, Ranks]:
+    """What is asked for a Dynamo graph, and this process's place on the mesh."""
+    asked = Options.read(options)
+    presence.set_timeout(asked.timeout)
+    homes = graphs.homes(gm)
+    if homes and asked.mesh is None:
+        asked = replace(asked, mesh=homes[0].mesh)
+    ranks = join(asked)
+    graphs.follow_dtypes(homes, asked)
+    return asked, ranks
+
+
+def _is_plain(options: Options, ranks: Ranks) -> bool:
+    """Whether there is nothing to do for fxpar."""
+    return ranks.mesh.size == 1 and options.codegen == "inductor"
+
+
+def _called(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    compile_job: Callable[[_Job, fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    owner: object,
+) -> Callable[..., Any]:
+    """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
+    may be told to trace it again."""
+    lean, kept = without_unused(gm, examples)
+    examples = [examples[i] for i in kept]
+    named = name_inputs(lean.graph, examples)
+    local = graphs.local_inputs(named, examples, options)
+
+    results = LocalResults()
+
+    def compile_graph(
+        together: Together, gm: fx.GraphModule, examples: Sequence[Any]
+    ) -> Callable[..., Any]:
+        job = _Job(options, ranks, named, frozenset(local), together, results)
+        if together.kind == UNEVEN:
+            whole = replace(options, inputs="global")
+            job = replace(job, options=whole, local=frozenset())
+        return compile_job(job, gm, examples)
+
+    try:
         if local:
-            graphs.require_dynamic_batch(gm, examples, local)
+            graphs.require_dynamic_batch(lean, examples, local)
             with _said_by_rank_0(ranks.rank):
-                results = _scaled(gm, examples, named, local, ranks.mesh)
-    return _Job(asked, ranks, named, frozenset(local), results)
+                results = _scaled(lean, examples, named, local, ranks.mesh)
+    except PlanError:
+        call = with_open_sizes(lean, named)
+        if call is None:
+            raise
+    else:
+        own = results.own
+        call = Calls(
+            lean, examples, named, local, own, options, ranks, compile_graph, owner
+        )
+    if len(kept) == len(placeholders(gm)):
+        return call
+    return lambda *args: call(*(args[i] for i in kept))
 
 
 def _scaled(
@@ -157,12 +210,12 @@ def _scaled(
 
 
 @contextlib.contextmanager
-def _told_to_others(kind: type[Exception]) -> Iterator[None]:
+def _told_to_others() -> Iterator[None]:
     """A failure on this rank ends the others' wait for it."""
     try:
         yield
-    except kind as error:
-        agree.abort(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        agree.abort(error)
         raise
 
 
@@ -170,38 +223,21 @@ def _told_to_others(kind: type[Exception]) -> Iterator[None]:
 class _Job:
     """One graph to compile: everything but the graph itself. ``local``: positions of
     the inputs that hold one rank's part of the batch, and the ``results`` then;
-    ``rests``: specs that results must have, by position; ``writes``: inputs that are
-    written to lie as before."""
+    ``together``: how ranks' sizes go together; ``rests``: specs that results must have,
+    by position; ``writes``: inputs that are written to lie as before."""
 
     options: Options
     ranks: Ranks
     named: Sequence[Named]
     local: frozenset[int]
+    together: Together
     results: LocalResults = field(default_factory=LocalResults)
     rests: Mapping[int, Spec] = field(default_factory=dict)
     writes: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing to do for fxpar."""
-        return self.ranks.mesh.size == 1 and self.options.codegen == "inductor"
-
-    def per_shape(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-    ) -> Callable[..., Any]:
-        """A Dynamo graph compiled on concrete shapes, now or with each call's."""
-        local = sorted(self.local)
-        if local or graphs.has_symbols(examples):
-            mesh = self.ranks.mesh
-            return graphs.PerShape(gm, examples, local, mesh, compile_graph)
-        return compile_graph(gm, examples)
-
     def compile_step(self, step: Step, rests: Mapping[int, Spec]) -> Callable[..., Any]:
         """The checked, compiled function of a traced training step."""
-        if self.is_plain:
+        if _is_plain(self.options, self.ranks):
             return _compat.compile_fx(graphs.without_hints(step.module), step.fakes)
         job = replace(self, named=step.ends, rests=rests, writes=True)
         return job.compile(step.module, step.fakes)
@@ -219,7 +255,7 @@ class _Job:
         step = _Parallelize(job, next_graph(), broken_at)
         if self.options.codegen == "inductor":
             random.register_lowering()
-        with _told_to_others(Exception):
+        with _told_to_others():
             compiled = _compat.compile_fx(
                 gm,
                 examples,
@@ -229,10 +265,13 @@ class _Job:
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
-        checks = inputs.Checks(self._compared(), self.options, step.ranks)
+            step.agree_on_launches()
+        checks = []
+        if self.writes:
+            checks = [inputs.Checks(self._compared(), self.options, step.ranks).run]
         return graphs.Compiled(
             compiled,
-            [checks.run, step.verify] if self.options.verify else [checks.run],
+            [*checks, step.verify] if self.options.verify else checks,
             step.compiled_plan,
             step.results(),
             self.options,
@@ -264,6 +303,7 @@ class _Parallelize:
         self.root = torch.nn.Module()  # holds the graph's constants
         self.result: Result | None = None
         self.regions: list[str] = []
+        self.launches: list[str] = []  # collectives in order, forward then backward
 
     @property
     def plan(self) -> Any:
@@ -306,7 +346,8 @@ class _Parallelize:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
         if options.tune:
             self.result = self._tuned(self.result, request, name, fake_mode)
-        agree.agree(name, self.plan.hash, str(self.plan))
+        if self.job.together.kind != UNLIKE:
+            agree.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         bound = bind(
             self.result.local,
@@ -384,6 +425,28 @@ class _Parallelize:
             self._fuse(graph, "backward" if backward else "forward")
         if fuses and "delay" not in disable:
             delay(graph)  # for collectives that no kernel has inside
+        self.launches += crossings(graph)
+
+    def agree_on_launches(self) -> None:
+        """Return once all ranks have compiled what launches the same collectives.
+
+        Raises RankMismatchError if they do not; InputMismatchError where that comes
+        from sizes that differ.
+        """
+        text, mismatch = "\n".join(self.launches), self.job.together.mismatch
+        what, fix = "the collectives they launch", None
+        error: type[FxparError] = RankMismatchError
+        if self.job.together.kind == UNLIKE and mismatch is not None:
+            what = f"what crosses between them: {mismatch.what}; more than sums do"
+            error, fix = InputMismatchError, mismatch.fix
+        agree.agree(
+            f"graph{self.number} is compiled",
+            agree.digest_of(text),
+            text,
+            what=what,
+            fix=fix,
+            error=error,
+        )
 
     def _fuse(self, graph: fx.Graph, which: str) -> None:
         """Collectives with what is around them as one op: those that the schedule

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fxpar.errors import FxparWarning, OptionError, compose
+from fxpar.errors import OptionError
 
 PREFIX = "FXPAR_"
 
@@ -194,6 +193,12 @@ class Options:
     verify: bool = _option(
         _switch, False, "0, 1", "simulate all ranks beside one device, once per graph"
     )
+    timeout: float = _option(
+        _positive,
+        30.0,
+        "seconds",
+        "how long ranks wait for one that does not come and does not work",
+    )
     param_dtype: str | None = _option(
         _dtype,
         None,
@@ -248,8 +253,8 @@ class Options:
     ) -> Options:
         """From an ``options=`` mapping and the environment.
 
-        Warns of FXPAR_ variables that do not exist. Raises OptionError on unknown keys
-        and on values that an option cannot take.
+        Raises OptionError on unknown keys, on FXPAR_ variables that do not exist, and
+        on values that an option cannot take.
         """
         given = {k: v for k, v in (options or {}).items() if v is not None}
         known = [row.name for row in fields(cls)]
@@ -260,7 +265,7 @@ class Options:
                 f"unknown option {', '.join(map(repr, unknown))}",
                 fix=" ".join([*filter(None, hints), f"known are {', '.join(known)}"]),
             )
-        _warn_unknown(environ)
+        _refuse_unknown(environ)
         values = {}
         for row in fields(cls):
             variable = _variable(row)
@@ -293,13 +298,12 @@ def _variable(row: Any) -> str | None:
     return PREFIX + row.name.upper() if row.metadata["env"] else None
 
 
-def _warn_unknown(environ: Mapping[str, str]) -> None:
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
     known = [_variable(row) for row in fields(Options)]
     for name in environ:
         if name.startswith(PREFIX) and name not in known:
             hint = nearest(name, filter(None, known)) or "docs/debugging.md lists them"
-            text = compose(f"variable {name} is not one of fxpar's", fix=hint)
-            warnings.warn(text, FxparWarning, stacklevel=3)
+            raise OptionError(f"variable {name} is not one of fxpar's", fix=hint)
 
 
 def write_dump(path: Path, text: str) -> None:

@@ -20,7 +20,9 @@ def compose(what: str, *, where: str | None = None, fix: str | None = None) -> s
 
 
 class FxparError(RuntimeError):
-    """Base of all errors of fxpar."""
+    """Base of all errors of fxpar. ``told``: every rank raises it, or was told."""
+
+    told = False
 
     def __init__(
         self, what: str, *, where: str | None = None, fix: str | None = None

@@ -118,3 +118,20 @@ def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
         if late and node.op != "output":
             found.add(node)
     return found
+
+
+def crossings(graph: fx.Graph) -> list[str]:
+    """The collectives of a graph in order, a line for each: what ranks that run it
+    together must have alike, whatever else they compute."""
+    out = []
+    for node in graph.nodes:
+        name = str(node.target)
+        if node.target in WAITS or not ("c10d" in name or node.target in KINDS):
+            continue
+        operands = [
+            f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
+            for value in (n.meta.get("val") for n in node.all_input_nodes)
+            if isinstance(value, torch.Tensor)
+        ]
+        out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
+    return out

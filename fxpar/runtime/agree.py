@@ -4,7 +4,8 @@ Every call of ``agree`` or ``gather`` is a round, numbered per rank. Each rank w
 its part; rank 0 reads all of them and writes one verdict, which every rank raises or
 returns. So a round costs each rank two small messages, and ranks that compile different
 programs, or fail, are told so instead of waiting in a collective. A rank that fails
-writes the verdict of the round it will never reach: ``abort``.
+writes the verdict of the round it will never reach: ``abort``. A rank that works is
+waited for, one that does not for ``FXPAR_TIMEOUT`` (``presence``).
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import difflib
 import hashlib
 import json
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from fxpar import _compat
 from fxpar.errors import FxparError, RankMismatchError
+from fxpar.runtime import presence
+from fxpar.runtime.channel import Channel, current
+from fxpar.runtime.presence import Patience
 
-LONGEST_WAIT = 300.0  # seconds; less where the process group's own timeout is less
 SLOWEST_POLL = 0.05
 # Others wait longer for the verdict than rank 0 does for them, so that it arrives.
 GRACE = 5.0
@@ -33,44 +33,6 @@ DIFF_LINES = 60
 SAME = "run the same code, versions and options on every rank, on the same shapes"
 
 Verdict = dict[str, Any]
-
-
-@dataclass
-class _Channel:
-    """The store as seen by one rank in one life of the default process group."""
-
-    store: Any
-    rank: int
-    size: int
-    prefix: str
-    rounds: int = 0
-    told: bool = False  # the last round failed, on every rank
-
-    def key(self, number: int, *parts: object) -> str:
-        return "/".join(map(str, (self.prefix, number, *parts)))
-
-    def has(self, *keys: str) -> bool:
-        return self.store.check(list(keys))
-
-    def read(self, key: str) -> str:
-        return self.store.get(key).decode()
-
-
-_CHANNELS: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary()
-
-
-def _channel() -> _Channel | None:
-    """None where there is nobody to agree with."""
-    group = _compat.default_group()
-    if group is None or group.size() == 1 or dist.get_backend() == "fake":
-        return None
-    if group not in _CHANNELS:
-        store, rank = _compat.default_store(), group.rank()
-        # A store may outlive a process group; its next life starts new keys.
-        life = store.add(f"fxpar/life/{rank}", 1)
-        channel = _Channel(store, rank, group.size(), f"fxpar/{life}")
-        _CHANNELS[group] = channel
-    return _CHANNELS[group]
 
 
 def agree(
@@ -86,12 +48,13 @@ def agree(
     """Return once all ranks gave the same tag and digest.
 
     ``text`` is what the digest stands for; where digests differ, the first rank that
-    differs shows its difference from rank 0's. ``timeout``: seconds to wait for ranks.
+    differs shows its difference from rank 0's. ``timeout``: seconds to wait for a rank
+    that does not work.
 
     Raises ``error`` on every rank if they differ, RankMismatchError if a rank does not
     come or has failed.
     """
-    channel = _channel()
+    channel = current()
     if channel is None:
         return
 
@@ -103,21 +66,17 @@ def agree(
         verdict = _round(channel, tag, digest, judge, timeout)
         if "differ" not in verdict:
             return
-        channel.told = True
         diff = _difference(channel, verdict, text, timeout)
     fact = f"ranks disagree about {what}: {_ranks(verdict['differ'])} from rank 0"
-    raise error(f"{fact}\n{diff}", fix=fix or SAME)
+    raise told(error(f"{fact}\n{diff}", fix=fix or SAME))
 
 
-def gather(
-    tag: str, text: str, timeout: float | None = None, *, work: float = 0.0
-) -> list[str]:
-    """What every rank gave, in order of ranks. Meant for short texts. ``work``: seconds
-    that a rank may be busy before it comes, for which the others wait besides.
+def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
+    """What every rank gave, in order of ranks. Meant for short texts.
 
     Raises RankMismatchError if a rank does not come, has failed, or gave another tag.
     """
-    channel = _channel()
+    channel = current()
     if channel is None:
         return [text]
 
@@ -125,23 +84,38 @@ def gather(
         return {"texts": list(texts)}
 
     with _answering():
-        wait = _allowed(timeout) + work
-        return _round(channel, tag, text, judge, wait)["texts"]
+        return _round(channel, tag, text, judge, timeout)["texts"]
 
 
-def abort(message: str) -> None:
+def abort(error: BaseException) -> None:
     """Tell ranks that wait for this one, now or at their next round, that it failed.
 
     They raise RankMismatchError with the message. Does nothing if the failure is one
-    that a round raised, which every rank was told.
+    that every rank was told.
     """
-    channel = _channel()
-    if channel is None or channel.told:
+    channel = current()
+    if channel is None or was_told(error):
         return
     channel.rounds += 1
+    message = f"{type(error).__name__}: {error}"
     verdict = json.dumps({"failed": channel.rank, "message": message})
     with contextlib.suppress(dist.DistError):  # this rank has an error to raise already
         channel.store.set(channel.key(channel.rounds, "verdict"), verdict)
+
+
+def told(error: FxparError) -> FxparError:
+    """The error, marked as one that every rank raises."""
+    error.told = True
+    return error
+
+
+def was_told(error: BaseException | None) -> bool:
+    """Whether every rank knows of an error, or of what it came from."""
+    while error is not None:
+        if getattr(error, "told", False):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def digest_of(text: str) -> str:
@@ -155,42 +129,41 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
-        raise RankMismatchError(
-            f"the store of the process group does not answer: {error}",
-            fix="the process that holds it, mostly rank 0, has ended: see its output",
+        raise told(
+            RankMismatchError(
+                f"the store of the process group does not answer: {error}",
+                fix="the process that holds it, mostly rank 0, has ended: see its "
+                "output",
+            )
         ) from error
 
 
 def _round(
-    channel: _Channel,
+    channel: Channel,
     tag: str,
     value: str,
     judge: Callable[[Sequence[str]], Verdict],
     timeout: float | None,
 ) -> Verdict:
     """Exchange values; the verdict that rank 0 judged. Raises RankMismatchError."""
-    wait = _allowed(timeout)
+    wait = presence.timeout() if timeout is None else timeout
     channel.rounds += 1
-    channel.told = False
     number = channel.rounds
     channel.store.set(f"{channel.prefix}/at/{channel.rank}", str(number))
     part = json.dumps({"tag": tag, "value": value})
     channel.store.set(channel.key(number, channel.rank), part)
-    if channel.rank == 0:
-        _judge_round(channel, tag, judge, wait)
-    elif not _verdict_comes(channel, wait):
-        channel.told = True
-        raise RankMismatchError(
-            f"rank 0 did not come to {tag!r} (round {number}) in {wait:.0f} s",
-            fix="see what rank 0 printed; it may wait in a collective or have ended",
-        )
+    with presence.waits(f"waits for others at {tag!r}"):
+        if channel.rank == 0:
+            _judge_round(channel, tag, judge, wait)
+        else:
+            _await_verdict(channel, tag, wait)
     verdict = json.loads(channel.read(channel.key(number, "verdict")))
     _raise_if_failed(channel, verdict)
     _forget(channel, number - 1)
     return verdict
 
 
-def _raise_if_failed(channel: _Channel, verdict: Verdict) -> None:
+def _raise_if_failed(channel: Channel, verdict: Verdict) -> None:
     if "failed" in verdict:
         what = f"rank {verdict['failed']} failed:\n{verdict['message']}"
         fix = "this rank only stopped with it: look at that rank's error"
@@ -210,20 +183,43 @@ def _raise_if_failed(channel: _Channel, verdict: Verdict) -> None:
         )
     else:
         return
-    channel.told = True
-    raise RankMismatchError(what, fix=fix)
+    raise told(RankMismatchError(what, fix=fix))
 
 
-def _verdict_comes(channel: _Channel, wait: float) -> bool:
-    """Wait for rank 0, and then as long as it waits for the others."""
+def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
+    """Wait for rank 0, and then as long as it waits for the others.
+
+    Raises RankMismatchError if it does not come, and leaves word for when it does.
+    """
     number = channel.rounds
     verdict, first = channel.key(number, "verdict"), channel.key(number, 0)
-    come = _poll(lambda: channel.has(verdict) or channel.has(first), wait)
-    return come and _poll(lambda: channel.has(verdict), wait + GRACE)
+
+    def missing() -> list[int]:
+        return [] if channel.has(first) else [0]
+
+    come = Patience(channel.presence, wait)
+    if _poll(lambda: channel.has(verdict) or channel.has(first), come, missing):
+        patience = Patience(channel.presence, wait + GRACE)
+        if _poll(lambda: channel.has(verdict), patience, missing):
+            return
+    what = (
+        f"rank 0 did not come to {tag!r} (round {number}) in {wait:.0f} s"
+        f"{come.tell([0])}"
+    )
+    gone = json.dumps(
+        {"tag": tag, "gone": f"rank {channel.rank} waits no more: {what}"}
+    )
+    channel.store.set(channel.key(number, channel.rank), gone)
+    raise told(
+        RankMismatchError(
+            what,
+            fix="see what rank 0 printed; it may wait in a collective or have ended",
+        )
+    )
 
 
 def _judge_round(
-    channel: _Channel, tag: str, judge: Callable[[Sequence[str]], Verdict], wait: float
+    channel: Channel, tag: str, judge: Callable[[Sequence[str]], Verdict], wait: float
 ) -> None:
     """Rank 0: wait for all parts, write the verdict, unless a failed rank did."""
     number = channel.rounds
@@ -233,22 +229,29 @@ def _judge_round(
     def done() -> bool:
         return channel.has(*keys) or channel.has(verdict_key)
 
-    if not _poll(done, wait):
-        missing = [rank for rank, key in enumerate(keys) if not channel.has(key)]
-        verdict: Verdict = {"late": _lateness(channel, tag, missing, wait)}
+    def missing() -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not channel.has(key)]
+
+    patience = Patience(channel.presence, wait)
+    if not _poll(done, patience, missing):
+        late = _lateness(channel, tag, missing(), wait)
+        verdict: Verdict = {"late": late + patience.tell(missing())}
     elif channel.has(verdict_key):
         return
     else:
         parts = [json.loads(channel.read(key)) for key in keys]
         tags = [part["tag"] for part in parts]
-        if len(set(tags)) > 1:
+        gone = [part["gone"] for part in parts if "gone" in part]
+        if gone:
+            verdict = {"late": gone[0]}
+        elif len(set(tags)) > 1:
             verdict = {"tags": tags}
         else:
             verdict = judge([part["value"] for part in parts])
     channel.store.set(verdict_key, json.dumps(verdict))
 
 
-def _lateness(channel: _Channel, tag: str, missing: Sequence[int], wait: float) -> str:
+def _lateness(channel: Channel, tag: str, missing: Sequence[int], wait: float) -> str:
     counts = []
     for rank in missing:
         at = f"{channel.prefix}/at/{rank}"
@@ -261,13 +264,15 @@ def _lateness(channel: _Channel, tag: str, missing: Sequence[int], wait: float) 
 
 
 def _difference(
-    channel: _Channel, verdict: Verdict, text: str, timeout: float | None
+    channel: Channel, verdict: Verdict, text: str, timeout: float | None
 ) -> str:
     """Unified diff of the first rank that differs against rank 0."""
     first, key = verdict["differ"][0], channel.key(channel.rounds, "text")
+    wait = presence.timeout() if timeout is None else timeout
+    patience = Patience(channel.presence, wait)
     if channel.rank == first:
         channel.store.set(key, text)
-    elif _poll(lambda: channel.has(key), _allowed(timeout)):
+    elif _poll(lambda: channel.has(key), patience, lambda: [first]):
         text = channel.read(key)
     else:
         return f"(rank {first} did not send its text)"
@@ -285,25 +290,20 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _allowed(timeout: float | None) -> float:
-    if timeout is not None:
-        return timeout
-    limit = _compat.group_timeout(_compat.default_group()).total_seconds()
-    return min(limit, LONGEST_WAIT)
-
-
-def _poll(done: Callable[[], bool], timeout: float) -> bool:
-    """Whether ``done`` holds before the timeout; asks ever more seldom."""
-    deadline, pause = time.monotonic() + timeout, 0.0005
+def _poll(
+    done: Callable[[], bool], patience: Patience, missing: Callable[[], Sequence[int]]
+) -> bool:
+    """Whether ``done`` holds before patience is over; asks ever more seldom."""
+    pause = 0.0005
     while not done():
-        if time.monotonic() > deadline:
-            return False
+        if patience.is_over(missing):
+            return done()
         time.sleep(pause)
         pause = min(pause * 1.5, SLOWEST_POLL)
     return True
 
 
-def _forget(channel: _Channel, number: int) -> None:
+def _forget(channel: Channel, number: int) -> None:
     """Delete a round that every rank has read, since all came to the one after it."""
     channel.store.delete_key(channel.key(number, channel.rank))
     if channel.rank == 0:

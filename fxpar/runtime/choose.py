@@ -14,7 +14,7 @@ from fxpar.config import Options
 from fxpar.errors import DeviceError
 from fxpar.fusion.stage import Reschedule, rescheduler
 from fxpar.passes import Request, Result, parallelize
-from fxpar.runtime import agree, store
+from fxpar.runtime import agree, presence, store
 from fxpar.sharding.hardware import Hardware, detect, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -97,15 +97,14 @@ def planned(
     if not isinstance(asked, Asked):
         return parallelize(graph, fake_mode, request)
     request = replace(request, mesh=asked.hardware.on(request.mesh))
-    # Beginning again and comparing plans come on top of the seconds asked for.
-    work = 2 * asked.seconds
     if rank == 0:
         search = _kept if keep and store.allowed() else parallelize
-        result = search(graph, fake_mode, request)
+        with presence.works(f"searches the plan of {name}"):
+            result = search(graph, fake_mode, request)
         text = json.dumps(result.plan.to_record())
-        agree.gather(f"the plan of {name}", text, work=work)
+        agree.gather(f"the plan of {name}", text)
         return result
-    text, *_ = agree.gather(f"the plan of {name}", "", work=work)
+    text, *_ = agree.gather(f"the plan of {name}", "")
     plan = Plan.from_dict(json.loads(text))
     return parallelize(graph, fake_mode, replace(request, mode=plan))
 

@@ -1,8 +1,6 @@
-"""What surrounds a compiled graph: checks at its first call, variants per shape.
+"""What surrounds a compiled graph: its checks, its results' marks, its signature.
 
-Nothing here changes a graph. A ``Compiled`` is what Dynamo calls; ``PerShape`` compiles
-a graph with symbolic sizes once per concrete sizes, which is also how local mode gets
-the global batch size into a graph that was traced with one rank's part.
+Nothing here changes a graph. A ``Compiled`` is what ``calls.Calls`` runs.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
-from fxpar.runtime import eager
+from fxpar.runtime import eager, meet
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
 from fxpar.runtime.modules import Home, home_of, to_global_unreduced
@@ -40,22 +38,21 @@ def raiser(error: FxparError) -> Callable[..., Any]:
     """A compiled function that can only say why there is none.
 
     It says so once: Dynamo forgets it, so that the next call compiles again, with the
-    options and the environment of then.
+    options and the environment of then. Ranks that come to the call are told.
     """
 
     def fail(*_: Any) -> Any:
         torch.compiler.reset()
+        meet.fail(f"{type(error).__name__}: {error}")
         raise error
 
     return fail
 
 
 class Compiled:
-    """A compiled graph; at its first call the ranks compare what they feed it.
-
-    ``results``: the specs of its results, by position. ``broken_at``: the user's line
-    of the graph break it ends in.
-    """
+    """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
+    its results, by position. ``broken_at``: the user's line of the graph break it ends
+    in."""
 
     def __init__(
         self,
@@ -130,11 +127,6 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
         _compat.trace_again("fxpar: parameters take the dtype asked for")
 
 
-def has_symbols(examples: Sequence[Any]) -> bool:
-    """Whether Dynamo traced with symbolic sizes."""
-    return any(isinstance(x, torch.SymInt) for x in examples)
-
-
 def local_inputs(
     named: Sequence[Named], examples: Sequence[Any], options: Options
 ) -> tuple[int, ...]:
@@ -181,42 +173,6 @@ def local_batch(
         for x in signature.outputs
     )
     return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
-
-
-class PerShape:
-    """Compiles a Dynamo graph once for each set of concrete sizes it is called with.
-
-    In local mode sizes that come from a batch dim are those of the global batch.
-    Raises PlanError if the program fixed the batch size while it was traced.
-    """
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        local: Sequence[int],
-        mesh: Mesh,
-        compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-    ) -> None:
-        self.gm, self.compile = gm, compile_graph
-        self.local = frozenset(local)
-        self.parts = mesh.count(batch_axes(mesh)) if local else 1
-        self.batch_sizes = batch_sizes(gm, examples, local)
-        self.variants: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
-        if key not in self.variants:
-            self.variants[key] = self.compile(
-                _compat.copy_graph(self.gm), self._global(args)
-            )
-        return self.variants[key](*args)
-
-    def _global(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments as the global program sees them: local parts as fakes in full."""
-        if not self.local:
-            return list(args)
-        return resized(args, self.local, self.batch_sizes, self.parts)
 
 
 def hint_of(x: Any) -> Any:

@@ -8,8 +8,10 @@ differ raise, since nobody can know which rank is right. Tensors are compared by
 
 from __future__ import annotations
 
+import ctypes
 import warnings
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +69,88 @@ class Checks:
         return "batch" if local and getattr(x, LOCAL_MARK, True) else named.kind
 
 
+class Drift:
+    """Sums of what a rank feeds a graph at each call, which all ranks compare, so that
+    ranks that drift apart are told. On a device sums are made beside the call and told
+    at the next one, so that nobody waits for the device.
+
+    ``kinds``: position of an input among the arguments -> "input" or "batch".
+    """
+
+    def __init__(self, kinds: Mapping[int, str], names: Mapping[int, str], mesh: Mesh):
+        alone = len(set(_models("batch", mesh))) == mesh.size
+        self.kinds = {i: k for i, k in kinds.items() if k == "input" or not alone}
+        self.names, self.mesh = names, mesh
+        self._sums: list[Callable[[], int] | None] = [None] * len(self.kinds)
+
+    def word(self, args: Sequence[Any]) -> str:
+        """The sums to compare at this call."""
+        told = []
+        for n, i in enumerate(self.kinds):
+            x = args[i]
+            if x.device.type == "cpu":
+                told.append(f"{quick_sum(x):x}")
+                continue
+            before = self._sums[n]
+            told.append("" if before is None else f"{before():x}")
+            self._sums[n] = _on_its_way(checksum(x))
+        return " ".join(told)
+
+    def compare(self, words: Sequence[str]) -> None:
+        """Raise InputMismatchError, on all ranks alike, if ranks that must feed the
+        same do not."""
+        if len(set(words)) == 1:
+            return
+        sums = [word.split(" ") for word in words]
+        for n, (i, kind) in enumerate(self.kinds.items()):
+            models = _models(kind, self.mesh)
+            for rank, model in enumerate(models):
+                if sums[rank][n] != sums[model][n]:
+                    wrong = [self.names[i]]
+                    raise _told_apart(wrong, kind, rank, model, self.mesh)
+
+
+def _on_its_way(total: torch.Tensor) -> Callable[[], int]:
+    """The value of a number on a device, copied while the program goes on."""
+    host = torch.empty((), dtype=total.dtype, pin_memory=True)
+    host.copy_(total, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> int:
+        copied.synchronize()
+        return int(host)
+
+    return read
+
+
+# Tensors on the CPU of up to so many bytes are summed as they are; of larger ones the
+# sums of so many pieces.
+_SMALL, _PIECES = 1 << 15, 1 << 11
+
+
+def quick_sum(x: torch.Tensor) -> int:
+    """A sum of the bytes of a tensor on the CPU, cheap enough for every call. It may
+    miss what moves within a small piece of a large tensor."""
+    flat = _flat(x)
+    words, total = flat.view(torch.uint8), 0
+    if len(words) > _SMALL:
+        wide = _words(flat)
+        rows = len(wide) // _PIECES
+        pieces = wide[: rows * _PIECES].view(_PIECES, rows).sum(1, dtype=torch.int64)
+        total = _crc(pieces.view(torch.uint8), total)
+        words = wide[rows * _PIECES :].view(torch.uint8)
+    return _crc(words, total)
+
+
+def _crc(data: torch.Tensor, start: int) -> int:
+    """Of the bytes of a contiguous tensor, where they lie."""
+    count = data.numel()
+    if not count:
+        return start
+    return zlib.crc32((ctypes.c_char * count).from_address(data.data_ptr()), start)
+
+
 def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
     """Raise InputMismatchError on every rank if inputs differ between ranks that must
     feed the same; take parameters and buffers that differ from rank 0, with a warning.
@@ -77,7 +161,7 @@ def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
     fed = [x for x in fed if x[1] in ("parameter", "buffer", "input", "batch")]
     if mesh.size == 1 or not fed or dist.get_backend() == "fake":
         return
-    lines = [f"{kind} {name}: {_shape(x)}" for name, kind, x in fed]
+    lines = [f"{kind} {name}: {_shape(x, kind)}" for name, kind, x in fed]
     agree.agree(
         "inputs",
         agree.digest_of("\n".join(lines)),
@@ -106,7 +190,7 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     Each 8 bytes (or what the size divides into) are mixed with their position by
     splitmix64's finalizer, then summed. Products wrap.
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = _flat(x)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if flat.numel() == 0 or x.device.type == "meta":
         return total
@@ -127,6 +211,14 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order, dense in memory."""
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    # One element is contiguous in any stride.
+    dense = flat.stride(0) == 1
+    return flat if dense else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
@@ -195,24 +287,34 @@ def _mismatch(
     fed: Sequence[Fed], wrong: Sequence[int], hashes: torch.Tensor, mesh: Mesh
 ) -> InputMismatchError:
     kind = fed[wrong[0]][1]
-    names = listed(fed[i][0] for i in wrong)
     rank = _differing(hashes, wrong[0], kind, mesh)[0]
     model = _models(kind, mesh)[rank]
-    what = f"input {names} differs between ranks: rank {rank} does not feed what rank "
-    what += f"{model} feeds"
+    return _told_apart([fed[i][0] for i in wrong], kind, rank, model, mesh)
+
+
+def _told_apart(
+    names: Sequence[str], kind: str, rank: int, model: int, mesh: Mesh
+) -> InputMismatchError:
+    """The error, which every rank raises, of inputs that differ on two ranks."""
+    what = f"input {listed(names)} differs between ranks: rank {rank} does not feed "
+    what += f"what rank {model} feeds"
     if kind == "batch":
         axes = batch_axes(mesh)
-        return InputMismatchError(
-            f"{what}, though both hold one part of the batch on mesh {mesh}",
-            fix=f"split the batch over {'+'.join(axes)} only: "
+        fact = f"{what}, though both hold one part of the batch on mesh {mesh}"
+        fix = (
+            f"split the batch over {'+'.join(axes)} only: "
             f"DistributedSampler(num_replicas={mesh.count(axes)}, "
-            f"rank={mesh.index(rank, axes)}) on rank {rank}",
+            f"rank={mesh.index(rank, axes)}) on rank {rank}"
         )
-    return InputMismatchError(
-        f"{what}; a plain tensor is a global value, the same on every rank",
-        fix="feed the same batch on every rank (one seed, no DistributedSampler); or, "
-        "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local",
-    )
+    else:
+        fact = f"{what}; a plain tensor is a global value, the same on every rank"
+        fix = (
+            "feed the same batch on every rank (one seed, no DistributedSampler); or, "
+            "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
+        )
+    error = InputMismatchError(fact, fix=fix)
+    error.told = True
+    return error
 
 
 def _warn_replaced(fed: Sequence[Fed], wrong: Sequence[int]) -> None:
@@ -236,5 +338,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _shape(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+def _shape(x: torch.Tensor, kind: str) -> str:
+    """What must be alike on all ranks; parts of a batch may have other sizes."""
+    shape: object = list(x.shape) if kind != "batch" else f" of {x.dim()} dims"
+    return f"{str(x.dtype).removeprefix('torch.')}{shape}"

@@ -26,6 +26,7 @@ from fxpar import _compat
 from fxpar.errors import ShardError
 from fxpar.passes.ops import unreduced
 from fxpar.runtime import reduce
+from fxpar.runtime.alone import is_alone
 from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
@@ -127,6 +128,13 @@ def _property(name: str) -> property:
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
             return parameter  # functional_call, or a plan being traced
+        if (torch.compiler.is_compiling() or _in_forward()) and is_alone():
+            raise ShardError(
+                f"each rank holds a part of parameter {name}, which no rank can "
+                "compute with alone",
+                fix="evaluate on all ranks: leave out fxpar.alone() for models of "
+                "fxpar.shard",
+            )
         home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
         if torch.compiler.is_compiling():
             return _globally(parameter, home, rest)

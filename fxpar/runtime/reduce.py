@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _compat
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.runtime import agree, inputs
+from fxpar.runtime.alone import is_alone
 
 BUCKET = 25 << 20  # bytes that are reduced at once
 
@@ -36,7 +37,9 @@ def takes_part() -> bool:
     """Whether this rank's eager code is one of several ranks' now: the one place that
     decides whether gradients are reduced here."""
     group = _compat.default_group()
-    return group is not None and group.size() > 1 and dist.get_backend() != "fake"
+    if group is None or group.size() == 1 or is_alone():
+        return False
+    return dist.get_backend() != "fake"
 
 
 @dataclass(eq=False)

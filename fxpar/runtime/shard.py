@@ -324,7 +324,7 @@ def _uses(
     try:
         decision = planned(module.graph, fake_mode, request, ranks.rank, name).decision
     except Exception as error:
-        agree.abort(str(error))
+        agree.abort(error)
         raise
     if ranks.open:
         ranks = settle(ranks, decision.mesh)

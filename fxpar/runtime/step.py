@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _compat
 from fxpar.errors import FxparWarning, OptionError, PlanError, compose
+from fxpar.runtime.alone import is_alone
 from fxpar.runtime.matrices import orthogonalize_whole
 from fxpar.runtime.names import Named
 from fxpar.runtime.step_forward import (
@@ -85,8 +86,14 @@ class TrainStep:
         """The loss, detached, as it was before the update; where ``loss_fn`` gives
         more, all that it gives.
 
-        Raises PlanError if the step is not one graph.
+        Raises PlanError if the step is not one graph, or inside ``fxpar.alone``.
         """
+        if is_alone():
+            raise PlanError(
+                "fxpar.train_step inside fxpar.alone(): a step is one program of all "
+                "ranks",
+                fix="call it on every rank, outside; evaluate the model itself alone",
+            )
         try:
             with torch.enable_grad():
                 return self._forward(*args, **kwargs)

@@ -291,7 +291,8 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
         f"the step of {kind} cannot be traced: {reason}",
         where=_raised_at(error),
         fix="let it compute with tensors alone (x ** 0.5 for math.sqrt(x), no "
-        "float(), no branch on a value), or torch.compile the model and call optimizer.step()",
+        "float(), no branch on a value), or torch.compile the model and call "
+        "optimizer.step()",
     )
 
 

@@ -41,9 +41,6 @@ ROUNDS, WARMUP = 7, 2
 # The predicted best stands unless another is faster by this share.
 LEAST = 0.01
 
-# Seconds that making the code of one may take a rank longer than another.
-COMPILING = 300.0
-
 Step = Callable[[], Any]
 
 # By the number of a schedule: which rank failed with it, and why.
@@ -141,15 +138,14 @@ def _prepared(
             made[i] = prepare(text)
         except Exception as error:
             failed[i] = _text(error)
-    work = COMPILING * len(schedules)
-    dropped = _told(f"code of the schedules of {name}", failed, work)
+    dropped = _told(f"code of the schedules of {name}", failed)
     return {i: each for i, each in made.items() if i not in dropped}, dropped
 
 
-def _told(tag: str, failed: Mapping[int, str], work: float) -> Dropped:
+def _told(tag: str, failed: Mapping[int, str]) -> Dropped:
     """What failed on any rank, which every rank learns before it waits for others in a
-    collective. ``work``: seconds that one may come later than another."""
-    every = agree.gather(tag, json.dumps(failed), work=work)
+    collective."""
+    every = agree.gather(tag, json.dumps(failed))
     out = Dropped()
     for rank, text in enumerate(every):
         for i, why in json.loads(text).items():
@@ -212,7 +208,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
                     took = _seconds(step)
                 except Exception as error:
                     failed[i] = _text(error)
-                dropped |= _told(f"step {turn} of {name}", failed, _longest())
+                dropped |= _told(f"step {turn} of {name}", failed)
                 if turn >= WARMUP and i not in dropped:
                     times[i].append(took)
     times = {i: mine for i, mine in times.items() if i not in dropped}
@@ -221,11 +217,6 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
         i: map(max, zip(*(rank[str(i)] for rank in every), strict=True)) for i in times
     }
     return {i: statistics.median(each) for i, each in slowest.items()}, dropped
-
-
-def _longest() -> float:
-    """Seconds in which a collective ends, be it with an error."""
-    return _compat.group_timeout(_compat.default_group()).total_seconds()
 
 
 def _seconds(step: Step) -> float:

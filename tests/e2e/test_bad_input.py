@@ -127,9 +127,9 @@ def test_value_an_option_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
         call()
 
 
-def test_unknown_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXPAR_MESHES", "dp=1")
-    with pytest.warns(FxparWarning, match="FXPAR_MESHES(.|\n)*'FXPAR_MESH'"):
+    with pytest.raises(OptionError, match="FXPAR_MESHES(.|\n)*'FXPAR_MESH'"):
         call()
 
 
@@ -198,14 +198,19 @@ def other_code() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("fn", [other_code, other_shapes])
-def test_programs_that_differ(fn: Any) -> None:
-    for text in raised(fn, kind=RankMismatchError):
-        assert "ranks disagree about the program: rank" in text
+def test_programs_that_differ() -> None:
+    for text in raised(other_code, kind=RankMismatchError):
+        assert "ranks disagree about the program they call: rank" in text
         assert "--- rank 0\n+++ rank 1" in text
         assert "fix:" in text
-        if fn is other_code:
-            assert re.search(r"\n-.*relu", text) and re.search(r"\n\+.*sigmoid", text)
+        assert re.search(r"\n-.*relu", text) and re.search(r"\n\+.*sigmoid", text)
+
+
+@pytest.mark.multiprocess
+def test_shapes_that_differ() -> None:
+    for text in raised(other_shapes, kind=InputMismatchError):
+        assert "input x has other sizes" in text and "FXPAR_INPUTS=local" in text
+        assert "[4, 16] on rank 0, [8, 16] on rank 1" in text
 
 
 def fails_while_compiling() -> None:

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from fxpar import _compat
-from fxpar.errors import InputMismatchError, RankMismatchError
-from fxpar.runtime import agree
+from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
+from fxpar.runtime import agree, presence
+from fxpar.runtime.channel import current
 from tests.spawn import shared_pool
 
 
@@ -28,18 +29,21 @@ def caught(fn, *args, **kwargs) -> str:
 def test_one_process_agrees() -> None:
     agree.agree("graph", "digest", "text")
     assert agree.gather("tag", "text") == ["text"]
-    agree.abort("nobody hears this")
+    agree.abort(ValueError("nobody hears this"))
 
 
 def rounds() -> list[str]:
     me, said = rank(), []
-    channel = agree._channel()
+    channel = current()
     before = channel.rounds  # other tests ran in this process
     said.append(caught(agree.agree, "graph0", "same", "plan"))
     said.append(agree.gather("devices", f"of {me}"))
     text = "a\nb\nc" if me != 2 else "a\nx\nc"
-    said.append(caught(agree.agree, "graph1", agree.digest_of(text), text))
-    agree.abort("everyone was told already")
+    try:
+        agree.agree("graph1", agree.digest_of(text), text)
+    except RankMismatchError as error:
+        said.append(str(error))
+        agree.abort(error)  # which everyone was told already
     said.append(caught(agree.agree, f"graph{3 if me == 1 else 2}", "same", "plan"))
     said.append(caught(agree.gather, "last", "in step again"))
     left = [i for i in range(1, 5) if channel.has(channel.key(before + i, me))]
@@ -77,11 +81,14 @@ def one_fails(who: int) -> tuple[str, float, str]:
     agree.agree("start", "", "")
     begin = time.monotonic()
     if rank() == who:
-        agree.abort("UnknownOpError: no rule for op\n  fix: give it one")
+        agree.abort(UnknownOpError("no rule for op", fix="give it one"))
         said = ""
     else:
-        said = caught(agree.agree, "graph", "digest", "plan", timeout=30.0)
-        agree.abort("as the backend does with any error; must change nothing")
+        try:
+            agree.agree("graph", "digest", "plan", timeout=30.0)
+        except RankMismatchError as error:
+            said = str(error)
+            agree.abort(error)  # as the backend does with any; must change nothing
     return said, time.monotonic() - begin, caught(agree.agree, "next", "", "")
 
 
@@ -113,16 +120,36 @@ def test_a_missing_rank_is_named() -> None:
     for said, after in pool.run(one_is_missing, 3):
         assert "rank 3 did not come to 'graph' in 0 s" in said
         assert "rank 0 is at round 2, rank 3 came to round 1\n" in said and after == ""
+    # Nor does rank 0 go on by itself, once others have given up.
     said = [text for text, _ in pool.run(one_is_missing, 0)]
-    assert said[0] == ""
-    assert all("rank 0 did not come to 'graph'" in text for text in said[1:])
+    assert "waits no more" in said[0]
+    assert all("rank 0 did not come to 'graph'" in text for text in said)
 
 
 def one_works() -> list[str]:
     agree.agree("start", "", "")
     if rank() == 0:
-        time.sleep(0.6)
-    return agree.gather("the plan", f"of {rank()}", timeout=0.2, work=20.0)
+        with presence.works("compiles"):
+            time.sleep(3.0)
+    return agree.gather("the plan", f"of {rank()}", timeout=1.2)
+
+
+def fails_twice() -> list[str]:
+    """A failure of every rank that all were told of, then one of a rank's own."""
+    said = [caught(agree.agree, "graph", str(rank()), "text")]
+    if rank() == 1:
+        agree.abort(UnknownOpError("no rule for op"))
+        said.append("")
+    else:
+        said.append(caught(agree.agree, "next", "", ""))
+    return [*said, caught(agree.agree, "last", "", "")]
+
+
+@pytest.mark.multiprocess
+def test_a_failure_is_told_though_an_older_one_was() -> None:
+    for me, (first, second, last) in enumerate(shared_pool(2).run(fails_twice)):
+        assert "ranks disagree" in first and last == ""
+        assert ("rank 1 failed:\nUnknownOpError: no rule" in second) == (me == 0)
 
 
 @pytest.mark.multiprocess
@@ -132,10 +159,10 @@ def test_a_rank_that_works_is_waited_for() -> None:
 
 
 def lives() -> list[int]:
-    channel = agree._channel()
+    channel = current()
     assert channel.rounds == 0
     agree.agree("start", "", "")
-    return [channel.rounds, int(agree._channel() is channel)]
+    return [channel.rounds, int(current() is channel)]
 
 
 @pytest.mark.multiprocess

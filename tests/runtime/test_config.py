@@ -9,7 +9,7 @@ import pytest
 
 from fxpar import config
 from fxpar.config import Options
-from fxpar.errors import FxparWarning, OptionError
+from fxpar.errors import OptionError
 from fxpar.sharding.mesh import Mesh
 
 
@@ -40,6 +40,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "FXPAR_DISABLE": "one, two",
         "FXPAR_STRICT": "1",
         "FXPAR_VERIFY": "yes",
+        "FXPAR_TIMEOUT": "7",
     }
     read = Options.read({}, environ)
     assert read == Options(
@@ -109,7 +110,7 @@ def test_bad_options(options: dict, message: str) -> None:
 def test_bad_variables_are_named() -> None:
     with pytest.raises(OptionError, match="FXPAR_CODEGEN cannot be 'triton'"):
         Options.read(None, {"FXPAR_CODEGEN": "triton"})
-    with pytest.warns(FxparWarning, match="FXPAR_MEHS.*\n.*'FXPAR_MESH'"):
+    with pytest.raises(OptionError, match="FXPAR_MEHS.*\n.*'FXPAR_MESH'"):
         Options.read(None, {"FXPAR_MEHS": "dp=2"})
 
 

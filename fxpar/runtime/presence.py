@@ -1,0 +1,229 @@
+"""Where each rank is, told to ranks that wait for it.
+
+A thread beside the program of every rank answers, through the store of the process
+group, ranks that ask: whether this one works (it compiles, or computes), waits for
+others, is idle, or has ended. So a rank that waits can tell another that is slow from
+one that will not come. While nobody asks, a rank sends one small message a beat.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpar import _compat
+
+BEAT = 0.5  # seconds between two looks of a rank at who asks
+SILENT = 10.0  # seconds after which an answer is no news any more
+ENDED = 1.0  # seconds to wait for a rank that has ended
+BUSY = 0.05  # share of a CPU that a rank uses at least while it computes
+
+_WAIT = {"seconds": 30.0}
+# What the program of this process does, innermost last: (state, text).
+_DOING: list[tuple[str, str]] = []
+
+
+def set_timeout(seconds: float) -> None:
+    """How long ranks wait for a rank that does not work: ``FXPAR_TIMEOUT``."""
+    _WAIT["seconds"] = seconds
+
+
+def timeout() -> float:
+    """Seconds that ranks wait for a rank that does not work."""
+    return _WAIT["seconds"]
+
+
+@contextlib.contextmanager
+def works(text: str) -> Iterator[None]:
+    """Inside, this rank works, though it may seem idle: others wait for it."""
+    with _doing("works", text):
+        yield
+
+
+@contextlib.contextmanager
+def waits(text: str) -> Iterator[None]:
+    """Inside, this rank waits for others."""
+    with _doing("waits", text):
+        yield
+
+
+@contextlib.contextmanager
+def _doing(state: str, text: str) -> Iterator[None]:
+    _DOING.append((state, text))
+    try:
+        yield
+    finally:
+        _DOING.pop()
+
+
+@dataclass
+class Presence:
+    """This rank among the others in one life of the default process group."""
+
+    group: weakref.ref[Any]
+    store: Any
+    rank: int
+    size: int
+    prefix: str
+    heard: int = 0  # questions so far, of any rank
+    # Keys that every rank has read, to be deleted; called at every beat.
+    read: list[str] = field(default_factory=list)
+    watch: Callable[[], None] | None = None
+    _beats: int = 0
+    _cpu: tuple[float, float] = (0.0, 0.0)
+    _news: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._publish()
+        self._thread = threading.Thread(
+            target=self._run, name="fxpar-presence", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self._leave)
+
+    def ask(self) -> None:
+        """Let every rank say where it is, at its next beat."""
+        self.store.add(f"{self.prefix}/asked", 1)
+
+    def others(self) -> dict[int, tuple[str, str]]:
+        """(state, text) of every other rank, as it last said: "silent" if it did not
+        for long."""
+        out = {}
+        for rank in range(self.size):
+            key = f"{self.prefix}/where/{rank}"
+            if rank == self.rank:
+                continue
+            if not self.store.check([key]):
+                out[rank] = ("silent", "has called nothing that fxpar compiled yet")
+                continue
+            beat, state, text = json.loads(self.store.get(key).decode())
+            now = time.monotonic()
+            last, since = self._news.get(rank, (-1, now))
+            if beat != last:
+                since = now
+            self._news[rank] = beat, since
+            if state != "ended" and now - since > SILENT:
+                state, text = "silent", f"has not answered for {now - since:.0f} s"
+            out[rank] = (state, text)
+        return out
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(BEAT):
+                group = self.group()
+                if group is None or group is not _compat.default_group():
+                    return
+                del group
+                heard = self.store.add(f"{self.prefix}/asked", 0)
+                if heard != self.heard:
+                    self._publish()
+                    self.heard = heard
+                self._cpu = time.process_time(), time.monotonic()
+                if self.watch is not None:
+                    self.watch()
+                while self.read:
+                    self.store.delete_key(self.read.pop())
+        except dist.DistError:
+            return  # the program meets the same error where it needs the store
+
+    def _publish(self) -> None:
+        self._beats += 1
+        text = json.dumps([self._beats, *self._where()])
+        self.store.set(f"{self.prefix}/where/{self.rank}", text)
+
+    def _where(self) -> tuple[str, str]:
+        """What this rank does now."""
+        if _DOING:
+            return _DOING[-1]
+        line, distributed = _user_line(sys._current_frames())
+        if distributed:
+            return "waits", f"is in {line}"
+        cpu, at = self._cpu
+        share = (time.process_time() - cpu) / max(time.monotonic() - at, 1e-3)
+        if at and share > BUSY:
+            return "works", f"runs {line}"
+        return "idle", f"is idle at {line}"
+
+    def _leave(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2 * BEAT)
+        with contextlib.suppress(Exception):  # the store may have ended before
+            if self.group() is not None:
+                text = json.dumps([self._beats + 1, "ended", "has ended"])
+                self.store.set(f"{self.prefix}/where/{self.rank}", text)
+
+
+class Patience:
+    """Of one wait for other ranks: it lasts while any of them works, and then as long
+    as ranks wait for one that does not."""
+
+    def __init__(self, presence: Presence, seconds: float) -> None:
+        self.presence, self.seconds = presence, seconds
+        self.begin = self.worked = time.monotonic()
+        self.asked = self.begin
+        self.seen: dict[int, tuple[str, str]] = {}
+
+    def is_over(self, missing: Callable[[], Sequence[int]]) -> bool:
+        """Whether to wait no longer. ``missing``: the ranks that have not come."""
+        now = time.monotonic()
+        if now - self.asked >= BEAT:
+            self.presence.ask()
+            self.asked = now
+            self.seen = self.presence.others()
+            states = [state for state, _ in self.seen.values()]
+            if "works" in states:
+                self.worked = now
+            elif "ended" in states and now - self.begin > ENDED:
+                return any(self.seen[r][0] == "ended" for r in missing())
+        return now - self.worked > self.seconds
+
+    def tell(self, missing: Sequence[int]) -> str:
+        """Where the missing ranks are, a line for each."""
+        return "".join(
+            f"\n  rank {rank} {self.seen[rank][1]}"
+            for rank in missing
+            if rank in self.seen
+        )
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+_PYTHON = str(Path(contextlib.__file__).parent)
+
+
+def user_line() -> str:
+    """The line of the user's code that the main thread is at."""
+    return _user_line(sys._current_frames())[0]
+
+
+def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool]:
+    """As ``user_line``, and whether it waits there for other ranks."""
+    ident = threading.main_thread().ident
+    frame = frames.get(ident) if ident is not None else None
+    distributed, last = False, "no code"
+    while frame is not None:
+        file = frame.f_code.co_filename
+        last = f"{file}:{frame.f_lineno}"
+        if file.startswith(f"{_TORCH}/distributed/"):
+            distributed = True
+        elif not file.startswith((_TORCH, _OWN, _PYTHON, "<frozen")):
+            return last, distributed
+        frame = frame.f_back
+    return last, distributed

@@ -1,0 +1,112 @@
+"""Ranks that feed the same at first, and drift apart: an error on all ranks within two
+steps, at every call and for every input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxpar import _compat
+from fxpar.errors import InputMismatchError
+from fxpar.runtime import inputs
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Apart(Exception):
+    """Where ranks were told."""
+
+
+def drifting(which: str, mesh: str, how: str, sizes: tuple[int, int]) -> None:
+    """Rank 1 feeds something else at step 3, in one input of two."""
+    torch._dynamo.reset()
+    weight = torch.ones(sizes[1], 3, requires_grad=True)
+
+    def fn(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ((x @ weight) * scale).sum()
+
+    options = {"codegen": "eager", "mesh": mesh, "inputs": how}
+    run = torch.compile(fn, backend="fxpar", options=options)
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(*sizes, generator=generator)
+        scale = torch.ones(3)
+        if step == 3 and dist.get_rank() == 1:
+            if which == "x":
+                x = x.flip(0)
+            else:
+                scale[2] += 1e-6
+        try:
+            run(x, scale)
+        except InputMismatchError as error:
+            raise Apart(f"step {step}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("which", "mesh", "how", "sizes"),
+    [
+        ("x", "dp=2", "global", (4, 5)),
+        ("scale", "dp=2", "global", (4, 5)),
+        ("x", "tp=2", "local", (4, 5)),
+        ("x", "dp=2", "global", (64, 2048)),
+    ],
+)
+def test_every_rank_is_told_within_two_steps(
+    which: str, mesh: str, how: str, sizes: tuple[int, int]
+) -> None:
+    errors = shared_pool(2).errors(drifting, which, mesh, how, sizes, timeout=60.0)
+    for error in errors:
+        assert isinstance(error, Apart), error
+        assert f"input {which} differs between ranks: rank 1" in str(error)
+        assert str(error).startswith(("step 3", "step 4"))
+    assert str(errors[0]) == str(errors[1])
+
+
+def first_call() -> list[str]:
+    """Stages that a rank came to when inputs differ at the first call."""
+    torch._dynamo.reset()
+    before = _compat.compile_fx
+    came: list[str] = []
+
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        came.append("compiles")
+        return before(*args, **kwargs)
+
+    _compat.compile_fx = compile_fx
+    run = torch.compile(
+        lambda x: x * 2, backend="fxpar", options={"codegen": "eager", "mesh": "dp=2"}
+    )
+    try:
+        run(torch.full((4,), float(dist.get_rank())))
+    except InputMismatchError:
+        came.append("told")
+    finally:
+        _compat.compile_fx = before
+    return came
+
+
+def test_the_first_call_compares_before_it_compiles() -> None:
+    assert shared_pool(2).run(first_call) == [["told"], ["told"]]
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 5000, 100_003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_see_every_element(size: int, dtype: torch.dtype) -> None:
+    x = torch.arange(size).remainder(5).to(dtype)
+    own = inputs.quick_sum(x)
+    assert own == inputs.quick_sum(x.clone())
+    assert own == inputs.quick_sum(torch.stack([x, x], dim=1)[:, 1])
+    for at in {0, size // 2, size - 1} if size else ():
+        other = x.clone()
+        other[at] = not other[at] if dtype is torch.bool else other[at] + 1
+        assert inputs.quick_sum(other) != own
+    if size > 1:
+        assert inputs.quick_sum(x.roll(1)) != own
+        assert inputs.quick_sum(x[1:]) != own

@@ -1,0 +1,220 @@
+"""A rank that does not do what the others do: an error on all ranks that wait, in
+FXPAR_TIMEOUT, and ranks that go on together if a script catches it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxpar.errors import HintError, PlanError, RankMismatchError
+from fxpar.runtime import choose
+from tests.spawn import run_script, shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+SOON = {"FXPAR_TIMEOUT": "2"}
+
+
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def model_of(width: int = 8) -> nn.Module:
+    return Model(width)
+
+
+def compiled(fn: Any, **options: Any) -> Any:
+    given = {"codegen": "eager", "mesh": "dp=2"} | options
+    return torch.compile(fn, backend="fxpar", options=given)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def said(fn: Any, *args: Any) -> tuple[str, str, float]:
+    """Kind and text of what a call raises, "" if nothing, and seconds it took."""
+    begin = time.monotonic()
+    try:
+        fn(*args)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+def evaluates_on_rank_0(inputs: str) -> tuple[str, str, float]:
+    torch._dynamo.reset()
+    model = model_of()
+    run = compiled(model, inputs=inputs)
+    x = torch.ones(4, 4)
+    run(x).sum().backward()
+    if rank() == 0:
+        model.eval()
+        with torch.no_grad():
+            return said(run, torch.ones(6, 4))
+    return said(run, x)
+
+
+@pytest.mark.parametrize("inputs", ["global", "local"])
+def test_evaluation_on_one_rank_is_told_at_once(inputs: str) -> None:
+    outcomes = shared_pool(2).run(evaluates_on_rank_0, inputs, timeout=60.0)
+    for kind, text, _ in outcomes:
+        assert kind == "RankMismatchError"
+        assert "with fxpar.alone(): evaluate(model)" in text
+        assert "x: [6, 4]" in text and "x: [4, 4]" in text
+        assert "gradients off" in text and "gradients on" in text
+    assert max(seconds for *_, seconds in outcomes) < 15.0
+
+
+def breaks_early(who: int, idle: str) -> tuple[str, str, float]:
+    torch._dynamo.reset()
+    run = compiled(model_of())
+    outcome = ("", "", 0.0)
+    for step in range(4):
+        if rank() == who and step == 2:
+            break
+        outcome = said(run, torch.ones(4, 4))
+        if outcome[0]:
+            break
+    if rank() == who:
+        if idle == "barrier":
+            outcome = said(dist.barrier)
+        elif idle == "sleeps":
+            time.sleep(6.0)
+        outcome = said(run, torch.ones(4, 4))  # late: it is told so
+    return outcome
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_breaks_early(who: int) -> None:
+    pool = shared_pool(2)
+    outcomes = pool.run(breaks_early, who, "sleeps", env=SOON, timeout=60.0)
+    pool.renew()
+    for kind, text, seconds in outcomes:
+        assert kind == "RankMismatchError", outcomes
+        assert f"rank {who} did not come to a call of the graph at " in text
+        assert "with fxpar.alone()" in text and "FXPAR_TIMEOUT" in text
+        assert f"rank {who} is idle at " in text and "test_ranks_that_stop.py:" in text
+        assert seconds < 5.0
+
+
+ENDS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+run = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+torch.manual_seed(0)
+for step in range(9):
+    if step == 3 and dist.get_rank() == %d:
+        break
+    run(torch.ones(4, 4)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_ends_early(who: int) -> None:
+    ended = run_script(ENDS % who, ranks=2, timeout=60.0)
+    assert ended[who].code == 0 and ended[1 - who].code == 1
+    assert f"rank {who} did not come" in ended[1 - who].output
+    assert f"rank {who} has ended" in ended[1 - who].output
+
+
+def works_long() -> list[str]:
+    """Rank 1 comes late, since it computes; in a library's code."""
+    torch._dynamo.reset()
+    run, out = compiled(model_of()), []
+    for step in range(2):
+        if rank() == 1:
+            end = time.monotonic() + 4.0 * step
+            while time.monotonic() < end:
+                torch.ones(200, 200) @ torch.ones(200, 200)
+        out.append(said(run, torch.ones(4, 4))[1])
+    return out
+
+
+def test_a_rank_that_computes_is_waited_for() -> None:
+    runs = shared_pool(2).run(works_long, env=SOON, timeout=60.0)
+    assert runs == [["", ""], ["", ""]]
+
+
+def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
+    """Failures that a script catches, then calls that all ranks make."""
+    torch._dynamo.reset()
+    out, before = [], choose.parallelize
+
+    def parallelize(*args: Any, **kwargs: Any) -> Any:
+        raise PlanError("nothing fits", fix="give it more")
+
+    for turn in range(3):
+        if rank() == who and kind == "plan":
+            choose.parallelize = parallelize
+        hints = {"up.weight": ["nowhere", "_"]} if rank() == who else None
+        options = {"hints": hints} if kind == "hint" else {}
+        try:
+            out.append(said(compiled(model_of(10 + turn), **options), torch.ones(4, 4)))
+        finally:
+            choose.parallelize = before
+    run = compiled(model_of())
+    out += [said(run, torch.ones(rows, 4)) for rows in (4, 6, 4)]
+    return out
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("kind", ["plan", "hint"])
+def test_errors_that_are_caught_leave_ranks_in_step(who: int, kind: str) -> None:
+    runs = shared_pool(2).run(fails_to_plan, who, kind, timeout=100.0)
+    own = {"plan": PlanError, "hint": HintError}[kind].__name__
+    for me, outcomes in enumerate(runs):
+        for name, text, seconds in outcomes[:3]:
+            assert name == (own if me == who else "RankMismatchError"), runs
+            if me != who:
+                assert f"rank {who} failed:\n{own}" in text
+            assert seconds < 20.0
+        assert [name for name, *_ in outcomes[3:]] == ["", "", ""], runs
+
+
+def one_option_is_wrong() -> list[tuple[str, str, float]]:
+    torch._dynamo.reset()
+    options = {"plan": "propogate"} if rank() == 1 else {}
+    out = [said(compiled(model_of(), **options), torch.ones(4, 4)) for _ in range(2)]
+    return [*out, said(compiled(model_of()), torch.ones(4, 4))]
+
+
+def test_a_rank_that_fails_before_it_compiles() -> None:
+    runs = shared_pool(2).run(one_option_is_wrong, timeout=60.0)
+    for me, (first, second, last) in enumerate(runs):
+        kind = "OptionError" if me else RankMismatchError.__name__
+        assert [first[0], second[0], last[0]] == [kind, kind, ""], runs
+        assert "propogate" in first[1] and first[2] < 20.0
+
+
+def changes_on_one_rank() -> list[tuple[str, str, float]]:
+    """A branch that one rank takes: another program under the same code."""
+    torch._dynamo.reset()
+    model = model_of()
+
+    def fn(x: torch.Tensor, scaled: bool) -> torch.Tensor:
+        return model(x) * 2 if scaled else model(x)
+
+    run, x = compiled(fn), torch.ones(4, 4)
+    return [said(run, x, False), said(run, x, rank() == 1), said(run, x, False)]
+
+
+def test_another_branch_on_one_rank() -> None:
+    for before, other, after in shared_pool(2).run(changes_on_one_rank, timeout=60.0):
+        assert before[0] == after[0] == ""
+        assert other[0] == "RankMismatchError"
+        assert "ranks disagree about the program they call: rank 1" in other[1]
+        assert "mul" in other[1] and other[2] < 15.0
