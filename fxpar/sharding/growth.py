@@ -105,7 +105,7 @@ def _of_op(call: Call, results: int) -> list[Growth]:
     operands = [_as_operand(call, n, floating) for n in tensor_nodes(call.a)]
     same = call.shapes(call.a) == call.shapes(call.b)
     if same and all(x.is_fixed for x in operands):
-        return [FIXED] * results
+        return [Growth(mixed=any(x.mixed for x in operands))] * results
     for x in operands:
         if x.power is None:
             return [x] * results

@@ -170,7 +170,7 @@ def _power(exponent: float) -> Callable[[Call], Growth]:
 def _pow(call: Call) -> Growth:
     base, exponent = call.given(0), call.number(1, "exponent")
     if base.is_fixed and call.given(1, "exponent").is_fixed:
-        return FIXED
+        return Growth(mixed=base.mixed or call.given(1, "exponent").mixed)
     if exponent is None or base.power is None:
         return unknown("a power of what grows") if base.power is not None else base
     return base.times(float(exponent))
@@ -180,7 +180,7 @@ def _logarithm(call: Call) -> Growth:
     x = call.given(0)
     if x.power is None:
         return x
-    return FIXED
+    return Growth(mixed=x.mixed)
 
 
 def _at_least(call: Call) -> Growth:
