@@ -147,6 +147,8 @@ def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> 
     found = _Outside(frame.f_code.co_qualname, why, where)
     _skipped[frame.f_code] = found
     watched.outside.setdefault(found, False)
+    if watched.local:
+        _settle(watched)
 
 
 def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
@@ -163,6 +165,8 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
                 watched.parameters[id(x)] = weakref.ref(x)
         if broken_at is not None and watched.local:
             watched.outside[_Outside("code at a graph break", "", broken_at)] = False
+        if not watched.whole[graph] and watched.local:
+            _settle(watched)
     call.ran.append(watched.whole[graph])
 
 
@@ -176,11 +180,17 @@ def _leave() -> None:
         return
     if not call.ran and _compat.default_group() is None:
         join(watched.asked)  # as the backend does, which is not called here
+    _settle(watched, compiled=bool(call.ran))
+
+
+def _settle(watched: _Watched, *, compiled: bool = True) -> None:
+    """Code outside the graphs was met: say so, and have its gradients reduced, before a
+    backward comes, which the compiled function itself may run."""
     if not reduce.takes_part():
         return
     if watched.group is None or watched.group() is not _compat.default_group():
         watched.group, watched.reduced = weakref.ref(_compat.default_group()), False
-        _explain(watched, compiled=bool(call.ran))
+        _explain(watched, compiled=compiled)
     _say(watched)
     if watched.reduced:
         reduce.hook_new()
@@ -231,6 +241,7 @@ def _check_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
+@_compat.not_compiled
 def _check(optimizer: Optimizer, *_: Any) -> None:
     """Before the first step of an optimizer of a model in local mode: all gradients are
     alike on all ranks. Raises GradientError."""

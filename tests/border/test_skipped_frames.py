@@ -3,6 +3,7 @@ and in local mode its gradients are those DistributedDataParallel gives."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -360,6 +361,35 @@ def test_code_that_is_not_compiled_is_an_error_before_the_first_step() -> None:
     first, second = shared_pool(RANKS).run(head_outside, "ddp")
     for mine, other in zip(first, second, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+
+
+def whole_step(name: str) -> list[Any]:
+    """The compiled function runs the backward and the optimizer itself, and once fails
+    in a backward."""
+    model = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    run = compiled(step)
+    for x in batches():
+        run(x)
+        y = model(x)
+        y.register_hook(lambda _: 1 / 0)
+        for p in (model.down.bias, y):
+            with contextlib.suppress(ZeroDivisionError):
+                (model.down.bias.sum() + p.sum()).backward()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["lstm", "disabled"])
+def test_a_compiled_function_that_runs_the_backward(name: str) -> None:
+    first, second = shared_pool(RANKS).run(whole_step, name)
+    for mine, other in zip(first, second, strict=True):
+        assert torch.equal(mine, other)
 
 
 def unfrozen() -> list[Any]:
