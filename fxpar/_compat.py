@@ -857,6 +857,11 @@ def _is_machinery(frame: Any) -> bool:
     )
 
 
+def current_backward() -> int:
+    """Number of the backward pass that is running."""
+    return torch._C._current_graph_task_id()
+
+
 def at_end_of_backward(fn: Callable[[], None]) -> None:
     """Call ``fn`` when the backward pass that is running ends, in its thread."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)

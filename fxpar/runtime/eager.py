@@ -61,6 +61,7 @@ class _Watched:
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
     before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    joined: bool = False
     group: Any = None  # a weak reference: the one whose ranks know of it
     reduced: bool = False
 
@@ -96,14 +97,23 @@ class _Calls(threading.local):
 _watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
 _calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# Optimizers whose gradients were compared, and, of others, how much was known then.
+_checked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     """Look after the calls of a compiled ``fn``: for ``_compat.on_compile``."""
-    bound = isinstance(fn, types.MethodType)
-    reference = weakref.WeakMethod(fn) if bound else weakref.ref(fn)
-    name = type(fn).__name__ if isinstance(fn, nn.Module) else fn.__qualname__
+    owner = getattr(fn, "__self__", fn)
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if isinstance(owner, nn.Module):
+        name = type(owner).__name__
+    if isinstance(fn, types.MethodType):
+        reference: Any = weakref.WeakMethod(fn)
+    else:
+        try:
+            reference = weakref.ref(fn)
+        except TypeError:  # a class with slots
+            reference = functools.partial(_itself, fn)
     watched = _Watched(reference, name, options)
     _watched.add(watched)
 
@@ -114,6 +124,10 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         return _leave
 
     return enter, functools.partial(_met, watched)
+
+
+def _itself(fn: Any) -> Any:
+    return fn
 
 
 def _read(watched: _Watched) -> None:
@@ -147,6 +161,8 @@ def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> 
     found = _Outside(frame.f_code.co_qualname, why, where)
     _skipped[frame.f_code] = found
     watched.outside.setdefault(found, False)
+    if watched.local:
+        _settle(watched)
 
 
 def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
@@ -163,6 +179,8 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
                 watched.parameters[id(x)] = weakref.ref(x)
         if broken_at is not None and watched.local:
             watched.outside[_Outside("code at a graph break", "", broken_at)] = False
+        if not watched.whole[graph] and watched.local:
+            _settle(watched)
     call.ran.append(watched.whole[graph])
 
 
@@ -174,13 +192,20 @@ def _leave() -> None:
         return
     if watched.asked is None:
         return
-    if not call.ran and _compat.default_group() is None:
+    if not call.ran and not watched.joined:
+        watched.joined = True
         join(watched.asked)  # as the backend does, which is not called here
+    _settle(watched, compiled=bool(call.ran))
+
+
+def _settle(watched: _Watched, *, compiled: bool = True) -> None:
+    """Code outside the graphs was met: say so, and have its gradients reduced, before a
+    backward comes, which the compiled function itself may run."""
     if not reduce.takes_part():
         return
     if watched.group is None or watched.group() is not _compat.default_group():
         watched.group, watched.reduced = weakref.ref(_compat.default_group()), False
-        _explain(watched, compiled=bool(call.ran))
+        _explain(watched, compiled=compiled)
     _say(watched)
     if watched.reduced:
         reduce.hook_new()
@@ -226,23 +251,32 @@ def _say(watched: _Watched) -> None:
             warnings.warn(text, FxparWarning, stacklevel=2)
 
 
+_COMPARED = "compared"
+
+
 @functools.cache
 def _check_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
+@_compat.not_compiled
 def _check(optimizer: Optimizer, *_: Any) -> None:
     """Before the first step of an optimizer of a model in local mode: all gradients are
     alike on all ranks. Raises GradientError."""
-    if optimizer in _checked or not reduce.takes_part():
+    local = [watched for watched in _watched if watched.local]
+    known = len(local), sum(len(watched.parameters) for watched in local)
+    if _checked.get(optimizer) in (known, _COMPARED) or not reduce.takes_part():
         return
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    local = [watched for watched in _watched if watched.local]
-    ours = {key for watched in local for key in watched.parameters}
+    references = [ref for watched in local for ref in watched.parameters.values()]
+    ours = {id(p) for ref in references if (p := ref()) is not None}
     ours |= {id(p) for watched in local for _, p in _named(watched)}
+    ours &= {id(p) for p in held}
+    if not ours:
+        _checked[optimizer] = known
     if all(id(p) not in ours or p.grad is None for p in held):
         return
-    _checked.add(optimizer)
+    _checked[optimizer] = _COMPARED
     names = {id(p): name for watched in local for name, p in _named(watched)}
     kind = type(optimizer).__name__
     plain = {

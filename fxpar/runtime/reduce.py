@@ -48,12 +48,16 @@ class _Buffer:
 
     module: weakref.ref[nn.Module]
     name: str
+    watched: int  # number of the ``watch`` it came with
     known: tuple[int, int] | None = None
 
     def value(self) -> torch.Tensor | None:
         """The tensor it is now; code may put another in its place."""
         found = getattr(self.module(), self.name, None)
         return None if isinstance(found, DTensor) else found
+
+    def is_of(self, module: nn.Module, name: str) -> bool:
+        return self.module() is module and self.name == name
 
     def changed(self) -> bool:
         """Whether code may have written it; norms (2.13) write unseen by versions."""
@@ -74,17 +78,24 @@ class _Reducer:
     so that a place means the same on all ranks."""
 
     parameters: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
+    watched: list[int] = field(default_factory=list)  # of each, number of its ``watch``
     buffers: list[_Buffer] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)  # of parameters, by id
     open: set[int] = field(default_factory=set)  # places of parameters without a hook
     touched: set[int] = field(default_factory=set)
-    queued: bool = False
+    backward: int = -1  # the one that will call ``finish``
 
+    @_compat.not_compiled
     def finish(self) -> None:
-        """The end of a backward: agree on what has changed, then make it alike."""
-        self.queued, touched, self.touched = False, self.touched, set()
+        """The end of a backward: agree on what has changed, then make it alike.
+
+        Buffers count where their model has gradients: what is garbage here may be
+        collected on other ranks."""
+        touched, self.touched = self.touched, set()
         count = len(self.parameters)
-        changed = [i for i, b in enumerate(self.buffers) if b.changed()]
+        used = {self.watched[place] for place in touched}
+        buffers = enumerate(self.buffers)
+        changed = [i for i, b in buffers if b.watched in used and b.changed()]
         mask = torch.zeros(count + len(self.buffers), dtype=torch.int32)
         mask[[*touched, *(count + i for i in changed)]] = 1
         mask = mask.to(inputs.transport(torch.device("cpu")))
@@ -92,7 +103,8 @@ class _Reducer:
         hit = mask.nonzero().flatten().tolist()
         written = [self.buffers[i - count] for i in hit if i >= count]
         with torch.no_grad():
-            _average([_gradient(self.parameters[i]()) for i in hit if i < count])
+            found = [self.parameters[i]() for i in hit if i < count]
+            _average([_gradient(p) for p in found if not isinstance(p, DTensor)])
             _take([x for b in written if (x := b.value()) is not None])
         for buffer in written:
             buffer.known = buffer.state()
@@ -109,6 +121,7 @@ class _Reducer:
 _REDUCERS: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary()
 
 
+@_compat.not_compiled
 def _arrived(parameter: torch.Tensor) -> None:
     """A gradient was added to: note it until the backward ends."""
     reducer = _REDUCERS.get(_compat.default_group())
@@ -116,8 +129,9 @@ def _arrived(parameter: torch.Tensor) -> None:
     if reducer is None or place is None or not takes_part():
         return
     reducer.touched.add(place)
-    if not reducer.queued:
-        reducer.queued = True
+    backward = _compat.current_backward()
+    if reducer.backward != backward:
+        reducer.backward = backward
         _compat.at_end_of_backward(reducer.finish)
 
 
@@ -133,13 +147,14 @@ def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
         key: p
         for prefix, module in modules.items()
         for key, p in module.named_parameters(prefix)
-        if not isinstance(p, DTensor) and id(p) not in reducer.places
+        if id(p) not in reducer.places
     }
     buffers = {
         f"{path}.{key}": (owner, key, b)
         for prefix, module in modules.items()
         for path, owner in module.named_modules(prefix=prefix)
         for key, b in owner.named_buffers(recurse=False)
+        if not any(known.is_of(owner, key) for known in reducer.buffers)
     }
     both = {**parameters, **{key: b for key, (*_, b) in buffers.items()}}
     text = "\n".join(f"{key}: {x.dtype} {list(x.shape)}" for key, x in both.items())
@@ -149,14 +164,16 @@ def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
         text,
         what="parameters used outside all graphs",
     )
+    number = 1 + max(reducer.watched, default=0)
     for p in parameters.values():
         place = len(reducer.parameters)
+        reducer.watched.append(number)
         reducer.open.add(place)
         reducer.parameters.append(weakref.ref(p))
         reducer.places[id(p)] = place
         weakref.finalize(p, reducer.places.pop, id(p), None)
     for owner, key, _ in buffers.values():
-        reducer.buffers.append(_Buffer(weakref.ref(owner), key))
+        reducer.buffers.append(_Buffer(weakref.ref(owner), key, number))
     reducer.hook()
 
 

@@ -3,6 +3,7 @@ and in local mode its gradients are those DistributedDataParallel gives."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -201,20 +202,24 @@ def against_ddp(name: str, how: dict[str, Any], by: str) -> list[Any]:
 PLAIN: dict[str, Any] = {"penalty": False}
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("name", "how", "by"),
     [
         ("lstm", PLAIN, "module"),
         ("lstm", PLAIN, "method"),
-        ("lstm", PLAIN, "function"),
+        slow("lstm", PLAIN, "function"),
         ("nonzero", PLAIN, "module"),
         ("item", PLAIN, "module"),
         ("disabled", PLAIN, "module"),
         ("tied", PLAIN, "module"),
         ("all disabled", PLAIN, "module"),
-        ("all disabled", PLAIN, "function"),
+        slow("all disabled", PLAIN, "function"),
         ("whole", {"penalty": True}, "module"),
-        ("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
+        slow("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
         ("tied", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
         ("norm", PLAIN, "module"),
     ],
@@ -248,7 +253,7 @@ def sharded(name: str, inputs: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize("name", ["lstm", "gru", "tied", "all disabled"])
+@pytest.mark.parametrize("name", ["lstm", slow("gru"), "tied", slow("all disabled")])
 def test_sharded_parameters_train_as_on_one_device(name: str, inputs: str) -> None:
     for got, want in shared_pool(RANKS).run(sharded, name, inputs):
         assert got.keys() == want.keys()
@@ -360,6 +365,33 @@ def test_code_that_is_not_compiled_is_an_error_before_the_first_step() -> None:
     first, second = shared_pool(RANKS).run(head_outside, "ddp")
     for mine, other in zip(first, second, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+
+
+def whole_step(name: str) -> list[Any]:
+    """The compiled function runs the backward itself; other backwards fail between."""
+    model = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def step(x):
+        model(x).square().mean().backward()
+
+    run = compiled(step)
+    for x in batches():
+        y = model(x)
+        y.register_hook(lambda _: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            (y.sum() + model.down.bias.sum()).backward()
+        optimizer.zero_grad()
+        run(x)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["lstm", "disabled"])
+def test_a_compiled_function_that_runs_the_backward(name: str) -> None:
+    first, second = shared_pool(RANKS).run(whole_step, name)
+    for mine, other in zip(first, second, strict=True):
+        assert torch.equal(mine, other)
 
 
 def unfrozen() -> list[Any]:
