@@ -450,11 +450,15 @@ def make_boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that compiling may consume; parameters and constants are shared."""
-    copy = fx.GraphModule(gm, fx.Graph())
-    copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+    """A copy that compiling may consume, bodies of its regions included; parameters and
+    constants are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph)
+    for name, body in list(copy.named_children()):
+        if isinstance(body, fx.GraphModule):
+            setattr(copy, name, copy_graph(body))
     copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    copy.recompile()
     return copy
 
 

@@ -42,12 +42,13 @@ from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, eager, graphs, inputs, presence
 from fxpar.runtime.binding import bind
-from fxpar.runtime.calls import UNEVEN, UNLIKE, Calls, Together, with_open_sizes
+from fxpar.runtime.calls import Calls, with_open_sizes
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
 from fxpar.runtime.identity import placeholders, without_unused
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.names import Named, name_inputs
+from fxpar.runtime.sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
 from fxpar.runtime.step_trace import Step

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.config import Options
-from fxpar.errors import FxparWarning, InputMismatchError, compose
+from fxpar.errors import FxparError, FxparWarning, compose
 from fxpar.runtime import agree, presence
 from fxpar.runtime.channel import current
 from fxpar.runtime.groups import Ranks
@@ -37,23 +37,10 @@ from fxpar.runtime.identity import (
 from fxpar.runtime.inputs import Checks, Drift
 from fxpar.runtime.meet import ALONE, meet
 from fxpar.runtime.names import Named
+from fxpar.runtime.sizes import UNEVEN, Fed, Sizes, Together, sizes_of
 from fxpar.runtime.uneven import Parts, Whole, parts_of
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.program import user_line
-
-# How ranks' sizes go together: alike; other sizes in other dims than the batch; parts
-# of the batch of unlike sizes.
-SAME, UNLIKE, UNEVEN = "same", "unlike", "uneven"
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What one rank calls a graph with: shapes of its inputs, numbers among them."""
-
-    shapes: Shapes
-    numbers: tuple[Any, ...]
 
 
 @dataclass
@@ -66,15 +53,6 @@ class Variants:
     keys: dict[tuple[Sizes, ...], int] = field(default_factory=dict)
     last: dict[Sizes, int] = field(default_factory=dict)
     rows: frozenset[int] | None = None  # results that hold the batch, once known
-
-
-@dataclass(frozen=True)
-class Together:
-    """How the sizes of all ranks go together. ``mismatch``: what to raise where that
-    cannot be run."""
-
-    kind: str
-    mismatch: InputMismatchError | None = None
 
 
 # Compiles a graph on concrete shapes, for sizes that go together so.
@@ -107,16 +85,8 @@ class Calls:
         self.gm, self.named, self.compile = gm, named, compile_graph
         self.local, self.options, self.ranks = frozenset(local), options, ranks
         self.counts = frozenset(counts)
-        values = [value_of(node) for node in placeholders(gm)]
-        self.tensors = [
-            i
-            for i, (name, value) in enumerate(zip(named, values, strict=True))
-            if isinstance(value, torch.Tensor) and _varies(name, value)
-        ]
-        self.numbers = [
-            i for i, x in enumerate(examples) if not isinstance(x, torch.Tensor)
-        ]
-        self.sources = _sources(values)
+        self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
+        self.fed = Fed(gm, named, local, ranks.mesh, self.where)
         self.text = program_text(gm, named)
         self.identity = digest(self.text)
         channel = current()
@@ -133,16 +103,12 @@ class Calls:
         self.fresh = True  # what it is fed was not compared in full
         self.heads: dict[Sizes, str] = {}
         self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
-        self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.what = f"a call of the graph at {self.where}" if self.where else "a call"
         if self.local:
             _OPEN[self.identity] = self
 
     def __call__(self, *args: Any) -> Any:
-        sizes = Sizes(
-            tuple(tuple(args[i].shape) for i in self.tensors),
-            tuple(args[i] for i in self.numbers),
-        )
+        sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
         words = meet(f"{head}\t{sums}", self.what)
@@ -161,7 +127,7 @@ class Calls:
 
         kinds = {
             i: "batch" if i in self.local else "input"
-            for i in self.tensors
+            for i in self.fed.tensors
             if self.named[i].kind == "input" and not isinstance(examples[i], DTensor)
         }
         names = {i: named.name for i, named in enumerate(self.named)}
@@ -182,8 +148,8 @@ class Calls:
         entries = [json.loads(head) for head in heads]
         if len({entry[0] for entry in entries}) > 1:
             self._refuse_others(entries)
-        key = tuple(_sizes(entry) for entry in entries)
-        together = self._together(key)
+        key = tuple(sizes_of(entry) for entry in entries)
+        together = self.fed.together(key)
         if self.drift is not None:
             self.drift.compare(sums)
         fresh = any(entry[2] for entry in entries)
@@ -215,120 +181,51 @@ class Calls:
         )
 
     def _names(self) -> list[str]:
-        return [self.named[i].name for i in self.tensors]
-
-    def _together(self, key: tuple[Sizes, ...]) -> Together:
-        """How sizes go together. Raises InputMismatchError, on all ranks, if they do
-        not."""
-        if len(set(key)) == 1:
-            return Together(SAME)
-        for n, i in enumerate(self.numbers):
-            given = [sizes.numbers[n] for sizes in key]
-            if i not in self.sources and len(set(given)) > 1:
-                raise self._other_numbers(i, given)
-        kind, mismatch = SAME, None
-        for n, i in enumerate(self.tensors):
-            shapes = [sizes.shapes[n] for sizes in key]
-            if len(set(shapes)) == 1:
-                continue
-            mismatch = self._mismatch(i, shapes)
-            rows, tails = zip(*((x[:1], x[1:]) for x in shapes), strict=True)
-            now = UNEVEN if len(set(rows)) > 1 else UNLIKE
-            both = now == UNEVEN and len(set(tails)) > 1
-            if both or kind not in (SAME, now) or not self._by_parts(i, shapes):
-                raise mismatch
-            kind = now
-        if kind == UNEVEN:
-            self._require_one_split(key)
-        return Together(kind, mismatch)
-
-    def _by_parts(self, i: int, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether an input is fed in parts, and has one size on ranks of one part."""
-        mesh = self.ranks.mesh
-        rest = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
-        alike = len(set(map(len, shapes))) == 1
-        return (
-            alike
-            and i in self.local
-            and all(
-                shape == shapes[mesh.group(rank, rest)[0]]
-                for rank, shape in enumerate(shapes)
-            )
-        )
-
-    def _require_one_split(self, key: tuple[Sizes, ...]) -> None:
-        """Raise InputMismatchError if inputs split the batch in other shares."""
-        rows = {
-            i: [sizes.shapes[n][0] for sizes in key]
-            for n, i in enumerate(self.tensors)
-            if i in self.local
-        }
-        first = next(iter(rows.values()))
-        for i, each in rows.items():
-            shares = zip(first, each, strict=True)
-            if any(a * sum(each) != b * sum(first) for a, b in shares):
-                raise self._mismatch(i, [(count,) for count in each])
-
-    def _other_numbers(self, i: int, given: Sequence[Any]) -> InputMismatchError:
-        shown = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(given))
-        return _told(
-            f"number {self.named[i].name} differs between ranks: {shown}",
-            "give it one value on every rank",
-            self.where,
-        )
-
-    def _mismatch(
-        self, i: int, shapes: Sequence[tuple[int, ...]]
-    ) -> InputMismatchError:
-        other = next(r for r, shape in enumerate(shapes) if shape != shapes[0])
-        fact = (
-            f"input {self.named[i].name} has other sizes on other ranks: "
-            f"{list(shapes[0])} on rank 0, {list(shapes[other])} on rank {other}"
-        )
-        fix = "give every rank tensors of one shape; where each rank feeds its own "
-        fix += "part of the batch, set FXPAR_INPUTS=local"
-        if i in self.local:
-            fix = "let ranks differ in the size of the batch alone, or pad to one "
-            fix += "length on all ranks; a smaller last batch: "
-            fix += "DataLoader(drop_last=True)"
-        return _told(fact, fix, self.where)
+        return [self.named[i].name for i in self.fed.tensors]
 
     def _new(
         self, key: tuple[Sizes, ...], together: Together, args: Sequence[Any]
     ) -> int:
-        """Compile for sizes; the number of what was made. All ranks come here alike."""
-        gm = _compat.copy_graph(self.gm)
-        with presence.works(f"compiles {self.what}"):
-            if together.kind == UNEVEN:
-                run: Callable[..., Any] = self._whole(gm, key, together, args)
-            else:
-                parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
-                rows = {i: args[i].shape[0] * parts for i in self.local}
-                run = self.compile(together, gm, self._global(args, rows))
-                specs = getattr(run, "results", None)
-                if self.local and specs is not None:
-                    axes = batch_axes(self.ranks.mesh)
-                    self.variants.rows = frozenset(
-                        i for i, spec in specs.items() if spec.dims[:1] == (axes,)
-                    )
+        """Compile for sizes; the number of what was made. All ranks come here alike,
+        and if one fails all do: Dynamo forgets the graph then, so that the next call
+        reads options again."""
+        make = self._whole if together.kind == UNEVEN else self._in_parts
+        try:
+            with presence.works(f"compiles {self.what}"):
+                run = make(key, together, args)
+        except FxparError:
+            torch.compiler.reset()
+            raise
         self.variants.run.pop(self.variants.keys.get(key, 0), None)
         number = self.variants.keys[key] = _number()
         self.variants.run[number] = run
         return number
 
+    def _in_parts(
+        self, _: tuple[Sizes, ...], together: Together, args: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The variant in which every rank computes as the plan splits the program."""
+        axes = batch_axes(self.ranks.mesh)
+        parts = self.ranks.mesh.count(axes)
+        rows = {i: args[i].shape[0] * parts for i in self.local}
+        gm = _compat.copy_graph(self.gm)
+        run = self.compile(together, gm, self._global(args, rows))
+        specs = getattr(run, "results", None)
+        if self.local and specs is not None:
+            self.variants.rows = frozenset(
+                i for i, spec in specs.items() if spec.dims[:1] == (axes,)
+            )
+        return run
+
     def _whole(
-        self,
-        gm: fx.GraphModule,
-        key: tuple[Sizes, ...],
-        together: Together,
-        args: Sequence[Any],
+        self, key: tuple[Sizes, ...], together: Together, args: Sequence[Any]
     ) -> Whole:
         """The variant in which every rank computes the batch whole."""
         mesh, rank = self.ranks.mesh, self.ranks.rank
         rest = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
         first = [mesh.group(r, rest)[0] == r for r in range(mesh.size)]
         fed = {}
-        for n, i in enumerate(self.tensors):
+        for n, i in enumerate(self.fed.tensors):
             if i in self.local:
                 counts = [
                     sizes.shapes[n][0]
@@ -337,8 +234,8 @@ class Calls:
                 ]
                 fed[i] = parts_of(counts, mesh, rank)
         rows = {i: parts.total for i, parts in fed.items()}
-        given = self._global(args, rows)
-        numbers = {i: given[i] for i in self.sources if given[i] != args[i]}
+        given, gm = self._global(args, rows), _compat.copy_graph(self.gm)
+        numbers = {i: given[i] for i in self.fed.sources if given[i] != args[i]}
         run = self.compile(together, gm, given)
         cut = self.variants.rows
         parts = next(iter(fed.values()))
@@ -374,7 +271,7 @@ class Calls:
         for i, count in rows.items():
             x = args[i]
             out[i] = _compat.fake_like(x, (count, *x.shape[1:]), mode)
-        for i, (source, dim) in self.sources.items():
+        for i, (source, dim) in self.fed.sources.items():
             out[i] = out[source].shape[dim]
         return out
 
@@ -385,7 +282,7 @@ def with_open_sizes(
     """For a graph that Dynamo fixed to one sample, or none: the same program with open
     sizes, if it was traced before."""
     found = _OPEN.get(digest(program_text(gm, named)))
-    if found is None or any(i not in found.sources for i in found.numbers):
+    if found is None or any(i not in found.fed.sources for i in found.fed.numbers):
         return None
     tensors = [i for i, x in enumerate(placeholders(gm)) if _is_tensor(x)]
     places = [i for i, x in enumerate(placeholders(found.gm)) if _is_tensor(x)]
@@ -394,10 +291,10 @@ def with_open_sizes(
         return None
 
     def call(*args: Any) -> Any:
-        given: list[Any] = [None] * (len(places) + len(found.numbers))
+        given: list[Any] = [None] * (len(places) + len(found.fed.numbers))
         for i, n in zip(places, tensors, strict=True):
             given[i] = args[n]
-        for i, (source, dim) in found.sources.items():
+        for i, (source, dim) in found.fed.sources.items():
             given[i] = given[source].shape[dim]
         return found(*given)
 
@@ -406,35 +303,6 @@ def with_open_sizes(
 
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
-
-
-def _told(fact: str, fix: str, where: str | None) -> InputMismatchError:
-    """The error, which every rank raises."""
-    error = InputMismatchError(fact, where=where, fix=fix)
-    error.told = True
-    return error
-
-
-def _varies(named: Named, value: torch.Tensor) -> bool:
-    """Whether an input may have another shape at another call."""
-    open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
-    return named.kind == "input" or open_sizes
-
-
-def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
-    """Numbers among the inputs that are sizes: position -> (input, dim). Rows come
-    first: a size may be that of several inputs."""
-    found: dict[str, tuple[int, int]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt):
-                    found.setdefault(str(size), (i, dim))
-    return {
-        i: found[str(value)]
-        for i, value in enumerate(values)
-        if isinstance(value, torch.SymInt) and str(value) in found
-    }
 
 
 def _batch_results(calls: Calls) -> frozenset[int]:
@@ -453,10 +321,6 @@ def _batch_results(calls: Calls) -> frozenset[int]:
 
 def _symbols(size: Any) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
-
-
-def _sizes(entry: Sequence[Any]) -> Sizes:
-    return Sizes(tuple(map(tuple, entry[3])), tuple(entry[4]))
 
 
 _made = itertools.count(1)  # variants of a process by itself

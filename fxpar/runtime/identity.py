@@ -54,9 +54,11 @@ def without_unused(
 
 
 def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
-    """The program, a line for each op, sizes left out."""
+    """The program, a line for each op, sizes left out. ``named``: its inputs; those of
+    the body of a region have no names."""
     lines, places = [], dict[fx.Node, str]()
-    for node, name in zip(placeholders(gm), named, strict=True):
+    inputs = zip(placeholders(gm), named, strict=True) if named else ()
+    for node, name in inputs:
         value = value_of(node)
         if isinstance(value, torch.Tensor):
             places[node] = name.name
@@ -94,6 +96,9 @@ def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
             f"{places[node]} = {target}{shown(node.args)} {shown(node.kwargs)}".rstrip()
             + (f"  # {line.rsplit('/', 1)[-1]}" if line else "")
         )
+        body = node.op == "get_attr" and _attribute(gm, str(node.target))
+        if isinstance(body, fx.GraphModule):
+            lines += [f"  {each}" for each in program_text(body, ()).splitlines()]
     lines.append(f"gradients {'on' if torch.is_grad_enabled() else 'off'}")
     return "\n".join(lines)
 
@@ -103,7 +108,11 @@ def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any])
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            lines.append(f"{node.target} {id(_attribute(gm, str(node.target)))}")
+            held = _attribute(gm, str(node.target))
+            if isinstance(held, fx.GraphModule):
+                lines.append(content(held, [], []))
+            else:
+                lines.append(f"{node.target} {id(held)}")
     for name, x in zip(named, examples, strict=True):
         lines.append(f"{name} {type(x)}")
         if isinstance(x, torch.Tensor):

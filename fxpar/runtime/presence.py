@@ -29,7 +29,7 @@ from fxpar import _compat
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
 ENDED = 1.0  # seconds to wait for a rank that has ended
-BUSY = 0.05  # share of a CPU that a rank uses at least while it computes
+BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
 
 _WAIT = {"seconds": 30.0}
 # What the program of this process does, innermost last: (state, text).

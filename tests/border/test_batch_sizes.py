@@ -71,12 +71,14 @@ def train(sizes: list[list[int]], inside: bool, local: bool) -> dict[str, Any]:
     return {"losses": losses, **{k: v.clone() for k, v in model.state_dict().items()}}
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(
     "sizes",
     [
         pytest.param([[4, 4], [3, 3], [4, 3], [4, 4]], id="both sizes were seen"),
-        pytest.param([[3, 5], [4, 4]], id="unlike from the first"),
+        pytest.param(
+            [[3, 5], [4, 4]], id="unlike from the first", marks=pytest.mark.slow
+        ),
         pytest.param([[4, 4], [4, 1], [1, 4], [1, 1]], id="one sample"),
         pytest.param([[4, 4], [4, 0]], id="no sample"),
     ],

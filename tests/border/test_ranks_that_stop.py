@@ -171,7 +171,7 @@ def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
     return out
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["plan", "hint"])
 def test_errors_that_are_caught_leave_ranks_in_step(who: int, kind: str) -> None:
     runs = shared_pool(2).run(fails_to_plan, who, kind, timeout=100.0)

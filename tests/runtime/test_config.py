@@ -56,6 +56,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         disable=frozenset({"one", "two"}),
         strict=True,
         verify=True,
+        timeout=7.0,
     )
     named = {row.name for row in fields(Options) if row.metadata["env"]}
     assert {"FXPAR_" + name.upper() for name in named} == set(environ)
