@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
-from fxpar.config import Options
+from fxpar.config import Options, runs
 from fxpar.errors import FxparError, FxparWarning, OptionError
 from fxpar.explain.dump import report, watcher
 from fxpar.fusion.kernels.fuse import fuse_graph, say
@@ -351,7 +351,7 @@ class _Parallelize:
         )
         if self.plan:
             self._fuse(graph, "backward" if backward else "forward")
-        if fuses and "delay" not in disable:
+        if fuses and runs("delay", disable):
             delay(graph)  # for collectives that no kernel has inside
 
     def _fuse(self, graph: fx.Graph, which: str) -> None:
