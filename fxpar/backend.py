@@ -40,7 +40,7 @@ from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
 from fxpar.runtime.step_trace import Step
-from fxpar.runtime.step_writes import lift_writes, put_writes
+from fxpar.runtime.step_writes import keep_copies, lift_writes, put_writes
 from fxpar.runtime.tune import tuned
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
@@ -289,6 +289,8 @@ class _Parallelize:
             inductor=options.codegen == "inductor",
         )
         put_writes(bound, written)
+        ends = [out.of for out in signature.outputs if out.kind == "mutation"]
+        keep_copies(bound, [of for of in ends if of is not None])
         watch("bound", bound)
         return bound
 
