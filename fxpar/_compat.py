@@ -113,6 +113,28 @@ def export_forward(
         return export_joint(stack, module, tuple(fakes), grad=False)
 
 
+def untraceable(error: BaseException) -> str | None:
+    """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
+    depends on data, it writes to a "constant" or, by an op that is not functional, to
+    a "list" of tensors. None if ``error`` says none of these."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    text = str(error)
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return "value"
+    if isinstance(error, DynamicOutputShapeException):
+        return "shape"
+    if isinstance(error, AssertionError) and "entirely functional graph" in text:
+        return "constant"
+    if isinstance(error, RuntimeError) and "non-functional tensor with a fun" in text:
+        return "list"
+    return None
+
+
 def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:
     """Context in which a module uses ``tensors`` as its parameters and buffers."""
     from torch.nn.utils.stateless import _reparametrize_module
@@ -246,8 +268,9 @@ def descriptor(desc: Any) -> tuple[str, Any]:
     """What an AOTAutograd descriptor says: (kind, payload).
 
     Inputs: ("parameter", name), ("buffer", name), ("input", index), ("tangent", output
-    desc), ("state", None). Outputs: ("output", index), ("gradient", input desc),
-    ("mutation", input desc), ("state", None).
+    desc), ("state", "token") of what keeps effects in order, ("state", None). Outputs:
+    ("output", index), ("gradient", input desc), ("mutation", input desc), ("state",
+    None).
     """
     from torch._functorch._aot_autograd import descriptors as d
 
@@ -262,6 +285,8 @@ def descriptor(desc: Any) -> tuple[str, Any]:
         return "input", desc.idx
     if isinstance(desc, d.TangentAOTInput):
         return "tangent", desc.output
+    if isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput)):
+        return "state", "token"
     if isinstance(desc, d.PlainAOTOutput):
         return "output", desc.idx
     if isinstance(desc, d.GradAOTOutput):

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
-from fxpar.config import Options
+from fxpar.config import Options, runs
 from fxpar.errors import (
     FxparError,
     FxparWarning,
@@ -52,7 +52,7 @@ from fxpar.runtime.sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
 from fxpar.runtime.step_trace import Step
-from fxpar.runtime.step_writes import lift_writes, put_writes
+from fxpar.runtime.step_writes import keep_copies, lift_writes, put_writes
 from fxpar.runtime.tune import tuned
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.conventions import batch_axes
@@ -359,6 +359,8 @@ class _Parallelize:
             inductor=options.codegen == "inductor",
         )
         put_writes(bound, written)
+        ends = [out.of for out in signature.outputs if out.kind == "mutation"]
+        keep_copies(bound, [of for of in ends if of is not None])
         watch("bound", bound)
         return bound
 
@@ -424,7 +426,7 @@ class _Parallelize:
         )
         if self.plan:
             self._fuse(graph, "backward" if backward else "forward")
-        if fuses and "delay" not in disable:
+        if fuses and runs("delay", disable):
             delay(graph)  # for collectives that no kernel has inside
         self.launches += crossings(graph)
 

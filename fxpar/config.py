@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,29 @@ from typing import Any
 from fxpar.errors import OptionError
 
 PREFIX = "FXPAR_"
+
+# Every pass that FXPAR_DISABLE may leave out, in the order they run: first those before
+# planning, then those of the local graph, then those of a forward or backward parted.
+PASSES = (
+    "random_by_index",
+    "undo_views_around_matmul",
+    "split_fused_projections",
+    "sum_one_hot",
+    "clone_constants",
+    "expand_moments",
+    "sink_waits",
+    "bucket",
+    "prefetch",
+    "drain",
+    "delay",
+)
+
+
+def runs(name: str, disable: Collection[str]) -> bool:
+    """Whether a pass of ``PASSES`` runs where those of ``disable`` are left out."""
+    assert name in PASSES, f"FXPAR_DISABLE does not know {name}"
+    return name not in disable
+
 
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.
 Reader = Callable[[Any], Any]
@@ -53,13 +76,18 @@ def _switch(value: Any) -> bool:
         raise ValueError("use 1 or 0") from None
 
 
-def _names(value: Any) -> frozenset[str]:
+def _passes(value: Any) -> frozenset[str]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple, set, frozenset)) or not all(
         isinstance(part, str) for part in parts
     ):
         raise ValueError("use names separated by commas")
-    return frozenset(part.strip() for part in parts if part.strip())
+    names = [part.strip() for part in parts if part.strip()]
+    for name in names:
+        if name not in PASSES:
+            hint = nearest(name, PASSES)
+            raise ValueError(f"{hint} passes are {', '.join(PASSES)}".strip())
+    return frozenset(names)
 
 
 def _text(value: Any) -> str:
@@ -185,7 +213,7 @@ class Options:
         _text, None, "directory", "write every stage of every graph there"
     )
     disable: frozenset[str] = _option(
-        _names, frozenset(), "names", "passes to leave out, separated by commas"
+        _passes, frozenset(), "names", "passes to leave out, separated by commas"
     )
     strict: bool = _option(
         _switch, False, "0, 1", "raise on an op without a rule instead of warning"

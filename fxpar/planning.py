@@ -264,8 +264,8 @@ def plan(
       ``Spec(...)``, or None for open.
     hints: pattern -> entries per dim, or a TOML file (``fxpar.sharding.hints``).
     mode: as FXPAR_PLAN. grad: plan forward and backward together; gradients are of the
-      parameters and of the arguments that require grad (all floating ones, if nothing
-      does). schedule: as FXPAR_SCHEDULE.
+      parameters and of the arguments that require grad (all floating and complex
+      ones, if nothing does). schedule: as FXPAR_SCHEDULE.
 
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """

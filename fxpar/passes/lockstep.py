@@ -288,7 +288,7 @@ def _all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:
 
 def _reduce_scatter(members: Ranks, op: str, *_: Any) -> Ranks:
     total = _reduce(members, op)
-    return list(total.split(total.shape[0] // len(members)))
+    return list(total.tensor_split(len(members)))
 
 
 def _all_gather(members: Ranks, *_: Any) -> Ranks:

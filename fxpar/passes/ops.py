@@ -134,6 +134,17 @@ def _constrain_context(ctx, inputs, output) -> None:
 constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)
 
 
+@torch.library.custom_op("fxpar::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a value that is written over later, which no pass takes for ``x``."""
+    return x.clone()
+
+
+@kept.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 # The two crossings between what one rank holds and the global value, for parameters at
 # rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
 # may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are

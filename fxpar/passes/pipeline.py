@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
+from fxpar.config import runs
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
 from fxpar.passes.local import partition
 from fxpar.passes.lower import lower_graph
@@ -121,7 +122,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     request.watch("traced", graph)
     rewriter = Rewriter(graph, fake_mode)
     for normalize in NORMALIZE:
-        if normalize.__name__ not in request.disable:
+        if runs(normalize.__name__, request.disable):
             normalize(graph, rewriter)
     graph.eliminate_dead_code()
     graph.lint()
@@ -175,7 +176,7 @@ def _finish(
     elif request.keep_steps:
         scheduled = replace(scheduled, graph=copy_of(steps))
     local = lower_graph(scheduled.graph, decision.mesh, fake_mode)
-    if "sink_waits" not in request.disable:
+    if runs("sink_waits", request.disable):
         sink_waits(local)
     if not request.keep_gathered:
         regather(local)
@@ -201,7 +202,7 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
         if plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
             request = request.on(plan.mesh)
         return _recalled(graph, rewriter, plan, request)
-    if isinstance(plan, Asked) and "expand_moments" not in request.disable:
+    if isinstance(plan, Asked) and runs("expand_moments", request.disable):
         moments = [op.node for op in program.ops if op.target in MOMENTS]
         if moments:
             expand_moments(moments, rewriter)
@@ -213,7 +214,7 @@ def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
     else:
         decision = _decide(program, request)
     split = _split_moments(decision)
-    if split and "expand_moments" not in request.disable:
+    if split and runs("expand_moments", request.disable):
         expand_moments(split, rewriter)
         graph.eliminate_dead_code()
         decision = _decide(read(graph, request.signature), request)

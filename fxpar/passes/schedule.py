@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
+from fxpar.config import runs
 from fxpar.passes.buckets import FULL, bucket, from_inputs
 from fxpar.passes.delay import delay
 from fxpar.passes.ops import register_lowering
@@ -54,17 +55,17 @@ def schedule(
     if fake_mode is None or not graph.find_nodes(op="call_function", target=WAIT):
         return
     rewriter = Rewriter(graph, fake_mode)
-    if "bucket" not in disable:
+    if runs("bucket", disable):
         most = FULL if settings.bucket is None else settings.bucket
         gathers = most if settings.gathers is None else settings.gathers
         bucket(graph, rewriter, reductions=backward, most=most, gathers=gathers)
-    if "sink_waits" not in disable:
+    if runs("sink_waits", disable):
         sink_waits(graph)
-    if "prefetch" not in disable:
+    if runs("prefetch", disable):
         prefetch(graph, settings.ahead)
-    if "drain" not in disable:
+    if runs("drain", disable):
         drain(graph)
-    if "delay" not in disable:
+    if runs("delay", disable):
         delay(graph)
     give_outputs(graph, rewriter)
     graph.lint()

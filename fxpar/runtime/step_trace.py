@@ -35,6 +35,7 @@ from fxpar.runtime.step_optimizer import (
     stand_in,
     step_of,
 )
+from fxpar.runtime.tracing import raised_at
 
 
 @dataclass(frozen=True)
@@ -289,25 +290,11 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
         reason = "it reads the value of a tensor"
     return PlanError(
         f"the step of {kind} cannot be traced: {reason}",
-        where=_raised_at(error),
+        where=raised_at(error),
         fix="let it compute with tensors alone (x ** 0.5 for math.sqrt(x), no "
         "float(), no branch on a value), or torch.compile the model and call "
         "optimizer.step()",
     )
-
-
-def _raised_at(error: BaseException) -> str | None:
-    """The innermost line outside torch and fxpar that an error came through."""
-    import linecache
-
-    found, at = None, error.__traceback__
-    while at is not None:
-        path = at.tb_frame.f_code.co_filename
-        if "/torch/" not in path and "/fxpar/runtime/" not in path:
-            line = linecache.getline(path, at.tb_lineno).strip()
-            found = f"{path}:{at.tb_lineno}: {line}"
-        at = at.tb_next
-    return found
 
 
 def _counts(

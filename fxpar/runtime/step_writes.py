@@ -3,15 +3,20 @@
 In an inference graph AOTAutograd leaves ``copy_(input, new)`` at its end. The planner
 sees a new value best as a result that must lie as the input does; so ``lift_writes``
 makes it one, and ``put_writes`` puts the copies into the bound graph, where code
-generation lets the op that computes a value write it in place. Nothing else is changed.
+generation lets the op that computes a value write it in place. ``keep_copies`` is for
+copies of what is written. Nothing else is changed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar import _compat
+from fxpar.passes.arithmetic import is_view
 from fxpar.passes.buckets import PHASE
 
 _WRITE = torch.ops.aten.copy_.default
@@ -61,3 +66,39 @@ def put_writes(graph: fx.Graph, written: list[int]) -> None:
     if "desc" in output.meta:
         output.meta["desc"] = output.meta["desc"][: len(kept)]
     graph.lint()
+
+
+# Ops that copy, which Inductor (torch 2.13) takes for the value they copy. In a joint
+# graph the backward then reads the input after it was written.
+_COPIES = {
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.repeat.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.constant_pad_nd.default,
+}
+
+
+def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
+    """Make copies of inputs that the graph writes stay copies, in place. ``written``:
+    positions of inputs that are written after it ran."""
+    inputs = graph.find_nodes(op="placeholder")
+    late = {inputs[i] for i in written}
+    late |= {n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)}
+    seen = [node for node in inputs if node in late]
+    while seen:
+        node = seen.pop()
+        for user in list(node.users):
+            value = user.meta.get("val")
+            if is_view(user):
+                seen.append(user)
+            elif user.target in _COPIES and _is_like(value, node.meta["val"]):
+                with graph.inserting_before(user):
+                    kept = graph.call_function(torch.ops.fxpar.kept.default, (node,))
+                kept.meta = dict(user.meta) | {"val": node.meta["val"]}
+                user.replace_input_with(node, kept)
+    graph.lint()
+
+
+def _is_like(x: Any, y: Any) -> bool:
+    return (x.shape, x.dtype) == (y.shape, y.dtype)

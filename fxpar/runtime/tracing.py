@@ -42,6 +42,57 @@ class Outcome:
     mutations: dict[str, torch.Tensor]
 
 
+# What a program does that is not one graph, and the one thing to do about it.
+_REFUSED = {
+    "value": (
+        "reads the value of a tensor in Python",
+        "keep it a tensor (no item(), no branch on it: torch.where chooses), or pass "
+        "the number as an argument",
+    ),
+    "shape": (
+        "makes a tensor whose shape depends on values",
+        "use an op of fixed shape (torch.where and a mask for nonzero), or compute it "
+        "before and pass the tensor",
+    ),
+    "constant": (
+        "closes over a tensor that an op of it is computed in",
+        "pass the tensor as an argument, or register it as a buffer of a module",
+    ),
+    "list": (
+        "calls an op that changes lists of tensors in place, which cannot be traced",
+        "use the op for single tensors: an optimizer with foreach=False, fused=False",
+    ),
+}
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The innermost line outside torch and fxpar that an error came through."""
+    found, at = None, error.__traceback__
+    while at is not None:
+        path = at.tb_frame.f_code.co_filename
+        if not any(part in path for part in _NOT_THE_USERS):
+            found = _line(path, at.tb_lineno)
+        at = at.tb_next
+    return found
+
+
+def _line(path: str, number: int) -> str:
+    return f"{path}:{number}: {linecache.getline(path, number).strip()}"
+
+
+def _refused(error: BaseException, fn: Callable[..., Any]) -> PlanError | None:
+    """What to say of a program that is not one graph; None if it is something else."""
+    kind = _compat.untraceable(error)
+    if kind is None:
+        return None
+    what, fix = _REFUSED[kind]
+    where = raised_at(error)
+    code = getattr(fn, "__code__", None)
+    if kind == "constant" and code is not None:  # raised once all is traced
+        where = _line(code.co_filename, code.co_firstlineno)
+    return PlanError(f"the program {what}", where=where, fix=fix)
+
+
 class UserLines(TorchFunctionMode):
     """Gives every traced node the user's line that called the torch function."""
 
@@ -210,7 +261,10 @@ class Call:
         return _compat.tree_unflatten(leaves, self.tree)
 
     def trace(self) -> tuple[fx.GraphModule, Any]:
-        """The traced graph on fake tensors, flat in and out, and their mode."""
+        """The traced graph on fake tensors, flat in and out, and their mode.
+
+        Raises PlanError where the program is not one graph of fixed shapes.
+        """
         mode = _compat.fake_mode_of(self.leaves) or _compat.new_fake_mode()
         tensors = [self.leaves[i] for i in self.places]
         state = dict(self.program.named_parameters())
@@ -218,7 +272,8 @@ class Call:
 
         def fake(x: torch.Tensor, needs_grad: bool) -> torch.Tensor:
             made = _compat.as_fake(x, mode)
-            return made.requires_grad_(needs_grad and x.is_floating_point())
+            differs = x.is_floating_point() or x.is_complex()
+            return made.requires_grad_(needs_grad and differs)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
@@ -234,9 +289,15 @@ class Call:
             stack.enter_context(_compat.reparametrize(self.program, fakes))
             stack.enter_context(_compat.preserve_node_meta())
             stack.enter_context(_compat.as_compiling())
-            module = _compat.export_joint(
-                stack, self.program, arguments, grad=self.grad
-            )
+            try:
+                module = _compat.export_joint(
+                    stack, self.program, arguments, grad=self.grad
+                )
+            except Exception as error:
+                refused = _refused(error, self.fn)
+                if refused is None:
+                    raise
+                raise refused from error
             _compat.replace_random(module, mode)
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
@@ -280,6 +341,8 @@ class Call:
                 out.append(given.detach())
             elif kind in ("parameter", "buffer"):
                 out.append(state[payload].detach())
+            elif kind == "state" and payload == "token":
+                out.append(torch.empty_like(value, device="cpu"))
             elif kind == "tangent":
                 strides = value.shape, value.stride()
                 out.append(torch.empty_strided(*strides, dtype=value.dtype).fill_(1))

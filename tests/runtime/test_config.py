@@ -37,7 +37,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "FXPAR_CODEGEN": "eager",
         "FXPAR_DEBUG": "3",
         "FXPAR_DUMP": "somewhere",
-        "FXPAR_DISABLE": "one, two",
+        "FXPAR_DISABLE": "bucket, delay",
         "FXPAR_STRICT": "1",
         "FXPAR_VERIFY": "yes",
         "FXPAR_TIMEOUT": "7",
@@ -53,7 +53,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         codegen="eager",
         debug=3,
         dump="somewhere",
-        disable=frozenset({"one", "two"}),
+        disable=frozenset({"bucket", "delay"}),
         strict=True,
         verify=True,
         timeout=7.0,
@@ -79,11 +79,16 @@ def test_the_environment_is_read_at_call_time(monkeypatch) -> None:
 def test_typed_values() -> None:
     mesh = Mesh.parse("dp=2")
     options = Options.read(
-        {"mesh": mesh, "strict": True, "disable": ["b", "a"], "hints": {"x": ["dp"]}},
+        {
+            "mesh": mesh,
+            "strict": True,
+            "disable": ["drain", "bucket"],
+            "hints": {"x": ["dp"]},
+        },
         {},
     )
     assert options.mesh is mesh and options.strict and options.hints == {"x": ["dp"]}
-    assert "disable=['a', 'b']" in str(options)
+    assert "disable=['bucket', 'drain']" in str(options)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,7 @@ def test_typed_values() -> None:
         ({"debug": True}, "from 0 to 4"),
         ({"strict": "maybe"}, "use 1 or 0"),
         ({"disable": 3}, "separated by commas"),
+        ({"disable": "bucket,prefech"}, "did you mean 'prefetch'.*passes are random_"),
         ({"hints": "/no/such/hints.toml"}, "no such file"),
         ({"mesh": 4}, "dp=2,tp=4"),
         ({"outputs": "local"}, "use global or dtensor"),

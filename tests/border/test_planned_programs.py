@@ -1,0 +1,145 @@
+"""Programs at the border of what ``fxpar.plan`` traces: effects, complex numbers and
+empty tensors are simulated; what depends on data is an error with the user's line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fxpar
+from fxpar.errors import FxparWarning, PlanError
+
+torch.manual_seed(0)
+X = torch.randn(8, 4)
+SQUARE = torch.randn(4, 4, dtype=torch.float64)
+S = SQUARE @ SQUARE.mT + 4 * torch.eye(4, dtype=torch.float64)
+
+linalg = torch.linalg
+CHECKED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cholesky": linalg.cholesky,
+    "eig": lambda s: linalg.eig(s)[0].abs().sum(),
+    "inv": linalg.inv,
+    "solve": lambda s: linalg.solve(s, s[0]),
+    "ldl_factor": lambda s: linalg.ldl_factor(s)[0],
+    "lu_factor": lambda s: linalg.lu_factor(s)[0],
+    "matrix_power": lambda s: linalg.matrix_power(s, -2),
+    "tensorinv": lambda s: linalg.tensorinv(s.reshape(2, 2, 4), ind=2),
+    "tensorsolve": lambda s: linalg.tensorsolve(s, s[0]),
+    "eigvals": lambda s: linalg.eigvals(s).abs().sum(),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_linalg_that_checks_its_input_is_simulated(name: str) -> None:
+    """The check is an effect, kept in order by a token that is no argument."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        plan = fxpar.plan(CHECKED[name], S, mesh="dp=2")
+    torch.testing.assert_close(plan.simulate(S), CHECKED[name](S))
+    texts = [str(w.message) for w in seen if w.category is FxparWarning]
+    assert not any("with_effects" in text and "fxpar.rule" in text for text in texts)
+
+
+def test_an_empty_dim_is_reduce_scattered() -> None:
+    x, w = torch.randn(0, 8), torch.randn(8, 6)
+    specs: dict[str, Any] = {"in_specs": [(None, "tp"), ("tp", None)]}
+    plan = fxpar.plan(
+        torch.matmul, x, w, mesh="tp=2", out_specs=[("tp", None)], **specs
+    )
+    assert [c.kind for c in plan.collectives] == ["reduce_scatter"]
+    assert plan.simulate(x, w).shape == (0, 6)
+
+
+def product(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (z * x).abs().square().sum()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_complex_arguments_have_gradients(asked: bool) -> None:
+    z, x = torch.randn(8, 4, dtype=torch.complex128), torch.randn(8, 4).double()
+    if asked:
+        z.requires_grad_()
+    plan = fxpar.plan(product, z, x, mesh="dp=2", grad=True)
+    result, gradients = plan.simulate(z, x)
+    leaves = [t.detach().requires_grad_() for t in (z, x)]
+    product(*leaves).backward()
+    torch.testing.assert_close(result, product(z, x).detach())
+    torch.testing.assert_close(gradients["z"], leaves[0].grad)
+    assert ("x" in gradients) is not asked
+
+
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x * 2
+    return x
+
+
+def selects(x: torch.Tensor) -> torch.Tensor:
+    return x[x.nonzero()[:, 0]]
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    return x.sum() * torch.bincount((x[:, 0] > 0).long())
+
+
+def aligns(x: torch.Tensor) -> torch.Tensor:
+    log = x.reshape(8, 1, 4).log_softmax(-1)
+    targets, lengths = torch.ones(1, 2, dtype=torch.long), torch.tensor([8])
+    return torch.nn.functional.ctc_loss(log, targets, lengths, torch.tensor([2]))
+
+
+def updates(x: torch.Tensor) -> torch.Tensor:
+    moments = [torch.zeros_like(x)], [torch.zeros_like(x)]
+    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    step = [torch.ones(())]
+    torch._fused_adamw_(
+        [x], [x * 2], *moments, [], step, **rates, amsgrad=False, maximize=False
+    )
+    return x
+
+
+def closing() -> Callable[[torch.Tensor], torch.Tensor]:
+    start, weight = torch.randn(8, 4), torch.rand(8, 4)
+
+    def lerps(x: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(x, start, weight)
+
+    return lerps
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "fact", "line", "fix"),
+    [
+        (reads, "reads the value of a tensor", "x.sum().item()", "no item()"),
+        (branches, "reads the value of a tensor", "if x.sum() > 0", "torch.where"),
+        (selects, "shape depends on values", "x.nonzero()", "fixed shape"),
+        (counts, "shape depends on values", "torch.bincount", "fixed shape"),
+        (aligns, "shape depends on values", "ctc_loss", "fixed shape"),
+        (updates, "lists of tensors in place", "torch._fused_adamw_(", "fused=False"),
+    ],
+)
+def test_what_is_not_one_graph_is_refused(
+    fn: Any, fact: str, line: str, fix: str, grad: bool
+) -> None:
+    with pytest.raises(PlanError, match=fact) as error:
+        fxpar.plan(fn, X, mesh="dp=2", grad=grad)
+    assert error.value.where.startswith(__file__) and line in error.value.where
+    assert fix in error.value.fix
+
+
+def test_a_closed_over_tensor_that_cannot_be_traced_is_refused() -> None:
+    fn = closing()
+    fxpar.plan(fn, X, mesh="dp=2")
+    with pytest.raises(PlanError, match="closes over a tensor") as error:
+        fxpar.plan(fn, X, mesh="dp=2", grad=True)
+    assert "def lerps" in error.value.where
+    assert "pass the tensor as an argument" in error.value.fix
