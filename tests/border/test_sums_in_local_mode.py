@@ -286,7 +286,7 @@ def compared(*args: Any) -> dict[str, Any]:
     "more",
     [
         {},
-        {"plan": "search"},
+        pytest.param({"plan": "search"}, marks=pytest.mark.slow),
         pytest.param({"codegen": "inductor"}, marks=pytest.mark.slow),
     ],
     ids=["propagate", "search", "inductor"],
@@ -305,7 +305,14 @@ def learned_and_count(net, x, y, w):
     return learned_weight(net, x, y, w) + penalty, y.ne(PAD).sum()
 
 
-@pytest.mark.parametrize("plan", ["propagate", "search", "replicate"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "propagate",
+        pytest.param("search", marks=pytest.mark.slow),
+        pytest.param("replicate", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_agree_though_tangents_do_not(plan: str) -> None:
     """What a rank's gradient of a result does not meet in its own part of the batch
     meets the mean of all ranks' gradients."""
