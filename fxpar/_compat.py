@@ -662,6 +662,28 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
+def keep_graphs_whole_in_ddp() -> None:
+    """Keep Dynamo from cutting what runs inside DistributedDataParallel into graphs as
+    large as its buckets: that is for its all-reduces to begin early."""
+    from torch._dynamo import config
+
+    if config.optimize_ddp in (True, "ddp_optimizer"):
+        config.optimize_ddp = False
+
+
+def is_cut_by_ddp(gm: fx.GraphModule) -> bool:
+    """Whether ``gm`` is one of the graphs that were cut so nevertheless."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and str(reason.reason).startswith("DDPOptimizer")
+
+
+def surrounding_ddp() -> torch.nn.Module | None:
+    """The DistributedDataParallel whose forward is running."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
 def on_random_op(draw: Callable[..., Any]) -> None:
     """Let ``draw(op, args, kwargs, shape, start)`` run random ops on DTensors on CPU.
 

@@ -32,7 +32,7 @@ from fxpar.passes.boundaries import absorb
 from fxpar.passes.delay import delay
 from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, graphs, inputs
+from fxpar.runtime import agree, ddp, graphs, inputs
 from fxpar.runtime.binding import bind
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
@@ -47,6 +47,9 @@ from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.spec import Spec
+
+# Before Dynamo sees a frame: it asks for this backend by name, or has it.
+_compat.keep_graphs_whole_in_ddp()
 
 
 def fxpar(
@@ -121,12 +124,14 @@ def _job(
 ) -> _Job:
     """What to compile a Dynamo graph for; it may be told to trace again."""
     with _told_to_others(FxparError):
+        ddp.require_whole(gm)
         asked = Options.read(options)
         homes = graphs.homes(gm)
         if homes and asked.mesh is None:
             asked = replace(asked, mesh=homes[0].mesh)
         ranks = join(asked)
         graphs.follow_dtypes(homes, asked)
+        ddp.warn_around(ranks)
         named = name_inputs(gm.graph, examples)
         local = graphs.local_inputs(named, examples, asked)
         if local:
