@@ -95,6 +95,19 @@ def export_joint(
     return joint.graph_module
 
 
+def export_forward(
+    module: torch.nn.Module, fakes: Sequence[torch.Tensor], mode: Any
+) -> fx.GraphModule:
+    """As ``export_joint``, without gradients, while a graph is being compiled or not:
+    what Dynamo traces with is left alone."""
+    from torch._guards import tracing
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(None))
+        stack.enter_context(mode)
+        return export_joint(stack, module, tuple(fakes), grad=False)
+
+
 def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:
     """Context in which a module uses ``tensors`` as its parameters and buffers."""
     from torch.nn.utils.stateless import _reparametrize_module

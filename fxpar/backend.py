@@ -36,6 +36,7 @@ from fxpar.runtime import agree, ddp, graphs, inputs
 from fxpar.runtime.binding import bind
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
+from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
@@ -43,6 +44,7 @@ from fxpar.runtime.step_trace import Step
 from fxpar.runtime.step_writes import lift_writes, put_writes
 from fxpar.runtime.tune import tuned
 from fxpar.runtime.verify import feeds_of, verify
+from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
@@ -134,9 +136,26 @@ def _job(
         ddp.warn_around(ranks)
         named = name_inputs(gm.graph, examples)
         local = graphs.local_inputs(named, examples, asked)
+        results = LocalResults()
         if local:
             graphs.require_dynamic_batch(gm, examples, local)
-    return _Job(asked, ranks, named, frozenset(local))
+            with _said_by_rank_0(ranks.rank):
+                results = _scaled(gm, examples, named, local, ranks.mesh)
+    return _Job(asked, ranks, named, frozenset(local), results)
+
+
+def _scaled(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    named: Sequence[Named],
+    local: Sequence[int],
+    mesh: Mesh,
+) -> LocalResults:
+    """Results of a Dynamo graph that is fed parts of the batch, as they leave."""
+    args = [graphs.hint_of(x) for x in examples]
+    sizes = graphs.batch_sizes(gm, examples, local)
+    sized = partial(graphs.resized, args, local, sizes)
+    return scale_results(gm, named, sized, mesh.count(batch_axes(mesh)))
 
 
 @contextlib.contextmanager
@@ -152,13 +171,15 @@ def _told_to_others(kind: type[Exception]) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Job:
     """One graph to compile: everything but the graph itself. ``local``: positions of
-    the inputs that hold one rank's part of the batch; ``rests``: specs that results
-    must have, by position; ``writes``: inputs that are written to lie as before."""
+    the inputs that hold one rank's part of the batch, and the ``results`` then;
+    ``rests``: specs that results must have, by position; ``writes``: inputs that are
+    written to lie as before."""
 
     options: Options
     ranks: Ranks
     named: Sequence[Named]
     local: frozenset[int]
+    results: LocalResults = field(default_factory=LocalResults)
     rests: Mapping[int, Spec] = field(default_factory=dict)
     writes: bool = False
 
@@ -279,6 +300,9 @@ class _Parallelize:
             self.result = planned(
                 gm.graph, fake_mode, request, ranks.rank, name, keep=keep
             )
+        parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
+        notes = self.job.results.said(self.results(), parts)
+        self.result = _noted(self.result, notes)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
         if options.tune:
@@ -304,7 +328,10 @@ class _Parallelize:
         fed = [self.job.named[i].name for i in self.job.local]
 
         def lay(mesh: Mesh) -> Signature:
-            return graphs.local_batch(signature, fed, mesh) if local else signature
+            if not local:
+                return signature
+            own = self.job.results.own
+            return graphs.local_batch(signature, fed, own, mesh)
 
         mode = plan_mode(options.plan, options, name)
         return Request(
@@ -441,6 +468,11 @@ def _said_by_rank_0(rank: int) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FxparWarning)
         yield
+
+
+def _noted(result: Result, notes: Sequence[str]) -> Result:
+    plan = replace(result.plan, notes=(*result.plan.notes, *notes))
+    return replace(result, plan=plan)
 
 
 def _is_tensor(node: fx.Node) -> bool:

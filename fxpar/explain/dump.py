@@ -108,7 +108,7 @@ def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
 
 
 # Notes that begin so say what was chosen; all others are warnings.
-_NEWS = ("search: ", "schedule: ", "mesh ", "found before")
+_NEWS = ("search: ", "schedule: ", "mesh ", "found before", "result ")
 
 
 def report(

@@ -7,7 +7,7 @@ the global batch size into a graph that was traced with one rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from fxpar.errors import FxparError, PlanError
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
 from fxpar.runtime.modules import Home, home_of, to_global_unreduced
-from fxpar.runtime.names import Named
+from fxpar.runtime.names import SUMMAND_MARK, Named
 from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -80,8 +80,8 @@ class Compiled:
         return out if self._plain else self._dressed(out)
 
     def _dressed(self, out: Any) -> Any:
-        """Results as DTensors, or marked as local or global. One that the graph does
-        not compute (an input handed through) is a global value."""
+        """Results as DTensors, or marked as local, global or summands. One that the
+        graph does not compute (an input handed through) is a global value."""
         results = []
         for i, x in enumerate(out):
             if isinstance(x, torch.Tensor):
@@ -89,7 +89,8 @@ class Compiled:
                 if self.options.outputs == "dtensor":
                     x = self.ranks.dtensor(x, spec)
                 elif i in self.results:
-                    setattr(x, LOCAL_MARK, not spec.is_whole)
+                    setattr(x, LOCAL_MARK, bool(spec.sharded_axes))
+                    setattr(x, SUMMAND_MARK, bool(spec.partial))
             results.append(x)
         return type(out)(results)
 
@@ -146,12 +147,18 @@ def local_inputs(
     )
 
 
-def local_batch(signature: Signature, local: Sequence[str], mesh: Mesh) -> Signature:
+def local_batch(
+    signature: Signature, local: Sequence[str], own: Collection[int], mesh: Mesh
+) -> Signature:
     """The signature of a graph that is fed parts of the batch: the inputs named in
-    ``local`` rest split over the batch axes, results that follow them stay local."""
+    ``local`` rest split over the batch axes, results that follow them stay local, and
+    of those at positions ``own`` each rank has a summand."""
     axes = batch_axes(mesh)
 
     def fed(x: Input) -> Input:
+        if x.kind == "summand" and x.rest is not None:
+            summand = Spec.of(x.rest.dims, [(axis, "sum") for axis in axes])
+            return replace(x, rest=summand)
         if x.name not in local or x.rest is None:
             return x
         part = Spec.of([axes, *x.rest.dims[1:]])
@@ -159,8 +166,11 @@ def local_batch(signature: Signature, local: Sequence[str], mesh: Mesh) -> Signa
 
     inputs = tuple(map(fed, signature.inputs))
     gradients = {i for i, x in enumerate(inputs) if x.name in local}
+    summands = {f"output_{i}" for i in own}
     outputs = tuple(
-        replace(x, lie="batch")
+        replace(x, lie="summand")
+        if x.kind == "output" and x.name in summands
+        else replace(x, lie="batch")
         if x.kind == "output" or (x.kind == "gradient" and x.of in gradients)
         else x
         for x in signature.outputs
@@ -186,7 +196,7 @@ class PerShape:
         self.gm, self.compile = gm, compile_graph
         self.local = frozenset(local)
         self.parts = mesh.count(batch_axes(mesh)) if local else 1
-        self.batch_sizes = self._batch_sizes(examples)
+        self.batch_sizes = batch_sizes(gm, examples, local)
         self.variants: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -197,29 +207,45 @@ class PerShape:
             )
         return self.variants[key](*args)
 
-    def _batch_sizes(self, examples: Sequence[Any]) -> frozenset[int]:
-        """Positions of the symbolic ints that are the size of a local batch dim."""
-        nodes = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
-        symbols = {str(values[i].shape[0]) for i in self.local}
-        return frozenset(
-            i
-            for i, (x, value) in enumerate(zip(examples, values, strict=True))
-            if isinstance(x, torch.SymInt) and str(value) in symbols
-        )
-
     def _global(self, args: Sequence[Any]) -> list[Any]:
         """Arguments as the global program sees them: local parts as fakes in full."""
         if not self.local:
             return list(args)
-        mode, out = _compat.new_fake_mode(), []
-        for i, x in enumerate(args):
-            if i in self.local:
-                x = _compat.fake_like(x, (x.shape[0] * self.parts, *x.shape[1:]), mode)
-            elif i in self.batch_sizes:
-                x = x * self.parts
-            out.append(x)
-        return out
+        return resized(args, self.local, self.batch_sizes, self.parts)
+
+
+def hint_of(x: Any) -> Any:
+    """A symbolic number as the one that Dynamo traced with."""
+    return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat)) else x
+
+
+def batch_sizes(
+    gm: fx.GraphModule, examples: Sequence[Any], local: Collection[int]
+) -> frozenset[int]:
+    """Positions of the symbolic ints that are the size of a local batch dim."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+    symbols = {str(values[i].shape[0]) for i in local}
+    return frozenset(
+        i
+        for i, (x, value) in enumerate(zip(examples, values, strict=True))
+        if isinstance(x, torch.SymInt) and str(value) in symbols
+    )
+
+
+def resized(
+    args: Sequence[Any], local: Collection[int], sizes: Collection[int], times: int
+) -> list[Any]:
+    """Arguments with so many ``times`` the batch: the inputs in ``local`` as fakes, the
+    ints in ``sizes`` multiplied."""
+    mode, out = _compat.new_fake_mode(), []
+    for i, x in enumerate(args):
+        if i in local:
+            x = _compat.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
+        elif i in sizes:
+            x = x * times
+        out.append(x)
+    return out
 
 
 def require_dynamic_batch(

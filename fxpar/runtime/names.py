@@ -14,9 +14,14 @@ _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
 _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
 
 
+# Mark of a tensor of which a compiled graph gave each rank a summand.
+SUMMAND_MARK = "_fxpar_summand"
+
+
 @dataclass(frozen=True)
 class Named:
-    """``kind``: "parameter", "buffer" or "input"; ``name``: as in the user's code."""
+    """``kind``: "parameter", "buffer", "input", or "summand", an input of which each
+    rank holds a summand; ``name``: as in the user's code."""
 
     name: str
     kind: str
@@ -50,6 +55,8 @@ def _named(source: str, example: Any) -> Named:
         kind = "input"
     if isinstance(example, nn.Parameter):
         kind = "parameter"
+    if getattr(example, SUMMAND_MARK, False):
+        kind = "summand"
     return Named(name, kind)
 
 

@@ -205,7 +205,7 @@ def _resting(program: Program, rests: Sequence[Spec | None]) -> Program:
     does is no matter of cost, since the user's code goes on with its local part."""
     signature = program.signature
     outputs = tuple(
-        replace(out, rest=rest) if out.lie == "batch" else out
+        replace(out, rest=rest) if out.lie in ("batch", "summand") else out
         for out, rest in zip(signature.outputs, rests, strict=True)
     )
     return replace(program, signature=replace(signature, outputs=outputs))

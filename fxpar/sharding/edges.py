@@ -111,7 +111,7 @@ def connect(
         if value is not None and declared.rest is not None:
             made[value] = declared.rest
     rests = [
-        None if v is None else out.spec(settled[v], signature.batch)
+        None if v is None else out.spec(settled[v], made[v], signature.batch)
         for out, v in zip(signature.outputs, program.outputs, strict=True)
     ]
     for i, k in signature.tangents:

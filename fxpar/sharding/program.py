@@ -28,7 +28,7 @@ from fxpar.sharding.spec import Spec
 class Input:
     """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
 
-    ``kind``: "input", "parameter", "buffer", "tangent" or "state". ``use``: how the
+    ``kind``: "input", "summand", "parameter", "buffer", "tangent" or "state". ``use``: how the
     program should use the value, as a hint (entries per dim, or a Spec); where it lies
     is no hint.
     """
@@ -48,8 +48,9 @@ class Input:
 class Output:
     """One graph output. ``kind``: "output", "gradient" or "mutation"; ``of``: the input
     that the latter two belong to. ``rest``: the spec it must have; without one ``lie``
-    says: "open" as the plan has it, "whole", or "batch", split over the batch axes of
-    the Signature on dim 0 if the plan has it so, else whole."""
+    says: "open" as the plan has it, "whole", "batch", split over the batch axes of
+    the Signature on dim 0 if the plan has it so, else whole, or "summand", a sum over
+    them if the plan makes it so, else whole."""
 
     name: str
     kind: str = "output"
@@ -57,8 +58,8 @@ class Output:
     rest: Spec | None = None
     lie: str = "open"
 
-    def spec(self, settled: Spec, batch: Axes) -> Spec:
-        """Where the output rests, given the spec its value settled in."""
+    def spec(self, settled: Spec, made: Spec, batch: Axes) -> Spec:
+        """Where the output rests, given the specs its value was made and settled in."""
         if self.rest is not None:
             return self.rest
         if self.lie == "open":
@@ -66,6 +67,9 @@ class Output:
         whole = Spec.whole(len(settled.dims))
         if self.lie == "batch" and settled.dims[:1] == (batch,):
             return Spec.of([batch, *whole.dims[1:]])
+        summand = Spec.of(whole.dims, [(axis, "sum") for axis in batch])
+        if self.lie == "summand" and made == summand:
+            return summand
         return whole
 
 

@@ -61,7 +61,7 @@ def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[
 def _passages(
     entry: Row, positions: list[list[int]], whole_numbers: bool
 ) -> tuple[Passage, ...]:
-    """The marks' passages. ``whole_numbers``: of the results; rounding to them is
+    """The marks' passages. ``whole_numbers``: of the results alone; rounding to them is
     monotone at best, never linear."""
     out = []
     for text, reductions in (
@@ -98,11 +98,21 @@ def evaluate(
         reductions = dict.fromkeys(rule.contracted, entry.reduce) | rule.reduction
         rule = replace(rule, reductions=tuple(reductions.items()))
     results = tensors_of(result)
-    whole = not all(r.dtype.is_floating_point or r.dtype.is_complex for r in results)
+    operands = tensors_of((args, kwargs))
+    whole = any(map(_is_whole, results)) and not all(map(_counts, operands + results))
     passages = _passages(entry, operand_positions(args, kwargs), whole)
     rule = replace(rule, passages=rule.passages + passages)
-    shapes = [tuple(t.shape) for t in [*tensors_of((args, kwargs)), *results]]
+    shapes = [tuple(t.shape) for t in [*operands, *results]]
     return rule.with_sizes(shapes)
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return not (x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def _counts(x: torch.Tensor) -> bool:
+    """Whether elements are whole numbers, which sums of sums are exact in."""
+    return _is_whole(x) and x.dtype != torch.bool
 
 
 def names(n: int, prefix: str = "d") -> list[str]:
