@@ -448,6 +448,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that compiling may consume; parameters and constants are shared."""
     copy = fx.GraphModule(gm, fx.Graph())
     copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+    copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
     copy.recompile()
     return copy
 
@@ -675,21 +676,6 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
-def keep_graphs_whole_in_ddp() -> None:
-    """Keep Dynamo from cutting what runs inside DistributedDataParallel into graphs as
-    large as its buckets: that is for its all-reduces to begin early."""
-    from torch._dynamo import config
-
-    if config.optimize_ddp in (True, "ddp_optimizer"):
-        config.optimize_ddp = False
-
-
-def is_cut_by_ddp(gm: fx.GraphModule) -> bool:
-    """Whether ``gm`` is one of the graphs that were cut so nevertheless."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return reason is not None and str(reason.reason).startswith("DDPOptimizer")
-
-
 def surrounding_ddp() -> torch.nn.Module | None:
     """The DistributedDataParallel whose forward is running."""
     from torch.nn.parallel import DistributedDataParallel
@@ -749,6 +735,98 @@ def reduce_before_item() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def on_compile(
+    backend: Callable[..., Any],
+    watch: Callable[[Any, Any], tuple[Callable[[], Any], Callable[..., None]]],
+) -> None:
+    """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for.
+
+    It returns two callables. The first is called before each call of the compiled
+    ``fn``, and what it returns after it. The second is called with each frame that
+    Dynamo met there and could not compile, and Dynamo's error; with None for the error
+    of other frames. ``backend`` alone is told of graphs, and not of what has none.
+    Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
+    its buckets, for its all-reduces to begin early.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import (
+        OptimizeContext,
+        innermost_backend,
+        innermost_fn,
+    )
+
+    plain = OptimizeContext.__call__
+
+    def call(self: Any, fn: Any) -> Any:
+        found: Any = innermost_backend(self.callback)
+        if getattr(found, "compiler_fn", found) is backend:
+            options = getattr(found, "kwargs", {}).get("options")
+            enter, met = watch(innermost_fn(fn), options)
+            whole = config._make_closure_patcher(optimize_ddp=False)
+            self.enter_exit_hooks += [enter, whole]
+            frames = self.callback._torchdynamo_orig_backend
+            if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
+                frames._inner_convert = _Overheard(frames._inner_convert, met)
+        return plain(self, fn)
+
+    OptimizeContext.__call__ = call
+
+
+class _Overheard:
+    """Dynamo's conversion of frames, with what ``met`` hears of each."""
+
+    def __init__(self, convert: Any, met: Callable[..., None]) -> None:
+        self._convert, self._met = convert, met
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._convert, name)
+
+    def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
+        try:
+            converted = self._convert(frame, *args, skip=skip + 1, **how)
+        except Exception as error:
+            self._met(frame, error)
+            raise
+        self._met(frame, None)
+        return converted
+
+
+def last_graph_break() -> str | None:
+    """Why Dynamo broke a graph the last time, in one line."""
+    from torch._dynamo.utils import counters
+
+    reasons = [*counters["unimplemented"], *counters["graph_break"]]
+    return str(reasons[-1]).splitlines()[0] if reasons else None
+
+
+def between_graph_and_caller() -> int:
+    """How many functions stand between the graph of fxpar that is running and the call
+    of what ``torch.compile`` gave: 1 where the graph is that of the outermost one."""
+    import sys
+
+    frame, count = sys._getframe(1), 0
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        inlined = name == "inner" and file.endswith("_dynamo/external_utils.py")
+        if inlined or not _is_machinery(frame):
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def _is_machinery(frame: Any) -> bool:
+    """Whether a frame is of what calls modules and compiled graphs."""
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith(("torch._dynamo", "fxpar.runtime")) or (
+        name == "torch.nn.modules.module"
+    )
+
+
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Call ``fn`` when the backward pass that is running ends, in its thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:

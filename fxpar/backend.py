@@ -32,7 +32,7 @@ from fxpar.passes.boundaries import absorb
 from fxpar.passes.delay import delay
 from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, ddp, graphs, inputs
+from fxpar.runtime import agree, ddp, eager, graphs, inputs
 from fxpar.runtime.binding import bind
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
@@ -49,9 +49,6 @@ from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.spec import Spec
-
-# Before Dynamo sees a frame: it asks for this backend by name, or has it.
-_compat.keep_graphs_whole_in_ddp()
 
 
 def fxpar(
@@ -73,6 +70,9 @@ def fxpar(
         return job.per_shape(gm, examples, job.compile)
     except FxparError as error:
         return graphs.raiser(error)
+
+
+_compat.on_compile(fxpar, eager.watch)
 
 
 def train_step(
@@ -126,7 +126,6 @@ def _job(
 ) -> _Job:
     """What to compile a Dynamo graph for; it may be told to trace again."""
     with _told_to_others(FxparError):
-        ddp.require_whole(gm)
         asked = Options.read(options)
         homes = graphs.homes(gm)
         if homes and asked.mesh is None:
@@ -239,6 +238,7 @@ class _Job:
             step.results(),
             self.options,
             step.ranks,
+            broken_at,
         )
 
     def _compared(self) -> list[Named]:

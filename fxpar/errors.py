@@ -69,6 +69,10 @@ class InputMismatchError(FxparError):
     """Inputs that should be identical on every rank are not."""
 
 
+class GradientError(FxparError):
+    """Gradients that should be those of the whole batch are each rank's own."""
+
+
 class RankMismatchError(FxparError):
     """Ranks disagree about the program or the plan, or one did not answer."""
 

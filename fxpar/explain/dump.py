@@ -126,7 +126,8 @@ def report(
             log.info("%s: %s", name, note)
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
-    if broken_at is not None:
+    # In local mode parts of the batch stay local: ``runtime.eager`` says what it costs.
+    if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
         what = (
             f"{name} ends in a graph break: its results cross as ordinary tensors, "

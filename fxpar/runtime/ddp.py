@@ -10,25 +10,14 @@ from __future__ import annotations
 import warnings
 from weakref import WeakSet
 
-from torch import fx, nn
+from torch import nn
 
 from fxpar import _compat
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import FxparWarning, compose
 from fxpar.runtime.groups import Ranks
 
 
 _SAID: WeakSet[nn.Module] = WeakSet()
-
-
-def require_whole(gm: fx.GraphModule) -> None:
-    """Raise PlanError if Dynamo cut the program where DistributedDataParallel's buckets
-    end: values cannot cross between graphs there as they do at graph breaks."""
-    if _compat.is_cut_by_ddp(gm):
-        raise PlanError(
-            "torch._dynamo.config.optimize_ddp cuts the program at the buckets of "
-            "DistributedDataParallel",
-            fix="leave optimize_ddp as loading fxpar sets it: False",
-        )
 
 
 def warn_around(ranks: Ranks) -> None:

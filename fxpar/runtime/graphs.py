@@ -17,6 +17,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
+from fxpar.runtime import eager
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.inputs import LOCAL_MARK
 from fxpar.runtime.modules import Home, home_of, to_global_unreduced
@@ -52,7 +53,8 @@ def raiser(error: FxparError) -> Callable[..., Any]:
 class Compiled:
     """A compiled graph; at its first call the ranks compare what they feed it.
 
-    ``results``: the specs of its results, by position.
+    ``results``: the specs of its results, by position. ``broken_at``: the user's line
+    of the graph break it ends in.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Compiled:
         results: Mapping[int, Spec],
         options: Options,
         ranks: Ranks,
+        broken_at: str | None,
     ) -> None:
+        self.broken_at = broken_at
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks
         if plan is not None:
@@ -72,6 +76,7 @@ class Compiled:
         self._plain = options.outputs == "global" and options.inputs == "global"
 
     def __call__(self, *args: Any) -> Any:
+        eager.graph_runs(self, self.broken_at, args)
         if self._first:
             for check in self.checks:
                 check(args)

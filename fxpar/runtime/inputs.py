@@ -142,7 +142,7 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 def broadcast(x: torch.Tensor) -> None:
     """Fill ``x`` in place with rank 0's, through a device the group communicates on."""
     with torch.no_grad():
-        device = _transport(x.device)
+        device = transport(x.device)
         moved = x.detach().to(device).contiguous()
         dist.broadcast(moved.view(-1).view(torch.uint8), src=0)
         if moved.data_ptr() != x.data_ptr():
@@ -151,14 +151,14 @@ def broadcast(x: torch.Tensor) -> None:
 
 def _gather(hashes: Sequence[torch.Tensor]) -> torch.Tensor:
     """[rank, i], the same on every rank, on the CPU."""
-    first, device = hashes[0].device, _transport(torch.device("cpu"))
+    first, device = hashes[0].device, transport(torch.device("cpu"))
     mine = torch.stack([h.to(first) for h in hashes]).to(device)
     out = [torch.empty_like(mine) for _ in range(_world_size())]
     dist.all_gather(out, mine)
     return torch.stack(out).cpu()
 
 
-def _transport(device: torch.device) -> torch.device:
+def transport(device: torch.device) -> torch.device:
     """Where tensors of ``device`` must be for a collective of the default group."""
     served = [part.split(":")[0] for part in dist.get_backend_config().split(",")]
     if device.type in served:
@@ -195,7 +195,7 @@ def _mismatch(
     fed: Sequence[Fed], wrong: Sequence[int], hashes: torch.Tensor, mesh: Mesh
 ) -> InputMismatchError:
     kind = fed[wrong[0]][1]
-    names = _listed(fed[i][0] for i in wrong)
+    names = listed(fed[i][0] for i in wrong)
     rank = _differing(hashes, wrong[0], kind, mesh)[0]
     model = _models(kind, mesh)[rank]
     what = f"input {names} differs between ranks: rank {rank} does not feed what rank "
@@ -219,7 +219,7 @@ def _warn_replaced(fed: Sequence[Fed], wrong: Sequence[int]) -> None:
     kinds = sorted({f"{fed[i][1]}s" for i in wrong}, reverse=True)
     _warn(
         f"{' and '.join(kinds)} differ between ranks, taken from rank 0: "
-        f"{_listed(fed[i][0] for i in wrong)}",
+        f"{listed(fed[i][0] for i in wrong)}",
         "call torch.manual_seed before the model is made, or load one checkpoint",
     )
 
@@ -230,7 +230,7 @@ def _warn(what: str, fix: str) -> None:
         warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=4)
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     names = list(names)
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

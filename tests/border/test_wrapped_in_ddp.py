@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from fxpar.errors import FxparError, FxparWarning, PlanError
+from fxpar.errors import FxparWarning
 from tests.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -161,22 +161,6 @@ def plans_made() -> int:
 
 def test_the_program_is_not_cut_at_buckets() -> None:
     assert shared_pool(2).run(plans_made) == [1, 1]
-
-
-def cut() -> None:
-    torch._dynamo.reset()
-    model = Net().double()
-    model.compile(backend="fxpar", options={"codegen": "eager"})
-    with torch._dynamo.config.patch(optimize_ddp=True):
-        DDP(model, bucket_cap_mb=1)(batch(0))
-
-
-def test_a_program_cut_at_buckets_is_refused() -> None:
-    for error in shared_pool(2).errors(cut):
-        assert isinstance(error, FxparError), error
-        assert isinstance(error, PlanError)
-        assert "optimize_ddp cuts the program at the buckets" in str(error)
-        assert "fix: leave optimize_ddp" in str(error)
 
 
 def test_alone_nothing_is_said() -> None:

@@ -1,0 +1,230 @@
+"""Code given to ``torch.compile`` that no graph contains: found, said, reduced.
+
+A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at a graph
+break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
+call of what was compiled: it was one graph, from the first line to the last, or there is
+code outside. Then the user is told, once, why and what it costs; and in local mode,
+where such code runs on the rank's own part of the batch, ``runtime.reduce`` takes the
+mean of gradients over the ranks. The first step of each optimizer is checked, for
+gradients of code that was not compiled at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fxpar import _compat
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, OptionError, compose
+from fxpar.runtime import reduce
+from fxpar.runtime.groups import join
+from fxpar.runtime.tracing import modules_of
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Code outside the graphs, as text: which, why, and at the user's line."""
+
+    code: str
+    why: str
+    where: str | None = None
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A compiled module or function. ``met``: modules in the frames Dynamo met.
+    ``whole``: of each graph that ran, whether the whole call was in it."""
+
+    fn: Any  # a weak reference
+    name: str
+    options: dict[str, Any] | None
+    asked: Options | None = None
+    met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    whole: weakref.WeakKeyDictionary[Any, bool] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
+    outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    reduced: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.asked is not None and self.asked.inputs == "local"
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The module it is, or those its code uses, as far as they are known."""
+        fn = self.fn()
+        found = modules_of(fn) if fn is not None else {}
+        if not isinstance(fn, nn.Module) and "" not in found:
+            known = {id(module) for module in found.values()}
+            met = [m for key, r in self.met.items() if (m := r()) and key not in known]
+            found |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(met)}
+        return found
+
+
+@dataclass(eq=False)
+class _Call:
+    watched: _Watched
+    handled: BaseException | None  # by code around the call
+    ran: list[bool] = field(default_factory=list)
+
+
+_watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
+_calls: list[_Call] = []
+_skipped: dict[types.CodeType, _Outside] = {}
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
+    """Look after the calls of a compiled ``fn``: for ``_compat.on_compile``."""
+    bound = isinstance(fn, types.MethodType)
+    reference = weakref.WeakMethod(fn) if bound else weakref.ref(fn)
+    name = type(fn).__name__ if isinstance(fn, nn.Module) else fn.__qualname__
+    watched = _Watched(reference, name, options)
+    _watched.add(watched)
+
+    def enter() -> Callable[[], None]:
+        if watched.asked is None:
+            _read(watched)
+        _calls.append(_Call(watched, sys.exc_info()[1]))
+        return _leave
+
+    return enter, functools.partial(_met, watched)
+
+
+def _read(watched: _Watched) -> None:
+    try:
+        watched.asked = Options.read(watched.options)
+    except OptionError:
+        return  # which the backend raises where the user sees it
+    if watched.local:
+        _check_optimizers()
+
+
+def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> None:
+    """Dynamo met a frame; an error means that it skips it."""
+    for value in frame.f_locals.values():
+        if isinstance(value, nn.Module):
+            watched.met.setdefault(id(value), weakref.ref(value))
+    if error is None:
+        return
+    why, where = _compat.why_not_one_graph(error) or (str(error).split("\n")[0], None)
+    found = _Outside(frame.f_code.co_qualname, why, where)
+    _skipped[frame.f_code] = found
+    watched.outside.setdefault(found, False)
+
+
+def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
+    """Note that a compiled graph runs, inside the call that is under way."""
+    if not _calls:
+        return
+    call, watched = _calls[-1], _calls[-1].watched
+    if graph not in watched.whole:
+        outermost = _compat.between_graph_and_caller() <= 1
+        watched.whole[graph] = broken_at is None and outermost
+        for x in args:
+            if isinstance(x, nn.Parameter):
+                watched.parameters[id(x)] = weakref.ref(x)
+        if broken_at is not None and watched.local:
+            watched.outside[_Outside("code at a graph break", "", broken_at)] = False
+    call.ran.append(watched.whole[graph])
+
+
+def _leave() -> None:
+    """The end of a call."""
+    call = _calls.pop()
+    if call.ran == [True] or sys.exc_info()[1] is not call.handled:
+        return
+    if call.watched.reduced:
+        reduce.hook_new()
+    else:
+        _settle(call.watched, compiled=bool(call.ran))
+
+
+def _settle(watched: _Watched, *, compiled: bool) -> None:
+    """A call was not one graph: say so, and have gradients of local mode reduced."""
+    if watched.asked is None:
+        return
+    join(watched.asked)  # which a backend that is never called does not
+    if not reduce.takes_part():
+        return
+    for module in watched.modules().values():
+        for code in map(_code_of, module.modules()):
+            if code in _skipped:
+                watched.outside.setdefault(_skipped[code], False)
+    if not compiled and not watched.outside:
+        why = _compat.last_graph_break() or "Dynamo does not compile it"
+        watched.outside[_Outside(watched.name, why)] = False
+    for outside, said in watched.outside.items():
+        if not said:
+            _say(outside, local=watched.local)
+            watched.outside[outside] = True
+    if watched.local and torch.is_grad_enabled():
+        watched.reduced = True
+        reduce.watch(watched.name, watched.modules())
+
+
+def _code_of(module: nn.Module) -> Any:
+    return getattr(type(module).forward, "__code__", None)
+
+
+def _say(outside: _Outside, *, local: bool) -> None:
+    """Once per job: on rank 0."""
+    if dist.get_rank() != 0:
+        return
+    what = f"{outside.code} is in no graph" + (outside.why and f": {outside.why}")
+    if local:
+        what += (
+            ". Each rank runs it as it stands, on its own part of the batch; gradients "
+            "are averaged over the ranks when a backward ends, as DDP does"
+        )
+    else:
+        what += ". Each rank runs the whole of it as it stands: nothing of it is split"
+    fix = "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks tells more"
+    text = compose(what, where=outside.where, fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    """Before the first step of an optimizer of a model in local mode: all gradients are
+    alike on all ranks. Raises GradientError."""
+    if optimizer in _checked or not reduce.takes_part():
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    local = [watched for watched in _watched if watched.local]
+    ours = {key for watched in local for key in watched.parameters}
+    ours |= {id(p) for watched in local for _, p in _named(watched)}
+    if all(id(p) not in ours or p.grad is None for p in held):
+        return
+    _checked.add(optimizer)
+    names = {id(p): name for watched in local for name, p in _named(watched)}
+    kind = type(optimizer).__name__
+    plain = {
+        names.get(id(p), f"number {i} of the {kind}"): p
+        for i, p in enumerate(held)
+        if not isinstance(p, DTensor)
+    }
+    reduce.require_equal(plain)
+
+
+def _named(watched: _Watched) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in watched.modules().items():
+        yield from module.named_parameters(prefix)
