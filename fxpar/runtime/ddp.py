@@ -16,7 +16,6 @@ from fxpar import _compat
 from fxpar.errors import FxparWarning, compose
 from fxpar.runtime.groups import Ranks
 
-
 _SAID: WeakSet[nn.Module] = WeakSet()
 
 

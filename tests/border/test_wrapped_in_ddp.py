@@ -1,5 +1,5 @@
-"""A model in DistributedDataParallel already: numbers are right, and a warning says what
-the wrapper costs. Losses and gradients are compared with one device in float64."""
+"""A model in DistributedDataParallel already: numbers are right, and a warning says
+what the wrapper costs. Losses and gradients are those of one device, in float64."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def wrapped(
         own = part if inputs == "local" else torch.Tensor.clone
         trained = train(model, run, own, **more)
     texts = [str(w.message) for w in caught if w.category is FxparWarning]
-    return trained, [text for text in texts if "DistributedDataParallel" in text]
+    return trained, [text for text in texts if "is inside Distributed" in text]
 
 
 def check(ranks: list[tuple[Trained, list[str]]], inputs: str, every: int = 1) -> None:
