@@ -9,6 +9,8 @@ alone, so the graph is equal on all ranks and its size does not depend on their 
 from __future__ import annotations
 
 import operator
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_ops import Call, local_form
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.steps import emit
+from fxpar.passes.steps import all_reduce, emit, step
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
@@ -69,31 +71,42 @@ class _Localizer:
         self.graph = fx.Graph()
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
-        self.map: dict[fx.Node, Any] = {}
+        self.map: Mapping[fx.Node, Any] = {}
+        # Values from tangents that ranks need not have alike, as the mean over the
+        # ranks of those tangents makes them.
+        self.alike: dict[fx.Node, fx.Node] = {}
         self.of_parameters = gathered_again(self.program)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        made: dict[fx.Node, Any] = {}
+        self.map = made
         for node, v in zip(nodes, self.program.inputs, strict=True):
-            self.map[node] = self._placeholder(node, v)
-        self._scale_tangents(nodes)
+            made[node] = self._placeholder(node, v)
+        made.update(self._scaled_tangents(nodes))
         for node in graph.nodes:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
                 self._output(node)
-            elif "fxpar_reshard" in node.meta:
-                with self.build.at(node):
-                    self.map[node] = self._reshard(node)
-            elif "fxpar_op" in node.meta:
-                with self.build.at(node):
-                    op = self.program.ops[node.meta["fxpar_op"]]
-                    self.map[node] = self._op(node, op)
-            else:
-                self.map[node] = self._other(node)
+                continue
+            made[node] = self._made(node)
+            if self._may_differ(node):
+                self.map = ChainMap(self.alike, made)
+                self.alike[node] = self._made(node)
+                self.map = made
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        if "fxpar_reshard" in node.meta:
+            with self.build.at(node):
+                return self._reshard(node)
+        if "fxpar_op" in node.meta:
+            with self.build.at(node):
+                return self._op(node, self.program.ops[node.meta["fxpar_op"]])
+        return self._other(node)
 
     def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
         copy = self.graph.node_copy(node)
@@ -106,20 +119,41 @@ class _Localizer:
             copy.meta.pop("tensor_meta", None)
         return copy
 
-    def _scale_tangents(self, nodes: list[fx.Node]) -> None:
+    def _scaled_tangents(self, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """In local mode each rank differentiates the mean over its own part; the mean
-        over all parts has a gradient smaller by their number."""
-        signature = self.program.signature
+        over all parts has a gradient smaller by their number. Of a result that all
+        ranks have alike they may still make losses that are not."""
+        signature, out = self.program.signature, {}
         parts = self.mesh.count(signature.batch)
         if parts == 1:
-            return
+            return out
         for i, _ in signature.tangents:
-            v = self.program.inputs[i]
-            if v is not None and self._on_batch(self.decision.edges.made[v]):
-                with self.build.at(nodes[i]):
-                    self.map[nodes[i]] = self.build.call(
-                        torch.ops.aten.mul.Tensor, self.map[nodes[i]], 1 / parts
+            v, node = self.program.inputs[i], nodes[i]
+            if v is None:
+                continue
+            with self.build.at(node):
+                tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
+                if self._on_batch(self.decision.edges.made[v]):
+                    out[node] = self.build.call(mul, tangent, 1 / parts)
+                else:
+                    total = step(
+                        self.build, all_reduce, tangent, "sum", signature.batch
                     )
+                    self.alike[node] = self.build.call(mul, total, 1 / parts)
+        return out
+
+    def _may_differ(self, node: fx.Node) -> bool:
+        """Whether ranks compute a value each for itself, from tangents of their own."""
+        if not any(x in self.alike for x in node.all_input_nodes):
+            return False
+        batch = set(self.program.signature.batch)
+        if "fxpar_reshard" in node.meta:
+            return batch.isdisjoint(node.meta["fxpar_reshard"].target.axes)
+        if "fxpar_op" not in node.meta:
+            return True
+        results = self.program.ops[node.meta["fxpar_op"]].results
+        made = (self.decision.edges.made[v] for v in results)
+        return all(batch.isdisjoint(spec.axes) for spec in made)
 
     def _output(self, node: fx.Node) -> None:
         """The outputs; gradients of local inputs as a rank alone would see them."""
@@ -128,6 +162,7 @@ class _Localizer:
         results = list(fx.node.map_arg(node.args[0], self.map.__getitem__))
         for k, out in enumerate(signature.outputs):
             spec = self.decision.edges.outputs[k]
+            results[k] = self.alike.get(node.args[0][k], results[k])
             fed = out.of is not None and signature.inputs[out.of].kind == "input"
             scaled = out.kind == "gradient" and fed and parts > 1
             if scaled and spec is not None and self._on_batch(spec):

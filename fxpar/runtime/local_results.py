@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar import _compat
-from fxpar.errors import FxparError, FxparWarning, compose
+from fxpar.errors import FxparWarning, compose
 from fxpar.runtime.names import Named
 from fxpar.runtime.step_forward import fake_of, globally
 from fxpar.sharding.growth import FIXED, Growth, growths, unknown
@@ -164,9 +164,7 @@ class _Growths:
             traced = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
             inputs = [_of_input(named[i]) for i in traced[0].inputs]
             found = growths(traced[0].graph, traced[1].graph, inputs)
-        except FxparError:
-            raise
-        except Exception as error:
+        except Exception as error:  # compiling it says what is wrong
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             found = [unknown(f"it cannot be traced: {why}")] * 10**6
         count = len(results)

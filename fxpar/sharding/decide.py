@@ -273,7 +273,8 @@ def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is not None and result.rest is not None and result.kind != "gradient":
             what = f"spec given for {result.name}"
-            seeds.append(make_seed(program, v, result.rest, mesh, "value", what))
+            rest = result.rest.without_partial()
+            seeds.append(make_seed(program, v, rest, mesh, "value", what))
     return seeds
 
 

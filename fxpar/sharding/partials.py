@@ -28,7 +28,7 @@ from fxpar.sharding.factors import (
     result_spec,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program
+from fxpar.sharding.program import Op, Output, Program
 from fxpar.sharding.propagate import State
 from fxpar.sharding.reshard import price
 from fxpar.sharding.rest import alone
@@ -252,13 +252,16 @@ def _cut(
 
 
 def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
-    """Outputs, save those that rest partial over the axis."""
-    declared = zip(program.signature.outputs, program.outputs, strict=True)
-    return {
-        v
-        for out, v in declared
-        if out.rest is None or (axis, "sum") not in out.rest.partial
-    }
+    """Outputs, save those that rest partial over the axis, or may."""
+    signature = program.signature
+
+    def may_be_partial(out: Output) -> bool:
+        if out.rest is None:
+            return out.lie == "summand" and axis in signature.batch
+        return (axis, "sum") in out.rest.partial
+
+    declared = zip(signature.outputs, program.outputs, strict=True)
+    return {v for out, v in declared if not may_be_partial(out)}
 
 
 def _read_cut(program: Program, region: _Region, residual) -> _Passing:

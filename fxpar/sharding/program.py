@@ -67,9 +67,9 @@ class Output:
         whole = Spec.whole(len(settled.dims))
         if self.lie == "batch" and settled.dims[:1] == (batch,):
             return Spec.of([batch, *whole.dims[1:]])
-        summand = Spec.of(whole.dims, [(axis, "sum") for axis in batch])
-        if self.lie == "summand" and made == summand:
-            return summand
+        sums = [(axis, "sum") for axis in batch]
+        if self.lie == "summand" and batch and set(sums) <= set(made.partial):
+            return Spec.of(whole.dims, sums)
         return whole
 
 

@@ -273,6 +273,8 @@ def _outputs(
         made[k] = End(build.node("output", k, numbers), 0)
         if out.kind == "gradient":
             build.resting[v] = made[k]
+        if out.lie == "summand" and out.rest is not None and out.rest.partial:
+            build.same(makers[v], made[k])  # a summand of its own, whatever it costs
         readers[v].append((int(out.kind == "gradient"), made[k]))
         if leader is not None:
             build.same(makers[leader], made[k])
