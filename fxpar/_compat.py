@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -758,10 +760,12 @@ def on_compile(
     )
 
     plain = OptimizeContext.__call__
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
 
     def call(self: Any, fn: Any) -> Any:
         found: Any = innermost_backend(self.callback)
-        if getattr(found, "compiler_fn", found) is backend:
+        if getattr(found, "compiler_fn", found) is backend and self not in seen:
+            seen.add(self)
             options = getattr(found, "kwargs", {}).get("options")
             enter, met = watch(innermost_fn(fn), options)
             whole = config._make_closure_patcher(optimize_ddp=False)
@@ -771,7 +775,7 @@ def on_compile(
                 frames._inner_convert = _Overheard(frames._inner_convert, met)
         return plain(self, fn)
 
-    OptimizeContext.__call__ = call
+    OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 
 class _Overheard:
@@ -827,6 +831,52 @@ def _is_machinery(frame: Any) -> bool:
 def at_end_of_backward(fn: Callable[[], None]) -> None:
     """Call ``fn`` when the backward pass that is running ends, in its thread."""
     torch.autograd.Variable._execution_engine.queue_callback(fn)
+
+
+def recurrent_members(cls: Any) -> dict[str, Any]:
+    """What a subclass of an RNN (``nn.LSTM`` and the like) needs whose parameters are
+    properties: the list of weights that it hands to its kernel is made in each forward,
+    of what the parameters are there, and let go after it."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            list_recurrent_weights(self)
+
+    def nothing(self: Any) -> None:
+        pass
+
+    names = ("flatten_parameters", "_update_flat_weights")
+    return {"forward": not_compiled(forward), **dict.fromkeys(names, nothing)}
+
+
+def not_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as it stands, also where Dynamo is at work; it is loaded when ``fn`` is
+    called first."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(fn)
+
+
+def compile_inlined_only(fn: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling ``fn`` by itself, where it runs under code that is not
+    compiled; in code that is compiled it is traced."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+
+
+def lists_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
+    """Whether an attribute of a module is an RNN's list of its weights."""
+    return isinstance(module, torch.nn.RNNBase) and key == "_flat_weights"
+
+
+def list_recurrent_weights(module: Any) -> None:
+    """Make that list anew, of the parameters that an RNN has by now."""
+    module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:

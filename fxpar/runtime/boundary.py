@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from fxpar import _compat
 from fxpar.errors import HintError
 from fxpar.passes import ops as _ops  # noqa: F401  (defines fxpar's ops)
-from fxpar.runtime.groups import device_mesh_of
+from fxpar.runtime.groups import group_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -59,18 +60,19 @@ def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
 
 @torch.library.impl("fxpar::to_global", "CompositeExplicitAutograd")
 def _(local, shape, spec, hint, mesh, summed, reduce, home):
-    from torch.distributed.tensor import DTensor
-
     lies, mesh = Spec.parse(spec), Mesh.parse(mesh)
     if lies.is_whole:
         return local.clone()
-    part = DTensor.from_local(
-        local,
-        device_mesh_of(mesh, local.device.type),
-        lies.to_placements(mesh),
-        run_check=False,
-    )
-    return part.full_tensor()
+    # Not by DTensor: on gloo (2.13) its gathers may end before their threads do.
+    axes = mesh.ordered(lies.sharded_axes)
+    members = mesh.group(dist.get_rank(), axes)
+    parts = [torch.empty_like(local) for _ in members]
+    group = _compat.group_named(group_of(mesh, axes))
+    dist.all_gather(parts, local.contiguous(), group=group)
+    whole = local.new_empty(shape)
+    for member, part in zip(members, parts, strict=True):
+        part_of(whole, lies, mesh, member).copy_(part)
+    return whole
 
 
 @torch.library.impl("fxpar::to_local", "CompositeExplicitAutograd")

@@ -2,8 +2,8 @@
 
 A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at a graph
 break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
-call of what was compiled: it was one graph, from the first line to the last, or there is
-code outside. Then the user is told, once, why and what it costs; and in local mode,
+call of what was compiled: it was one graph, from its first line to its last, or there
+is code outside. Then the user is told, once, why and what it costs; and in local mode,
 where such code runs on the rank's own part of the batch, ``runtime.reduce`` takes the
 mean of gradients over the ranks. The first step of each optimizer is checked, for
 gradients of code that was not compiled at all.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -31,6 +32,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime import reduce
 from fxpar.runtime.groups import join
+from fxpar.runtime.modules import HOME
 from fxpar.runtime.tracing import modules_of
 
 
@@ -58,6 +60,7 @@ class _Watched:
     )
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    group: Any = None  # a weak reference: the one whose ranks know of it
     reduced: bool = False
 
     @property
@@ -82,8 +85,15 @@ class _Call:
     ran: list[bool] = field(default_factory=list)
 
 
+class _Calls(threading.local):
+    """The calls under way in a thread, each inside the one before."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
 _watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
-_calls: list[_Call] = []
+_calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -99,7 +109,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     def enter() -> Callable[[], None]:
         if watched.asked is None:
             _read(watched)
-        _calls.append(_Call(watched, sys.exc_info()[1]))
+        _calls.stack.append(_Call(watched, sys.exc_info()[1]))
         return _leave
 
     return enter, functools.partial(_met, watched)
@@ -112,6 +122,15 @@ def _read(watched: _Watched) -> None:
         return  # which the backend raises where the user sees it
     if watched.local:
         _check_optimizers()
+    for root in watched.modules().values():
+        for module in root.modules():
+            _tell_home(module, watched.local)
+
+
+def _tell_home(module: nn.Module, local: bool) -> None:
+    home = module.__dict__.get(HOME)
+    if home is not None:
+        home.local = local
 
 
 def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> None:
@@ -119,6 +138,7 @@ def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> 
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
             watched.met.setdefault(id(value), weakref.ref(value))
+            _tell_home(value, watched.local)
     if error is None:
         return
     why, where = _compat.why_not_one_graph(error) or (str(error).split("\n")[0], None)
@@ -129,9 +149,10 @@ def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> 
 
 def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
     """Note that a compiled graph runs, inside the call that is under way."""
-    if not _calls:
+    if not _calls.stack:
         return
-    call, watched = _calls[-1], _calls[-1].watched
+    call = _calls.stack[-1]
+    watched = call.watched
     if graph not in watched.whole:
         outermost = _compat.between_graph_and_caller() <= 1
         watched.whole[graph] = broken_at is None and outermost
@@ -145,22 +166,29 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
 
 def _leave() -> None:
     """The end of a call."""
-    call = _calls.pop()
+    call = _calls.stack.pop()
+    watched = call.watched
     if call.ran == [True] or sys.exc_info()[1] is not call.handled:
         return
-    if call.watched.reduced:
-        reduce.hook_new()
-    else:
-        _settle(call.watched, compiled=bool(call.ran))
-
-
-def _settle(watched: _Watched, *, compiled: bool) -> None:
-    """A call was not one graph: say so, and have gradients of local mode reduced."""
     if watched.asked is None:
         return
-    join(watched.asked)  # which a backend that is never called does not
+    if not call.ran and _compat.default_group() is None:
+        join(watched.asked)  # as the backend does, which is not called here
     if not reduce.takes_part():
         return
+    if watched.group is None or watched.group() is not _compat.default_group():
+        watched.group, watched.reduced = weakref.ref(_compat.default_group()), False
+        _explain(watched, compiled=bool(call.ran))
+    _say(watched)
+    if watched.reduced:
+        reduce.hook_new()
+    elif watched.local and torch.is_grad_enabled():
+        watched.reduced = True
+        reduce.watch(watched.name, watched.modules())
+
+
+def _explain(watched: _Watched, *, compiled: bool) -> None:
+    """Why calls are not one graph, where no frame was met that says so."""
     for module in watched.modules().values():
         for code in map(_code_of, module.modules()):
             if code in _skipped:
@@ -168,34 +196,29 @@ def _settle(watched: _Watched, *, compiled: bool) -> None:
     if not compiled and not watched.outside:
         why = _compat.last_graph_break() or "Dynamo does not compile it"
         watched.outside[_Outside(watched.name, why)] = False
-    for outside, said in watched.outside.items():
-        if not said:
-            _say(outside, local=watched.local)
-            watched.outside[outside] = True
-    if watched.local and torch.is_grad_enabled():
-        watched.reduced = True
-        reduce.watch(watched.name, watched.modules())
 
 
 def _code_of(module: nn.Module) -> Any:
     return getattr(type(module).forward, "__code__", None)
 
 
-def _say(outside: _Outside, *, local: bool) -> None:
-    """Once per job: on rank 0."""
-    if dist.get_rank() != 0:
-        return
-    what = f"{outside.code} is in no graph" + (outside.why and f": {outside.why}")
-    if local:
-        what += (
-            ". Each rank runs it as it stands, on its own part of the batch; gradients "
+def _say(watched: _Watched) -> None:
+    """Warn of what was not said yet, once per job: on rank 0."""
+    if watched.local:
+        cost = (
+            "Each rank runs it as it stands, on its own part of the batch; gradients "
             "are averaged over the ranks when a backward ends, as DDP does"
         )
     else:
-        what += ". Each rank runs the whole of it as it stands: nothing of it is split"
+        cost = "Each rank runs the whole of it as it stands: nothing of it is split"
     fix = "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks tells more"
-    text = compose(what, where=outside.where, fix=fix)
-    warnings.warn(text, FxparWarning, stacklevel=2)
+    for outside in [x for x, said in watched.outside.items() if not said]:
+        watched.outside[outside] = True
+        if dist.get_rank() == 0:
+            why = outside.why and f": {outside.why}"
+            what = f"{outside.code} is in no graph{why}. {cost}"
+            text = compose(what, where=outside.where, fix=fix)
+            warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 @functools.cache

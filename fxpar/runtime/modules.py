@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial
 from fxpar import _compat
 from fxpar.errors import ShardError
 from fxpar.passes.ops import unreduced
+from fxpar.runtime import reduce
 from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
@@ -41,7 +42,8 @@ class Home:
 
     ``param_dtype``, ``reduce_dtype``: as in the options of the same names. ``waiting``:
     inside ``no_sync``; ``unreduced``: gradients of earlier steps wait to be reduced.
-    ``hooked``: parameters have the hooks for that. ``number`` stands for it in graphs.
+    ``hooked``: parameters have the hooks for that. ``local``: each rank feeds its own
+    part of the batch. ``number`` stands for it in graphs.
     """
 
     mesh: str
@@ -51,6 +53,7 @@ class Home:
     waiting: bool = False
     unreduced: bool = False
     hooked: bool = False
+    local: bool = False
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __post_init__(self) -> None:
@@ -87,22 +90,24 @@ def adopt(
 
 
 @functools.cache
-def _subclass(cls: type, names: tuple[str, ...], root: bool) -> type:
+def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
     """One subclass per class and names, so that equal layers stay equal to Dynamo."""
     members: dict[str, Any] = {name: _property(name) for name in names}
+    if issubclass(cls, nn.RNNBase):
+        members |= _compat.recurrent_members(cls)
     if root:
-        members["forward"] = _casting(cls)
+        members["forward"] = _casting(members.get("forward") or cls.forward)
     members["register_parameter"] = _guarded(cls)
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(cls, name)
     return type(cls.__name__, (cls,), members)
 
 
-def _casting(cls: Any) -> Callable[..., Any]:
+def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` on inputs of ``param_dtype``, as in FSDP2. Not a hook: hooks run
     before what is compiled, and the dtype is known once that is."""
 
-    @functools.wraps(cls.forward)
+    @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         dtype = self.__dict__[HOME].param_dtype
 
@@ -112,7 +117,7 @@ def _casting(cls: Any) -> Callable[..., Any]:
 
         if dtype is not None:
             args, kwargs = _compat.tree_map(cast, (args, kwargs))
-        return cls.forward(self, *args, **kwargs)
+        return inner(self, *args, **kwargs)
 
     return forward
 
@@ -122,12 +127,25 @@ def _property(name: str) -> property:
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
             return parameter  # functional_call, or a plan being traced
-        if torch.compiler.is_compiling() or _in_forward():
-            home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
+        home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
+        if torch.compiler.is_compiling():
             return _globally(parameter, home, rest)
+        if _in_forward():
+            return _eagerly(parameter, home, rest, f"{type(self).__name__}.{name}")
         return parameter
 
+    _compat.compile_inlined_only(read)
     return property(read)
+
+
+@_compat.not_compiled
+def _eagerly(parameter: Any, home: Home, rest: Rest, name: str) -> Any:
+    """The global value in code that no graph contains. There each rank of local mode
+    has a gradient of its own part of the batch."""
+    if not home.local:
+        return _globally(parameter, home, rest)
+    reduce.meet(f"{name} {list(rest.shape)}")
+    return reduce.mean_of_gradient(_globally(parameter, home, rest))
 
 
 def _globally(parameter: Any, home: Home, rest: Rest) -> torch.Tensor:

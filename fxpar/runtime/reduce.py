@@ -14,6 +14,7 @@ has a gradient of. Buffers that changed become those of rank 0.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _compat
-from fxpar.errors import GradientError
+from fxpar.errors import GradientError, RankMismatchError
 from fxpar.runtime import agree, inputs
 
 BUCKET = 25 << 20  # bytes that are reduced at once
@@ -112,8 +113,8 @@ def _arrived(parameter: torch.Tensor) -> None:
 
 
 def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
-    """From now on, every backward leaves the mean over all ranks in the gradients of the
-    parameters of ``modules`` that it added to. Each rank calls this.
+    """From now on, every backward leaves the mean over all ranks in the gradients of
+    the parameters of ``modules`` that it added to. Each rank calls this.
 
     ``name``: of the code, for messages. Raises RankMismatchError if a rank does not
     come, or has other parameters.
@@ -155,6 +156,49 @@ def hook_new() -> None:
     reducer = _REDUCERS.get(_compat.default_group())
     if reducer is not None and reducer.open:
         reducer.hook()
+
+
+def meet(what: str) -> None:
+    """Return once all ranks have come to the same place of eager code, before they
+    communicate there. Raises RankMismatchError if they are at different ones."""
+    if not takes_part():
+        return
+    digest = hashlib.sha256(what.encode()).digest()[:8]
+    own = torch.tensor([int.from_bytes(digest, signed=True)])
+    own = own.to(inputs.transport(own.device))
+    all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, own)
+    found = torch.cat(all_of_them).tolist()
+    if len(set(found)) > 1:
+        others = [rank for rank, x in enumerate(found) if x != found[dist.get_rank()]]
+        raise RankMismatchError(
+            f"rank {dist.get_rank()} uses {what} of a sharded model in code that no "
+            f"graph contains, rank {others[0]} uses another parameter there",
+            fix="take the same branches on every rank, or leave the parameters whole "
+            "(no fxpar.shard)",
+        )
+
+
+class _MeanOfGradient(torch.autograd.Function):
+    """A value as it is; of its gradient the mean over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if not takes_part():
+            return gradient
+        meet(f"the gradient of a parameter {list(gradient.shape)}")
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        _average([gradient])
+        return gradient
+
+
+def mean_of_gradient(x: torch.Tensor) -> Any:
+    """``x``, whose gradient becomes the mean over all ranks of what each has."""
+    return _MeanOfGradient.apply(x)
 
 
 def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:

@@ -357,6 +357,8 @@ def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None
         if rests or module is model:
             adopt(module, home, rests, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)
+        if isinstance(module, nn.RNNBase):
+            _compat.list_recurrent_weights(module)
     del kept
 
 
@@ -389,8 +391,10 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
 
 
 def _refuse_hidden(module: nn.Module, name: str, layout: Mapping[int, _Layout]) -> None:
-    """Raise ShardError if a module keeps parameters elsewhere too, as nn.LSTM does."""
+    """Raise ShardError if a module keeps parameters elsewhere too."""
     for key, value in module.__dict__.items():
+        if _compat.lists_recurrent_weights(module, key):
+            continue
         if key.startswith("_parameters") or key in ("_modules", "_buffers"):
             continue
         inside = value if isinstance(value, (list, tuple)) else [value]

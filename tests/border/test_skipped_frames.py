@@ -3,6 +3,7 @@ and in local mode its gradients are those DistributedDataParallel gives."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fxpar
 from fxpar import FxparWarning
+from fxpar.errors import GradientError, RankMismatchError
 from tests.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -29,6 +32,12 @@ class WithLSTM(nn.Module):
     def forward(self, x):
         h, _ = self.lstm(self.up(x).tanh())
         return self.down(h)
+
+
+class WithGRU(WithLSTM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.GRU(6, 6, batch_first=True)
 
 
 class NonzeroLoop(nn.Module):
@@ -58,7 +67,7 @@ class ItemInTry(nn.Module):
         try:
             h = h * (2 if h.square().mean().item() > 0.5 else 3)
         except ValueError:
-            pass
+            h = -h
         return self.down(h.tanh())
 
 
@@ -105,19 +114,20 @@ class WithNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(4, 6), nn.BatchNorm1d(6), Disabled()
-        self.out = nn.Linear(6, 4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 1)
+        self.norm = nn.BatchNorm1d(6)
 
     @torch._dynamo.disable
     def normed(self, h):
         return self.norm(h.flatten(0, 1)).view(h.shape)
 
     def forward(self, x):
-        return self.out(self.normed(self.up(x)))
+        return self.down(self.normed(self.up(x)))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "lstm": WithLSTM,
+    "gru": WithGRU,
     "nonzero": NonzeroLoop,
     "item": ItemInTry,
     "disabled": Disabled,
@@ -182,7 +192,10 @@ def against_ddp(name: str, how: dict[str, Any], by: str) -> list[Any]:
         got = train(run, model, **how)
     same = made(name)
     ddp = nn.parallel.DistributedDataParallel(same, find_unused_parameters=True)
-    return [got, train(ddp, same, **how)]
+    want = train(ddp, same, **how)
+    for name, _ in same.named_buffers():  # as of rank 0, from DDP's next forward on
+        dist.broadcast(want[name], 0)
+    return [got, want]
 
 
 PLAIN: dict[str, Any] = {"penalty": False}
@@ -203,6 +216,7 @@ PLAIN: dict[str, Any] = {"penalty": False}
         ("whole", {"penalty": True}, "module"),
         ("lstm", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
         ("tied", {"penalty": True, "rounds": 2, "clip": 0.5}, "module"),
+        ("norm", PLAIN, "module"),
     ],
 )
 def test_trains_as_ddp(name: str, how: dict[str, Any], by: str) -> None:
@@ -212,3 +226,155 @@ def test_trains_as_ddp(name: str, how: dict[str, Any], by: str) -> None:
         for key in want:
             torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-12)
             assert torch.equal(got[key], runs[0][0][key]), key
+
+
+def sharded(name: str, inputs: str) -> list[Any]:
+    """Whole parameters after training a sharded model, and on one device."""
+    model, alone = made(name), made(name)
+    alike = torch.Generator().manual_seed(7)
+    fxpar.shard(model)
+    run = compiled(model, inputs=inputs)
+    ours = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    theirs = torch.optim.SGD(alone.parameters(), 0.5, momentum=0.5)
+    for _ in range(STEPS):
+        x = torch.randn(4, 3, 4, generator=alike, dtype=torch.float64)
+        part = x.chunk(RANKS)[dist.get_rank()] if inputs == "local" else x
+        for optimizer, call, fed in ((ours, run, part), (theirs, alone, x)):
+            optimizer.zero_grad()
+            (call(fed) - fed.sum(2, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    got = {k: p.full_tensor().detach() for k, p in model.named_parameters()}
+    return [got, {k: p.detach() for k, p in alone.named_parameters()}]
+
+
+@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize("name", ["lstm", "gru", "item", "tied", "all disabled"])
+def test_sharded_parameters_train_as_on_one_device(name: str, inputs: str) -> None:
+    for got, want in shared_pool(RANKS).run(sharded, name, inputs):
+        assert got.keys() == want.keys()
+        for key in want:
+            torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-12)
+
+
+def sharded_on_other_ways() -> None:
+    model = made("nonzero")
+    fxpar.shard(model)
+    train(compiled(model), model, penalty=False)
+
+
+def test_ranks_of_a_sharded_model_that_go_other_ways_are_told() -> None:
+    for error in shared_pool(RANKS).errors(sharded_on_other_ways):
+        assert isinstance(error, RankMismatchError)
+        assert "code that no graph contains" in str(error)
+
+
+def warned(name: str, inputs: str) -> list[str]:
+    """What is said in two calls."""
+    run, x = compiled(made(name), inputs=inputs), torch.ones(4, 3, 4).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run(x).sum().backward()
+    return [str(w.message) for w in caught if w.category is FxparWarning]
+
+
+@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize(
+    ("name", "why", "line"),
+    [
+        ("lstm", "WithLSTM.forward is in no graph: .* LSTM", "self.lstm"),
+        ("nonzero", "NonzeroLoop.forward is in no graph: Dynamic shape", "nonzero"),
+        ("item", "ItemInTry.forward is in no graph: .*item", ".item()"),
+        ("all disabled", "WhollyDisabled is in no graph: .*disable", None),
+    ],
+)
+def test_a_skipped_frame_is_said_once(name, why, line, inputs) -> None:
+    first, *others = shared_pool(RANKS).run(warned, name, inputs)
+    (text,) = first
+    assert re.match(why, text)
+    cost = "averaged over the ranks" if inputs == "local" else "nothing of it is split"
+    assert cost in text
+    if line is not None:
+        (at,) = [row for row in text.splitlines() if row.startswith("  at:")]
+        assert "test_skipped_frames.py" in at and line in at
+    assert not any(others)
+
+
+def test_a_break_in_local_mode_is_said_once() -> None:
+    first, *others = shared_pool(RANKS).run(warned, "disabled", "local")
+    (text,) = first
+    assert "graph break" in text and "averaged over the ranks" in text
+    assert "self.middle(" in text
+    assert not any(others)
+
+
+def collectives(name: str) -> list[int]:
+    """Collectives of each step, and numbers that were reduced outside the graphs."""
+    model, counts = made(name), []
+    run = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    plain = dist.all_reduce
+
+    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[-1] += x.numel()
+        return plain(x, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        for x in batches():
+            counts.append(0)
+            run(x).square().mean().backward()
+            optimizer.step()
+    finally:
+        dist.all_reduce = plain
+    return counts
+
+
+def test_one_graph_costs_nothing_after_the_first_step() -> None:
+    for counts in shared_pool(RANKS).run(collectives, "whole"):
+        assert counts[1:] == [0, 0]
+    for counts in shared_pool(RANKS).run(collectives, "disabled"):
+        assert all(counts)
+
+
+def head_outside(how: str) -> list[Any]:
+    """Part of the model is not compiled at all."""
+    body, head = made("whole"), nn.Linear(1, 1).double()
+    run = compiled(body)
+    outside: Any = head
+    if how == "ddp":
+        outside = nn.parallel.DistributedDataParallel(head)
+    both = [*body.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(both, 0.5)
+    for x in batches():
+        optimizer.zero_grad()
+        outside(run(x)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in both]
+
+
+def test_code_that_is_not_compiled_is_an_error_before_the_first_step() -> None:
+    for error in shared_pool(RANKS).errors(head_outside, "plain"):
+        assert isinstance(error, GradientError)
+        assert "differ between ranks" in str(error) and "number 4" in str(error)
+    first, second = shared_pool(RANKS).run(head_outside, "ddp")
+    for mine, other in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+
+
+def unfrozen() -> list[Any]:
+    """A parameter that is frozen in the first steps."""
+    model = made("lstm")
+    run = compiled(model)
+    model.down.requires_grad_(False)
+    run(next(batches())).sum().backward()
+    model.down.requires_grad_(True)
+    model.zero_grad()
+    run(next(batches())).sum().backward()
+    return [model.down.weight.grad.clone(), model.up.weight.grad.clone()]
+
+
+def test_a_parameter_that_was_frozen() -> None:
+    first, second = shared_pool(RANKS).run(unfrozen)
+    for mine, other in zip(first, second, strict=True):
+        assert torch.equal(mine, other)
