@@ -448,10 +448,11 @@ def make_boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that compiling may consume; parameters and constants are shared."""
-    copy = fx.GraphModule(gm, fx.Graph())
-    copy.graph.output(copy.graph.graph_copy(gm.graph, {}))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    # Takes what the graph names: the bodies of checkpointed code among it.
+    copy = fx.GraphModule(gm, graph)
     copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    copy.recompile()
     return copy
 
 

@@ -208,6 +208,13 @@ def _mismatch(
             f"DistributedSampler(num_replicas={mesh.count(axes)}, "
             f"rank={mesh.index(rank, axes)}) on rank {rank}",
         )
+    if fed[wrong[0]][2].dim() == 0:
+        return InputMismatchError(
+            f"{what}; a tensor without dims is a global value, with FXPAR_INPUTS=local "
+            "too",
+            fix="all_reduce it first, or feed the same value on every rank (Trainer: "
+            "average_tokens_across_devices=True, its default)",
+        )
     return InputMismatchError(
         f"{what}; a plain tensor is a global value, the same on every rank",
         fix="feed the same batch on every rank (one seed, no DistributedSampler); or, "

@@ -3,7 +3,6 @@ three steps, and the buffers they leave, in float64."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
@@ -77,6 +76,7 @@ def check(
     codegen: str = "eager",
     sharded: bool = False,
     want: Trained | None = None,
+    split: bool = True,
     **config: Any,
 ) -> list[str]:
     """What rank 0 warned of."""
@@ -86,7 +86,7 @@ def check(
     arguments = name, mesh, codegen, sharded, config
     runs = shared_pool(2).run(on_ranks, *arguments, timeout=TIMEOUT)
     for trained, _, collectives in runs:
-        assert collectives, "nothing was split"
+        assert not split or collectives, "nothing was split"
         for (loss, values), (wanted, others) in zip(trained, want, strict=True):
             assert loss == pytest.approx(wanted, rel=1e-10)
             assert set(values) == set(others)
@@ -97,8 +97,8 @@ def check(
     return runs[0][1]
 
 
-SLOW = ("efficientnet", "mobilenet", "swin", "unet", "mixture")
-APART = ("lstm", "gru", "packed", "moco", "mixup")
+SLOW = ("efficientnet", "mobilenet", "swin", "unet")
+APART = ("lstm", "gru", "packed", "graph_net", "mixture", "moco", "mixup")
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,53 @@ APART = ("lstm", "gru", "packed", "moco", "mixup")
 )
 def test_steps_are_those_of_one_device(name: str) -> None:
     check(name)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_messages_along_edges(mesh: str) -> None:
+    """Nodes are indexed as they please, so that they stay whole; weights are split."""
+    check("graph_net", mesh, split=mesh == "tp=2")
+
+
+def test_routing_that_depends_on_data() -> None:
+    """Each expert's part of the tokens is as large as it comes: the graph breaks."""
+    texts = check("mixture", "tp=2", split=False)
+    assert any("torch.where" in text for text in texts), texts
+
+
+def test_queue_and_slow_weights_at_rest() -> None:
+    check("moco", "fsdp=2", sharded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_recurrent_nets_traced(name: str) -> None:
+    """``allow_rnn`` lets Dynamo trace them, one step of time after the other."""
+    check(name, allow_rnn=True)
+
+
+@pytest.mark.parametrize("name", ["lstm", "packed"])
+def test_recurrent_nets_not_traced(name: str) -> None:
+    """Each rank runs the cells as they stand, on all of the batch, and is told so."""
+    texts = check(name)
+    assert any("is in no graph" in text or "graph break" in text for text in texts)
+
+
+def test_order_drawn_inside() -> None:
+    check("mixup")
+
+
+@pytest.mark.slow
+def test_order_drawn_inside_generated_code() -> None:
+    """Against the same program on one rank: Inductor draws numbers of its own."""
+    pool = shared_pool(2)
+    config: dict[str, Any] = {}
+    arguments = "mixup", "dp=1", "inductor", False, config
+    want = pool.run(on_ranks, *arguments, ranks=1, timeout=TIMEOUT)[0][0]
+    check("mixup", codegen="inductor", want=want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["detector", "vqvae"])
+def test_generated_code(name: str) -> None:
+    check(name, codegen="inductor")

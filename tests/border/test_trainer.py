@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
+from fxpar.errors import InputMismatchError
 from tests.border.libraries import fxpar_options, llama, rows, torchrun
 from tests.spawn import shared_pool
 
@@ -115,7 +116,6 @@ def test_log_is_that_of_ddp(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "rel"),
     [
-        ({"average_tokens_across_devices": False}, 2e-5),
         ({"label_smoothing_factor": 0.1}, 2e-5),
         ({"gradient_checkpointing": True}, 2e-5),
         ({"bf16": True} | ACCUMULATED, 2e-2),
@@ -143,6 +143,15 @@ def test_global_mode_is_one_device(mesh: str, tmp_path: Path) -> None:
     env = {"FXPAR_MESH": mesh}
     for got, _ in pool.run(log_of, how, settings, where, env=env, timeout=TIMEOUT):
         close(got, want, 2e-5)
+
+
+def test_counts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    settings = {"average_tokens_across_devices": False}
+    arguments = "local", settings, str(tmp_path)
+    for error in shared_pool(2).errors(log_of, *arguments, timeout=TIMEOUT):
+        assert isinstance(error, InputMismatchError), error
+        assert "input num_items_in_batch differs between ranks" in str(error)
+        assert "average_tokens_across_devices=True" in str(error)
 
 
 def resumed(folder: str) -> tuple[list, list, list, str]:
