@@ -30,7 +30,7 @@ def whole(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def train(model: nn.Module, run: Any, inputs: tuple[torch.Tensor, ...]) -> Trained:
     """The loss and all gradients and buffers, after each step."""
-    optimizer, out = torch.optim.SGD(model.parameters(), lr=0.05), []
+    optimizer, out = torch.optim.SGD(model.parameters(), lr=0.005), []
     for step in range(STEPS):
         torch.manual_seed(step)
         first, *rest = inputs
