@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TAIL = 1500  # characters of what a part printed that are kept if it fails
 STUCK = 5.0  # seconds that a killed process may need to be gone
+LACKS = 77  # exit status of a process that needs a package which is not there
 
 # What all parts run with. Kernels that wait for each other must not stand in one
 # hardware queue.
@@ -42,7 +43,8 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """``status``: "done", "failed", "late" (ended at its limit) or "skipped"."""
+    """``status``: "done", "failed", "late" (ended at its limit), "skipped" or "lacks"
+    (a package that it needs)."""
 
     status: str
     seconds: float
@@ -136,6 +138,8 @@ def end(running: Running) -> None:
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> str:
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
+        if LACKS in codes:
+            return "lacks"
         if any(codes):
             return "failed"
         if None not in codes:
@@ -157,7 +161,8 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 def _tails(running: Running) -> str:
     """The ends of all logs, that of a rank which failed by itself first."""
     codes = [process.poll() for process in running.processes]
-    order = sorted(range(len(codes)), key=lambda r: codes[r] in (0, -signal.SIGKILL))
+    later = (None, 0, -signal.SIGKILL)
+    order = sorted(range(len(codes)), key=lambda r: codes[r] in later)
     texts = []
     for rank in order:
         text = running.logs[rank].read_text(errors="replace")[-TAIL:]
@@ -194,7 +199,8 @@ def _environment(
 
 def _metadata(folder: Path) -> Path:
     """A directory for PYTHONPATH: a checkout that was never installed has no version
-    that Python knows, which cache keys of compiled graphs begin with."""
+    that Python knows, which cache keys of compiled graphs begin with, and is no backend
+    that Dynamo finds by its name."""
     site = folder / "site"
     site.mkdir(exist_ok=True)
     sys.path.insert(0, str(ROOT))
@@ -205,6 +211,8 @@ def _metadata(folder: Path) -> Path:
         info.mkdir(exist_ok=True)
         text = "Metadata-Version: 2.1\nName: fxpar\nVersion: 0\n"
         (info / "METADATA").write_text(text)
+        text = "[torch_dynamo_backends]\nfxpar = fxpar.backend:fxpar\n"
+        (info / "entry_points.txt").write_text(text)
     finally:
         sys.path.remove(str(ROOT))
     return site

@@ -103,8 +103,9 @@ def _lost_row(part: str, outcome: Outcome) -> dict[str, Any]:
         "skipped": "no time was left",
         "late": f"ended after {outcome.seconds:.0f} s",
         "failed": _last_line(outcome.tail),
+        "lacks": _last_line(outcome.tail),
     }[outcome.status]
-    failed = outcome.status != "skipped"
+    failed = outcome.status not in ("skipped", "lacks")
     return _row(part, part, why, verdict="FAILED" if failed else "skipped")
 
 

@@ -3,7 +3,8 @@
     python benchmarks/one_gpu.py --json FILE [--only PART ...] [--limit SECONDS] [--try]
 
 For one NVIDIA GPU of compute capability 9.0, torch from 2.11 on for CUDA, and the
-Triton that belongs to it. Each part is a process of its own (some are two), which is
+Triton that belongs to it. A part that needs another package which is not installed says
+so, and is skipped. Each part is a process of its own (some are two), which is
 ended when its time is over; parts that no time is left for are skipped, and checks come
 before measurements. FILE is written after every part. Last comes a table: what was
 checked and measured, what a count of bytes and flops predicts, the target, a verdict.
@@ -271,7 +272,7 @@ def work(args: argparse.Namespace) -> None:
         import torch
         from gpu_here import Here, round_as_devices
 
-        if args.mode == "try":
+        if args.mode == "try" and PARTS[args.part].modes:
             round_as_devices()
         found = _function(args.part, args.mode)
         sys.stdin.readline()
@@ -284,12 +285,27 @@ def work(args: argparse.Namespace) -> None:
         found(here)
         here.sync()
         code = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        package = lacking(error)
+        if package:
+            print(f"needs {package}, which is not installed")
+            code = gpu_parts.LACKS
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def lacking(error: BaseException | None) -> str:
+    """The package without which an error came, that is not ours; "" of other errors."""
+    ours = {"fxpar", *(path.stem for path in Path(__file__).parent.glob("*.py"))}
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            return "" if package in ours else package
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _function(name: str, mode: str) -> Callable[[Any], None]:

@@ -20,6 +20,9 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 __all__ = ["Partial", "Replicate", "Shard"]
 
+# Ops that fxpar names and torch 2.11 lacks: this file defines them there.
+NEWER = ("_c10d_functional::isend", "_c10d_functional::irecv")
+
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """DTensor's placement for a dim that more major axes of later mesh dims split."""
@@ -495,6 +498,38 @@ def inductor_lowering() -> tuple[Any, Any, Any]:
     return register_lowering, Pointwise, ops
 
 
+def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
+    """Let Inductor treat an op that starts a collective, and the op on its result that
+    ends it, as those of its own: from one to the other it neither frees, reuses nor
+    writes the operand's buffer, and nothing reads the result."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    class Wait(ir._WaitKernel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.set_cpp_kernel_name()  # its own, not that of torch's wait
+
+    @register_lowering(launch, type_promotion_kind=None)
+    def lower_launch(x: Any, *args: Any) -> Any:
+        x = ir.ExternKernel.require_contiguous(x)
+        made: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
+        return ir.TensorBox.create(made)
+
+    @register_lowering(wait, type_promotion_kind=None)
+    def lower_wait(result: Any) -> None:
+        Wait.create_wait(wait, result)
+
+
+def inductor_integer(ops: Any, value: Any, dtype: torch.dtype) -> Any:
+    """Of an integer known when it compiles: a value of Inductor's."""
+    from torch._inductor.ops_handler import OpsHandler
+
+    # 2.11 has one op for both; in 2.13 that for indices may give it fewer bits.
+    name = "value_expr" if hasattr(OpsHandler, "value_expr") else "index_expr"
+    return getattr(ops, name)(value, dtype)
+
+
 def triton_random_lanes() -> int:
     """How many neighbours draw from one Philox counter in Inductor's Triton kernels:
     four where it packs them (2.13), else one (2.11)."""
@@ -798,12 +833,11 @@ class _Overheard:
         return converted
 
 
-def last_graph_break() -> str | None:
-    """Why Dynamo broke a graph the last time, in one line."""
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke or gave up a graph, by its reasons."""
     from torch._dynamo.utils import counters
 
-    reasons = [*counters["unimplemented"], *counters["graph_break"]]
-    return str(reasons[-1]).splitlines()[0] if reasons else None
+    return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def between_graph_and_caller() -> int:
@@ -891,3 +925,56 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+
+
+def _define_messages() -> None:
+    """Functional sends and receives where torch has none (2.11), by the same names."""
+    import torch.distributed as dist
+
+    c10d: Any = torch.ops._c10d_functional
+    if not dist.is_available() or hasattr(c10d, "isend"):
+        return
+    lib = torch.library.Library("_c10d_functional", "FRAGMENT")
+    found: Any = dist.distributed_c10d
+
+    def noted(work: Any, tensor: torch.Tensor) -> torch.Tensor:
+        torch._C._distributed_c10d._register_work(tensor, work)
+        return tensor
+
+    def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        # A copy: compiled code does not know that it must keep what is sent.
+        given = [tensor.clone(memory_format=torch.contiguous_format)]
+        work = found._resolve_process_group(group).send(given, dst, tag)
+        return noted(work, tensor.new_empty(0))
+
+    def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        work = found._resolve_process_group(group).recv([made], src, tag)
+        return noted(work, made)
+
+    def sent(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        return tensor.new_empty(0)
+
+    def received(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    for fn, fake, peer in ((isend, sent, "dst"), (irecv, received, "src")):
+        name, rest = fn.__name__, "int tag, str group_name"
+        lib.define(f"{name}(Tensor tensor, int {peer}, {rest}) -> Tensor")
+        lib.impl(name, fn, "CompositeExplicitAutograd")
+        lib.impl(name, fake, "Meta")
+        fx.node.has_side_effect(getattr(c10d, name).default)
+    _KEPT.append(lib)
+
+
+_KEPT: list[Any] = []  # libraries: their ops last as long as they do
+_define_messages()
+
+
+def wrap_newton_schulz(wrapper: Callable[..., Any]) -> None:
+    """Let ``torch.optim.Muon`` call ``wrapper(iterate, gradient, *settings)`` where it
+    calls ``iterate(gradient, *settings)``."""
+    from torch.optim import _muon
+
+    iterate = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = functools.partial(wrapper, iterate)

@@ -116,7 +116,7 @@ def _plan(value: Any) -> str:
     if text in modes or Path(text).exists():
         return text
     hint = nearest(text, modes) or "there is no such file:"
-    raise ValueError(f"{hint} use propagate, replicate or a saved plan file")
+    raise ValueError(f"{hint} use search, propagate, replicate or a saved plan file")
 
 
 def _option(
@@ -300,6 +300,19 @@ def _warn_unknown(environ: Mapping[str, str]) -> None:
             hint = nearest(name, filter(None, known)) or "docs/debugging.md lists them"
             text = compose(f"variable {name} is not one of fxpar's", fix=hint)
             warnings.warn(text, FxparWarning, stacklevel=3)
+
+
+def write_dump(path: Path, text: str) -> None:
+    """Write a file below the directory of FXPAR_DUMP. Raises OptionError if it cannot
+    be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(
+            f"{PREFIX}DUMP cannot be written: {error}",
+            fix="name a directory that every rank may write to, with room on its disk",
+        ) from error
 
 
 def table() -> str:

@@ -208,6 +208,19 @@ def test_import_is_light() -> None:
     assert not heavy, f"import fxpar should not import {heavy}"
 
 
+def test_kernels_need_nothing_but_torch_and_triton() -> None:
+    """So that they run where there is little else (benchmarks/one_gpu.py)."""
+    pytest.importorskip("triton")
+    files = sorted((ROOT / "fusion" / "kernels").glob("*.py"))
+    names = [f"fxpar.fusion.kernels.{path.stem}" for path in files]
+    others = ["numpy", "scipy", "numba", "transformers"]
+    code = "import importlib, sys, torch, triton\n"
+    # torch itself has noted by now whether there is NumPy.
+    code += f"sys.modules.update(dict.fromkeys({others}))\n"
+    code += f"for name in {names}: importlib.import_module(name)\n"
+    run_python(code)
+
+
 def test_dynamo_lists_the_backend() -> None:
     try:
         importlib.metadata.distribution("fxpar")

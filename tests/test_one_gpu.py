@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from gpu_parts import Outcome  # noqa: E402
 from gpu_table import Target, rows_of, verdict_of  # noqa: E402
-from one_gpu import AHEAD, PARTS, TARGETS  # noqa: E402
+from one_gpu import AHEAD, PARTS, TARGETS, lacking  # noqa: E402
 
 
 def run(path: Path, *words: str, timeout: float) -> tuple[int, str, dict[str, Any]]:
@@ -91,6 +91,36 @@ def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
     assert verdicts(data["table"]) == {"fine": ["ok"], "long": ["skipped"]}
     assert "no time was left" in printed
     assert code == 0
+
+
+@pytest.mark.multiprocess
+def test_a_part_that_lacks_a_package_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And fails nothing; others run."""
+    (tmp_path / "numpy.py").write_text(
+        "raise ModuleNotFoundError('No module named numpy', name='numpy')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    words = ("--only", "epilogues", "fine")
+    code, printed, data = run(tmp_path / "out.json", *words, timeout=300.0)
+    parts = data["parts"]
+    assert parts["epilogues"]["status"] == "lacks"
+    assert parts["fine"]["status"] == "done"
+    assert verdicts(data["table"]) == {"epilogues": ["skipped"], "fine": ["ok"]}
+    assert "needs numpy, which is not installed" in printed
+    assert code == 0
+
+
+def test_what_a_part_lacks() -> None:
+    """A package of others, however deep; what is missing of ours is a mistake."""
+    foreign = ModuleNotFoundError("", name="scipy.sparse")
+    wrapped = RuntimeError()
+    wrapped.__cause__ = foreign
+    assert lacking(foreign) == lacking(wrapped) == "scipy"
+    assert lacking(ModuleNotFoundError("", name="fxpar.nothing")) == ""
+    assert lacking(ModuleNotFoundError("", name="gpu_here")) == ""
+    assert lacking(ValueError()) == ""
 
 
 def case(measured: float, predicted: float | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.config import Options
+from fxpar.config import Options, write_dump
 from fxpar.errors import FxparWarning, compose
 from fxpar.explain.text import short_dtype
 from fxpar.sharding.plan import Plan
@@ -98,13 +98,26 @@ def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
         if options.debug >= 4 or (options.debug == 3 and stage == "local"):
             log.warning("%s: %s\n%s", name, stage, graph_text(graph))
         if options.dump:
-            folder = Path(options.dump) / name
-            folder.mkdir(parents=True, exist_ok=True)
-            stem = folder / f"{next(number)}_{stage}"
-            stem.with_suffix(".txt").write_text(graph_text(graph))
-            stem.with_suffix(".py").write_text(graph_python(graph))
+            stem = Path(options.dump) / name / f"{next(number)}_{stage}"
+            write_dump(stem.with_suffix(".txt"), graph_text(graph))
+            write_dump(stem.with_suffix(".py"), graph_python(graph))
 
     return watch
+
+
+def _splits_nothing(plan: Plan) -> bool:
+    """Whether ranks repeat a graph with parameters, and no note says so."""
+    said = any("repeat the same work" in note for note in plan.notes)
+    if plan.mesh.size == 1 or not plan.parameters or said:
+        return False
+    specs = (spec for node in plan.nodes for spec in (*node.operands, *node.results))
+    return not any(spec.sharded_axes for spec in specs)
+
+
+def _why_whole(plan: Plan) -> str:
+    if any(note.startswith(("search: ", "found before")) for note in plan.notes):
+        return "by the cost model every split takes longer than it saves"
+    return "no axis divides a dim that its ops can split, or hints keep them whole"
 
 
 # Notes that begin so say what was chosen; all others are warnings.
@@ -126,6 +139,16 @@ def report(
             log.info("%s: %s", name, note)
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
+    if _splits_nothing(plan):
+        what = (
+            f"{name}: the plan splits nothing, all {plan.mesh.size} ranks compute the "
+        )
+        what += f"whole of it: {_why_whole(plan)}"
+        fix = (
+            "see what splits would cost with python -m fxpar plan; or ask for one with "
+        )
+        fix += "hints, or fxpar.constrain"
+        warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
     # In local mode parts of the batch stay local: ``runtime.eager`` says what it costs.
     if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
@@ -144,6 +167,5 @@ def report(
         log.warning("%s\n%s", name, plan.summary())
     if options.dump:
         folder = Path(options.dump) / f"rank{rank}" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        plan.save(folder / "plan.json")
-        (folder / "plan.txt").write_text(str(plan))
+        write_dump(folder / "plan.json", plan.to_json())
+        write_dump(folder / "plan.txt", str(plan))

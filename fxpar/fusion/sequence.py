@@ -19,14 +19,12 @@ It finds the reduce-scatters and all-gathers of Megatron's sequence parallelism
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from fxpar.fusion.rows import Rows
@@ -71,11 +69,15 @@ class _Network:
     def sliced(self) -> tuple[set[Any], float]:
         """(what is on the side of the source, seconds of the cut). Of cuts of equal
         cost the one with most in slices, which takes least memory."""
-        finite = [seconds for *_, seconds in self.arcs if seconds != np.inf]
+        import numpy as np
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        finite = [seconds for *_, seconds in self.arcs if seconds != math.inf]
         unit = max(sum(finite), 1e-12) / _TICKS * 2
         tails, heads, seconds = map(list, zip(*self.arcs, strict=True))
         ticks = [
-            _NEVER if s == np.inf else min(round(s / unit), _NEVER) for s in seconds
+            _NEVER if s == math.inf else min(round(s / unit), _NEVER) for s in seconds
         ]
         count = len(self.number)
         graph = csr_array(
@@ -125,17 +127,17 @@ def _value(
     maker = rows.makers.get(value)
     if dim is None or (maker is None and value not in rows.reduced):
         # Whole; an op on slices takes its part of it for nothing.
-        network.arc(maker or value, "whole", np.inf)
+        network.arc(maker or value, "whole", math.inf)
         return
     if maker not in (None, value):
-        network.arc(maker, value, np.inf)
-        network.arc(value, maker, np.inf)
+        network.arc(maker, value, math.inf)
+        network.arc(value, maker, math.inf)
     network.arc(value, ("gathered", value), prices.collective("all_gather", value))
     for user in value.users:
         if user.target is operator.getitem and user in rows.dims:
             continue
         slices = value in rows.ops.get(user, ())
-        network.arc(("gathered", value), user if slices else "whole", np.inf)
+        network.arc(("gathered", value), user if slices else "whole", math.inf)
 
 
 def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.errors import FxparWarning, compose
+from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion import regions, shipped
 from fxpar.fusion.choose import Chosen, choose
 from fxpar.fusion.kinds import PRODUCTS
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.verbs import apply
+from fxpar.fusion.verbs import Unexpected, apply
 from fxpar.passes import Scheduled, steps
 from fxpar.passes.arithmetic import nbytes_of
 from fxpar.sharding.decide import Decision
@@ -60,10 +60,16 @@ def rescheduler(asked: str, hardware: Hardware | None) -> Reschedule:
 
 
 def failed(error: Exception) -> None:
-    """Say that no schedule could be chosen: the program runs as it is without."""
-    what = f"no schedule is chosen: {type(error).__name__}: {error}"
-    fix = "report it, and set FXPAR_SCHEDULE=none"
-    warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
+    """Say that no schedule could be chosen: the program runs as it is without. What
+    the graph holds that no verb takes is a limit, anything else ours to mend."""
+    if isinstance(error, ScheduleError) and not isinstance(error, Unexpected):
+        what, where = f"no schedule is chosen: {error.what}", error.where
+        fix = "leave it so, or set FXPAR_SCHEDULE=none, which does not look for one"
+    else:
+        what, where = f"no schedule is chosen: {type(error).__name__}: {error}", None
+        fix = "report it, and set FXPAR_SCHEDULE=none"
+    text = compose(what, where=where, fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 def _after(graph: fx.Graph, chosen: Chosen) -> Scheduled:

@@ -196,6 +196,13 @@ def is_view(node: fx.Node) -> bool:
     return bool(getattr(node.target, "is_view", False))
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """The node whose memory a chain of views shows; itself where it is no view."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def viewable(
     shape: Sequence[int], stride: Sequence[int], target: Sequence[int]
 ) -> bool:

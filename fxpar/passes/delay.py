@@ -28,6 +28,7 @@ from fxpar.passes.arithmetic import (
     is_view,
     nbytes_of,
     tensors_in,
+    viewed,
 )
 from fxpar.passes.buckets import from_inputs, region_of
 from fxpar.passes.launches import KINDS, WAITS
@@ -83,12 +84,12 @@ def _unneeded(
     anything that stays. What else reads an all-reduce's operand stays: it is done in
     place if nothing does later."""
     needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
-    source = _seen(operand) if KINDS.get(node.target) == "all_reduce" else None
+    source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
     room = HELD * max(_bytes(node), _bytes(operand))
     held: set[fx.Node] = set()
     later = []
     for each in reversed(since):
-        reads = {_seen(n) for n in each.all_input_nodes}
+        reads = {viewed(n) for n in each.all_input_nodes}
         longer = [n for n in reads - held if not any(node < u for u in n.users)]
         size = sum(map(_bytes, longer)) - (_bytes(each) if each in held else 0)
         stays = each in needed or each in moved or not _may_move(each)
@@ -99,13 +100,6 @@ def _unneeded(
         held.update(reads)
         room -= size
     return later[::-1]
-
-
-def _seen(node: fx.Node) -> fx.Node:
-    """What a view looks at."""
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _bytes(node: fx.Node) -> int:

@@ -123,7 +123,7 @@ class _Localizer:
         """In local mode each rank differentiates the mean over its own part; the mean
         over all parts has a gradient smaller by their number. Of a result that all
         ranks have alike they may still make losses that are not."""
-        signature, out = self.program.signature, {}
+        signature, out = self.program.signature, dict[fx.Node, fx.Node]()
         parts = self.mesh.count(signature.batch)
         if parts == 1:
             return out

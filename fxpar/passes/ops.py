@@ -10,6 +10,7 @@ process group's own name there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -183,11 +184,12 @@ torch.library.register_autograd(
 
 
 # An all-gather on CPU in two ops, for ``passes.schedule.give_outputs``: the second ends
-# the first, whose operand it reads so that nobody overwrites it before.
+# the first. Inductor must be taught both (``register_lowering``): what is read until
+# the second is the buffer that it gave the first, not another copy of its value.
 torch.library.define(
     "fxpar::all_gather_into_tensor", "(Tensor x, int count, str group) -> Tensor"
 )
-torch.library.define("fxpar::wait_gather", "(Tensor(a!) out, Tensor x) -> ()")
+torch.library.define("fxpar::wait_gather", "(Tensor(a!) out) -> ()")
 
 
 def _gathered(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -200,7 +202,7 @@ def _(x, count, group):
 
 
 @torch.library.register_fake("fxpar::wait_gather")
-def _(out, x):
+def _(out):
     return None
 
 
@@ -211,8 +213,17 @@ def _(x, count, group):
 
 
 @torch.library.impl("fxpar::wait_gather", "CompositeExplicitAutograd")
-def _(out, x):
+def _(out):
     torch.ops._c10d_functional.wait_tensor(out)
+
+
+@functools.cache
+def register_lowering() -> None:
+    """Teach Inductor the all-gather in two ops: called where one is put in a graph."""
+    ours = torch.ops.fxpar
+    _compat.lower_collective(
+        ours.all_gather_into_tensor.default, ours.wait_gather.default
+    )
 
 
 # A gather with the products that read it, a product with the reduce-scatter that takes

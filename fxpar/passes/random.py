@@ -322,7 +322,9 @@ def register_lowering() -> None:
     def lower_randint(low, high, size, seed, global_size, offset):
         def draw(seed, linear):
             at = ops.index_expr(linear, torch.int32)
-            bounds = (ops.value_expr(n, torch.int64) for n in (low, high))
+            bounds = [
+                _compat.inductor_integer(ops, n, torch.int64) for n in (low, high)
+            ]
             return ops.randint64(seed, at, *bounds)
 
         return lower(size, seed, global_size, offset, torch.int64, draw)

@@ -17,6 +17,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.passes.buckets import FULL, bucket, from_inputs
 from fxpar.passes.delay import delay
+from fxpar.passes.ops import register_lowering
 from fxpar.passes.rewrite import Rewriter
 from fxpar.passes.waits import WAIT, is_chunk, sink, sink_waits
 
@@ -157,15 +158,14 @@ def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
         value = node.meta["val"]
         if value.device.type != "cpu" or value.is_complex():
             continue
+        register_lowering()
         with graph.inserting_before(node):
             target = ours.all_gather_into_tensor.default
             made = graph.call_function(target, node.args)
             made.meta = dict(node.meta)
         for wait in list(node.users):
             with graph.inserting_before(wait):
-                done = graph.call_function(
-                    ours.wait_gather.default, (made, node.args[0])
-                )
+                done = graph.call_function(ours.wait_gather.default, (made,))
                 done.meta["val"] = None
             rewriter.replace(wait, made)
         graph.erase_node(node)

@@ -13,6 +13,9 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from fxpar.passes.arithmetic import changes_operand, viewed
+from fxpar.passes.launches import WAITS
+
 aten = torch.ops.aten
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -47,15 +50,36 @@ def is_chunk(node: fx.Node) -> bool:
 
 
 def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Move each of ``nodes`` right before its first reader; those of one reader keep
+    """Move each of ``nodes`` right before its first reader, or before what writes to
+    memory that it reads, a wait's being its collective's; those of one reader keep
     their order."""
+    writes = _writes(graph)
     first: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(graph.nodes)):
         if node in nodes and node.users:
-            reader = min(node.users)
+            after = [w for m in _reads(node) for w in writes.get(m, ()) if node < w]
+            reader = min([*node.users, *after])
             first.get(reader, reader).prepend(node)
             first[reader] = node
     graph.lint()
+
+
+def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What writes to a memory, by the node that it belongs to."""
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if changes_operand(node.target) and node.target not in WAITS:
+            for read in node.all_input_nodes:
+                out.setdefault(viewed(read), []).append(node)
+    return out
+
+
+def _reads(node: fx.Node) -> set[fx.Node]:
+    """Nodes whose memory an op reads; a wait, what its collective reads as well."""
+    read = set(node.all_input_nodes)
+    if node.target in WAITS:
+        read.update(*(n.all_input_nodes for n in node.all_input_nodes))
+    return {viewed(n) for n in read}
 
 
 def _waited(graph: fx.Graph) -> set[fx.Node]:

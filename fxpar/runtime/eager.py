@@ -59,6 +59,7 @@ class _Watched:
         default_factory=weakref.WeakKeyDictionary
     )
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
+    before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
     group: Any = None  # a weak reference: the one whose ranks know of it
     reduced: bool = False
@@ -116,6 +117,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
 
 
 def _read(watched: _Watched) -> None:
+    watched.before = _compat.graph_breaks()
     try:
         watched.asked = Options.read(watched.options)
     except OptionError:
@@ -194,7 +196,10 @@ def _explain(watched: _Watched, *, compiled: bool) -> None:
             if code in _skipped:
                 watched.outside.setdefault(_skipped[code], False)
     if not compiled and not watched.outside:
-        why = _compat.last_graph_break() or "Dynamo does not compile it"
+        new = _compat.graph_breaks().items() - watched.before.items()
+        why = next(
+            (str(why).split("\n")[0] for why, _ in new), "not compiled by Dynamo"
+        )
         watched.outside[_Outside(watched.name, why)] = False
 
 

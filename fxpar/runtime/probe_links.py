@@ -147,7 +147,7 @@ def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]
 def _all_gather(x: torch.Tensor, count: int, group: str, me: int) -> None:
     if x.device.type == "cpu":  # as passes.schedule.give_outputs
         out = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
-        torch.ops.fxpar.wait_gather(out, x)
+        torch.ops.fxpar.wait_gather(out)
     else:
         _C10D.wait_tensor(_C10D.all_gather_into_tensor(x, count, group))
 

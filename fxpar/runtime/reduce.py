@@ -52,6 +52,12 @@ class _Buffer:
         found = getattr(self.module(), self.name, None)
         return None if isinstance(found, DTensor) else found
 
+    def changed(self) -> bool:
+        """Whether code may have written it; norms (2.13) write unseen by versions."""
+        owner = self.module()
+        norm = bool(getattr(owner, "track_running_stats", False))
+        return self.state() != self.known or (norm and getattr(owner, "training", True))
+
     def state(self) -> tuple[int, int] | None:
         value = self.value()
         if value is None or value.is_inference():
@@ -75,7 +81,7 @@ class _Reducer:
         """The end of a backward: agree on what has changed, then make it alike."""
         self.queued, touched, self.touched = False, self.touched, set()
         count = len(self.parameters)
-        changed = [i for i, b in enumerate(self.buffers) if b.state() != b.known]
+        changed = [i for i, b in enumerate(self.buffers) if b.changed()]
         mask = torch.zeros(count + len(self.buffers), dtype=torch.int32)
         mask[[*touched, *(count + i for i in changed)]] = 1
         mask = mask.to(inputs.transport(torch.device("cpu")))

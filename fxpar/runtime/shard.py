@@ -31,6 +31,7 @@ from fxpar.runtime.choose import choices, plan_mode, planned
 from fxpar.runtime.draws import draw_as_one_device
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.inputs import check_same
+from fxpar.runtime.matrices import orthogonalize_whole
 from fxpar.runtime.modules import HOME, Home, Rest, adopt
 from fxpar.runtime.partials import complete_partials
 from fxpar.runtime.tracing import Call
@@ -374,6 +375,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
     if p.is_meta:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     complete_partials()
+    orthogonalize_whole()
     if device == "cpu":
         draw_as_one_device()
     shape = torch.Size(p.shape)

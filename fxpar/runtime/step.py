@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _compat
 from fxpar.errors import FxparWarning, OptionError, PlanError, compose
+from fxpar.runtime.matrices import orthogonalize_whole
 from fxpar.runtime.names import Named
 from fxpar.runtime.step_forward import (
     Forward,
@@ -67,6 +68,7 @@ class TrainStep:
         backend: Backend,
     ) -> None:
         refuse(optimizer)
+        orthogonalize_whole()
         if clip is not None and not (is_number(clip) and clip > 0):
             raise OptionError(
                 f"clip cannot be {clip!r}", fix="give the largest norm, as clip=1.0"

@@ -8,10 +8,14 @@ would make in its first step is made (``prepare``), values are put (``write``).
 A number may be traced as a 0-dim float64 tensor, so that another value needs no other
 graph. ``Numbers`` lets torch functions take such tensors where they take numbers, and
 answers comparisons with the value of now; the answers then belong to what was traced.
+What ``item()`` reads stays a tensor, and ``choosing`` lets ``min`` and ``max`` take it.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import functools
 import inspect
 import operator
 from collections import OrderedDict, defaultdict
@@ -23,6 +27,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import PlanError
+
+# What Python computes with.
+NUMBER = torch.float64
 
 # How an optimizer computes, not what: it is traced one tensor after the other.
 _MANNERS = ("foreach", "fused")
@@ -248,7 +255,8 @@ class Numbers(TorchFunctionMode):
     """Inside, tensors that stand for numbers are taken where numbers are.
 
     ``known``: by id of a tensor the slot and the number it stands for. ``answers``:
-    comparisons so far. A number changed in place is no longer known.
+    comparisons so far. A number changed in place is no longer known. ``item()`` of any
+    tensor gives one that stands for its value.
     """
 
     def __init__(self, known: dict[int, tuple[Slot, Any]]) -> None:
@@ -264,6 +272,8 @@ class Numbers(TorchFunctionMode):
                 return self._answer(args[0], name, args[1])
             if _is_in_place(func.__name__):
                 del self.known[id(args[0])]
+        if name == "item":
+            return args[0].reshape(()).to(NUMBER)
         if name in _SCALED:
             keyword, product = _SCALED[name]
             if isinstance(kwargs.get(keyword), torch.Tensor):
@@ -282,6 +292,38 @@ class Numbers(TorchFunctionMode):
         holds = bool(_COMPARISONS[relation](value, other))
         self.answers.append(Answer(slot, relation, other, holds))
         return holds
+
+
+@contextlib.contextmanager
+def choosing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``min`` and ``max`` in the modules that the optimizer's methods are of
+    take tensors that stand for numbers."""
+    methods = [f for kind in type(optimizer).__mro__ for f in vars(kind).values()]
+    scopes = [inspect.unwrap(f).__globals__ for f in methods if inspect.isfunction(f)]
+    added: list[tuple[dict[str, Any], str]] = []
+    for scope in scopes:
+        for name, combine in (("min", torch.minimum), ("max", torch.maximum)):
+            if name not in scope:
+                scope[name] = functools.partial(
+                    _extreme, getattr(builtins, name), combine
+                )
+                added.append((scope, name))
+    try:
+        yield
+    finally:
+        for scope, name in added:
+            del scope[name]
+
+
+def _extreme(plain: Any, combine: Any, *args: Any, **kwargs: Any) -> Any:
+    """``plain`` is Python's own; of numbers some of which are tensors ``combine``."""
+    numbers = all(is_number(x) or isinstance(x, torch.Tensor) for x in args)
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if len(args) < 2 or kwargs or not numbers or not tensors:
+        return plain(*args, **kwargs)
+    device = tensors[0].device
+    values = (torch.as_tensor(x, dtype=NUMBER, device=device) for x in args)
+    return functools.reduce(combine, values)
 
 
 def _weight(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -23,19 +23,18 @@ from fxpar.errors import PlanError
 from fxpar.passes.buckets import PHASE
 from fxpar.runtime.step_forward import End, Forward, fake_of, loss_of, spec_of
 from fxpar.runtime.step_optimizer import (
+    NUMBER,
     Answer,
     Numbers,
     Slot,
     Traced,
     attributes,
+    choosing,
     is_number,
     slots,
     stand_in,
     step_of,
 )
-
-# What Python computes with.
-NUMBER = torch.float64
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _update(
             trained = [given[i] for i in forward.trained]
             torch.nn.utils.clip_grad_norm_(trained, clip, foreach=False)
         try:
-            with mode:
+            with mode, choosing(optimizer):
                 step_of(optimizer)(double)
         except Exception as error:
             raise _untraceable(optimizer, error) from error
@@ -291,8 +290,8 @@ def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanErro
     return PlanError(
         f"the step of {kind} cannot be traced: {reason}",
         where=_raised_at(error),
-        fix="let it compute with tensors alone (x ** 0.5 for math.sqrt(x), no item(), "
-        "no branch on a value), or torch.compile the model and call optimizer.step()",
+        fix="let it compute with tensors alone (x ** 0.5 for math.sqrt(x), no "
+        "float(), no branch on a value), or torch.compile the model and call optimizer.step()",
     )
 
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from fxpar.sharding.mesh import Link, Mesh
 
 
@@ -54,7 +52,11 @@ class Curve:
         times = [line.alpha + line.beta * nbytes for line in self.lines]
         if len(times) == 1:
             return times[0]
-        return np.min(times, 0) if isinstance(nbytes, np.ndarray) else min(times)
+        if isinstance(nbytes, (int, float)):
+            return min(times)
+        import numpy as np
+
+        return np.min(times, 0)
 
     def line(self, nbytes: float) -> Line:
         """Of the algorithm that is fastest for ``nbytes``."""

@@ -1,8 +1,8 @@
 """Deciding: from a Program, a Mesh and hints to a Decision.
 
 ``decide`` propagates what is given, chooses a strategy per op, places the reductions,
-and connects. ``searched`` takes what is given as facts and finds the fastest plan. A
-saved plan is applied to a program again by ``recall``. Nothing here knows about graphs.
+and connects. ``searched`` takes what is given as facts and finds the fastest plan. (A
+saved plan is applied to a program again by ``recall``.) Nothing here knows graphs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxpar.errors import PlanError
 from fxpar.sharding import conventions
 from fxpar.sharding.edges import Edges, Reshard, connect
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.partials import place_reductions
-from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard import steps
@@ -144,7 +142,7 @@ def searched(
     Raises HintError for hints that do not fit, PlanError if no plan does.
     """
     if program.signature.batch:
-        program = _resting(program, decide(program, mesh, {}).edges.outputs)
+        program = with_rests(program, decide(program, mesh, {}).edges.outputs)
     seeds: dict[int, list[Seed]] = {}
     for seed in _given(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
@@ -200,7 +198,7 @@ def _wide(found: Found, asked: Asked) -> list[str]:
     ]
 
 
-def _resting(program: Program, rests: Sequence[Spec | None]) -> Program:
+def with_rests(program: Program, rests: Sequence[Spec | None]) -> Program:
     """The program whose outputs that may follow the batch rest as given: whether one
     does is no matter of cost, since the user's code goes on with its local part."""
     signature = program.signature
@@ -305,53 +303,3 @@ def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
             f"{value.nbytes * (1 - 1 / mesh.sizes[axis]):.0f} bytes more per rank",
         )
     return list(out.values())
-
-
-def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
-    """Apply a saved plan to a program, with the links it was made with, since these
-    decide how reshards are lowered.
-
-    Raises PlanError where the plan is for another mesh or another program.
-    """
-    if plan.mesh.axes != mesh.axes:
-        raise PlanError(
-            f"the plan is for mesh {plan.mesh}, this run has {mesh}",
-            fix="plan again for this mesh",
-        )
-    if [op.name for op in program.ops] != [node.name for node in plan.nodes]:
-        raise PlanError(
-            "the plan is for another program: its ops differ",
-            fix="plan again: a plan fits the code, shapes and versions it was made for",
-        )
-    if program.signature.batch:
-        program = _resting(program, _rests(program, plan))
-    mesh = replace(mesh, links=plan.mesh.links)
-    strategies = [Strategy(node.factors, node.passes) for node in plan.nodes]
-    settled = [Spec.whole(len(v.shape)) for v in program.values]
-    known = dict(plan.values)
-    for value in program.values:
-        settled[value.index] = known[value.name]
-    edges = connect(program, strategies, settled, mesh)
-    return Decision(
-        program,
-        mesh,
-        tuple(strategies),
-        tuple(settled),
-        edges,
-        tuple({} for _ in program.values),
-        plan.notes,
-        reasons=plan.reasons,
-    )
-
-
-def _rests(program: Program, plan: Plan) -> list[Spec | None]:
-    """Where a plan's outputs rest, in the order of the program's."""
-    outputs, gradients = iter(plan.outputs), dict(plan.gradients)
-    return [
-        None
-        if v is None
-        else next(outputs)
-        if out.kind == "output"
-        else gradients.get(out.name)
-        for out, v in zip(program.signature.outputs, program.outputs, strict=True)
-    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.saved import Saved
 from fxpar.sharding.spec import Spec
 
 FORMAT = 1
@@ -179,81 +180,75 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_record`` as JSON."""
-        Path(path).write_text(json.dumps(self.to_record(), indent=1))
+        """Write ``to_json``."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        """``to_record`` as text."""
+        return json.dumps(self.to_record(), indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what ``save`` wrote. Raises PlanError if it cannot be read."""
+        """Read what ``save`` wrote. Raises PlanError if it cannot be read, naming the
+        place in the file that is broken."""
         try:
             data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanError(
                 f"cannot read the plan file {path}: {error}",
-                fix="FXPAR_PLAN takes propagate, replicate, or a file of plan.save()",
+                fix="FXPAR_PLAN takes search, propagate, replicate, or a file of "
+                "plan.save()",
             ) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise PlanError(f"{path} is not a plan of this version of fxpar")
-        return cls.from_dict(data)
+            raise PlanError(
+                f"{path} is not a plan of this version of fxpar",
+                fix="plan again, and save it: plan.save(path)",
+            )
+        try:
+            return cls.from_dict(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error.what}", fix=error.fix) from error
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of ``to_record``, and of ``to_dict``, which is without links."""
+        """Inverse of ``to_record``, and of ``to_dict``, which is without links.
 
-        def specs(texts: Sequence[str]) -> tuple[Spec, ...]:
-            return tuple(Spec.parse(text) for text in texts)
+        Raises PlanError naming the place that is not as these wrote it.
+        """
+        saved = Saved(data)
+        mesh = _mesh(saved)
 
-        def named(pairs: Sequence) -> tuple[tuple[str, Spec], ...]:
-            return tuple((name, Spec.parse(text)) for name, text in pairs)
+        def specs(name: str) -> tuple[Spec, ...]:
+            return saved[name].each(lambda x: x.spec(mesh))
 
-        lines = data.get("lines") or [None] * len(data["nodes"])
-        modules = data.get("modules") or [None] * len(data["nodes"])
-        reads = data.get("reads") or [()] * len(data["nodes"])
-        nodes = tuple(
-            NodePlan(
-                name=n["name"],
-                op=n["op"],
-                factors=tuple((f, tuple(axes)) for f, axes in n["factors"]),
-                passes=tuple((a, op, p) for a, op, p in n["passes"]),
-                operands=specs(n["operands"]),
-                results=specs(n["results"]),
-                settled=specs(n["settled"]),
-                shapes=tuple(tuple(s) for s in n["shapes"]),
-                dtypes=tuple(n["dtypes"]),
-                rule=n["rule"],
-                line=line,
-                module=module,
-                reads=tuple(read),
+        def named(name: str) -> tuple[tuple[str, Spec], ...]:
+            return saved[name].each(
+                lambda x: x.pair(Saved.text, lambda y: y.spec(mesh))
             )
-            for n, line, module, read in zip(
-                data["nodes"], lines, modules, reads, strict=True
-            )
-        )
-        sources = data.get("sources") or [""] * len(data["collectives"])
-        collectives = tuple(
-            Collective(c["kind"], tuple(c["axes"]), c["bytes"], source)
-            for c, source in zip(data["collectives"], sources, strict=True)
-        )
-        mesh = Mesh.parse(data["mesh"])
-        if "links" in data:
-            mesh = replace(mesh, links=tuple(map(_link, data["links"])))
+
+        def texts(name: str) -> tuple[str, ...]:
+            return saved.get(name, ()).each(Saved.text)
+
+        values = named("values")
         return cls(
             mesh,
-            specs(data["inputs"]),
-            specs(data["outputs"]),
-            named(data["parameters"]),
-            named(data["gradients"]),
-            named(data["values"]),
-            nodes,
-            collectives,
-            tuple(data["unknown"]),
-            tuple((name, text) for name, text in data.get("reasons", ())),
-            tuple(data.get("notes", ())),
-            memory=tuple((kind, size) for kind, size in data.get("memory", ())),
-            dearest=tuple(map(_moved, data.get("dearest", ()))),
-            schedule=data.get("schedule", ""),
-            near=tuple(data.get("near", ())),
-            regions=tuple(data.get("regions", ())),
+            specs("inputs"),
+            specs("outputs"),
+            named("parameters"),
+            named("gradients"),
+            values,
+            _nodes(saved, mesh, [name for name, _ in values]),
+            _collectives(saved, mesh),
+            saved["unknown"].each(Saved.text),
+            saved.get("reasons", ()).each(lambda x: x.pair(Saved.text, Saved.text)),
+            texts("notes"),
+            memory=saved.get("memory", ()).each(
+                lambda x: x.pair(Saved.text, Saved.count)
+            ),
+            dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
+            schedule=saved.get("schedule", "").text(),
+            near=texts("near"),
+            regions=texts("regions"),
         )
 
     def diff(self, other: Plan) -> str:
@@ -317,17 +312,119 @@ def _plain(x: Any) -> Any:
     return x
 
 
-def _moved(data: Mapping[str, Any]) -> Moved:
+def _mesh(saved: Saved) -> Mesh:
+    """The mesh, with links if the file has them."""
+    mesh = saved["mesh"].read(Mesh.parse)
+    if "links" in saved.value:
+        mesh = replace(mesh, links=saved["links"].each(_link, len(mesh.axes)))
+    return mesh
+
+
+def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
+    """The ops, with what is saved beside them: lines, modules and reads."""
+    known = set(values)
+    nodes = saved["nodes"].items()
+    beside = {
+        name: (saved.get(name, ()).value and saved[name].items(len(nodes)))
+        or [Saved(empty, name)] * len(nodes)
+        for name, empty in (("lines", None), ("modules", None), ("reads", ()))
+    }
+    found = zip(nodes, *beside.values(), strict=True)
+    return tuple(
+        replace(
+            _node(node, mesh, known),
+            line=line.text_or_none(),
+            module=module.text_or_none(),
+            reads=_reads(read, node, len(values)),
+        )
+        for node, line, module, read in found
+    )
+
+
+def _node(saved: Saved, mesh: Mesh, values: Collection[str]) -> NodePlan:
+    name = saved["name"].text()
+    shapes = saved["shapes"].each(lambda x: x.each(Saved.count))
+    operands = len(saved["operands"].items())
+    results = len(shapes) - operands
+    if results < 0:
+        raise saved["shapes"].refuse(f"{operands} operands alone have a shape each")
+    for made in [f"{name}.{i}" for i in range(results)]:
+        if made not in values and not (results == 1 and name in values):
+            raise saved["name"].refuse(
+                f"no value is named {made if results > 1 else name}"
+            )
+
+    def specs(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Spec, ...]:
+        items = saved[name].items(len(shapes))
+        pairs = zip(items, shapes, strict=True)
+        return tuple(item.spec(mesh, len(shape)) for item, shape in pairs)
+
+    def axes(x: Saved) -> tuple[str, ...]:
+        return x.each(lambda y: y.axis(mesh))
+
+    def passed(x: Saved) -> tuple[str, str, int]:
+        axis, reduction, passage = x.items(3)
+        return axis.axis(mesh), reduction.text(), passage.count()
+
+    return NodePlan(
+        name=name,
+        op=saved["op"].text(),
+        factors=saved["factors"].each(lambda x: x.pair(Saved.text, axes)),
+        passes=saved["passes"].each(passed),
+        operands=specs("operands", shapes[:operands]),
+        results=specs("results", shapes[operands:]),
+        settled=specs("settled", shapes[operands:]),
+        shapes=shapes,
+        dtypes=saved["dtypes"].each(Saved.text, len(shapes)),
+        rule=saved["rule"].text(),
+    )
+
+
+def _reads(saved: Saved, node: Saved, values: int) -> tuple[int, ...]:
+    count = len(node["operands"].items()) if saved.value else None
+    return saved.each(lambda x: x.count(below=values), count)
+
+
+def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
+    found = saved["collectives"].items()
+    kept = saved.get("sources", ())
+    sources = kept.each(Saved.text, len(found)) if kept.value else [""] * len(found)
+    return tuple(
+        Collective(
+            c["kind"].text(),
+            c["axes"].each(lambda x: x.axis(mesh)),
+            c["bytes"].count(),
+            source,
+        )
+        for c, source in zip(found, sources, strict=True)
+    )
+
+
+def _moved(saved: Saved, mesh: Mesh) -> Moved:
     """Inverse of ``_plain`` on what a Moved holds."""
-    specs = {key: Spec.parse(data[key]) for key in ("source", "target")}
-    return Moved(**{**data, **specs, "steps": tuple(data["steps"])})
+    return Moved(
+        source=saved["source"].spec(mesh),
+        target=saved["target"].spec(mesh),
+        steps=saved["steps"].each(Saved.text),
+        calls=saved["calls"].count(),
+        bytes=saved["bytes"].count(),
+        seconds=None if saved["seconds"].value is None else saved["seconds"].number(),
+        line=saved["line"].text(),
+    )
 
 
-def _link(data: Mapping[str, Any]) -> Link:
+def _link(saved: Saved) -> Link:
     """Inverse of ``asdict`` on a link."""
-    inner = data["inner"] and _link(data["inner"])
-    kinds = tuple((kind, _link(own)) for kind, own in data["kinds"])
-    return Link(**{**data, "inner": inner, "kinds": kinds})
+    inner = saved["inner"]
+    return Link(
+        bandwidth=saved["bandwidth"].number(),
+        latency=saved["latency"].number(),
+        overhead=saved["overhead"].number(),
+        tree=saved["tree"].switch(),
+        inside=saved["inside"].count(),
+        inner=None if inner.value is None else _link(inner),
+        kinds=saved["kinds"].each(lambda x: x.pair(Saved.text, _link)),
+    )
 
 
 def asdict_shallow(record: Any) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from fxpar.sharding.spec import Spec
 class Input:
     """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
 
-    ``kind``: "input", "summand", "parameter", "buffer", "tangent" or "state". ``use``: how the
-    program should use the value, as a hint (entries per dim, or a Spec); where it lies
-    is no hint.
+    ``kind``: "input", "summand", "parameter", "buffer", "tangent" or "state".
+    ``use``: how the program should use the value, as a hint (entries per dim, or a
+    Spec); where it lies is no hint.
     """
 
     name: str

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fxpar.sharding.mesh import Link, Mesh
 
 FORMAT = "fxpar hardware 1"
@@ -120,6 +118,8 @@ class Hardware:
         """Seconds to move bytes through memory, or caches that hold them."""
         if not self.near or nbytes >= self.near[-1][0] * _FAR:
             return nbytes / self.bandwidth
+        import numpy as np
+
         points = (*self.near, (self.near[-1][0] * _FAR, self.bandwidth))
         sizes, rates = zip(*points, strict=True)
         at = np.interp(math.log(max(nbytes, 1.0)), np.log(sizes), np.log(rates))

@@ -198,7 +198,12 @@ def check(seed: int) -> Counter[str]:
 
 
 def test_random_schedules() -> None:
-    done = sum((check(seed) for seed in range(QUICK)), Counter())
+    done: Counter[str] = Counter()
+    for seed in range(ALL):
+        # Another torch traces other graphs, of which some verbs need more.
+        if seed >= QUICK and set(done) >= VERBS:
+            break
+        done += check(seed)
     assert set(done) >= VERBS, VERBS - set(done)
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx
 
@@ -33,6 +32,7 @@ from fxpar.passes.waits import WAIT, sink_waits
 from fxpar.runtime.binding import bind
 from tests.fusion.ranks import CHUNKED, SHARED, pipeline
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+from tests.helpers.wrapper import code_of, fake_group
 from tests.spawn import shared_pool
 
 aten, c10d, ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.fxpar
@@ -279,27 +279,6 @@ def test_messages_of_a_pipeline() -> None:
     assert len(received.exposed(lambda n: "all_gather" in n.name, starts)) == 1
 
 
-def code_of(graph: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The wrapper that Inductor writes for a graph, which nobody runs."""
-    from torch._inductor import config
-    from torch._inductor.graph import GraphLowering
-
-    codes: list[str] = []
-
-    def stop(code: str) -> None:
-        codes.append(code)
-        raise RuntimeError("kernels need not be compiled")
-
-    monkeypatch.setattr(GraphLowering, "save_output_code", stop)
-    graph.set_codegen(fx.graph.CodeGen())
-    inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-    stopped = pytest.raises(Exception, match="need not be compiled")
-    with config.patch({"fx_graph_cache": False, "compile_threads": 1}), stopped:
-        _compat.compile_inner(fx.GraphModule(torch.nn.Module(), graph), inputs)
-    (code,) = codes
-    return code
-
-
 _START = re.compile(r"(?:(buf\d+) = )?torch\.ops\.\w+\.(\w+)\.default\((buf\d+)?")
 
 
@@ -326,11 +305,8 @@ def exposed(code: str) -> list[str]:
 @pytest.fixture
 def group() -> Iterator[str]:
     """A group of four that does not communicate."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
+    with fake_group(4) as name:
+        yield name
 
 
 GENERATED = ["mm, rs, 4 on 1", "ag, mm on 0", "mm, rs, ring 2", "ag, mm, ring 1"]

@@ -499,7 +499,7 @@ def test_gathers_in_two_ops_and_coalesced_ones_are_waited_for():
     s = Sketch()
     x, y = s.input(4, 8), s.input(2, 2)
     made = s(ours.all_gather_into_tensor, x, 2, "fxpar:dp")
-    s(ours.wait_gather, made, x)
+    s(ours.wait_gather, made)
     pair = s(c10d.all_reduce_coalesced, [x, y], "sum", "fxpar:tp")
     parts = []
     for i in range(2):

@@ -100,13 +100,17 @@ EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "chosen": lambda x, y, w: torch.where(y.eq(0)[:, None], x.abs(), 0.5).sum(),
     "joined": lambda x, y, w: torch.cat([x.abs(), x.abs() * 2]).sum(),
     "norm layer": lambda x, y, w: F.layer_norm(x, (WIDTH,)).square().sum(),
-    "batch norm": lambda x, y, w: F.batch_norm(x, None, None, training=True).exp().sum(),
+    "batch norm": lambda x, y, w: (
+        F.batch_norm(x, None, None, training=True).exp().sum()
+    ),
     "attention": lambda x, y, w: (
         F.scaled_dot_product_attention(*(x.view(-1, 1, 2, 2),) * 3).square().sum()
     ),
     "softmax over it": lambda x, y, w: (x.softmax(0) * x.abs()).sum(),
     "softmax of it": lambda x, y, w: x.softmax(0).square().sum(),
-    "reshaped": lambda x, y, w: x.view(-1, 2, 2).transpose(1, 2).reshape(-1).abs().sum(),
+    "reshaped": lambda x, y, w: (
+        x.view(-1, 2, 2).transpose(1, 2).reshape(-1).abs().sum()
+    ),
     "two sums": lambda x, y, w: x.abs().sum() * x.square().sum() / x.exp().sum(),
 }
 
@@ -201,9 +205,7 @@ COUPLED: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
         0.0,
     ),
     "contrastive sum": (
-        lambda x, y, w: F.cross_entropy(
-            x @ x.T, torch.arange(len(x)), reduction="sum"
-        ),
+        lambda x, y, w: F.cross_entropy(x @ x.T, torch.arange(len(x)), reduction="sum"),
         1.0,
     ),
     "log of a sum": (lambda x, y, w: x.exp().sum().log(), 0.0),

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from fxpar.config import write_dump
 from fxpar.errors import compose
 from fxpar.fusion.kernels import launch
 from fxpar.fusion.kernels import op as _op
@@ -269,11 +270,9 @@ def _told(miss: Miss) -> str:
 def _write(fused: Fused, folder: Path) -> None:
     """Every program, and the kernels of its parts, as text."""
     for program in fused.programs:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = str(program)
-        (folder / f"region_{program.hash}.txt").write_text(f"{text}\n")
+        write_dump(folder / f"region_{program.hash}.txt", f"{program}\n")
         for step in stages_of(program):
             if isinstance(step, Part):
                 kernel = kernel_of(step.program)
                 path = folder / f"region_{program.hash}_{kernel.name}.py"
-                path.write_text(kernel.text)
+                write_dump(path, kernel.text)

@@ -141,7 +141,7 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
     inside = set(members)
     found = set()
     for node in members:
-        if op_name(node) in _OWN_WAIT or all(u in inside for u in node.users):
+        if op_name(node) == _OWN_WAIT or all(u in inside for u in node.users):
             continue
         while is_view(node) and node.args[0] in inside:
             node = node.args[0]

@@ -22,8 +22,11 @@ DTYPES = ("float32", "bfloat16")
 RANKS = (1, 2, 4, 8)
 ALIGNED = 16  # bytes that a thread reads at a time
 
-# Seconds of a barrier that make one shot and two shot of 8 ranks equal at 130 KB.
-BARRIER = 1.7e-6
+# Of a barrier: round trips one after the other, to the others' signals and to the own,
+# of however many ranks; and seconds of one, half of what makes one shot and two shot of
+# 8 ranks equal at 130 KB, where a barrier took as many.
+TRIPS, TRIP = 2, 0.85e-6
+BARRIER = TRIPS * TRIP
 # Bytes of an all-reduce's operand, or of all ranks' parts together, up to which a
 # kernel that waits inside is taken; beyond, NCCL's protocols fill the link. A quarter
 # of what the figures above allow, until these kernels are measured.

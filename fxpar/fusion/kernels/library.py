@@ -120,15 +120,22 @@ def patience(signals, rank):
 
 
 @triton.jit
-def _swap(place, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, left):
-    """Put ``new`` where ``old`` is, once it is; give up after ``left`` questions, at
-    least one. What was found, and the questions that are left."""
+def _swap(
+    places, live, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, left
+):
+    """At each of the places that are ``live``, put ``new`` where ``old`` is, once it
+    is; all are asked at once. Give up after ``left`` questions, at least one. Where
+    ``old`` never was, and the questions that are left."""
     tries = tl.maximum(left, 1)
-    found = left * 0 + new
-    while (found != old) & (tries > 0):
-        found = tl.atomic_cas(place, old, new, sem=order, scope="sys")
+    waits = live
+    value = live * 0 + new
+    while (tl.max(waits, 0) != 0) & (tries > 0):
+        # What was found is not changed again: none of the places is ever -1.
+        wanted = tl.where(waits != 0, old, -1)
+        found = tl.atomic_cas(places, wanted, value, sem=order, scope="sys")
+        waits = tl.where(found != old, waits, 0)
         tries -= 1
-    return found, tl.minimum(left, tries)
+    return waits, tl.minimum(left, tries)
 
 
 @triton.jit
@@ -140,24 +147,25 @@ def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, left):
     ``signals``: pointer to the addresses of all ranks' pads, which are zero at first:
     a head (``providers.HEAD``), and of each program one int32 for each rank that
     signals. A signal is raised from 0 to 1 by its sender and lowered by its receiver,
-    so the pads are zero again in the end. Grids must be equal on all ranks, and all
-    their programs run at a time. It is the handshake of torch's symmetric memory
-    (CUDASymmetricMemory), without assembler.
+    so the pads are zero again in the end. Each rank is a thread's, so that of any
+    number of ranks it takes one round trip to the others' memory and one to the own
+    (``ladder.TRIPS``). Grids must be equal on all ranks, and all their programs run at
+    a time. It is the handshake of torch's symmetric memory (CUDASymmetricMemory),
+    without assembler.
     """
     tl.debug_barrier()  # what all threads wrote comes before what one releases
     first = HEAD + tl.program_id(0) * RANKS
+    lane = tl.arange(0, triton.next_power_of_2(RANKS))
+    live = (lane < RANKS).to(tl.int32)
+    other = tl.minimum(lane, RANKS - 1)
     own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
-    missed = left * 0
+    pads = tl.load(signals + other).to(tl.pointer_type(tl.int32))
     before = left
-    for other in tl.static_range(RANKS):
-        pad = tl.load(signals + other).to(tl.pointer_type(tl.int32))
-        found, left = _swap(pad + first + rank, 0, 1, "release", left)
-        missed = tl.where((found != 0) & (missed == 0), other + 1, missed)
-    for other in tl.static_range(RANKS):
-        found, left = _swap(own + first + other, 1, 0, "acquire", left)
-        missed = tl.where((found != 1) & (missed == 0), other + 1, missed)
+    deaf, left = _swap(pads + (first + rank), live, 0, 1, "release", left)
+    mute, left = _swap(own + first + other, live, 1, 0, "acquire", left)
+    missed = tl.max(tl.maximum(deaf, mute) * (RANKS - lane), 0)
     if (missed != 0) & (before > 0):
-        tl.store(own, missed)
+        tl.store(own, RANKS + 1 - missed)  # the first of them, plus one
         tl.store(own + 1, REGION)
     tl.debug_barrier()
     return left

@@ -117,8 +117,6 @@ class _Outliner:
         named = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
         if named or op == _OWN_GATHER:
             self.group, args = args[-1], (*args[:-1], Group())
-        elif op == _OWN_WAIT:
-            args = args[:1]
         pairs = tuple(
             (k, self._argument(v)) for k, v in kwargs.items() if k not in _LEFT_OUT
         )

@@ -82,8 +82,8 @@ class Provider:
     alike, and all raise Unshared if one gets none. ``barrier()``: waits on the host
     until all ranks' kernels are done and all are here. ``cooperative``: whether a
     device holds one kernel of it at a time, whose whole grid must fit. ``multicast``:
-    whether its memory has a multicast address. ``meeting``: where its ranks tell each
-    other what they found."""
+    whether its memory has a multicast address, however large. ``meeting``: where its
+    ranks tell each other what they found."""
 
     rank: int
     ranks: int
@@ -306,13 +306,23 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
         torch.cuda.synchronize(device)
         meeting.meet()
 
+    switch = False
+
+    def meet(own: torch.Tensor) -> tuple[tuple[int, ...], Any, int]:
+        addresses, keep = _compat.symmetric_meet(own, group)
+        multicast = _compat.multicast_address(keep)
+        if switch and not multicast:
+            # Kernels that use one were chosen by what the first memory had.
+            raise RuntimeError("larger memory has no multicast address")
+        return addresses, keep, multicast
+
     def allocate(nbytes: int, number: int) -> Memory:
         own = meeting.agreed(lambda: _compat.symmetric_empty(nbytes, device))
         own.zero_()
-        addresses, keep = meeting.agreed(lambda: _compat.symmetric_meet(own, group))
+        addresses, keep, multicast = meeting.agreed(lambda: meet(own))
         assert addresses[rank] == own.data_ptr(), "ranks' memory is in another order"
         tensors = partial(_compat.symmetric_tensors, keep, ranks)
-        return Memory(addresses, own, keep, _compat.multicast_address(keep), tensors)
+        return Memory(addresses, own, keep, multicast, tensors)
 
     found = torch.cuda.get_device_properties(device)
     words = f"{_machine()}\n{found.uuid}\n{found.multi_processor_count}"

@@ -208,23 +208,39 @@ def _is_above(problem: Problem, seconds: float) -> bool:
 def _too_large(error: Infeasible, found: Formulation) -> PlanError:
     """What would be needed, and what needs most of it."""
     program = found.program
-    lines = []
-    for node, size in error.largest:
-        lines.append(f"{_name(found, node)} {size / 2**30:.2f} GiB")
     if error.limit is None or error.needed != error.needed:
         return PlanError(
             f"no plan keeps all hints: {error.what}",
             fix="leave some of their dims open with '?', or give search_seconds more",
         )
+    limit, needed, *sizes = _sizes(
+        error.limit, error.needed, *(size for _, size in error.largest)
+    )
+    names = (_name(found, node) for node, _ in error.largest)
+    lines = (f"{name} {size}" for name, size in zip(names, sizes, strict=True))
     return PlanError(
-        f"no plan fits in {error.limit / 2**30:.2f} GiB a rank: the smallest found "
-        f"needs {error.needed / 2**30:.2f} GiB, of which {', '.join(lines)}",
+        f"no plan fits in {limit} a rank: the smallest found needs {needed}, of which "
+        f"{', '.join(lines)}",
         fix="use more ranks, a smaller batch, or fxpar.shard"
         if any(
             i.kind == "parameter" and not i.is_sharded for i in program.signature.inputs
         )
         else "use more ranks or a smaller batch",
     )
+
+
+def _sizes(*sizes: float) -> list[str]:
+    """Bytes as text, each in a unit that shows it; all as bytes where different ones
+    would read alike."""
+
+    def short(size: float) -> str:
+        units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+        unit, name = next((u for u in units if size >= u[0]), (1, "bytes"))
+        return f"{size / unit:.4g} {name}"
+
+    texts = [short(size) for size in sizes]
+    alike = len(set(texts)) < len(set(sizes))
+    return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
 
 
 def _name(found: Formulation, index: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,35 @@ def test_what_falls() -> None:
     for found, rung, why in cases:
         assert found.name == rung
         assert why in found.why
+
+
+def test_the_docs_say_what_is() -> None:
+    """Sizes of docs/kernels.md are those up to which a rung is taken."""
+    page = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", page, re.MULTILINE)
+    assert [int(ranks) for ranks, _ in rows] == [2, 4, 8]
+    units = {"KiB": KIB, "MiB": MIB}
+    for ranks, row in rows:
+        one, two, multimem, *_ = (word.strip() for word in row.split("|"))
+        for name, word, switch in (
+            ("one_shot", one, False),
+            ("one_shot", one, True),
+            ("two_shot", two, False),
+            ("multimem", multimem, True),
+        ):
+            number, _, unit = (word or "512 KiB").partition(" ")
+            most = int(number) * units[unit]
+            found = [
+                on(reduced(int(ranks), nbytes), multicast=switch).name == name
+                for nbytes in (most, most + KIB)
+            ]
+            assert found == [bool(word), False], (ranks, name)
+    assert f"| `BARRIER` | {ladder.BARRIER * 1e6:.1f} us |" in page
+    assert f"`TRIPS` = {ladder.TRIPS} of {ladder.TRIP * 1e6:.2f} us" in page
+    assert f"| `ONE_SHOT` | {ladder.ONE_SHOT // KIB} KiB |" in page
+    assert f"| `IN_SWITCH` | {ladder.IN_SWITCH // MIB} MiB |" in page
+    most = dict.fromkeys(f"{n // MIB} MiB" for n in ladder.MOST.values())
+    assert f"| `MOST` | {', '.join(most)} |" in page
 
 
 def test_both_collectives_of_an_update() -> None:

@@ -145,6 +145,7 @@ class Gpus:
         self.store, self.here = dist.HashStore(), threading.local()
         self.broken: dict[str, Exception] = {}  # by what breaks on the second rank
         self.machines, self.devices = ["a", "a"], ["0", "1"]
+        self.multicast = [0, 0]
         self.both = threading.Barrier(2, timeout=20)
         made = {
             "group_store": lambda _: (self.store, self.here.rank, 2),
@@ -170,7 +171,8 @@ class Gpus:
     def meet(self, own: torch.Tensor, group: str) -> Any:
         self.both.wait()
         self.fail("meet")
-        return (own.data_ptr(),) * 2, (own, mock.Mock(multicast_ptr=0))
+        multicast = self.multicast[self.here.rank]
+        return (own.data_ptr(),) * 2, (own, mock.Mock(multicast_ptr=multicast))
 
     def device(self, _: Any) -> Any:
         counts, uuid = (132, 78), self.devices[self.here.rank]
@@ -224,6 +226,33 @@ def test_several_machines_or_one_gpu_share_none(monkeypatch, caplog) -> None:
     assert "share GPUs" in caplog.text
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert None not in gpus.run()
+
+
+def test_memory_that_grows_keeps_its_multicast_address(monkeypatch) -> None:
+    """Else it does not grow, on any rank: a kernel that was chosen for the switch would
+    write to the address 0."""
+    gpus = Gpus(monkeypatch)
+    gpus.multicast = [7 << 20, 9 << 20]
+    made = gpus.run()
+    assert all(p.multicast for p in made)
+    large = 4 * providers._LEAST
+    with mock.patch.object(gpus, "multicast", [7 << 20, 0]):
+        grown = gpus.run(lambda rank: made[rank].workspace(large))
+    assert all(isinstance(error, Unshared) for error in grown)
+    assert all("rank 1 failed" in str(e) and "multicast" in str(e) for e in grown)
+    assert all(p.multicast for p in made)
+    spaces = gpus.run(lambda rank: made[rank].workspace(10))
+    for space, multicast in zip(spaces, gpus.multicast, strict=True):
+        assert multicast <= space.buffers[-1] < multicast + (1 << 20)
+
+
+def test_where_one_rank_has_no_multicast_address_none_uses_it(monkeypatch) -> None:
+    gpus = Gpus(monkeypatch)
+    gpus.multicast = [7 << 20, 0]
+    made = gpus.run()
+    assert not any(p.multicast for p in made)
+    large = gpus.run(lambda rank: made[rank].workspace(4 * providers._LEAST))
+    assert all(space.own.numel() >= 4 * providers._LEAST for space in large)
 
 
 def test_a_machine_is_known_by_when_it_was_started() -> None:

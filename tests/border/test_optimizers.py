@@ -1,0 +1,180 @@
+"""Optimizers that are more than pointwise: matrices orthogonalized or factored, norms
+read in Python. Parameters after several steps are those of one device, in float64, on
+plain and on sharded parameters, in a loop and in ``fxpar.train_step``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import _muon
+
+import fxpar
+from fxpar.errors import FxparError
+from fxpar.runtime import matrices
+from tests.spawn import shared_pool
+
+STEPS = 4
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Whole matrices: roots of sums of outer products, by their eigenvectors."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, g = self.state[p], p.grad
+                if not state:
+                    eyes = (torch.eye(n, dtype=p.dtype) * 1e-3 for n in p.shape)
+                    state["left"], state["right"] = eyes
+                state["left"] = state["left"] + g @ g.mT
+                state["right"] = state["right"] + g.mT @ g
+                update = root(state["left"]) @ g @ root(state["right"])
+                p.sub_(group["lr"] * update)
+
+
+def root(m: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(m)
+    return vectors @ torch.diag(values.clamp_min(1e-12) ** -0.25) @ vectors.mT
+
+
+class Reads(torch.optim.SGD):
+    """Branches on the value of a tensor, which no graph of all steps can."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm().item() > 1.0:
+                p.sub_(p.grad)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "muon": lambda p: torch.optim.Muon(p, lr=0.05),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05, weight_decay=0.1),
+    "shampoo": Shampoo,
+    "reads": Reads,
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    linear = functools.partial(nn.Linear, bias=False)
+    layers = linear(8, 16), nn.ReLU(), linear(16, 12), nn.Tanh(), linear(12, 8)
+    return nn.Sequential(*layers).double()
+
+
+def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    shape = (8, 8)
+    return [
+        (torch.randn(shape).double(), torch.randn(shape).double()) for _ in range(STEPS)
+    ]
+
+
+def loop(call: Any, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in batches():
+        loss_fn(call, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_float64(gradient: Any, coefficients: Any, steps: int, eps: float) -> Any:
+    """Muon's iteration without its bfloat16, whose rounding depends on how a product
+    is computed."""
+    a, b, c = coefficients
+    x = gradient.mT if gradient.size(0) > gradient.size(1) else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if gradient.size(0) > gradient.size(1) else x
+
+
+def trained(name: str, how: str, exact: bool) -> float:
+    """The largest difference of a parameter from one device."""
+    warnings.simplefilter("ignore")
+    matrices.orthogonalize_whole()
+    iterate: Any = _muon._zeropower_via_newtonschulz
+    if exact:
+        exactly = functools.partial(iterate.func, in_float64)
+        _muon._zeropower_via_newtonschulz = exactly
+    try:
+        alone, model = build(), build()
+        loop(alone, OPTIMIZERS[name](alone.parameters()))
+        if how != "plain step":
+            model = fxpar.shard(model)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        options = {"codegen": "eager"}
+        if how == "loop":
+            loop(torch.compile(model, backend="fxpar", options=options), optimizer)
+        else:
+            step = fxpar.train_step(model, loss_fn, optimizer, options=options)
+            for x, y in batches():
+                step(x, y)
+    finally:
+        _muon._zeropower_via_newtonschulz = iterate
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    return max((p - whole(q)).abs().max().item() for p, q in pairs)
+
+
+def whole(p: Any) -> torch.Tensor:
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+CASES = [
+    ("muon", "loop"),
+    ("muon", "step"),
+    ("muon", "plain step"),
+    ("adafactor", "loop"),
+    ("adafactor", "step"),
+    ("adafactor", "plain step"),
+    ("shampoo", "step"),
+    ("shampoo", "plain step"),
+]
+MESHES = [
+    ("dp=2", 2),
+    pytest.param("dp=4", 4, marks=pytest.mark.slow),
+    pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), MESHES)
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_parameters_are_those_of_one_device(
+    name: str, how: str, mesh: str, ranks: int
+) -> None:
+    exact = name == "muon"
+    pool = shared_pool(ranks)
+    for off in pool.run(trained, name, how, exact, env={"FXPAR_MESH": mesh}):
+        assert off < 1e-12
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), MESHES)
+def test_muon_sees_whole_matrices(mesh: str, ranks: int) -> None:
+    """Its bfloat16 too gives the numbers of one device, to the last bit: the gradient
+    is gathered, not the products of its parts summed."""
+    env = {"FXPAR_MESH": mesh}
+    assert max(shared_pool(ranks).run(trained, "muon", "loop", False, env=env)) < 1e-15
+
+
+def test_a_branch_on_a_value_is_refused() -> None:
+    errors = shared_pool(2).errors(
+        trained, "reads", "step", False, env={"FXPAR_MESH": "dp=2"}
+    )
+    for error in errors:
+        assert isinstance(error, FxparError)
+        assert "the step of Reads cannot be traced: it reads the value" in str(error)
+        assert "p.grad.norm().item() > 1.0" in str(error)

@@ -1,0 +1,64 @@
+"""A plan that splits nothing although there are ranks: said, with the reason."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from fxpar import FxparWarning
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+class GraphNetwork(nn.Module):
+    """Messages along edges: rows are gathered and scattered by index."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, source, target):
+        h = self.up(x)
+        sums = torch.zeros_like(h).index_add(0, target, h[source])
+        return self.down(sums.relu()).square().mean()
+
+
+def said(nodes: int, width: int) -> list[str]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GraphNetwork(width)
+    edges = torch.randint(nodes, (2, 3 * nodes))
+    run = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run(torch.randn(nodes, width), *edges).backward()
+    return [str(w.message) for w in caught if w.category is FxparWarning]
+
+
+@pytest.mark.parametrize(
+    ("mode", "nodes", "width", "why"),
+    [
+        ("search", 8, 4, "by the cost model every split takes longer"),
+        ("propagate", 7, 5, None),
+    ],
+)
+def test_a_plan_that_splits_nothing_is_said_once(mode, nodes, width, why) -> None:
+    first, second = shared_pool(2).run(said, nodes, width, env={"FXPAR_PLAN": mode})
+    (text,) = first
+    if why is None:  # a note that names the dim says it already
+        assert "does not divide over dp" in text and "repeat the same work" in text
+    else:
+        assert re.match("graph[0-9]+: the plan splits nothing, all 2 ranks", text)
+        assert why in text
+    assert not second
+
+
+def test_a_plan_that_splits_is_silent() -> None:
+    env = {"FXPAR_PLAN": "propagate"}
+    assert shared_pool(2).run(said, 8, 4, env=env) == [[], []]
