@@ -125,9 +125,9 @@ def test_marked_code_prints_what_the_page_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Blocks after ``<!-- run -->`` run in order in one namespace, those after
-    ``<!-- torchrun 2 -->`` are scripts of so many ranks, ``with`` a package that they
-    are left out without; what they print stands in the block after ``<!-- printed -->``.
-    EXPECTTEST_ACCEPT=1 updates it."""
+    ``<!-- torchrun 2 -->`` are scripts of so many ranks, left out where the package
+    that they are ``with`` is missing; what they print stands in the block after
+    ``<!-- printed -->``. EXPECTTEST_ACCEPT=1 updates it."""
     from fxpar.sharding import rules
 
     monkeypatch.setattr(rules, "_USER", {})

@@ -1,5 +1,5 @@
-"""Models of many kinds, small, with random weights: ``ZOO[name]()`` gives a module whose
-call on the given inputs is a scalar loss. All of float64, without dropout."""
+"""Models of many kinds, small, with random weights: ``ZOO[name]()`` gives a module
+whose call on the given inputs is a scalar loss. All of float64, without dropout."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Detector(nn.Module):
         p = scores.sigmoid()
         focal = F.binary_cross_entropy_with_logits(scores, hot, reduction="none")
         focal = focal * torch.where(hot > 0, 1 - p, p).square()
-        near = torch.minimum(boxes, target).prod(1) / torch.maximum(boxes, target).prod(1)
-        apart = torch.where(found, 1 - near, 0.0).sum()
+        both, either = torch.minimum(boxes, target), torch.maximum(boxes, target)
+        apart = torch.where(found, 1 - both.prod(1) / either.prod(1), 0.0).sum()
         return (focal.sum() + apart) / found.sum().clamp(min=1)
 
 
