@@ -116,7 +116,7 @@ def detector() -> Made:
 
 
 class UNet(nn.Module):
-    """Noise prediction: down, attention, up with a skip; time enters by an embedding."""
+    """Noise prediction: down, attention, up with a skip; time is embedded."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
