@@ -127,8 +127,8 @@ def test_routing_that_depends_on_data() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="Inductor's decompositions drop the clone of a buffer that is written later, "
-    "so that the backward reads what was written; stock Inductor does the same",
+    reason="Inductor drops the clone of a buffer that is written later, "
+    "so that the backward reads what was written; so does stock Inductor",
 )
 def test_queue_and_slow_weights_at_rest() -> None:
     check("moco", "fsdp=2", sharded=True)
