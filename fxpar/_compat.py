@@ -748,6 +748,13 @@ def graph_break_line(gm: fx.GraphModule) -> str | None:
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
+def surrounding_ddp() -> torch.nn.Module | None:
+    """The DistributedDataParallel whose forward is running."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
 def on_random_op(draw: Callable[..., Any]) -> None:
     """Let ``draw(op, args, kwargs, shape, start)`` run random ops on DTensors on CPU.
 
@@ -812,7 +819,10 @@ def on_compile(
     ``fn``, and what it returns after it. The second is called with each frame that
     Dynamo met there and could not compile, and Dynamo's error; with None for the error
     of other frames. ``backend`` alone is told of graphs, and not of what has none.
+    Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
+    its buckets, for its all-reduces to begin early.
     """
+    from torch._dynamo import config
     from torch._dynamo.eval_frame import (
         OptimizeContext,
         innermost_backend,
@@ -828,7 +838,8 @@ def on_compile(
             seen.add(self)
             options = getattr(found, "kwargs", {}).get("options")
             enter, met = watch(innermost_fn(fn), options)
-            self.enter_exit_hooks.append(enter)
+            whole = config._make_closure_patcher(optimize_ddp=False)
+            self.enter_exit_hooks += [enter, whole]
             frames = self.callback._torchdynamo_orig_backend
             if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
                 frames._inner_convert = _Overheard(frames._inner_convert, met)

@@ -40,7 +40,7 @@ from fxpar.passes.delay import delay
 from fxpar.passes.launches import crossings
 from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, eager, graphs, inputs, presence
+from fxpar.runtime import agree, ddp, eager, graphs, inputs, presence
 from fxpar.runtime.binding import bind
 from fxpar.runtime.calls import Calls, with_open_sizes
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
@@ -143,6 +143,7 @@ def _joined(
         asked = replace(asked, mesh=homes[0].mesh)
     ranks = join(asked)
     graphs.follow_dtypes(homes, asked)
+    ddp.warn_around(ranks)
     return asked, ranks
 
 

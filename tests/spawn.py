@@ -209,6 +209,8 @@ def run_script(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "GROUP_RANK": "0",
     }
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(_log(rank)) for rank in range(ranks)]

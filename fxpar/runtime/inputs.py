@@ -289,13 +289,20 @@ def _mismatch(
     kind = fed[wrong[0]][1]
     rank = _differing(hashes, wrong[0], kind, mesh)[0]
     model = _models(kind, mesh)[rank]
-    return _told_apart([fed[i][0] for i in wrong], kind, rank, model, mesh)
+    names, dims = [fed[i][0] for i in wrong], fed[wrong[0]][2].dim()
+    return _told_apart(names, kind, rank, model, mesh, dims)
 
 
 def _told_apart(
-    names: Sequence[str], kind: str, rank: int, model: int, mesh: Mesh
+    names: Sequence[str],
+    kind: str,
+    rank: int,
+    model: int,
+    mesh: Mesh,
+    dims: int | None = None,
 ) -> InputMismatchError:
-    """The error, which every rank raises, of inputs that differ on two ranks."""
+    """The error, which every rank raises, of inputs that differ on two ranks. ``dims``:
+    of the first, if known."""
     what = f"input {listed(names)} differs between ranks: rank {rank} does not feed "
     what += f"what rank {model} feeds"
     if kind == "batch":
@@ -305,6 +312,13 @@ def _told_apart(
             f"split the batch over {'+'.join(axes)} only: "
             f"DistributedSampler(num_replicas={mesh.count(axes)}, "
             f"rank={mesh.index(rank, axes)}) on rank {rank}"
+        )
+    elif dims == 0:
+        fact = f"{what}; a tensor without dims is a global value, with "
+        fact += "FXPAR_INPUTS=local too"
+        fix = (
+            "all_reduce it first, or feed the same value on every rank (Trainer: "
+            "average_tokens_across_devices=True, its default)"
         )
     else:
         fact = f"{what}; a plain tensor is a global value, the same on every rank"

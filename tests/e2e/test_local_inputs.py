@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fxpar import FxparError
 from tests.models import build, build_loss
@@ -169,3 +170,35 @@ def handed_through() -> list[bool]:
 
 def test_results_are_told_apart() -> None:
     assert all(map(all, shared_pool(4).run(handed_through, timeout=100.0)))
+
+
+class Repeated(nn.Module):
+    """Computes its first layer again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = checkpoint(lambda x: self.a(x).tanh(), x, use_reentrant=False)
+        return self.b(h).square().mean()
+
+
+def repeated(local: bool) -> list[torch.Tensor]:
+    model = Repeated()
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    run = model
+    if local:
+        torch._dynamo.reset()
+        x = part({"x": x}, 4)["x"]
+        run = torch.compile(model, backend="fxpar", options=options("dp=4"))
+    run(x).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_checkpointed_code() -> None:
+    want = repeated(False)
+    for grads in shared_pool(4).run(repeated, True, timeout=100.0):
+        for got, grad in zip(grads, want, strict=True):
+            torch.testing.assert_close(got, grad)

@@ -1,0 +1,122 @@
+"""PyTorch Lightning's ``Trainer``, with a strategy of one file: what it logs and the
+parameters it leaves are those of ``DDPStrategy``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.border.libraries import torchrun
+from tests.spawn import shared_pool
+
+lightning = pytest.importorskip("pytorch_lightning")
+from pytorch_lightning.strategies import DDPStrategy  # noqa: E402
+
+pytestmark = pytest.mark.multiprocess
+
+Fitted = tuple[list[float], dict[str, torch.Tensor], float]
+
+
+class FxparStrategy(DDPStrategy):
+    """Ranks and samplers as for DDP; fxpar in place of its wrapper."""
+
+    def configure_ddp(self) -> None:
+        options = {"codegen": "eager", "inputs": "local"}
+        for part in self.lightning_module.children():
+            part.forward = torch.compile(part.forward, backend="fxpar", options=options)
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.norms: list[float] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters()])
+        self.norms.append(float(norm))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 8, generator=generator)
+    y = torch.randint(0, 4, (24,), generator=generator)
+    return DataLoader(list(zip(x, y, strict=True)), batch_size=2)
+
+
+def fit(
+    ours: bool, folder: str, resume: bool = False, precision: str = "32-true"
+) -> Fitted:
+    """Gradient norms of each step, the parameters, and the loss of the validation."""
+    with torchrun():
+        model = Lit()
+        how: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": torch.distributed.get_world_size(),
+            "strategy": FxparStrategy() if ours else DDPStrategy(),
+            "precision": precision,
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            "default_root_dir": folder,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+        }
+        path = f"{folder}/saved.ckpt" if resume else None
+        trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **how)
+        trainer.fit(model, data(), data(), ckpt_path=path)
+        if not resume:
+            trainer.save_checkpoint(f"{folder}/saved.ckpt")
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        return model.norms, state, float(trainer.callback_metrics.get("val_loss", 0.0))
+
+
+def compare(folder: Path, precision: str = "32-true", rel: float = 1e-5) -> None:
+    pool = shared_pool(2)
+    wants = pool.run(fit, False, str(folder), False, precision)
+    runs = pool.run(fit, True, str(folder), False, precision)
+    for (norms, state, loss), want in zip(runs, wants, strict=True):
+        assert len(norms) == 6
+        assert norms == pytest.approx(want[0], rel=rel)
+        assert loss == pytest.approx(want[2], rel=rel)
+        assert list(state) == list(want[1])
+        for name, x in state.items():
+            torch.testing.assert_close(x, want[1][name], rtol=rel, atol=rel)
+
+
+def test_fit_is_that_of_ddp(tmp_path: Path) -> None:
+    """With accumulation, clipping and validation."""
+    compare(tmp_path)
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    compare(tmp_path, "bf16-mixed", 2e-2)
+
+
+def test_checkpoint_of_ddp_is_loaded(tmp_path: Path) -> None:
+    """A run that has ended goes no further, and leaves what was saved."""
+    pool = shared_pool(2)
+    _, want, _ = pool.run(fit, False, str(tmp_path))[0]
+    for norms, state, _ in pool.run(fit, True, str(tmp_path), True):
+        assert norms == []
+        assert all(torch.equal(state[name], x) for name, x in want.items())

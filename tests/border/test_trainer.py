@@ -1,0 +1,192 @@
+"""Hugging Face's ``Trainer``: the model is compiled in place before it is given to it,
+and losses and gradient norms are those under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from fxpar.errors import InputMismatchError
+from tests.border.libraries import fxpar_options, llama, rows, torchrun
+from tests.spawn import shared_pool
+
+pytest.importorskip("accelerate")
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+pytestmark = pytest.mark.multiprocess
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+TIMEOUT = 300.0
+
+
+class SameBatches(Trainer):
+    """Every rank reads every batch: the one-device script, started N times."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        order = torch.Generator().manual_seed(self.args.seed)
+        return self.loader(RandomSampler(self.train_dataset, generator=order))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return self.loader(range(len(self.eval_dataset)), self.eval_dataset)
+
+    def loader(self, order: Any, data: Any = None) -> DataLoader:
+        size, collate = self.args.train_batch_size, self.data_collator
+        return DataLoader(
+            data or self.train_dataset, size, sampler=order, collate_fn=collate
+        )
+
+
+def trainer(folder: str, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
+    settings = {"num_train_epochs": 1, "save_strategy": "no"} | more
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=settings.pop("batch", 2),
+        per_device_eval_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        **settings,
+    )
+    data = {"train_dataset": rows(16), "eval_dataset": rows(8, seed=1)}
+    return kind(model=llama(), args=arguments, **data)
+
+
+def said(trained: Trainer) -> list[tuple[str, float]]:
+    """What was logged that does not depend on the time."""
+    names = ("loss", "grad_norm", "eval_loss")
+    return [
+        (k, v)
+        for row in trained.state.log_history
+        for k, v in row.items()
+        if k in names
+    ]
+
+
+def log_of(
+    how: str | None, settings: dict[str, Any], folder: str
+) -> tuple[list[tuple[str, float]], str]:
+    """A run's log, and what the model was wrapped in. ``how``: inputs of fxpar, with
+    "bare" where accelerate is told to leave its wrapper out; None is without fxpar."""
+    with torchrun():
+        kind = SameBatches if how and how.startswith("global") else Trainer
+        run = trainer(folder, kind, **settings)
+        if how:
+            run.model.compile(**fxpar_options(how.split()[0]))
+        if how and how.endswith("bare"):
+            run.accelerator.prepare_model(run.model, evaluation_mode=True)
+        run.train()
+        return said(run), type(run.model_wrapped).__name__
+
+
+def close(
+    got: list[tuple[str, float]], want: list[tuple[str, float]], rel: float
+) -> None:
+    assert [name for name, _ in got] == [name for name, _ in want]
+    for (name, a), (_, b) in zip(got, want, strict=True):
+        assert a == pytest.approx(b, rel=rel), name
+
+
+def compare(
+    how: str, settings: dict[str, Any], folder: Path, ranks: int = 2, rel: float = 2e-5
+) -> str:
+    pool, where = shared_pool(2), str(folder)
+    wants = pool.run(log_of, None, settings, where, ranks=ranks, timeout=TIMEOUT)
+    runs = pool.run(log_of, how, settings, where, ranks=ranks, timeout=TIMEOUT)
+    for (got, _), (want, _) in zip(runs, wants, strict=True):
+        assert len(want) >= 4
+        close(got, want, rel)
+    return runs[0][1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_is_that_of_ddp(ranks: int, tmp_path: Path) -> None:
+    """With accumulation, clipping and evaluation."""
+    wrapper = compare("local", ACCUMULATED | EVALUATED, tmp_path, ranks)
+    assert wrapper == "DistributedDataParallel"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "rel"),
+    [
+        ({"label_smoothing_factor": 0.1}, 2e-5),
+        ({"gradient_checkpointing": True}, 2e-5),
+        ({"bf16": True} | ACCUMULATED, 2e-2),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_settings(settings: dict[str, Any], rel: float, tmp_path: Path) -> None:
+    compare("local", settings, tmp_path, rel=rel)
+
+
+@pytest.mark.slow
+def test_without_the_wrapper(tmp_path: Path) -> None:
+    """One line keeps accelerate from wrapping the model: no second all-reduce."""
+    wrapper = compare("local bare", ACCUMULATED | EVALUATED, tmp_path)
+    assert wrapper == "LlamaForCausalLM"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_global_mode_is_one_device(mesh: str, tmp_path: Path) -> None:
+    """Two ranks that read every batch of four against one rank that does."""
+    settings, where = {"batch": 4} | EVALUATED, str(tmp_path)
+    pool, how = shared_pool(2), "global bare"
+    want, _ = pool.run(log_of, how, settings, where, ranks=1, timeout=TIMEOUT)[0]
+    env = {"FXPAR_MESH": mesh}
+    for got, _ in pool.run(log_of, how, settings, where, env=env, timeout=TIMEOUT):
+        close(got, want, 2e-5)
+
+
+def test_counts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    settings = {"average_tokens_across_devices": False}
+    arguments = "local", settings, str(tmp_path)
+    for error in shared_pool(2).errors(log_of, *arguments, timeout=TIMEOUT):
+        assert isinstance(error, InputMismatchError), error
+        assert "input num_items_in_batch differs between ranks" in str(error)
+        assert "average_tokens_across_devices=True" in str(error)
+
+
+def resumed(folder: str) -> tuple[list, list, list, str]:
+    """Logs of a whole run and of one that goes on from its second checkpoint, the
+    parameters each ends with, and which checkpoint was the best."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    settings = {"metric_for_best_model": "eval_loss"} | EVALUATED | saving
+    logs, parameters, best = [], [], ""
+    for name in ("whole", "resumed"):
+        with torchrun():
+            run = trainer(f"{folder}/whole", **settings)
+            run.model.compile(**fxpar_options("local"))
+            again = f"{folder}/whole/checkpoint-2" if name == "resumed" else None
+            run.train(resume_from_checkpoint=again)
+            logs.append(said(run))
+            parameters.append([p.detach().clone() for p in run.model.parameters()])
+            best = run.state.best_model_checkpoint
+    return logs[0], logs[1], parameters, best
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_and_the_best_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    results = shared_pool(2).run(resumed, str(tmp_path), timeout=TIMEOUT)
+    for whole, again, (first, second), best in results:
+        close(again[-4:], whole[-4:], 1e-6)
+        saved = load_file(f"{best}/model.safetensors")
+        names = [name for name, _ in llama().named_parameters()]
+        for name, p, q in zip(names, first, second, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
+            assert torch.equal(q, saved[name])
+
+
+def test_the_backend_is_not_one_of_accelerates(tmp_path: Path) -> None:
+    """Why the model is compiled first: accelerate takes backends of its own list."""
+    with pytest.raises(ValueError, match="is not a valid DynamoBackend"):
+        trainer(str(tmp_path), torch_compile_backend="fxpar")
