@@ -508,7 +508,7 @@ class Item(Counts):
     def step(self) -> None:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                p.add_(p.grad, alpha=-1 / p.grad.abs().max().item())
+                p.add_(p.grad, alpha=-1 / float(p.grad.abs().max()))
 
 
 class Branches(Counts):
