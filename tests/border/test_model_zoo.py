@@ -153,6 +153,9 @@ def test_order_drawn_inside() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="a pattern of Inductor's for randperm fails: no slice_shape"
+)
 def test_order_drawn_inside_generated_code() -> None:
     """Against the same program on one rank: Inductor draws numbers of its own."""
     pool = shared_pool(2)
