@@ -144,7 +144,7 @@ def test_recurrent_nets_traced(name: str) -> None:
 @pytest.mark.parametrize("name", ["lstm", "packed"])
 def test_recurrent_nets_not_traced(name: str) -> None:
     """Each rank runs the cells as they stand, on all of the batch, and is told so."""
-    texts = check(name)
+    texts = check(name, split=False)
     assert any("is in no graph" in text or "graph break" in text for text in texts)
 
 
@@ -153,6 +153,9 @@ def test_order_drawn_inside() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="a pattern of Inductor's for randperm fails: no slice_shape"
+)
 def test_order_drawn_inside_generated_code() -> None:
     """Against the same program on one rank: Inductor draws numbers of its own."""
     pool = shared_pool(2)
