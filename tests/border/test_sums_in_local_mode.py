@@ -252,7 +252,7 @@ def both(*args: Any) -> list[Any]:
 def all_cases() -> dict[str, list[Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxparWarning)
-        warnings.filterwarnings("ignore", "graph. ends in a graph break")
+        warnings.filterwarnings("ignore", "code at a graph break is in no graph")
         return {name: both(*case) for name, case in LIKE_DDP.items()}
 
 
