@@ -7,7 +7,7 @@ counts what all ranks do alike: rounds (``agree``), calls of compiled graphs (``
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ class Channel:
     rounds: int = 0
     calls: int = 0
     heard: int = 0  # questions of waiting ranks before the last call
-    wrote: str = ""  # this rank's key of the last call
+    wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call
 
     def key(self, number: int, *parts: object) -> str:
         return "/".join(map(str, (self.prefix, number, *parts)))

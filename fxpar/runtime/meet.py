@@ -3,7 +3,9 @@
 Each writes a word to the store and reads those of all: so all know what each rank is
 about to run, on what sizes, and decide alike. A rank that fails before it can run
 writes that instead; for one that does not come, whoever waits for it writes so in its
-place, by one atomic message, so that it is told when it does come.
+place, by one atomic message, so that it is told when it does come. Few ranks read the
+words of all; of many, rank 0 does and tells the others, so that the store handles a
+number of messages that grows with the ranks and not with their square.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from fxpar.runtime import presence
 from fxpar.runtime.channel import Channel, current
 
 FAILED = "!"  # begins a word that says why a rank does not run
+DIRECT = 8  # ranks that each read the words of all
 
 ALONE = (
     "take every call, with as many batches, on every rank; what one rank runs by "
@@ -52,12 +55,20 @@ def fail(message: str) -> None:
     own = _next_keys(channel)[channel.rank]
     what = f"rank {channel.rank} failed:\n{message}"
     fix = "this rank only stopped with it: look at that rank's error"
-    channel.store.set(own, _failure(what, fix))
+    text = _failure(what, fix)
+    channel.store.set(own, text)
+    if channel.rank == 0 and channel.size > DIRECT:
+        channel.store.compare_set(_verdict_key(channel), "", json.dumps([text]))
 
 
 def _next_keys(channel: Channel) -> list[str]:
     channel.calls += 1
     return [channel.key(channel.calls, "call", rank) for rank in range(channel.size)]
+
+
+def _verdict_key(channel: Channel) -> str:
+    """Of what rank 0 read, where it reads for all."""
+    return channel.key(channel.calls, "call", "verdict")
 
 
 def _failure(what: str, fix: str, where: str | None = None) -> str:
@@ -76,15 +87,29 @@ def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[
     watch = _Watch(channel, keys, what)
     beside.watch = watch.look
     with presence.waits(f"waits for others in {what}"):
-        words = [raw.decode() for raw in channel.store.multi_get(list(keys))]
+        words = _read(channel, keys)
     beside.watch = None
-    if channel.wrote:
-        beside.read.append(channel.wrote)  # every rank came to the call behind it
-    channel.wrote = own
+    beside.read += channel.wrote  # every rank came to the call behind it
+    channel.wrote = [own]
+    if channel.rank == 0 and channel.size > DIRECT:
+        channel.wrote.append(_verdict_key(channel))
     for text in words:
         if text.startswith(FAILED):
             said, fix, where = json.loads(text.removeprefix(FAILED))
             raise RankMismatchError(said, fix=fix, where=where)
+    return words
+
+
+def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
+    """The words of all ranks; of many ranks, as rank 0 read them."""
+    store, many = channel.store, channel.size > DIRECT
+    if many and channel.rank:
+        told: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
+        return told * (channel.size if len(told) == 1 else 1)
+    words = [raw.decode() for raw in store.multi_get(list(keys))]
+    if many:
+        told = words[:1] if len(set(words)) == 1 else words
+        store.compare_set(_verdict_key(channel), "", json.dumps(told))
     return words
 
 
@@ -93,6 +118,7 @@ class _Watch:
 
     def __init__(self, channel: Channel, keys: Sequence[str], what: str) -> None:
         self.keys, self.rank, self.what = keys, channel.rank, what
+        self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
         self.presence = channel.presence
         self.patience = presence.Patience(self.presence, presence.timeout())
 
@@ -109,6 +135,8 @@ class _Watch:
             if store.compare_set(self.keys[rank], "", text).decode() != text:
                 return  # it came meanwhile, or another rank said so
         store.set(self.keys[self.rank], text)
+        if self.verdict is not None and 0 in missing:
+            store.compare_set(self.verdict, "", json.dumps([text]))
 
     def _missing(self) -> list[int]:
         check = self.presence.store.check

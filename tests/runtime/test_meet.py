@@ -1,0 +1,87 @@
+"""Ranks meet: each knows what all are about to run, or why one does not come.
+
+Once as few ranks do, each reading the words of all, and once as many, through rank 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fxpar.errors import RankMismatchError
+from fxpar.runtime import meet, presence
+from tests.spawn import shared_pool
+
+pytestmark = pytest.mark.multiprocess
+
+RANKS = 4
+
+
+def words(direct: int, same: bool) -> list[list[str]]:
+    """What this rank heard in three calls."""
+    meet.DIRECT = direct
+    rank = dist.get_rank()
+    return [meet.meet(f"{n}" if same else f"{n} of {rank}", "it") for n in range(3)]
+
+
+@pytest.mark.parametrize("direct", [1, 8])
+def test_all_hear_the_same(direct: int) -> None:
+    for heard in shared_pool(RANKS).run(words, direct, True):
+        assert heard == [["0"] * 4, ["1"] * 4, ["2"] * 4]
+    for heard in shared_pool(RANKS).run(words, direct, False):
+        assert heard == [[f"{n} of {r}" for r in range(4)] for n in range(3)]
+
+
+def one_fails(direct: int, which: int) -> tuple[str, list[str]]:
+    """What the others are told, and the words of the call after it."""
+    meet.DIRECT = direct
+    meet.meet("before", "it")
+    told = "failed itself"
+    if dist.get_rank() == which:
+        meet.fail("no memory")
+    else:
+        try:
+            meet.meet("now", "it")
+        except RankMismatchError as error:
+            told = str(error)
+    return told, meet.meet("after", "it")
+
+
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("direct", [1, 8])
+def test_a_rank_that_fails(direct: int, which: int) -> None:
+    out = shared_pool(RANKS).run(one_fails, direct, which)
+    for rank, (told, after) in enumerate(out):
+        assert after == ["after"] * RANKS
+        if rank != which:
+            assert f"rank {which} failed" in told and "no memory" in told
+
+
+def one_is_away(direct: int, which: int) -> str:
+    meet.DIRECT = direct
+    presence.set_timeout(1.0)
+    meet.meet("before", "it")
+    if dist.get_rank() == which:
+        import time
+
+        time.sleep(4.0)
+    try:
+        meet.meet("now", "the call")
+    except RankMismatchError as error:
+        return str(error)
+    finally:
+        presence.set_timeout(30.0)
+    return "met"
+
+
+@pytest.mark.parametrize("which", [0, 3])
+@pytest.mark.parametrize("direct", [1, 8])
+def test_a_rank_that_does_not_come(direct: int, which: int) -> None:
+    pool = shared_pool(RANKS)
+    told: list[Any] = pool.run(one_is_away, direct, which)
+    pool.renew()
+    for text in told:
+        assert f"rank {which} did not come to the call" in text
+        assert "FXPAR_TIMEOUT" in text and "fxpar.alone()" in text
