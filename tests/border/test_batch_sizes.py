@@ -14,6 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparWarning, InputMismatchError
+from fxpar.runtime.uneven import Parts, share_of
 from tests.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -91,6 +92,57 @@ def test_numbers_are_those_of_the_global_batch(sizes: Any, inside: bool) -> None
             assert losses == pytest.approx(want["losses"], rel=1e-5)
         for name, x in got.items():
             torch.testing.assert_close(x, want[name], msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+class Counted(nn.Module):
+    """A sum over the batch and what it counts, whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(WIDTH, 3).double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = self.up(x)
+        return F.cross_entropy(z, y, reduction="sum"), (y < 3).sum() * 2
+
+
+def over_count(rows: list[int], local: bool) -> Any:
+    """(loss, count, gradients) of a batch after one of equal parts."""
+    model = Counted()
+    run = compiled(model) if local else model
+    for counts in ([4, 4], rows):
+        x, y = batch(sum(counts), len(counts))
+        x = x.double()
+        if local:
+            me = dist.get_rank()
+            x, y = x.split(counts)[me].clone(), y.split(counts)[me].clone()
+        total, count = run(x, y)
+        model.zero_grad()
+        loss = total / count
+        loss.backward()
+    return loss.item(), count.item(), [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_count_leaves_as_an_equal_share() -> None:
+    """Of 2 x 7: so that the sum, the mean over ranks, over the count is that of all."""
+    loss, count, grads = over_count([4, 3], False)
+    got = shared_pool(2).run(over_count, [4, 3], True, timeout=100.0)
+    assert [mine for _, mine, _ in got] == [count // 2] * 2
+    for mine, _, others in got:
+        assert mine == pytest.approx(loss, rel=1e-12)
+        for x, y in zip(others, grads, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, -7, [[5, 6], [7, 8]]])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_shares_add_up(count: Any, ranks: int) -> None:
+    whole = torch.tensor(count)
+    parts = [Parts((1,) * ranks, i, "") for i in range(ranks)]
+    shares = torch.stack([share_of(whole, each) for each in parts])
+    assert torch.equal(shares.sum(0), whole)
+    assert (shares.amax(0) - shares.amin(0)).max() <= 1
 
 
 class Padded(nn.Module):
