@@ -31,6 +31,7 @@ from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime import reduce
+from fxpar.runtime.channel import current
 from fxpar.runtime.groups import join
 from fxpar.runtime.modules import HOME
 from fxpar.runtime.tracing import modules_of
@@ -102,7 +103,9 @@ _checked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary(
 
 
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Look after the calls of a compiled ``fn``: for ``_compat.on_compile``."""
+    """Look after the calls of a compiled ``fn``: for ``_compat.on_compile``. Ranks that
+    wait for this one can know from now on where it is."""
+    current()
     owner = getattr(fn, "__self__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
     if isinstance(owner, nn.Module):

@@ -28,6 +28,7 @@ from fxpar import _compat
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
+STARTING = 10  # times as long is waited for a rank that may still load its data
 ENDED = 1.0  # seconds to wait for a rank that has ended
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
 
@@ -102,15 +103,15 @@ class Presence:
         self.store.add(f"{self.prefix}/asked", 1)
 
     def others(self) -> dict[int, tuple[str, str]]:
-        """(state, text) of every other rank, as it last said: "silent" if it did not
-        for long."""
+        """(state, text) of every other rank, as it last said: "absent" if it never did,
+        "silent" if it did not for long."""
         out = {}
         for rank in range(self.size):
             key = f"{self.prefix}/where/{rank}"
             if rank == self.rank:
                 continue
             if not self.store.check([key]):
-                out[rank] = ("silent", "has called nothing that fxpar compiled yet")
+                out[rank] = ("absent", "has come to nothing of fxpar yet")
                 continue
             beat, state, text = json.loads(self.store.get(key).decode())
             now = time.monotonic()
@@ -192,7 +193,8 @@ class Patience:
                 self.worked = now
             elif "ended" in states and now - self.begin > ENDED:
                 return any(self.seen[r][0] == "ended" for r in missing())
-        return now - self.worked > self.seconds
+        absent = any(self.seen.get(r, ("",))[0] == "absent" for r in missing())
+        return now - self.worked > self.seconds * (STARTING if absent else 1)
 
     def tell(self, missing: Sequence[int]) -> str:
         """Where the missing ranks are, a line for each."""
