@@ -70,6 +70,7 @@ def loop(how: str | None, folder: str = "", precision: str = "no") -> Trained:
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
             if folder and len(losses) == 4:
                 accelerator.save_state(folder)
+                accelerator.wait_for_everyone()  # rank 0 writes what all read
                 with torch.no_grad():
                     plain.up.weight.zero_()
                 accelerator.load_state(folder)

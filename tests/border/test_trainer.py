@@ -43,6 +43,10 @@ class SameBatches(Trainer):
 
 def trainer(folder: str, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
     settings = {"num_train_epochs": 1, "save_strategy": "no"} | more
+    data = {
+        "train_dataset": rows(settings.pop("count", 16)),
+        "eval_dataset": rows(8, seed=1),
+    }
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -54,7 +58,6 @@ def trainer(folder: str, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
         disable_tqdm=True,
         **settings,
     )
-    data = {"train_dataset": rows(16), "eval_dataset": rows(8, seed=1)}
     return kind(model=llama(), args=arguments, **data)
 
 
@@ -124,6 +127,19 @@ def test_log_is_that_of_ddp(ranks: int, tmp_path: Path) -> None:
 )
 def test_settings(settings: dict[str, Any], rel: float, tmp_path: Path) -> None:
     compare("local", settings, tmp_path, rel=rel)
+
+
+@pytest.mark.slow
+def test_a_smaller_last_batch_on_one_rank(tmp_path: Path) -> None:
+    """4 and 3 samples are the 7 of one device, counted alike, in training and between
+    its evaluations. Told to, accelerate leaves out what it fills a batch up with."""
+    uneven = {"count": 15, "accelerator_config": {"even_batches": False}} | EVALUATED
+    pool, where = shared_pool(2), str(tmp_path)
+    alone, parts = (None, uneven | {"batch": 8}), ("local", uneven | {"batch": 4})
+    want, _ = pool.run(log_of, *alone, where, ranks=1, timeout=TIMEOUT)[0]
+    for got, _ in pool.run(log_of, *parts, where, timeout=TIMEOUT):
+        close(got, want, 2e-5)
+        assert [name for name, _ in got].count("loss") == 2
 
 
 @pytest.mark.slow
