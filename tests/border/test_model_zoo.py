@@ -101,7 +101,7 @@ def check(
     return runs[0][1]
 
 
-SLOW = ("efficientnet", "mobilenet", "swin", "unet")
+SLOW = ("detector", "efficientnet", "mobilenet", "swin", "unet")
 APART = ("lstm", "gru", "packed", "graph_net", "mixture", "moco", "mixup")
 
 
@@ -117,7 +117,7 @@ def test_steps_are_those_of_one_device(name: str) -> None:
     check(name)
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), "tp=2"])
 def test_messages_along_edges(mesh: str) -> None:
     """Nodes are indexed as they please, so that they stay whole; weights are split."""
     check("graph_net", mesh, split=mesh == "tp=2")

@@ -51,7 +51,7 @@ def trainer(folder: str, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
         output_dir=folder,
         use_cpu=True,
         per_device_train_batch_size=settings.pop("batch", 2),
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=settings.pop("eval_batch", 2),
         learning_rate=1e-2,
         logging_steps=1,
         report_to=[],
@@ -108,7 +108,7 @@ def compare(
     return runs[0][1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_log_is_that_of_ddp(ranks: int, tmp_path: Path) -> None:
     """With accumulation, clipping and evaluation."""
     wrapper = compare("local", ACCUMULATED | EVALUATED, tmp_path, ranks)
@@ -135,9 +135,9 @@ def test_a_smaller_last_batch_on_one_rank(tmp_path: Path) -> None:
     its evaluations. Told to, accelerate leaves out what it fills a batch up with."""
     uneven = {"count": 15, "accelerator_config": {"even_batches": False}} | EVALUATED
     pool, where = shared_pool(2), str(tmp_path)
-    alone, parts = (None, uneven | {"batch": 8}), ("local", uneven | {"batch": 4})
-    want, _ = pool.run(log_of, *alone, where, ranks=1, timeout=TIMEOUT)[0]
-    for got, _ in pool.run(log_of, *parts, where, timeout=TIMEOUT):
+    whole, part = ({"batch": n, "eval_batch": n // 2} | uneven for n in (8, 4))
+    want, _ = pool.run(log_of, None, whole, where, ranks=1, timeout=TIMEOUT)[0]
+    for got, _ in pool.run(log_of, "local", part, where, timeout=TIMEOUT):
         close(got, want, 2e-5)
         assert [name for name, _ in got].count("loss") == 2
 
