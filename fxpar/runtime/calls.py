@@ -125,13 +125,14 @@ class Calls:
             return None
         from torch.distributed.tensor import DTensor
 
-        kinds = {
-            i: "batch" if i in self.local else "input"
-            for i in self.fed.tensors
-            if self.named[i].kind == "input" and not isinstance(examples[i], DTensor)
+        fed = {
+            i: (named.name, "batch" if i in self.local else "input", examples[i].dim())
+            for i, named in enumerate(self.named)
+            if i in self.fed.tensors
+            and named.kind == "input"
+            and not isinstance(examples[i], DTensor)
         }
-        names = {i: named.name for i, named in enumerate(self.named)}
-        return Drift(kinds, names, self.ranks.mesh)
+        return Drift(fed, self.ranks.mesh)
 
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant

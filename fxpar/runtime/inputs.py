@@ -74,19 +74,19 @@ class Drift:
     ranks that drift apart are told. On a device sums are made beside the call and told
     at the next one, so that nobody waits for the device.
 
-    ``kinds``: position of an input among the arguments -> "input" or "batch".
+    ``fed``: of inputs, by position among the arguments, name, kind and count of dims.
     """
 
-    def __init__(self, kinds: Mapping[int, str], names: Mapping[int, str], mesh: Mesh):
+    def __init__(self, fed: Mapping[int, tuple[str, str, int]], mesh: Mesh):
         alone = len(set(_models("batch", mesh))) == mesh.size
-        self.kinds = {i: k for i, k in kinds.items() if k == "input" or not alone}
-        self.names, self.mesh = names, mesh
-        self._sums: list[Callable[[], int] | None] = [None] * len(self.kinds)
+        self.fed = {i: x for i, x in fed.items() if x[1] == "input" or not alone}
+        self.mesh = mesh
+        self._sums: list[Callable[[], int] | None] = [None] * len(self.fed)
 
     def word(self, args: Sequence[Any]) -> str:
         """The sums to compare at this call."""
         told = []
-        for n, i in enumerate(self.kinds):
+        for n, i in enumerate(self.fed):
             x = args[i]
             if x.device.type == "cpu":
                 told.append(f"{quick_sum(x):x}")
@@ -102,12 +102,11 @@ class Drift:
         if len(set(words)) == 1:
             return
         sums = [word.split(" ") for word in words]
-        for n, (i, kind) in enumerate(self.kinds.items()):
+        for n, (name, kind, dims) in enumerate(self.fed.values()):
             models = _models(kind, self.mesh)
             for rank, model in enumerate(models):
                 if sums[rank][n] != sums[model][n]:
-                    wrong = [self.names[i]]
-                    raise _told_apart(wrong, kind, rank, model, self.mesh)
+                    raise _told_apart([name], kind, rank, model, self.mesh, dims)
 
 
 def _on_its_way(total: torch.Tensor) -> Callable[[], int]:
@@ -299,10 +298,10 @@ def _told_apart(
     rank: int,
     model: int,
     mesh: Mesh,
-    dims: int | None = None,
+    dims: int,
 ) -> InputMismatchError:
     """The error, which every rank raises, of inputs that differ on two ranks. ``dims``:
-    of the first, if known."""
+    how many the first has."""
     what = f"input {listed(names)} differs between ranks: rank {rank} does not feed "
     what += f"what rank {model} feeds"
     if kind == "batch":

@@ -80,7 +80,9 @@ def train(sizes: list[list[int]], inside: bool, local: bool) -> dict[str, Any]:
         pytest.param(
             [[3, 5], [4, 4]], id="unlike from the first", marks=pytest.mark.slow
         ),
-        pytest.param([[4, 4], [4, 1], [1, 4], [1, 1]], id="one sample"),
+        pytest.param(
+            [[4, 4], [4, 1], [1, 4], [1, 1]], id="one sample", marks=pytest.mark.slow
+        ),
         pytest.param([[4, 4], [4, 0]], id="no sample"),
     ],
 )
@@ -200,7 +202,7 @@ def means(lengths: list[list[int]], inside: bool) -> Any:
 LENGTHS = [[7, 7], [9, 5], [5, 9], [7, 7], [6, 9]]
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_other_lengths_where_only_sums_cross(inside: bool) -> None:
     want = means(LENGTHS, inside)
     for got in shared_pool(2).run(other_lengths, LENGTHS, inside, "dp=2", timeout=100):
@@ -283,7 +285,7 @@ def slices(offset: int) -> int:
     return len(fxpar.plans()) - before
 
 
-@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("offset", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_where_a_slice_begins_is_no_reason_to_plan(offset: int) -> None:
     counts = shared_pool(2).run(slices, offset, timeout=60.0)
     assert counts[0] == counts[1] <= 1

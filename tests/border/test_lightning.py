@@ -109,6 +109,7 @@ def test_fit_is_that_of_ddp(tmp_path: Path) -> None:
     compare(tmp_path)
 
 
+@pytest.mark.slow
 def test_mixed_precision(tmp_path: Path) -> None:
     compare(tmp_path, "bf16-mixed", 2e-2)
 

@@ -190,6 +190,7 @@ def generate() -> tuple[list[list[int]], list[list[int]], list[str]]:
     return want, got, ours
 
 
+@pytest.mark.slow
 def test_a_static_cache_decodes_with_a_schedule() -> None:
     """Its length is counted in place, and handed back: a graph that schedules take."""
     env = {"FXPAR_MESH": "tp=2", "FXPAR_SCHEDULE": "auto", "FXPAR_HARDWARE": "h100"}

@@ -135,13 +135,13 @@ def whole(p: Any) -> torch.Tensor:
 
 
 CASES = [
-    ("muon", "loop"),
+    pytest.param("muon", "loop", marks=pytest.mark.slow),  # see its bfloat16 below
     ("muon", "step"),
-    ("muon", "plain step"),
+    pytest.param("muon", "plain step", marks=pytest.mark.slow),
     ("adafactor", "loop"),
-    ("adafactor", "step"),
-    ("adafactor", "plain step"),
-    ("shampoo", "step"),
+    pytest.param("adafactor", "step", marks=pytest.mark.slow),
+    pytest.param("adafactor", "plain step", marks=pytest.mark.slow),
+    pytest.param("shampoo", "step", marks=pytest.mark.slow),
     ("shampoo", "plain step"),
 ]
 MESHES = [

@@ -43,18 +43,21 @@ class SameBatches(Trainer):
 
 def trainer(folder: str, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
     settings = {"num_train_epochs": 1, "save_strategy": "no"} | more
+    data = {
+        "train_dataset": rows(settings.pop("count", 16)),
+        "eval_dataset": rows(8, seed=1),
+    }
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
         per_device_train_batch_size=settings.pop("batch", 2),
-        per_device_eval_batch_size=2,
+        per_device_eval_batch_size=settings.pop("eval_batch", 2),
         learning_rate=1e-2,
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
         **settings,
     )
-    data = {"train_dataset": rows(16), "eval_dataset": rows(8, seed=1)}
     return kind(model=llama(), args=arguments, **data)
 
 
@@ -105,7 +108,7 @@ def compare(
     return runs[0][1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_log_is_that_of_ddp(ranks: int, tmp_path: Path) -> None:
     """With accumulation, clipping and evaluation."""
     wrapper = compare("local", ACCUMULATED | EVALUATED, tmp_path, ranks)
@@ -124,6 +127,19 @@ def test_log_is_that_of_ddp(ranks: int, tmp_path: Path) -> None:
 )
 def test_settings(settings: dict[str, Any], rel: float, tmp_path: Path) -> None:
     compare("local", settings, tmp_path, rel=rel)
+
+
+@pytest.mark.slow
+def test_a_smaller_last_batch_on_one_rank(tmp_path: Path) -> None:
+    """4 and 3 samples are the 7 of one device, counted alike, in training and between
+    its evaluations. Told to, accelerate leaves out what it fills a batch up with."""
+    uneven = {"count": 15, "accelerator_config": {"even_batches": False}} | EVALUATED
+    pool, where = shared_pool(2), str(tmp_path)
+    whole, part = ({"batch": n, "eval_batch": n // 2} | uneven for n in (8, 4))
+    want, _ = pool.run(log_of, None, whole, where, ranks=1, timeout=TIMEOUT)[0]
+    for got, _ in pool.run(log_of, "local", part, where, timeout=TIMEOUT):
+        close(got, want, 2e-5)
+        assert [name for name, _ in got].count("loss") == 2
 
 
 @pytest.mark.slow
