@@ -1,6 +1,6 @@
-"""``fxpar.train_step`` with gradients of several calls, and with ``GradScaler``: losses,
-parameters, optimizer state and scale are those of the eager loop on one device, in
-float64, for whole and for sharded parameters."""
+"""``fxpar.train_step`` with gradients of several calls and with ``GradScaler``: losses,
+parameters, state and scale are those of the eager loop on one device, in float64, for
+whole and for sharded parameters."""
 
 from __future__ import annotations
 
