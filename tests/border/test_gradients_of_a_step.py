@@ -108,6 +108,7 @@ def stepped(
     bad: tuple[int, ...],
     shard: bool,
     inputs: str = "global",
+    codegen: str = "eager",
 ) -> Run:
     """By ``fxpar.train_step``; with local inputs each rank gives its rows."""
     model: Any = build()
@@ -121,7 +122,7 @@ def stepped(
         clip=CLIP,
         accumulate=accumulate,
         scaler=scaler if scales else None,
-        options={"codegen": "eager", "inputs": inputs},
+        options={"codegen": codegen, "inputs": inputs},
     )
     losses, scale = [], []
     for batch in batches(bad):
@@ -175,6 +176,20 @@ def test_as_the_loop_on_one_device(
         assert run[2] == want[2] and run[2] == runs[0][2]
     if scales:
         assert len(set(want[2])) > 1, "the scale never changed"
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
+@pytest.mark.parametrize(("accumulate", "scales"), [(3, False), (2, True)])
+def test_generated_code(mesh: str, accumulate: int, scales: bool) -> None:
+    bad = (2,) if scales else ()
+    case = "adamw", accumulate, scales, bad
+    pool = shared_pool(2 if mesh == "dp=2" else 1)
+    runs = pool.run(
+        stepped, *case, False, "global", "inductor", env={"FXPAR_MESH": mesh}
+    )
+    for run in runs:
+        same(run, loop(*case))
 
 
 def gated(first: bool, last: bool, size: int) -> tuple[float, bool]:
