@@ -1010,10 +1010,24 @@ _KEPT: list[Any] = []  # libraries: their ops last as long as they do
 _define_messages()
 
 
-def wrap_newton_schulz(wrapper: Callable[..., Any]) -> None:
-    """Let ``torch.optim.Muon`` call ``wrapper(iterate, gradient, *settings)`` where it
-    calls ``iterate(gradient, *settings)``."""
+def record_overflow(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor
+) -> None:
+    """Tell a scaler whether gradients were not finite, 1.0 or 0.0, for ``update()``."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["found_inf_per_device"] = {found.device: found}
+
+
+def newton_schulz() -> Callable[..., Any]:
+    """``iterate(gradient, *settings)``, by which ``torch.optim.Muon`` makes a matrix
+    orthogonal."""
     from torch.optim import _muon
 
-    iterate = _muon._zeropower_via_newtonschulz
-    _muon._zeropower_via_newtonschulz = functools.partial(wrapper, iterate)
+    return _muon._zeropower_via_newtonschulz
+
+
+def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
+    """Let ``torch.optim.Muon`` call this."""
+    from torch.optim import _muon
+
+    _muon._zeropower_via_newtonschulz = iterate

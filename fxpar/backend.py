@@ -51,6 +51,7 @@ from fxpar.runtime.names import Named, name_inputs
 from fxpar.runtime.sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.step import TrainStep
 from fxpar.runtime.step_forward import End
+from fxpar.runtime.step_gradients import Asked
 from fxpar.runtime.step_trace import Step
 from fxpar.runtime.step_writes import keep_copies, lift_writes, put_writes
 from fxpar.runtime.tune import tuned
@@ -92,6 +93,8 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     *,
     clip: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
     options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """Forward, backward and the optimizer's step as one program over the mesh.
@@ -100,7 +103,10 @@ def train_step(
     for every batch: ``loss_fn(model, *batch)`` gives the loss, a scalar, or a tuple
     that begins with it. Parameters, buffers and optimizer state are the user's own,
     changed in place; a model of ``fxpar.shard`` is updated part by part. ``clip``:
-    gradients are scaled to this global norm if theirs is larger. ``options``: as for
+    gradients are scaled to this global norm if theirs is larger. ``accumulate``: the
+    parameters are updated at every so many calls, with the mean of their gradients.
+    ``scaler``: scales the loss, and leaves out an update whose gradients are not
+    finite; its ``update()`` is called. ``options``: as for
     ``torch.compile(backend="fxpar")``.
 
     Raises PlanError if the optimizer needs a closure; calls raise it if the forward is
@@ -129,7 +135,8 @@ def train_step(
 
         return compile_forward
 
-    return TrainStep(model, loss_fn, optimizer, clip, backend)
+    step_asked = Asked(clip, accumulate, scaler)
+    return TrainStep(model, loss_fn, optimizer, step_asked, backend)
 
 
 def _joined(

@@ -3,13 +3,15 @@
 Muon (``torch.optim``) makes a gradient orthogonal by products in bfloat16. Of a split
 matrix these are sums of rounded summands, several collectives a product. Here the
 gradient is gathered, every rank makes it orthogonal by itself, and takes its part: two
-reshards, and the numbers of one device. It holds for Muon in the whole process.
+reshards, and the numbers of one device. In a traced step it is one op, since a pass
+that parts a product from what is added to it would round twice. It holds for Muon in
+the whole process.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,21 @@ from fxpar import _compat
 @functools.cache
 def orthogonalize_whole() -> None:
     """Let Muon see whole gradients, eagerly and in a traced step."""
-    _compat.wrap_newton_schulz(_whole)
+    iterate = _compat.newton_schulz()
+
+    @torch.library.custom_op("fxpar::orthogonal", mutates_args=())
+    def orthogonal(
+        x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+    ) -> torch.Tensor:
+        return iterate(x, tuple(coefficients), steps, eps).contiguous()
+
+    @orthogonal.register_fake
+    def _(
+        x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+    ) -> torch.Tensor:
+        return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+    _compat.replace_newton_schulz(functools.partial(_whole, iterate))
 
 
 def _whole(iterate: Callable[..., Any], gradient: Any, *settings: Any) -> Any:
@@ -35,11 +51,5 @@ def _whole(iterate: Callable[..., Any], gradient: Any, *settings: Any) -> Any:
         made = DTensor.from_local(update, mesh, everywhere, run_check=False)
         return made.redistribute(placements=lies)
     if _compat.fake_mode_of([gradient]) is not None:
-        update = iterate(_closed(gradient), *settings)
-        return _closed(update)
+        return torch.ops.fxpar.orthogonal(gradient, *settings)
     return iterate(gradient, *settings)
-
-
-def _closed(x: torch.Tensor) -> torch.Tensor:
-    """A traced matrix that the plan must leave whole."""
-    return torch.ops.fxpar.constrain(x, ",".join("_" * x.dim()))

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _compat
-from fxpar.errors import FxparWarning, OptionError, PlanError, compose
+from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.alone import is_alone
 from fxpar.runtime.matrices import orthogonalize_whole
 from fxpar.runtime.names import Named
@@ -37,6 +37,7 @@ from fxpar.runtime.step_forward import (
     refuse_hooks,
     spec_of,
 )
+from fxpar.runtime.step_gradients import Asked, How
 from fxpar.runtime.step_optimizer import (
     Slot,
     attributes,
@@ -65,17 +66,16 @@ class TrainStep:
         model: nn.Module,
         loss_fn: LossFn,
         optimizer: torch.optim.Optimizer,
-        clip: float | None,
+        asked: Asked,
         backend: Backend,
     ) -> None:
         refuse(optimizer)
+        asked.check()
         orthogonalize_whole()
-        if clip is not None and not (is_number(clip) and clip > 0):
-            raise OptionError(
-                f"clip cannot be {clip!r}", fix="give the largest norm, as clip=1.0"
-            )
         model = getattr(model, "_orig_mod", model)
-        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.model, self.optimizer, self.asked = model, optimizer, asked
+        self.calls = 0  # since the last update
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of them, by parameter
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return loss_fn(model, *args, **kwargs)
@@ -96,7 +96,7 @@ class TrainStep:
             )
         try:
             with torch.enable_grad():
-                return self._forward(*args, **kwargs)
+                results = self._forward(*args, **kwargs)
         except Exception as error:
             why = _compat.why_not_one_graph(error)
             if why is None:
@@ -107,6 +107,8 @@ class TrainStep:
                 fix="take out of loss_fn and the model what breaks the graph, or "
                 "torch.compile the model and call optimizer.step()",
             ) from error
+        self.calls = (self.calls + 1) % self.asked.accumulate
+        return results
 
     def stage(
         self,
@@ -129,6 +131,7 @@ class _Variant:
     """A compiled step."""
 
     step: Step
+    how: How
     run: Callable[..., Any]
 
 
@@ -154,13 +157,43 @@ class _Stage:
     def __call__(self, *args: Any) -> Any:
         optimizer = self.owner.optimizer
         places = self._places(args)
+        how = self._how(args)
         held = dict(slots(optimizer))
-        variant = self._find(held, places)
+        variant = self._find(held, places, how)
         if variant is None:
-            prepare(optimizer, [args[i] for i in self.reached])
+            if how.updates:
+                prepare(optimizer, [args[i] for i in self.reached])
             held = dict(slots(optimizer))
-            variant = self._find(held, places) or self._make(places, held)
+            variant = self._find(held, places, how) or self._make(places, held, how)
         return self._run(variant, args, held)
+
+    def _how(self, args: Sequence[Any]) -> How:
+        """What this call does. Gradients of zero are made for parameters that this
+        forward is the first to reach, if they are to be kept.
+
+        Raises PlanError if a gradient is kept of a parameter that is no input.
+        """
+        owner, asked = self.owner, self.owner.asked
+        updates = owner.calls + 1 == asked.accumulate
+        trained = [args[i] for i in self.forward.trained]
+        if not updates:
+            with torch.no_grad():
+                for i in self.reached:
+                    if args[i] not in owner.gradients:
+                        owner.gradients[args[i]] = torch.zeros_like(args[i])
+        elif lost := set(map(id, owner.gradients)) - set(map(id, trained)):
+            names = [
+                name for name, p in owner.model.named_parameters() if id(p) in lost
+            ]
+            raise PlanError(
+                f"{names[0] if names else 'a parameter'} has a gradient of an earlier "
+                "call, and the forward of the call that updates does not use it",
+                fix="let every batch of an update use the same parameters, or "
+                "torch.compile the model and call optimizer.step()",
+            )
+        kept = (i for i in self.forward.trained if args[i] in owner.gradients)
+        calls, scales = asked.accumulate, asked.scales
+        return How(asked.clip, calls, updates, tuple(kept), scales)
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Position of a parameter in the optimizer -> among the inputs."""
@@ -181,8 +214,12 @@ class _Stage:
         """Whether a value is a number that enters the graph as a tensor."""
         return is_number(x) and (slot.place == "state" or slot in self.inputs)
 
-    def _key(self, held: Mapping[Slot, Any], places: Mapping[int, int]) -> Any:
+    def _key(
+        self, held: Mapping[Slot, Any], places: Mapping[int, int], how: How
+    ) -> Any:
         """All that a graph was traced with, but the numbers that are its inputs."""
+        if not how.updates:
+            return how
         optimizer = self.owner.optimizer
 
         def frozen(slot: Slot, x: Any) -> Any:
@@ -198,25 +235,27 @@ class _Stage:
         )
         sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
         own = tuple(attributes(optimizer).items())
-        return kept, sizes, tuple(places.items()), own
+        return kept, sizes, tuple(places.items()), own, how
 
     def _find(
-        self, held: Mapping[Slot, Any], places: Mapping[int, int]
+        self, held: Mapping[Slot, Any], places: Mapping[int, int], how: How
     ) -> _Variant | None:
-        for variant in self.variants.get(self._key(held, places), ()):
+        for variant in self.variants.get(self._key(held, places, how), ()):
             if all(answer.stands(held[answer.slot]) for answer in variant.step.answers):
                 return variant
         return None
 
-    def _make(self, places: Mapping[int, int], held: Mapping[Slot, Any]) -> _Variant:
-        step = self._trace(places, held)
+    def _make(
+        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+    ) -> _Variant:
+        step = self._trace(places, held, how)
         rests = {}
         for k, (slot, shape) in enumerate(zip(step.made, step.shapes, strict=True)):
             rest = spec_of(self._holder(slot, shape))
             if rest is not None:
                 rests[step.count + k] = rest
-        variant = _Variant(step, self.compile(step, rests))
-        self.variants.setdefault(self._key(held, places), []).append(variant)
+        variant = _Variant(step, how, self.compile(step, rests))
+        self.variants.setdefault(self._key(held, places, how), []).append(variant)
         return variant
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
@@ -226,7 +265,9 @@ class _Stage:
         p = parameters(self.owner.optimizer)[slot.index]
         return p if isinstance(p, DTensor) and tuple(p.shape) == tuple(shape) else None
 
-    def _trace(self, places: Mapping[int, int], held: Mapping[Slot, Any]) -> Step:
+    def _trace(
+        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+    ) -> Step:
         """The step with as many numbers as inputs as need be and can be."""
         groups = {s: x for s, x in held.items() if s.place == "group" and is_number(x)}
         wanted = {slot for slot in groups if slot.key == "lr"}
@@ -236,13 +277,13 @@ class _Stage:
             new = wanted - self.inputs - self.fixed
             self.inputs |= new
             try:
-                step = self._traced(places, held)
+                step = self._traced(places, held, how)
             except PlanError as error:
                 if not new:
                     raise
                 self.inputs -= new
                 self.fixed |= new
-                step = self._traced(places, held)
+                step = self._traced(places, held, how)
                 self._warn_fixed(new, error)
             wanted = set(step.counted)
             if not wanted:
@@ -256,7 +297,9 @@ class _Stage:
                     "math.sqrt(x)",
                 )
 
-    def _traced(self, places: Mapping[int, int], held: Mapping[Slot, Any]) -> Step:
+    def _traced(
+        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+    ) -> Step:
         numbers = {
             slot: x
             for slot, x in held.items()
@@ -264,9 +307,7 @@ class _Stage:
             and (slot.place == "group" or slot.index in places)
         }
         owner = self.owner
-        return trace(
-            self.forward, self.examples, owner.optimizer, places, numbers, owner.clip
-        )
+        return trace(self.forward, self.examples, owner.optimizer, places, numbers, how)
 
     def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
         names = ", ".join(sorted({slot.key for slot in fixed}))
@@ -281,22 +322,42 @@ class _Stage:
     def _run(
         self, variant: _Variant, args: Sequence[Any], held: Mapping[Slot, Any]
     ) -> Any:
-        step, optimizer = variant.step, self.owner.optimizer
+        step, how, owner = variant.step, variant.how, self.owner
+        gradients = [owner.gradients[args[i]] for i in how.held]
         with torch.no_grad():
-            state = [_part(as_tensor(held[slot])) for slot in step.read]
-            out = variant.run(*map(_part, args), *state)
-            made = zip(step.made, step.shapes, out[step.count :], strict=True)
-            for slot, shape, x in made:
+            state = [as_tensor(held[slot]) for slot in step.read]
+            scale = [_scale_of(owner.asked.scaler, args)] if how.scaled else []
+            out = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
+        if how.updates:
+            owner.gradients = {}
+            written = [args[i] for i in self.forward.trained]
+            written += [
+                x for slot in step.read if isinstance(x := held[slot], torch.Tensor)
+            ]
+            torch.autograd.graph.increment_version(written)
+            if not (how.scaled and self._overflowed(out[-1])):
+                self._updated(step, out, held)
+        return tuple(out[: step.count])
+
+    def _overflowed(self, bad: torch.Tensor) -> bool:
+        """Whether the update was left out, which the scaler is told."""
+        scaler: Any = self.owner.asked.scaler
+        found = (bad > 0).float()
+        _compat.record_overflow(scaler, self.owner.optimizer, found)
+        scaler.update()
+        return bool(found.item())
+
+    def _updated(
+        self, step: Step, out: Sequence[torch.Tensor], held: Mapping[Slot, Any]
+    ) -> None:
+        """Give the optimizer the values that the step does not write in place."""
+        optimizer, new = self.owner.optimizer, out[step.count :]
+        with torch.no_grad():
+            for slot, shape, x in zip(step.made, step.shapes, new, strict=False):
                 write(optimizer, slot, self._new(slot, shape, x, held.get(slot)))
             for slot, value in step.fixed.items():
                 write(optimizer, slot, value)
-        written = [args[i] for i in self.forward.trained]
-        written += [
-            x for slot in step.read if isinstance(x := held[slot], torch.Tensor)
-        ]
-        torch.autograd.graph.increment_version(written)
         _as_after_a_step(optimizer)
-        return tuple(out[: step.count])
 
     def _new(
         self, slot: Slot, shape: Sequence[int], x: torch.Tensor, before: Any
@@ -316,6 +377,12 @@ class _Stage:
             shape=holder.shape,
             stride=holder.stride(),
         )
+
+
+def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
+    """The scale of now, on the device of the parameters."""
+    device = next(x.device for x in args if isinstance(x, torch.nn.Parameter))
+    return scaler.scale(torch.ones((), device=device))
 
 
 def _part(x: Any) -> Any:

@@ -278,6 +278,7 @@ class Numbers(TorchFunctionMode):
             keyword, product = _SCALED[name]
             if isinstance(kwargs.get(keyword), torch.Tensor):
                 x, *rest = args
+                rest = [_promoted(other, x.dtype) for other in rest]
                 scaled = product(*rest) * kwargs.pop(keyword)
                 verb = "sub" if name == "sub" else "add"
                 verb += "_" if _is_in_place(func.__name__) else ""
@@ -324,6 +325,13 @@ def _extreme(plain: Any, combine: Any, *args: Any, **kwargs: Any) -> Any:
     device = tensors[0].device
     values = (torch.as_tensor(x, dtype=NUMBER, device=device) for x in args)
     return functools.reduce(combine, values)
+
+
+def _promoted(x: Any, dtype: torch.dtype) -> Any:
+    """As wide as what it is added to: torch rounds no product before the sum."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.to(torch.promote_types(x.dtype, dtype))
 
 
 def _weight(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

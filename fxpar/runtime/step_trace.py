@@ -22,6 +22,7 @@ from fxpar import _compat
 from fxpar.errors import PlanError
 from fxpar.passes.buckets import PHASE
 from fxpar.runtime.step_forward import End, Forward, fake_of, loss_of, spec_of
+from fxpar.runtime.step_gradients import How, add_held, unless, unscale
 from fxpar.runtime.step_optimizer import (
     NUMBER,
     Answer,
@@ -41,8 +42,10 @@ from fxpar.runtime.tracing import raised_at
 @dataclass(frozen=True)
 class Step:
     """A traced step. Its inputs are those of the forward, then ``read``: slots of the
-    optimizer. Its results are ``count`` of the forward, the first of them the loss,
-    then new values of the slots ``made``, of global ``shapes``.
+    optimizer, then gradients of earlier calls and the scale as ``How`` says. Its
+    results are ``count`` of the forward, the first of them the loss, then new values of
+    the slots ``made``, of global ``shapes``, then, where the loss is scaled, a number
+    that is positive if a gradient is not finite.
 
     ``answers``: what the optimizer asked of numbers; ``fixed``: values that a step
     gives whatever its inputs are; ``counted``: numbers that a step changes though they
@@ -78,39 +81,53 @@ def trace(
     optimizer: torch.optim.Optimizer,
     places: Mapping[int, int],
     numbers: Mapping[Slot, Any],
-    clip: float | None,
+    how: How,
 ) -> Step:
     """Trace one step.
 
     ``args``: of the forward. ``places``: position of a parameter in the optimizer ->
-    among ``args``. ``numbers``: those that become inputs, with their values. ``clip``:
-    the largest global norm of the gradients.
+    among ``args``. ``numbers``: those that become inputs, with their values.
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
     mode, found = _compat.new_fake_mode(), _Found()
-    read = _read(optimizer, places, numbers)
-    fakes = [fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()))]
+    read = _read(optimizer, places, numbers) if how.updates else {}
+    more = [args[i] for i in how.held] + [torch.ones(())] * how.scaled
+    fakes = [fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *more)]
 
     def step(*flat: Any) -> list[torch.Tensor]:
-        given, state = list(flat[: len(args)]), flat[len(args) :]
+        given, rest = list(flat[: len(args)]), iter(flat[len(args) :])
+        values = {slot: next(rest) for slot in read}
+        held = {i: next(rest) for i in how.held}
+        scale = next(rest, None)
         for i in forward.trained:
             given[i] = given[i].detach().requires_grad_()
-        results = _differentiate(forward, given)
+        results = _differentiate(forward, given, how.calls, scale)
         found.count = len(results)
-        values = dict(zip(read, state, strict=True))
-        made = _update(forward, given, optimizer, places, values, numbers, clip, found)
+        add_held(given, held, write=not how.updates)
+        if not how.updates:
+            _stamp("update")
+            return results
+        bad = None if scale is None else unscale(given, places.values(), scale)
+        written = [given[i] for i in places.values()]
+        written += [x for slot, x in values.items() if slot not in numbers]
+        with unless(bad, written):
+            made = _update(
+                forward, given, optimizer, places, values, numbers, how.clip, found
+            )
         _stamp("update")
-        return [*results, *made]
+        return [*results, *made, *([] if bad is None else [bad])]
 
     module = _compat.trace_flat(step, fakes, mode)
     _tidy(module)
-    results = module.graph.output_node().args[0][found.count :]
-    ends = tuple(_end(slot, x, forward, places, optimizer) for slot, x in read.items())
+    results = module.graph.output_node().args[0][found.count :][: len(found.made)]
+    ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
+    ends += [_gradient_end(forward.ends[i]) for i in how.held]
+    ends += [End("scaler.scale", "input")] * how.scaled
     return Step(
         module,
         tuple(read),
-        forward.ends + ends,
+        (*forward.ends, *ends),
         tuple(fakes),
         found.count,
         tuple(found.made),
@@ -162,14 +179,21 @@ def _stamp(phase: str) -> None:
             node.meta["partitioner_tag"] = "is_backward"
 
 
-def _differentiate(forward: Forward, given: Sequence[Any]) -> list[Any]:
-    """Forward and backward; gradients are left in ``grad`` of the parameters."""
+def _differentiate(
+    forward: Forward, given: Sequence[Any], calls: int, scale: torch.Tensor | None
+) -> list[Any]:
+    """Forward and backward; gradients are left in ``grad`` of the parameters: those of
+    the loss divided by ``calls``, times ``scale``."""
     with torch.enable_grad():
         results = list(fx.Interpreter(forward.module).run(*given))
         loss = loss_of(results, forward)
         _stamp("forward")
         _compat.keep_lines_in_backward(loss)
         leaves = [given[i] for i in forward.trained]
+        if calls > 1:
+            loss = loss / calls
+        if scale is not None:
+            loss = loss * scale
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     for leaf, gradient in zip(leaves, gradients, strict=True):
         leaf.grad = gradient
@@ -281,6 +305,11 @@ def _end(
         return End(name, "buffer", spec_of(x))
     group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
     return End(f"optimizer{group}.{key}", "input")
+
+
+def _gradient_end(parameter: End) -> End:
+    """The input for a gradient of earlier calls, which lies as its parameter does."""
+    return End(f"gradient.{parameter.name}", "buffer", parameter.rest)
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:

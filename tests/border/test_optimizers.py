@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import _muon
 
 import fxpar
 from fxpar.errors import FxparError
-from fxpar.runtime import matrices
 from tests.spawn import shared_pool
 
 STEPS = 4
@@ -91,41 +89,21 @@ def loop(call: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def in_float64(gradient: Any, coefficients: Any, steps: int, eps: float) -> Any:
-    """Muon's iteration without its bfloat16, whose rounding depends on how a product
-    is computed."""
-    a, b, c = coefficients
-    x = gradient.mT if gradient.size(0) > gradient.size(1) else gradient
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if gradient.size(0) > gradient.size(1) else x
-
-
-def trained(name: str, how: str, exact: bool) -> float:
+def trained(name: str, how: str) -> float:
     """The largest difference of a parameter from one device."""
     warnings.simplefilter("ignore")
-    matrices.orthogonalize_whole()
-    iterate: Any = _muon._zeropower_via_newtonschulz
-    if exact:
-        exactly = functools.partial(iterate.func, in_float64)
-        _muon._zeropower_via_newtonschulz = exactly
-    try:
-        alone, model = build(), build()
-        loop(alone, OPTIMIZERS[name](alone.parameters()))
-        if how != "plain step":
-            model = fxpar.shard(model)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        options = {"codegen": "eager"}
-        if how == "loop":
-            loop(torch.compile(model, backend="fxpar", options=options), optimizer)
-        else:
-            step = fxpar.train_step(model, loss_fn, optimizer, options=options)
-            for x, y in batches():
-                step(x, y)
-    finally:
-        _muon._zeropower_via_newtonschulz = iterate
+    alone, model = build(), build()
+    loop(alone, OPTIMIZERS[name](alone.parameters()))
+    if how != "plain step":
+        model = fxpar.shard(model)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    options = {"codegen": "eager"}
+    if how == "loop":
+        loop(torch.compile(model, backend="fxpar", options=options), optimizer)
+    else:
+        step = fxpar.train_step(model, loss_fn, optimizer, options=options)
+        for x, y in batches():
+            step(x, y)
     pairs = zip(alone.parameters(), model.parameters(), strict=True)
     return max((p - whole(q)).abs().max().item() for p, q in pairs)
 
@@ -156,24 +134,15 @@ MESHES = [
 def test_parameters_are_those_of_one_device(
     name: str, how: str, mesh: str, ranks: int
 ) -> None:
-    exact = name == "muon"
+    """Those of Muon too, whose bfloat16 rounds otherwise if products of its matrices
+    are summed over ranks, or parted from what is added to them."""
     pool = shared_pool(ranks)
-    for off in pool.run(trained, name, how, exact, env={"FXPAR_MESH": mesh}):
+    for off in pool.run(trained, name, how, env={"FXPAR_MESH": mesh}):
         assert off < 1e-12
 
 
-@pytest.mark.parametrize(("mesh", "ranks"), MESHES)
-def test_muon_sees_whole_matrices(mesh: str, ranks: int) -> None:
-    """Its bfloat16 too gives the numbers of one device, to the last bit: the gradient
-    is gathered, not the products of its parts summed."""
-    env = {"FXPAR_MESH": mesh}
-    assert max(shared_pool(ranks).run(trained, "muon", "loop", False, env=env)) < 1e-15
-
-
 def test_a_branch_on_a_value_is_refused() -> None:
-    errors = shared_pool(2).errors(
-        trained, "reads", "step", False, env={"FXPAR_MESH": "dp=2"}
-    )
+    errors = shared_pool(2).errors(trained, "reads", "step", env={"FXPAR_MESH": "dp=2"})
     for error in errors:
         assert isinstance(error, FxparError)
         assert "the step of Reads cannot be traced: it reads the value" in str(error)

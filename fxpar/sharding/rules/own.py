@@ -35,5 +35,6 @@ ROWS: dict[Any, Row] = {
     "fxpar::seeds": row("-> n!"),
     "fxpar::random": row(_random),
     "fxpar::randint": row(_random),
+    "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
 }
