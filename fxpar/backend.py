@@ -42,7 +42,7 @@ from fxpar.passes.schedule import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import agree, ddp, eager, graphs, inputs, presence
 from fxpar.runtime.binding import bind
-from fxpar.runtime.calls import Calls, with_open_sizes
+from fxpar.runtime.calls import Calls, forget, with_open_sizes
 from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
 from fxpar.runtime.identity import placeholders, without_unused
@@ -84,6 +84,7 @@ def fxpar(
         return graphs.raiser(error)
 
 
+fxpar.reset = forget  # type: ignore[attr-defined]
 _compat.on_compile(fxpar, eager.watch)
 
 

@@ -64,6 +64,13 @@ _VARIANTS: weakref.WeakValueDictionary[str, Variants] = weakref.WeakValueDiction
 _OPEN: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
 
 
+def forget() -> None:
+    """Share nothing of what was compiled so far with graphs to come: what
+    ``torch.compiler.reset()`` calls of a backend."""
+    _VARIANTS.clear()
+    _OPEN.clear()
+
+
 class Calls:
     """What Dynamo calls for one of its graphs."""
 

@@ -184,6 +184,12 @@ def other_rows() -> None:
     torch.compile(model, backend="fxpar")(x + torch.distributed.get_rank())
 
 
+def plain_call() -> None:
+    torch._dynamo.reset()
+    model, (x, _) = build(), data()
+    torch.compile(model, backend="fxpar")(x)
+
+
 def joined() -> None:
     from fxpar.config import Options
 
@@ -194,7 +200,7 @@ def joined() -> None:
     ("fn", "changed", "kind", "words"),
     [
         (sharded_without_a_call, {}, MeshError, "sample=(args, kwargs)"),
-        (other_rows, {"FXPAR_PLAN": "propagate"}, MeshError, "set FXPAR_PLAN=search"),
+        (plain_call, {"FXPAR_PLAN": "propagate"}, MeshError, "set FXPAR_PLAN=search"),
         (other_rows, {}, InputMismatchError, "FXPAR_INPUTS=local"),
         (joined, {"FXPAR_MESH": "auto:8"}, MeshError, "mesh auto:8 has 8 ranks, but 4"),
     ],
