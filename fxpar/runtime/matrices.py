@@ -19,25 +19,28 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fxpar import _compat
 
+_ITERATE = _compat.newton_schulz()  # as torch has it
+
+
+@torch.library.custom_op("fxpar::orthogonal", mutates_args=())
+def orthogonal(
+    x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    """Muon's iteration on a whole matrix, in which no pass looks."""
+    return _ITERATE(x, tuple(coefficients), steps, eps).contiguous()
+
+
+@orthogonal.register_fake
+def _(
+    x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
+
 
 @functools.cache
 def orthogonalize_whole() -> None:
     """Let Muon see whole gradients, eagerly and in a traced step."""
-    iterate = _compat.newton_schulz()
-
-    @torch.library.custom_op("fxpar::orthogonal", mutates_args=())
-    def orthogonal(
-        x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
-    ) -> torch.Tensor:
-        return iterate(x, tuple(coefficients), steps, eps).contiguous()
-
-    @orthogonal.register_fake
-    def _(
-        x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
-    ) -> torch.Tensor:
-        return x.new_empty(x.shape, dtype=torch.bfloat16)
-
-    _compat.replace_newton_schulz(functools.partial(_whole, iterate))
+    _compat.replace_newton_schulz(functools.partial(_whole, _ITERATE))
 
 
 def _whole(iterate: Callable[..., Any], gradient: Any, *settings: Any) -> Any:

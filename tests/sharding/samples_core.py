@@ -491,6 +491,7 @@ _add(
     _s(_f(8), _f(8), "k, k ->"),
     namespace="fxpar",
 )
+_add("orthogonal", _s(_f(4, 8), [3.0, -4.0, 2.0], 2, 1e-7), namespace="fxpar")
 _add("constrain", _s(_f(4, 8), "dp,_"), namespace="fxpar")
 _add(
     "random",
