@@ -66,6 +66,23 @@ def test_every_rank_is_told_within_two_steps(
     assert str(errors[0]) == str(errors[1])
 
 
+def without_dims() -> None:
+    """Each rank feeds a count of its own, beside its part of the batch."""
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "mesh": "dp=2", "inputs": "local"}
+    run = torch.compile(lambda x, n: x.sum() / n, backend="fxpar", options=options)
+    for step in range(3):
+        run(torch.ones(4, 5), torch.tensor(4.0 + step * dist.get_rank()))
+
+
+def test_a_tensor_without_dims_is_global_in_local_mode_too() -> None:
+    for error in shared_pool(2).errors(without_dims, timeout=60.0):
+        assert isinstance(error, InputMismatchError), error
+        assert "input n differs between ranks" in str(error)
+        assert "without dims is a global value" in str(error)
+        assert "all_reduce it first" in str(error)
+
+
 def first_call() -> list[str]:
     """Stages that a rank came to when inputs differ at the first call."""
     torch._dynamo.reset()

@@ -252,7 +252,7 @@ def sharded(name: str, inputs: str) -> list[Any]:
     return [got, {k: p.detach() for k, p in alone.named_parameters()}]
 
 
-@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize("inputs", [slow("global"), "local"])
 @pytest.mark.parametrize("name", ["lstm", slow("gru"), "tied", slow("all disabled")])
 def test_sharded_parameters_train_as_on_one_device(name: str, inputs: str) -> None:
     for got, want in shared_pool(RANKS).run(sharded, name, inputs):

@@ -204,6 +204,16 @@ LIKE_DDP = {
     "sum outside, sum inside": (logits_and_sum, sum_outside),
     "across a graph break": (two_graphs, as_it_is),
 }
+QUICK = {
+    "mean",
+    "sum",
+    "sum over a count outside",
+    "sum over the count of all ranks",
+    "token mean by hand",
+    "several losses",
+    "learned weight",
+    "across a graph break",
+}
 
 
 def options(**more: str) -> dict[str, str]:
@@ -249,11 +259,11 @@ def both(*args: Any) -> list[Any]:
     return [trained("fxpar", *args), trained("ddp", *args[:3])]
 
 
-def all_cases() -> dict[str, list[Any]]:
+def case(name: str) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxparWarning)
         warnings.filterwarnings("ignore", "code at a graph break is in no graph")
-        return {name: both(*case) for name, case in LIKE_DDP.items()}
+        return both(*LIKE_DDP[name])
 
 
 def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -261,18 +271,19 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.fixture(scope="module")
-def cases() -> list[dict[str, list[Any]]]:
-    return shared_pool(RANKS).run(all_cases, timeout=400.0)
-
-
-@pytest.mark.parametrize("name", LIKE_DDP)
-def test_losses_and_gradients_are_those_of_ddp(name: str, cases: Any) -> None:
-    for rank in cases:
-        (losses, tensors), (want, like) = rank[name]
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,))
+        for name in LIKE_DDP
+    ],
+)
+def test_losses_and_gradients_are_those_of_ddp(name: str) -> None:
+    ranks = shared_pool(RANKS).run(case, name)
+    for (losses, tensors), (want, like) in ranks:
         assert losses == pytest.approx(want, rel=1e-9)
         close(tensors, like)
-    close(cases[0][name][0][1], cases[1][name][0][1])
+    close(ranks[0][0][1], ranks[1][0][1])
 
 
 # Parts that are not alike

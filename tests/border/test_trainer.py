@@ -161,6 +161,7 @@ def test_global_mode_is_one_device(mesh: str, tmp_path: Path) -> None:
         close(got, want, 2e-5)
 
 
+@pytest.mark.slow
 def test_counts_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     settings = {"average_tokens_across_devices": False}
     arguments = "local", settings, str(tmp_path)
