@@ -1,0 +1,125 @@
+"""What it costs that ranks meet at every call of a compiled graph and compare inputs.
+
+    python benchmarks/bench_calls.py [--json FILE] [--rounds N]
+
+Two gloo ranks train a small Llama (hidden 256, 2 layers, 4 x 64 tokens). In turns,
+steps run as they are and with the meeting left out; the ratio is of pairs, with
+quartiles. ``alone``: one meeting by itself, and one sum of inputs, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RANKS = 2
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    return [round(q, 4) for q in statistics.quantiles(values, n=4)]
+
+
+def median_us(fn: Any, count: int = 200) -> float:
+    laps = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        fn()
+        laps.append((time.perf_counter() - begin) * 1e6)
+    return round(statistics.median(laps), 1)
+
+
+def rank_main(rank: int, store: str, inputs: str, rounds: int, out: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fxpar.runtime import calls
+    from fxpar.runtime.inputs import quick_sum
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=1024,
+    )
+    model = LlamaForCausalLM(config)
+    options = {"mesh": "dp=2", "plan": "propagate", "inputs": inputs}
+    run = torch.compile(model, backend="fxpar", options=options)
+    ids = torch.randint(0, 1024, (4, 64))
+    ids = ids if inputs == "global" else ids.chunk(RANKS)[rank].clone()
+    meet, last = calls.meet, [[""]]
+
+    def met(word: str, what: str) -> list[str]:
+        last[0] = meet(word, what)
+        return last[0]
+
+    def step(meets: bool) -> float:
+        calls.meet = met if meets else lambda word, what: last[0]
+        dist.barrier()
+        begin = time.perf_counter()
+        run(input_ids=ids, labels=ids).loss.backward()
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        model.zero_grad()
+        return seconds
+
+    for _ in range(3):
+        step(True)
+    pairs = []
+    for i in range(rounds):
+        order = (True, False) if i % 2 else (False, True)
+        laps = {meets: step(meets) for meets in order}
+        pairs.append((laps[True], laps[False]))
+    image = torch.randn(32, 3, 224, 224)
+    result = {
+        "inputs": inputs,
+        "ranks": RANKS,
+        "rounds": rounds,
+        "step_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
+        "ratio": quartiles([a / b for a, b in pairs]),
+        "alone": {
+            "meeting_us": median_us(lambda: meet("x" * 200, "nothing")),
+            "sum_of_ids_us": median_us(lambda: quick_sum(ids)),
+            "sum_of_19_MB_us": median_us(lambda: quick_sum(image), 20),
+        },
+    }
+    if rank == 0:
+        Path(out).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json")
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    results = []
+    for inputs in ("global", "local"):
+        with tempfile.TemporaryDirectory() as folder:
+            out = f"{folder}/result.json"
+            given = f"{folder}/store", inputs, args.rounds, out
+            mp.spawn(rank_main, given, nprocs=RANKS)
+            results.append(json.loads(Path(out).read_text()))
+        print(json.dumps(results[-1]))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
