@@ -38,16 +38,15 @@ def median_us(fn: Any, count: int = 200) -> float:
     return round(statistics.median(laps), 1)
 
 
-def rank_main(rank: int, store: str, inputs: str, rounds: int, out: str) -> None:
+def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fxpar.runtime import calls
     from fxpar.runtime.inputs import quick_sum
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
@@ -110,10 +109,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     results = []
+    # As torchrun does: the store is in a process of its own.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for inputs in ("global", "local"):
         with tempfile.TemporaryDirectory() as folder:
             out = f"{folder}/result.json"
-            given = f"{folder}/store", inputs, args.rounds, out
+            given = store.port, inputs, args.rounds, out
             mp.spawn(rank_main, given, nprocs=RANKS)
             results.append(json.loads(Path(out).read_text()))
         print(json.dumps(results[-1]))

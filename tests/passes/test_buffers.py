@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpar import _compat
 from fxpar.passes.schedule import Settings, schedule
 from fxpar.passes.waits import WAIT, sink_waits
 from tests.fusion.test_waits import CHUNKS, RINGS, bound
@@ -79,6 +80,8 @@ def busy(launch: Any, operand: Any, group: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("kind", LAUNCHES)
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_each_collective(kind: str, operand: str, group: str, monkeypatch: Any) -> None:
+    if kind == "isend" and _compat._KEPT:
+        pytest.skip("torch has no functional sends: ours send a copy")
     fn = busy(LAUNCHES[kind], OPERANDS[operand], group)
     graph = traced(fn, (8, 8), (8, 8))
     schedule(graph, backward=True, disable=("bucket",))
