@@ -20,12 +20,13 @@ from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_ops import Call, local_form
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.steps import all_reduce, emit, step
+from fxpar.passes.steps import all_gather, all_reduce, emit, slice_, step
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
 from fxpar.sharding.rest import gathered_again
 from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.samples import sample_dims
 from fxpar.sharding.spec import Spec
 
 
@@ -72,10 +73,11 @@ class _Localizer:
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
         self.map: Mapping[fx.Node, Any] = {}
-        # Values from tangents that ranks need not have alike, as the mean over the
-        # ranks of those tangents makes them.
+        # Values from tangents that ranks need not have alike and from no sample, as
+        # the mean over the ranks of those tangents makes them.
         self.alike: dict[fx.Node, fx.Node] = {}
         self.of_parameters = gathered_again(self.program)
+        self.samples = sample_dims(self.program, decision.edges.made)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -91,10 +93,16 @@ class _Localizer:
                 self._output(node)
                 continue
             made[node] = self._made(node)
-            if self._may_differ(node):
+            if not any(x in self.alike for x in node.all_input_nodes):
+                continue
+            held = self._samples_in(node)
+            if not held:
                 self.map = ChainMap(self.alike, made)
                 self.alike[node] = self._made(node)
                 self.map = made
+            elif not self._is_split(*held):
+                with self.build.at(node):
+                    made[node] = self._of_own_samples(made[node], *held)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
@@ -135,25 +143,47 @@ class _Localizer:
                 tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
                 if self._on_batch(self.decision.edges.made[v]):
                     out[node] = self.build.call(mul, tangent, 1 / parts)
-                else:
-                    total = step(
-                        self.build, all_reduce, tangent, "sum", signature.batch
-                    )
-                    self.alike[node] = self.build.call(mul, total, 1 / parts)
+                    continue
+                total = step(self.build, all_reduce, tangent, "sum", signature.batch)
+                mean = self.build.call(mul, total, 1 / parts)
+                # Each rank has all samples of a result that is whole.
+                into = out if self._samples_in(node) else self.alike
+                into[node] = mean
         return out
 
-    def _may_differ(self, node: fx.Node) -> bool:
-        """Whether ranks compute a value each for itself, from tangents of their own."""
-        if not any(x in self.alike for x in node.all_input_nodes):
-            return False
-        batch = set(self.program.signature.batch)
+    def _samples_in(self, node: fx.Node) -> tuple[Spec, int] | None:
+        """The spec of a node's value and its dim that holds samples; None if it has
+        none, and so is computed alike from alike tangents, shards included."""
+        for v, spec in self._values(node):
+            for d in range(len(spec.dims)):
+                if (v, d) in self.samples:
+                    return spec, d
+        return None
+
+    def _is_split(self, spec: Spec, d: int) -> bool:
+        return not set(self.program.signature.batch).isdisjoint(spec.dims[d])
+
+    def _of_own_samples(self, x: fx.Node, spec: Spec, d: int) -> fx.Node:
+        """Each rank's own samples from what it has of them all by its own tangents,
+        put together again."""
+        batch, axes = self.program.signature.batch, spec.dims[d]
+        if axes:
+            x = step(self.build, all_gather, x, d, axes)
+        x = step(self.build, slice_, x, d, batch)
+        x = step(self.build, all_gather, x, d, batch)
+        return step(self.build, slice_, x, d, axes) if axes else x
+
+    def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
+        """The values of the program that a node makes, and their specs."""
+        made = self.decision.edges.made
         if "fxpar_reshard" in node.meta:
-            return batch.isdisjoint(node.meta["fxpar_reshard"].target.axes)
-        if "fxpar_op" not in node.meta:
-            return True
-        results = self.program.ops[node.meta["fxpar_op"]].results
-        made = (self.decision.edges.made[v] for v in results)
-        return all(batch.isdisjoint(spec.axes) for spec in made)
+            reshard = node.meta["fxpar_reshard"]
+            return [(reshard.value, reshard.target)]
+        if "fxpar_op" in node.meta:
+            results = self.program.ops[node.meta["fxpar_op"]].results
+            return [(v, made[v]) for v in results]
+        v = node.meta.get("fxpar_value")
+        return [] if v is None else [(v, made[v])]
 
     def _output(self, node: fx.Node) -> None:
         """The outputs; gradients of local inputs as a rank alone would see them."""
