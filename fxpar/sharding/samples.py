@@ -1,4 +1,4 @@
-"""Dims that hold samples of the batch, told from dims of parameters by the rules of ops.
+"""Dims that hold samples of the batch, told from dims of parameters by rules of ops.
 
 In: a Program in local mode, and the specs its values are made in. Out: the dims of
 values that one factor or another ties to a dim along which ranks feed parts of the
@@ -16,7 +16,7 @@ Dim = tuple[int, int]  # (index of a value, one of its dims)
 
 
 def sample_dims(program: Program, made: Sequence[Spec]) -> frozenset[Dim]:
-    """The dims that hold samples. ``made``: spec per value, of inputs where they lie."""
+    """Find the dims that hold samples. ``made``: spec of each value as it is made."""
     batch = program.signature.batch
     if not batch:
         return frozenset()
