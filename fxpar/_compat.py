@@ -820,7 +820,8 @@ def on_compile(
     Dynamo met there and could not compile, and Dynamo's error; with None for the error
     of other frames. ``backend`` alone is told of graphs, and not of what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
-    its buckets, for its all-reduces to begin early.
+    its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
+    of the batch and of a sequence, are different symbols.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import (
@@ -828,6 +829,7 @@ def on_compile(
         innermost_backend,
         innermost_fn,
     )
+    from torch.fx.experimental import _config as shapes
 
     plain = OptimizeContext.__call__
     seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
@@ -839,7 +841,8 @@ def on_compile(
             options = getattr(found, "kwargs", {}).get("options")
             enter, met = watch(innermost_fn(fn), options)
             whole = config._make_closure_patcher(optimize_ddp=False)
-            self.enter_exit_hooks += [enter, whole]
+            own = shapes._make_closure_patcher(use_duck_shape=False)
+            self.enter_exit_hooks += [enter, whole, own]
             frames = self.callback._torchdynamo_orig_backend
             if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
                 frames._inner_convert = _Overheard(frames._inner_convert, met)
