@@ -22,11 +22,11 @@ from fxpar.sharding.rules import TABLE, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.table import row
 from fxpar.sharding.rules.words import keys
-from tests.sharding import samples_core, samples_nn
+from tests.sharding import samples_core, samples_linalg, samples_nn
 from tests.sharding.one_op import OneOp, is_expressible
 
 SAMPLES: dict[Any, list] = {}
-for _table in (samples_core, samples_nn):
+for _table in (samples_core, samples_nn, samples_linalg):
     for _samples in (_table.SAMPLES, _table.UNRUNNABLE):
         for _key, _calls in _samples.items():
             SAMPLES.setdefault(_key, []).extend(_calls)

@@ -18,6 +18,7 @@ from fxpar.sharding.rules import (
     attention,
     convolution,
     indexing,
+    linalg,
     matmul,
     normalization,
     own,
@@ -34,6 +35,7 @@ TABLE: dict[Any, Row] = {
     for module in (
         pointwise,
         matmul,
+        linalg,
         reduction,
         views,
         slicing,

@@ -26,7 +26,8 @@ def make(
     passages: Sequence[Passage] = (),
     reductions: Mapping[str, str] | None = None,
 ) -> Rule:
-    """The rule of these words; ``sizes`` are needed for compound dims only."""
+    """The rule of these words; ``sizes`` are needed for compound dims only. ``~k`` in a
+    result is no dim: every rank along ``k`` computes the result alike."""
     whole: set[str] = set()
 
     def factors(word: Word) -> tuple[str, ...]:
@@ -37,13 +38,19 @@ def make(
     def tensor(words: Sequence[Word]) -> Dims:
         return tuple(factors(word) for word in words)
 
+    dims: list[list[Word]] = []
+    alike: set[tuple[int, str]] = set()
+    for i, words in enumerate(results):
+        dims.append([w for w in words if w[:1] != "~"])
+        alike |= {(i, str(w[1:])) for w in words if w[:1] == "~"}
     return Rule(
         tuple(tensor(t) for t in operands),
-        tuple(tensor(t) for t in results),
+        tuple(tensor(t) for t in dims),
         tuple((sizes or {}).items()),
         frozenset(whole),
         tuple((reductions or {}).items()),
         tuple(passages),
+        alike=frozenset(alike),
     )
 
 
