@@ -116,3 +116,13 @@ for _a, _b in _SIDES:
         _add("linalg_ldl_solve", _s(_ld, _swaps, _b))
 _add("_cholesky_solve_helper", _s(_f(2, 4, 4, 8), _definite(2, 4), False))
 _add("_linalg_solve_ex", _s(_definite(2, 4), _f(2, 4, 4)), _s(_definite(), _f(4)))
+
+# What keeps effects in order: a check whose result is nothing, and an op with a result
+
+_EFFECTS = torch.ops.higher_order.with_effects
+_CHECK = torch.ops.aten._linalg_check_errors.default
+SAMPLES[_EFFECTS] = [
+    _s(torch.empty(0), _CHECK, torch.zeros(4).int(), "linalg.inv", is_matrix=False),
+    _s(torch.empty(0), _CHECK, torch.zeros(()).int(), "linalg.inv", is_matrix=True),
+    _s(torch.empty(0), torch.ops.aten.relu.default, _f(4)),
+]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.rules.table import names, row, text
+from fxpar.sharding.rules.words import whole
 
 aten = torch.ops.aten
 
@@ -332,11 +333,6 @@ def _searchsorted(
     return text(ordered, words, *sorters, results=[words])
 
 
-def _masked_scatter(*tensors: torch.Tensor) -> str:
-    """Each element goes where the mask's count of those before it says: whole."""
-    return text(*(["_"] * t.dim() for t in tensors), results=[["~"]])
-
-
 ROWS = {
     aten.index.Tensor: row(_index, movement="0"),
     aten._unsafe_index.Tensor: row(_index, movement="0"),
@@ -366,5 +362,5 @@ ROWS = {
     aten.nll_loss2d_backward.default: row(_nll_backward(True), linear="0"),
     aten.bucketize.Tensor: row(_bucketize),
     aten.searchsorted.Tensor: row(_searchsorted),
-    aten.masked_scatter.default: row(_masked_scatter),
+    aten.masked_scatter.default: row(whole),
 }

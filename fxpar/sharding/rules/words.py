@@ -9,12 +9,13 @@ text cannot tell from no tensor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fxpar.sharding.factors import Dims, Passage, Rule
-from fxpar.sharding.rules.table import Row, RuleFunction
+from fxpar.sharding.rules.table import Row, RuleFunction, tensors_of
 
 Word = str | tuple[str, ...]
 
@@ -52,6 +53,12 @@ def make(
         tuple(passages),
         alike=frozenset(alike),
     )
+
+
+def whole(*args: Any, **kwargs: Any) -> Rule:
+    """A call all of whose operands and results are whole."""
+    operands = [["_"] * x.ndim for x in tensors_of((args, kwargs))]
+    return replace(make(operands, []), open=True)
 
 
 def words_of(
