@@ -272,6 +272,38 @@ _add(
     _scaled(_u(32, 1).float(), _u(1, 48).float(), out_dtype=torch.bfloat16),
 )
 
+# Grouped products: rows, columns or the contracted dim in groups, one of them empty, and
+# what lies past the last group in none
+
+_COUNTS = torch.tensor([6, 6, 16, 32], dtype=I32)
+
+
+def _h(*shape: int) -> torch.Tensor:
+    return (_f(*shape) / 4).bfloat16()
+
+
+_add(
+    "_grouped_mm",
+    _s(_h(32, 64), _h(4, 64, 32), _COUNTS),
+    _s(_h(32, 64), _h(4, 32, 64).mT, _COUNTS),
+    _s(_h(4, 32, 64), _h(64, 32), _COUNTS),
+    _s(_h(64, 32).t(), _h(64, 16), _COUNTS * 2),
+    _s(_h(32, 64).t(), _h(32, 16), _COUNTS // 2),
+    _s(_h(4, 32, 64), _h(4, 64, 32)),
+)
+for _counts in (_COUNTS.long(), _COUNTS // 2):
+    _tokens, _experts = (_f(32, 8), _f(4, 8, 12))
+    _add(
+        "grouped_mm_fallback",
+        _s(_tokens, _experts, _counts),
+        namespace="transformers",
+    )
+    _add(
+        "grouped_mm_fallback_backward",
+        _s(_tokens, _experts, _counts, _f(32, 12)),
+        namespace="transformers",
+    )
+
 # Reductions
 
 _T = _f(2, 4, 8)

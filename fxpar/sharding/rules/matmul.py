@@ -14,7 +14,7 @@ import torch
 
 from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import row
-from fxpar.sharding.rules.words import make, rows, words_of
+from fxpar.sharding.rules.words import Word, make, rows, words_of
 
 aten = torch.ops.aten
 
@@ -145,6 +145,43 @@ def _scaled_mm(
     return make([["m", k], [k, "n"], *scales, *more], [["m", "n"]])
 
 
+# Grouped: which rows are a group's says a running count, ``offs``. A rank that holds some
+# of the rows counts from its first (``fxpar/passes/local_sizes.py``).
+
+
+def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
+    """(operand, dim) of a grouped product that the offsets count along."""
+    return (1, 1) if x.ndim == 3 else (0, 0 if y.ndim == 3 else 1)
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Rule | None:
+    """A kernel wants rows of 16 bytes: a shard of a dim that has whole ones has too."""
+    if bias is not None:
+        return None
+    sizes: dict[str, int] = {}
+
+    def word(name: str, n: int) -> Word:
+        unit = 16 // x.dtype.itemsize
+        if n % unit or not n:
+            return f"{name}!"
+        sizes[name], sizes[f"{name}u"] = n // unit, unit
+        return (name, f"{name}u!")
+
+    m, k, n = word("m", x.shape[-2]), word("k", x.shape[-1]), word("n", y.shape[-1])
+    if offs is None:
+        return make([["g", m, k], ["g", k, n]], [["g", m, n]], sizes)
+    left = ["g!"] * (x.ndim - 2) + [m, k]
+    right = ["g!"] * (y.ndim - 2) + [k, n]
+    result = ["g!"] * (x.ndim == y.ndim) + [m, n]
+    return make([left, right, ["g!"]], [result], sizes)
+
+
 MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
 
 ROWS = {
@@ -162,4 +199,14 @@ ROWS = {
     **rows("linear", _linear),
     aten.einsum.default: row(_einsum),
     **rows("_scaled_mm", _scaled_mm),
+    **rows("_grouped_mm", _grouped_mm, linear="0|1"),
+    **rows(
+        "grouped_mm_fallback", "m k, g! k n, g! -> m n", "transformers", linear="0|1"
+    ),
+    **rows(
+        "grouped_mm_fallback_backward",
+        "m k, g! k n, g!, m n -> m k, g! k n",
+        "transformers",
+        linear="3",
+    ),
 }
