@@ -176,10 +176,10 @@ def _grouped_mm(
     m, k, n = word("m", x.shape[-2]), word("k", x.shape[-1]), word("n", y.shape[-1])
     if offs is None:
         return make([["g", m, k], ["g", k, n]], [["g", m, n]], sizes)
-    left = ["g!"] * (x.ndim - 2) + [m, k]
-    right = ["g!"] * (y.ndim - 2) + [k, n]
-    result = ["g!"] * (x.ndim == y.ndim) + [m, n]
-    return make([left, right, ["g!"]], [result], sizes)
+    left = ["_"] * (x.ndim - 2) + [m, k]
+    right = ["_"] * (y.ndim - 2) + [k, n]
+    result = ["_"] * (x.ndim == y.ndim) + [m, n]
+    return make([left, right, ["_"]], [result], sizes)
 
 
 MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
@@ -201,11 +201,11 @@ ROWS = {
     **rows("_scaled_mm", _scaled_mm),
     **rows("_grouped_mm", _grouped_mm, linear="0|1"),
     **rows(
-        "grouped_mm_fallback", "m k, g! k n, g! -> m n", "transformers", linear="0|1"
+        "grouped_mm_fallback", "m k, _ k n, _ -> m n", "transformers", linear="0|1"
     ),
     **rows(
         "grouped_mm_fallback_backward",
-        "m k, g! k n, g!, m n -> m k, g! k n",
+        "m k, _ k n, _, m n -> m k, _ k n",
         "transformers",
         linear="3",
     ),
