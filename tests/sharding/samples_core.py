@@ -272,6 +272,24 @@ _add(
     _scaled(_u(32, 1).float(), _u(1, 48).float(), out_dtype=torch.bfloat16),
 )
 
+
+
+def _scaled_v2(scale: tuple, recipe: int, bias: Any = None, swizzle: int = 0) -> Sample:
+    f8 = torch.float8_e4m3fn
+    x, y = _m(32, 64, dtype=f8), _m(48, 64, dtype=f8).t()
+    scales = [_m(*shape, dtype=F32) for shape in scale]
+    left, right = (([t], [recipe], [swizzle]) for t in scales)
+    return _s(x, y, *left, *right, bias, torch.bfloat16)
+
+
+for _key in keys("_scaled_mm_v2"):
+    UNRUNNABLE[_key] = [
+        _scaled_v2(((1,), (1,)), 0),
+        _scaled_v2(((1,), (1,)), 0, _m(48)),
+        _scaled_v2(((32, 1), (1, 48)), 1),
+        _scaled_v2(((32, 64 // 32), (48, 64 // 32)), 3),
+    ]
+
 # Grouped products: rows, columns or the contracted dim in groups, one of them empty, and
 # what lies past the last group in none
 
