@@ -273,7 +273,6 @@ _add(
 )
 
 
-
 def _scaled_v2(scale: tuple, recipe: int, bias: Any = None, swizzle: int = 0) -> Sample:
     f8 = torch.float8_e4m3fn
     x, y = _m(32, 64, dtype=f8), _m(48, 64, dtype=f8).t()
@@ -290,8 +289,8 @@ for _key in keys("_scaled_mm_v2"):
         _scaled_v2(((32, 64 // 32), (48, 64 // 32)), 3),
     ]
 
-# Grouped products: rows, columns or the contracted dim in groups, one of them empty, and
-# what lies past the last group in none
+# Grouped products: rows, columns or the contracted dim in groups, one of them empty,
+# and what lies past the last group in none
 
 _COUNTS = torch.tensor([6, 6, 16, 32], dtype=I32)
 

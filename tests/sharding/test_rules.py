@@ -22,14 +22,16 @@ from fxpar.sharding.rules import TABLE, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.table import row
 from fxpar.sharding.rules.words import keys
-from tests.sharding import samples_core, samples_linalg, samples_nn
+from tests.sharding import samples_core, samples_linalg, samples_nn, samples_points
 from tests.sharding.one_op import OneOp, is_expressible
 
 SAMPLES: dict[Any, list] = {}
-for _table in (samples_core, samples_nn, samples_linalg):
+for _table in (samples_core, samples_nn, samples_linalg, samples_points):
     for _samples in (_table.SAMPLES, _table.UNRUNNABLE):
         for _key, _calls in _samples.items():
             SAMPLES.setdefault(_key, []).extend(_calls)
+
+SHAPES_ONLY = samples_core.SHAPES_ONLY | samples_points.SHAPES_ONLY
 
 # Ops some of whose calls have no rule, and are computed whole.
 UNRULED = {
@@ -161,7 +163,7 @@ def try_row(key: Any, *kinds: Any) -> None:
         ruled += 1
         refuse_uneven(one.rule)
         runs = not any(x.is_meta for x in one.operands)
-        valued = runs and key not in samples_core.SHAPES_ONLY
+        valued = runs and key not in SHAPES_ONLY
         expected = one.expected() if valued else None
         for mesh, strategy in (c for kind in kinds for c in kind(one, one.rule) if c):
             try:

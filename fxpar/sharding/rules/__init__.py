@@ -17,6 +17,7 @@ from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
     attention,
     convolution,
+    embedding,
     indexing,
     linalg,
     matmul,
@@ -26,6 +27,7 @@ from fxpar.sharding.rules import (
     reduction,
     slicing,
     sources,
+    statistics,
     views,
 )
 from fxpar.sharding.rules.table import Row, evaluate
@@ -40,10 +42,12 @@ TABLE: dict[Any, Row] = {
         views,
         slicing,
         indexing,
+        embedding,
         normalization,
         convolution,
         attention,
         sources,
+        statistics,
         own,
     )
     for op, row in module.ROWS.items()

@@ -15,7 +15,7 @@ import torch
 
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.rules.table import tensors_of
-from fxpar.sharding.rules.words import make, rows, words_of
+from fxpar.sharding.rules.words import aligned, make, rows
 
 Form = list[list[str]]
 
@@ -25,27 +25,6 @@ def _parse(form: str) -> tuple[Form, Form]:
     sides = form.replace("...", "").split("->")
     left, right = ([t.split() for t in side.split(",")] for side in sides)
     return left, right
-
-
-def _broadcast(
-    tensors: Sequence[torch.Tensor], cores: Form
-) -> tuple[list[str], list[list[str]]]:
-    """(words of the common batch dims, words of each tensor's own)."""
-    own = [t.shape[: t.ndim - len(c)] for t, c in zip(tensors, cores, strict=True)]
-    full = torch.broadcast_shapes(*own)
-    words = words_of(full, prefix="b")
-    return words, [
-        [
-            word if size == n else "_"
-            for word, size, n in zip(
-                words[len(full) - len(shape) :],
-                shape,
-                full[len(full) - len(shape) :],
-                strict=True,
-            )
-        ]
-        for shape in own
-    ]
 
 
 def _rule(
@@ -58,7 +37,9 @@ def _rule(
     """The rule of one call. ``empty``: results the call leaves out, one dim of size 0.
     ``like``: result -> operand whose own batch dims it has instead of the common."""
     left, right = _parse(form)
-    batch, own = _broadcast(tensors, left)
+    batch, own = aligned(
+        [t.shape[: t.ndim - len(c)] for t, c in zip(tensors, left, strict=True)]
+    )
     operands = [b + core for b, core in zip(own, left, strict=True)]
     factors = dict.fromkeys(w for words in operands for w in words if w != "_")
     results = []

@@ -14,7 +14,7 @@ import torch
 
 from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import row
-from fxpar.sharding.rules.words import Word, make, rows, words_of
+from fxpar.sharding.rules.words import Word, aligned, make, rows, words_of
 
 aten = torch.ops.aten
 
@@ -107,6 +107,29 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | 
     return make(stretched, [result], passages=passages)
 
 
+def _trilinear(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    z: torch.Tensor,
+    *dims: Sequence[int],
+    **_: Any,
+) -> Rule:
+    """The product of three tensors, each with dims of size 1 put in, summed over some
+    dims."""
+    *inserted, summed = dims[:4]
+    ndim = x.ndim + len(inserted[0])
+    shapes = []
+    for t, new in zip((x, y, z), inserted, strict=True):
+        sizes = iter(t.shape)
+        shapes.append([1 if d in new else next(sizes) for d in range(ndim)])
+    words, own = aligned(shapes)
+    operands = [
+        [w for d, w in enumerate(words) if d not in new]
+        for words, new in zip(own, inserted, strict=True)
+    ]
+    return make(operands, [[w for d, w in enumerate(words) if d not in summed]])
+
+
 def dot_rule(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> Rule:
     """``fxpar::dot``: the equation is the rule."""
     rule = parse_rule(equation)
@@ -126,7 +149,7 @@ def _scaled_mm(
 ) -> Rule | None:
     """Scales of the whole tensor or of its rows and columns; blocks have no rule."""
     m, n = x.shape[0], y.shape[1]
-    scales: list[list[Word]] = []
+    scales: list[Sequence[Word]] = []
     for scale, shape, words in (
         (scale_x, (m, 1), ["m", "_"]),
         (scale_y, (1, n), ["_", "n"]),
@@ -180,13 +203,13 @@ def _scaled_mm_v2(
     recipes = {*map(int, recipes_x), *map(int, recipes_y)}
     if recipes not in ({_TENSORWISE}, {_ROWWISE}) or contraction:
         return None
-    if any(map(int, [*swizzles_x, *swizzles_y])) or len(scales_x + scales_y) != 2:
+    if any(map(int, [*swizzles_x, *swizzles_y])) or len([*scales_x, *scales_y]) != 2:
         return None
     return _scaled_mm(x, y, scales_x[0], scales_y[0], bias, None, out_dtype)
 
 
-# Grouped: which rows are a group's says a running count, ``offs``. A rank that holds some
-# of the rows counts from its first (``fxpar/passes/local_sizes.py``).
+# Grouped: which rows are a group's says a running count, ``offs``. A rank that holds
+# some of the rows counts from its first (``fxpar/passes/local_sizes.py``).
 
 
 def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
@@ -235,10 +258,9 @@ ROWS = {
     aten.einsum.default: row(_einsum),
     **rows("_scaled_mm", _scaled_mm),
     **rows("_scaled_mm_v2", _scaled_mm_v2),
+    **rows("_trilinear", _trilinear, linear="0|1|2"),
     **rows("_grouped_mm", _grouped_mm, linear="0|1"),
-    **rows(
-        "grouped_mm_fallback", "m k, _ k n, _ -> m n", "transformers", linear="0|1"
-    ),
+    **rows("grouped_mm_fallback", "m k, _ k n, _ -> m n", "transformers", linear="0|1"),
     **rows(
         "grouped_mm_fallback_backward",
         "m k, _ k n, _, m n -> m k, _ k n",

@@ -72,6 +72,18 @@ def words_of(
     ]
 
 
+def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]]:
+    """(words of what the shapes broadcast to, words of each)."""
+    full = torch.broadcast_shapes(*shapes)
+    words = words_of(full, prefix="b")
+    own = []
+    for shape in shapes:
+        skip = len(full) - len(shape)
+        pairs = zip(words[skip:], shape, full[skip:], strict=True)
+        own.append([word if size == n else "_" for word, size, n in pairs])
+    return words, own
+
+
 def at(dim: int, ndim: int) -> int:
     """A dim counted from the front. A tensor without dims has dim 0, as in torch."""
     return dim % max(ndim, 1)
