@@ -403,6 +403,16 @@ _add(
     "as_strided as_strided_copy",
     *[_s(_A, [8, 4], [1, 8]), _s(_A, [32], [1]), _s(_A, [4, 2, 4], [8, 4, 1], 0)],
     *[_s(_A, [4, 2, 8], [8, 0, 1]), _s(_A, [4, 4], [8, 1])],
+    *[_s(_A, [4], [8], 3), _s(_A, [4, 2], [1, 16], 2), _s(_A, [4, 3], [8, 1])],
+    *[_s(_f(2, 4, 8), [8, 1, 2], [1, 5, 32], 16), _s(_A, [7, 2], [4, 1])],
+    *[_s(_f(2, 4, 8).mT, [2, 8, 2], [32, 1, 16], 8), _s(_A, [4, 4], [9, 1])],
+)
+_add(
+    "as_strided_scatter",
+    *[_s(_A, _f(8, 4), [8, 4], [1, 8]), _s(_A, _f(32), [32], [1])],
+    *[_s(_A, _f(4), [4], [8], 3), _s(_A, _f(4, 2), [4, 2], [1, 16], 2)],
+    *[_s(_f(2, 4, 8), _f(8, 1), [8, 1], [1, 5], 16), _s(_A, _f(3, 8), [3, 8], [8, 1])],
+    *[_s(_A, _f(4, 4), [4, 4], [9, 1]), _s(_A, _f(8, 2), [8, 2], [4, 1])],
 )
 _add("view_as_real view_as_real_copy", _s(_c(4, 8)))
 _add("view_as_complex view_as_complex_copy", _s(_f(4, 8, 2)))
@@ -458,6 +468,8 @@ _add("transpose", _s(_T, [2, 0, 1]), namespace="prims")
 _add("rev", _s(_T, [1]), namespace="prims")
 _add("cat", _s([_A, _f(4, 2)], 1), namespace="prims")
 _add("as_strided", _s(_A, [8, 4], [1, 8], 0), namespace="prims")
+_STRIDED = _s(_A, _f(4, 8), [4, 8], [8, 1], 0), _s(_A, _f(4), [4], [8], 3)
+_add("as_strided_scatter", *_STRIDED, namespace="prims")
 _add("view_of_dtype", _s(_T, I64), namespace="prims")
 
 # Sources

@@ -40,7 +40,7 @@ UNRULED = {
     *("aten.binary_cross_entropy_backward.default", "aten.index_put.default"),
     *("aten.as_strided.default", "aten.as_strided_copy.default"),
     *("aten._unsafe_index_put.default", "with_effects"),
-    *("aten._scaled_mm_v2.default",),
+    *("aten._scaled_mm_v2.default", "aten.as_strided_scatter.default"),
     *("aten._scaled_dot_product_flash_attention.default",),
 }
 
