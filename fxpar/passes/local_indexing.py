@@ -7,6 +7,7 @@ that lie elsewhere; any other update writes those to a spare row, cut off afterw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -273,7 +274,37 @@ def _index_store(
     return _cut(call, call.same(spare, dim, part.store(), *rest, **named), [part])
 
 
+def _masked_scatter_backward(
+    call: Call, grad: fx.Node, mask: fx.Node, shape: Sequence[int]
+) -> fx.Node:
+    """The mask counts as a whole; this rank's elements go to their places, others to a
+    spare one past the end."""
+    spec, build = call.operands[0], call.build
+    if not spec.sharded_axes:
+        return call.same(grad, mask, shape)
+    n, local, whole = math.prod(shape), grad.meta["val"].shape, list(call.shapes[0])
+    flat = build.call(aten.expand.default, mask, whole)
+    flat = build.call(aten.reshape.default, flat, [-1])
+    place = build.call(aten.cumsum.default, flat, 0)
+    place = build.call(aten.sub.Tensor, place, 1)
+    low = build.call(aten.lt.Scalar, place, n)
+    taken = build.call(aten.bitwise_and.Tensor, flat, low)
+    place = build.call(aten.reshape.default, call.where(taken, place, n), whole)
+    for dim, axes in enumerate(spec.dims):
+        if axes:
+            start, end = (build.offset(axes, local[dim], b) for b in (0, local[dim]))
+            place = build.call(aten.slice.Tensor, place, dim, start, end)
+    like = grad.meta["val"]
+    zeros = build.call(
+        aten.full.default, [n + 1], 0, dtype=like.dtype, device=like.device
+    )
+    put = build.call(aten.index_put.default, zeros, [place], grad)
+    put = build.call(aten.slice.Tensor, put, 0, 0, n)
+    return build.call(aten.reshape.default, put, list(shape))
+
+
 LOCAL: dict[Any, Localizer] = {
+    aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.index_put.default: _index_put,

@@ -1,4 +1,5 @@
-"""Local forms of ops that spell a split size among their arguments."""
+"""Local forms of ops that spell a split size, or count along a split dim, among their
+arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.local_call import Call, Localizer
+from fxpar.sharding.rules.matmul import counted_dim
 
 aten = torch.ops.aten
 
@@ -75,9 +77,37 @@ def _group_norm_backward(
     return call.same(grad, x, mean, rstd, weight, n, c, hw, group, mask)
 
 
+def _counted(call: Call, offs: fx.Node, operand: int, dim: int) -> fx.Node:
+    """A running count along a dim of an operand, of this rank's part of the dim."""
+    axes, n = call.operands[operand].dims[dim], call.operand_shape(operand)[dim]
+    if not axes:
+        return offs
+    first = call.build.offset(axes, n)
+    counted = call.build.call(aten.sub.Tensor, offs, first)
+    return call.build.call(aten.clamp.default, counted, 0, n)
+
+
+def _grouped_mm(
+    call: Call, x: fx.Node, y: fx.Node, offs: Any = None, *rest: Any, **named: Any
+) -> fx.Node:
+    if offs is not None:
+        at = counted_dim(x.meta["val"], y.meta["val"])
+        offs = _counted(call, offs, *at)
+    return call.same(x, y, offs, *rest, **named)
+
+
+def _grouped_mm_fallback(
+    call: Call, x: fx.Node, weight: fx.Node, offs: fx.Node, *grad: fx.Node
+) -> fx.Node:
+    return call.same(x, weight, _counted(call, offs, 0, 0), *grad)
+
+
 LOCAL: dict[Any, Localizer] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._grouped_mm.default: _grouped_mm,
+    "transformers::grouped_mm_fallback": _grouped_mm_fallback,
+    "transformers::grouped_mm_fallback_backward": _grouped_mm_fallback,
 }

@@ -56,26 +56,84 @@ def _copy_strided(call: Call, x: fx.Node, stride: Any) -> fx.Node:
 def _as_strided(
     call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
 ) -> fx.Node:
-    if views.as_strided(*value_of(call.node.args)) is None:
-        return _by_strides(call, x, shape, stride, offset)
-    source, target = call.rule.operands[0], call.rule.results[0]
-    place = {dim: i for i, dim in enumerate(source) if dim}
-    if {dim for dim in target if dim in place} != set(place):
+    args = value_of((call.node.args[0], shape, stride, offset))
+    if views.is_reshape(*args):
         return _reshape(call, x)
-    # A permutation: dims of size 1 come and go, dims without an operand are stretched.
-    build, size = call.build, x.meta["val"].shape
-    order = [place[dim] for dim in target if dim in place]
-    order += [i for i in range(len(size)) if i not in order]
-    narrow = [size[place[dim]] if dim in place else 1 for dim in target]
-    x = build.call(aten.permute.default, x, order)
+    form = views.strided(*args)
+    if form is None:
+        return _by_strides(call, x, shape, stride, offset)
+    build, x = call.build, _cuts(call, x, form)[-1]
+    size = x.meta["val"].shape
+    narrow = [1 if d is None else size[d] for d in form.source]
+    x = build.call(aten.permute.default, x, _order(form))
     x = build.call(aten.reshape.default, x, narrow)
     return build.call(aten.expand.default, x, list(call.local_shape()))
+
+
+def _order(form: views.Strided) -> list[int]:
+    """Dims as the result has them, then those that were cut to one place."""
+    order = [d for d in form.source if d is not None]
+    return order + [d for d in range(len(form.cuts)) if d not in order]
+
+
+def _cut_dims(call: Call, form: views.Strided) -> list[int]:
+    return [d for d, cut in enumerate(form.cuts) if cut != range(call.shapes[0][d])]
+
+
+def _cuts(call: Call, x: fx.Node, form: views.Strided) -> list[fx.Node]:
+    """``x``, and ``x`` with one dim after another cut."""
+    out = [x]
+    for d in _cut_dims(call, form):
+        cut = form.cuts[d]
+        ends = cut.start, cut.stop, cut.step
+        out.append(call.build.call(aten.slice.Tensor, out[-1], d, *ends))
+    return out
+
+
+def _as_strided_scatter(
+    call: Call,
+    x: fx.Node,
+    source: fx.Node,
+    shape: Any,
+    stride: Any,
+    offset: int | None = None,
+) -> fx.Node:
+    build, whole = call.build, list(value_of(call.node.args))
+    if views.as_strided_scatter(*whole) is None:
+        x = _laid_out(call, x)
+        return call.same(x, source, shape, stride, _from_start(call, offset))
+    del whole[1]
+    if views.is_reshape(*whole):
+        return build.call(aten.reshape.default, source, list(call.local_shape()))
+    form = views.strided(*whole)
+    assert form is not None
+    parts = _cuts(call, x, form)
+    order, size = _order(form), parts[-1].meta["val"].shape
+    source = build.call(aten.reshape.default, source, [size[d] for d in order])
+    back = sorted(range(len(order)), key=order.__getitem__)
+    source = build.call(aten.permute.default, source, back)
+    for d, part in zip(_cut_dims(call, form)[::-1], parts[-2::-1], strict=True):
+        cut = form.cuts[d]
+        ends = cut.start, cut.stop, cut.step
+        source = build.call(aten.slice_scatter.default, part, source, d, *ends)
+    return source
 
 
 def _by_strides(
     call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None
 ) -> fx.Node:
-    """Any other use of strides: on the whole tensor, laid out as it was."""
+    """Any other use of strides: on the whole tensor."""
+    return call.same(_laid_out(call, x), shape, stride, _from_start(call, offset))
+
+
+def _from_start(call: Call, offset: int | None) -> int:
+    """An offset into memory counted from the tensor's own start."""
+    first = call.node.args[0].meta["val"].storage_offset()
+    return 0 if offset is None else offset - first
+
+
+def _laid_out(call: Call, x: fx.Node) -> fx.Node:
+    """A whole tensor, laid out as it was."""
     global_x, build = call.node.args[0].meta["val"], call.build
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
     back = sorted(range(len(order)), key=order.__getitem__)
@@ -86,9 +144,7 @@ def _by_strides(
             f"{call.node.name} reads a tensor by strides that skip over memory",
             fix="index or slice the tensor instead of torch.as_strided",
         )
-    if offset is not None:
-        offset -= global_x.storage_offset()
-    return call.same(x, shape, stride, offset or 0)
+    return x
 
 
 LOCAL: dict[Any, Localizer] = {
@@ -119,4 +175,6 @@ LOCAL: dict[Any, Localizer] = {
     aten.as_strided.default: _as_strided,
     aten.as_strided_copy.default: _as_strided,
     "prims::as_strided": _as_strided,
+    aten.as_strided_scatter.default: _as_strided_scatter,
+    "prims::as_strided_scatter": _as_strided_scatter,
 }

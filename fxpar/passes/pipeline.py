@@ -329,7 +329,7 @@ def _report_unknown(program: Program, strict: bool) -> None:
     seen: dict[Any, list[Any]] = {}
     for op in program.ops:
         if not op.known:
-            seen.setdefault(op.target, []).append(op)
+            seen.setdefault(_called(op), []).append(op)
     for target, calls in seen.items():
         size = sum(program.values[v].nbytes for op in calls for v in op.operands)
         what = (
@@ -341,6 +341,12 @@ def _report_unknown(program: Program, strict: bool) -> None:
         if strict:
             raise UnknownOpError(what, where=where, fix=fix)
         warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
+
+
+def _called(op: Op) -> Any:
+    """The op that is called: with an effect, the one it is kept in order for."""
+    in_order = op.target is torch.ops.higher_order.with_effects
+    return op.node.args[1] if in_order else op.target
 
 
 def _how_to_split(program: Program, op: Op) -> str:

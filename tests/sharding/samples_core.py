@@ -272,6 +272,55 @@ _add(
     _scaled(_u(32, 1).float(), _u(1, 48).float(), out_dtype=torch.bfloat16),
 )
 
+
+def _scaled_v2(scale: tuple, recipe: int, bias: Any = None, swizzle: int = 0) -> Sample:
+    f8 = torch.float8_e4m3fn
+    x, y = _m(32, 64, dtype=f8), _m(48, 64, dtype=f8).t()
+    scales = [_m(*shape, dtype=F32) for shape in scale]
+    left, right = (([t], [recipe], [swizzle]) for t in scales)
+    return _s(x, y, *left, *right, bias, torch.bfloat16)
+
+
+for _key in keys("_scaled_mm_v2"):
+    UNRUNNABLE[_key] = [
+        _scaled_v2(((1,), (1,)), 0),
+        _scaled_v2(((1,), (1,)), 0, _m(48)),
+        _scaled_v2(((32, 1), (1, 48)), 1),
+        _scaled_v2(((32, 64 // 32), (48, 64 // 32)), 3),
+    ]
+
+# Grouped products: rows, columns or the contracted dim in groups, one of them empty,
+# and what lies past the last group in none
+
+_COUNTS = torch.tensor([6, 6, 16, 32], dtype=I32)
+
+
+def _h(*shape: int) -> torch.Tensor:
+    return (_f(*shape) / 4).bfloat16()
+
+
+_add(
+    "_grouped_mm",
+    _s(_h(32, 64), _h(4, 64, 32), _COUNTS),
+    _s(_h(32, 64), _h(4, 32, 64).mT, _COUNTS),
+    _s(_h(4, 32, 64), _h(64, 32), _COUNTS),
+    _s(_h(64, 32).t(), _h(64, 16), _COUNTS * 2),
+    _s(_h(32, 64).t(), _h(32, 16), _COUNTS // 2),
+    _s(_h(4, 32, 64), _h(4, 64, 32)),
+)
+for _counts in (_COUNTS.long(), _COUNTS // 2):
+    _tokens, _experts = (_f(32, 8), _f(4, 8, 12))
+    _add(
+        "grouped_mm_fallback",
+        _s(_tokens, _experts, _counts),
+        namespace="transformers",
+    )
+    _add(
+        "grouped_mm_fallback_backward",
+        _s(_tokens, _experts, _counts, _f(32, 12)),
+        namespace="transformers",
+    )
+
 # Reductions
 
 _T = _f(2, 4, 8)
@@ -354,6 +403,16 @@ _add(
     "as_strided as_strided_copy",
     *[_s(_A, [8, 4], [1, 8]), _s(_A, [32], [1]), _s(_A, [4, 2, 4], [8, 4, 1], 0)],
     *[_s(_A, [4, 2, 8], [8, 0, 1]), _s(_A, [4, 4], [8, 1])],
+    *[_s(_A, [4], [8], 3), _s(_A, [4, 2], [1, 16], 2), _s(_A, [4, 3], [8, 1])],
+    *[_s(_f(2, 4, 8), [8, 1, 2], [1, 5, 32], 16), _s(_A, [7, 2], [4, 1])],
+    *[_s(_f(2, 4, 8).mT, [2, 8, 2], [32, 1, 16], 8), _s(_A, [4, 4], [9, 1])],
+)
+_add(
+    "as_strided_scatter",
+    *[_s(_A, _f(8, 4), [8, 4], [1, 8]), _s(_A, _f(32), [32], [1])],
+    *[_s(_A, _f(4), [4], [8], 3), _s(_A, _f(4, 2), [4, 2], [1, 16], 2)],
+    *[_s(_f(2, 4, 8), _f(8, 1), [8, 1], [1, 5], 16), _s(_A, _f(3, 8), [3, 8], [8, 1])],
+    *[_s(_A, _f(4, 4), [4, 4], [9, 1]), _s(_A, _f(8, 2), [8, 2], [4, 1])],
 )
 _add("view_as_real view_as_real_copy", _s(_c(4, 8)))
 _add("view_as_complex view_as_complex_copy", _s(_f(4, 8, 2)))
@@ -409,6 +468,8 @@ _add("transpose", _s(_T, [2, 0, 1]), namespace="prims")
 _add("rev", _s(_T, [1]), namespace="prims")
 _add("cat", _s([_A, _f(4, 2)], 1), namespace="prims")
 _add("as_strided", _s(_A, [8, 4], [1, 8], 0), namespace="prims")
+_STRIDED = _s(_A, _f(4, 8), [4, 8], [8, 1], 0), _s(_A, _f(4), [4], [8], 3)
+_add("as_strided_scatter", *_STRIDED, namespace="prims")
 _add("view_of_dtype", _s(_T, I64), namespace="prims")
 
 # Sources

@@ -22,14 +22,16 @@ from fxpar.sharding.rules import TABLE, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.table import row
 from fxpar.sharding.rules.words import keys
-from tests.sharding import samples_core, samples_nn
+from tests.sharding import samples_core, samples_linalg, samples_nn, samples_points
 from tests.sharding.one_op import OneOp, is_expressible
 
 SAMPLES: dict[Any, list] = {}
-for _table in (samples_core, samples_nn):
+for _table in (samples_core, samples_nn, samples_linalg, samples_points):
     for _samples in (_table.SAMPLES, _table.UNRUNNABLE):
         for _key, _calls in _samples.items():
             SAMPLES.setdefault(_key, []).extend(_calls)
+
+SHAPES_ONLY = samples_core.SHAPES_ONLY | samples_points.SHAPES_ONLY
 
 # Ops some of whose calls have no rule, and are computed whole.
 UNRULED = {
@@ -37,9 +39,13 @@ UNRULED = {
     *("aten.smooth_l1_loss_backward.default", "aten.einsum.default"),
     *("aten.binary_cross_entropy_backward.default", "aten.index_put.default"),
     *("aten.as_strided.default", "aten.as_strided_copy.default"),
-    *("aten._unsafe_index_put.default",),
+    *("aten._unsafe_index_put.default", "with_effects"),
+    *("aten._scaled_mm_v2.default", "aten.as_strided_scatter.default"),
     *("aten._scaled_dot_product_flash_attention.default",),
 }
+
+# Where ops of other namespaces are registered; there is no row to try without it.
+REGISTERED = {"transformers": "transformers.integrations.moe"}
 
 Case = tuple[Mesh, Strategy]
 
@@ -58,6 +64,8 @@ def op_of(key: Any) -> Any:
     if not isinstance(key, str):
         return key
     namespace, _, name = key.partition("::")
+    if namespace in REGISTERED:
+        pytest.importorskip(REGISTERED[namespace])
     name, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
 
@@ -155,7 +163,7 @@ def try_row(key: Any, *kinds: Any) -> None:
         ruled += 1
         refuse_uneven(one.rule)
         runs = not any(x.is_meta for x in one.operands)
-        valued = runs and key not in samples_core.SHAPES_ONLY
+        valued = runs and key not in SHAPES_ONLY
         expected = one.expected() if valued else None
         for mesh, strategy in (c for kind in kinds for c in kind(one, one.rule) if c):
             try:
@@ -230,7 +238,9 @@ def test_a_wrong_row_is_noticed(how: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert raised.value.__notes__, "no case failed"
 
 
-@pytest.mark.parametrize("name", ["embedding", "index_add", "native_group_norm"])
+@pytest.mark.parametrize(
+    "name", ["embedding", "index_add", "native_group_norm", "_grouped_mm"]
+)
 def test_a_missing_local_form_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

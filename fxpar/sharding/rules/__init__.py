@@ -17,7 +17,9 @@ from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
     attention,
     convolution,
+    embedding,
     indexing,
+    linalg,
     matmul,
     normalization,
     own,
@@ -25,6 +27,7 @@ from fxpar.sharding.rules import (
     reduction,
     slicing,
     sources,
+    statistics,
     views,
 )
 from fxpar.sharding.rules.table import Row, evaluate
@@ -34,14 +37,17 @@ TABLE: dict[Any, Row] = {
     for module in (
         pointwise,
         matmul,
+        linalg,
         reduction,
         views,
         slicing,
         indexing,
+        embedding,
         normalization,
         convolution,
         attention,
         sources,
+        statistics,
         own,
     )
     for op, row in module.ROWS.items()

@@ -124,6 +124,18 @@ def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> s
     return _spatial(len(kernel))(x)
 
 
+def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
+    """Where windows begin says a sample per image and channel."""
+    samples, k = args[-1], args[-1].shape[-1]
+    words = [*names(x.dim() - k), *["_"] * k]
+    batch = ["_"] * (samples.dim() - 1 - (x.dim() - k)) + words[:-k] + ["_"]
+    return text(words, batch, results=[words, words])
+
+
+def _fractional_pool_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str:
+    return _spatial(len(args[0]))(grad, x, args[-1])
+
+
 def _columns(to_image: bool) -> Callable[..., Rule]:
     """Patches of an image as columns, ``[n, c * window, columns]``."""
 
@@ -199,6 +211,14 @@ ROWS = {
     **_by_rank("max_pool{}d_with_indices_backward", (2, 3), linear="0"),
     "prims::_low_memory_max_pool_with_offsets": row(_low_memory_pool),
     "prims::_low_memory_max_pool_offsets_to_indices": row(_low_memory_indices),
+    aten.fractional_max_pool2d.default: row(_fractional_pool),
+    aten.fractional_max_pool3d.default: row(_fractional_pool),
+    aten.fractional_max_pool2d_backward.default: row(
+        _fractional_pool_backward, linear="0"
+    ),
+    aten.fractional_max_pool3d_backward.default: row(
+        _fractional_pool_backward, linear="0"
+    ),
     **_by_rank("avg_pool{}d", (1, 2, 3), linear="0"),
     **_by_rank("avg_pool{}d_backward", (2, 3), linear="0"),
     **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), linear="0"),

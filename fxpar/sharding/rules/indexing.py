@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.rules.table import names, row, text
+from fxpar.sharding.rules.words import whole
 
 aten = torch.ops.aten
 
@@ -161,9 +163,9 @@ def _masked_put(
 # One index along one dim
 
 
-def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> str | None:
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> str | Rule:
     if x.dim() != index.dim() or not x.dim():
-        return None
+        return whole(x, index)
     dim %= x.dim()
     operand, places = [], []
     for d, (n, size) in enumerate(zip(x.shape, index.shape, strict=True)):
@@ -182,10 +184,10 @@ def _scatter(accumulate: bool):
 
     def factors(
         x: torch.Tensor, dim: int, index: torch.Tensor, src: Any, *_: Any, **__: Any
-    ) -> str | None:
+    ) -> str | Rule:
         tensors = [index, src] if isinstance(src, torch.Tensor) else [index]
         if not x.dim() or any(t.dim() != x.dim() for t in tensors):
-            return None
+            return whole(x, *tensors)
         dim %= x.dim()
         operand, updates = [], []
         for d, n in enumerate(x.shape):
@@ -205,16 +207,16 @@ def _scatter(accumulate: bool):
     return factors
 
 
-def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str | None:
+def _scatter_reduce(*args: Any, reduce: str | None = None, **kwargs: Any) -> str | Rule:
     """A sum accumulates; the other reductions need all updates of a place at once."""
     name = reduce if reduce is not None else args[4]
     adds = name in ("sum", "add") and kwargs.get("include_self", True)
     return _scatter(adds)(*args[:4])
 
 
-def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> str | None:
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> str | Rule:
     if not x.dim():
-        return None
+        return whole(x, index)
     operand = names(x.dim())
     operand[dim] = "s!" if x.dtype is torch.bool else "s"
     result = names(x.dim())
@@ -227,9 +229,9 @@ def _index_update(accumulate: bool):
 
     def factors(
         x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *_: Any, **__: Any
-    ) -> str | None:
+    ) -> str | Rule | None:
         if not x.dim():
-            return None
+            return whole(x, index, source)
         dim %= x.dim()
         operand, updates = names(x.dim()), names(x.dim())
         operand[dim] = "s"
@@ -247,22 +249,6 @@ def _index_update(accumulate: bool):
 def _take(x: torch.Tensor, index: torch.Tensor) -> str:
     words = names(index.dim(), "i")
     return text(["_"] * x.dim(), words, results=[words])
-
-
-# Embeddings
-
-
-def _embedding(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> str:
-    words = names(index.dim(), "i")
-    return text(["s", "e"], words, results=[[*words, "e"]])
-
-
-def _embedding_backward(
-    grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int, by_count: bool
-) -> str:
-    # The count of an index is its count in the whole batch.
-    words = [w + "!" * by_count for w in names(index.dim(), "i")]
-    return text([*words, "e"], words, results=[["s", "e"]])
 
 
 # Losses and searches
@@ -332,9 +318,12 @@ def _searchsorted(
     return text(ordered, words, *sorters, results=[words])
 
 
-def _masked_scatter(*tensors: torch.Tensor) -> str:
-    """Each element goes where the mask's count of those before it says: whole."""
-    return text(*(["_"] * t.dim() for t in tensors), results=[["~"]])
+def _masked_scatter_backward(
+    grad: torch.Tensor, mask: torch.Tensor, shape: Sequence[int]
+) -> str:
+    """Where an element goes says the mask's count of those before it: the mask is
+    whole, and each rank puts its elements among zeros."""
+    return text(names(grad.dim()), ["_"] * mask.dim(), results=[["_"] * len(shape)])
 
 
 ROWS = {
@@ -358,13 +347,14 @@ ROWS = {
     aten.index_fill.int_Scalar: row(_index_update(False)),
     aten.index_fill.int_Tensor: row(_index_update(False), linear="0+3"),
     aten.index_reduce.default: row(_index_update(False)),
-    aten.embedding.default: row(_embedding, movement="0"),
-    aten.embedding_dense_backward.default: row(_embedding_backward, linear="0"),
     aten.nll_loss_forward.default: row(_nll_forward(False)),
     aten.nll_loss2d_forward.default: row(_nll_forward(True)),
     aten.nll_loss_backward.default: row(_nll_backward(False), linear="0"),
     aten.nll_loss2d_backward.default: row(_nll_backward(True), linear="0"),
     aten.bucketize.Tensor: row(_bucketize),
     aten.searchsorted.Tensor: row(_searchsorted),
-    aten.masked_scatter.default: row(_masked_scatter),
+    # Each element goes where the mask's count of those before it says.
+    aten.masked_scatter.default: row(whole),
+    aten.masked_scatter_backward.default: row(_masked_scatter_backward, linear="0"),
+    aten.nonzero_static.default: row(whole),
 }

@@ -14,7 +14,7 @@ import torch
 
 from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import row
-from fxpar.sharding.rules.words import make, rows, words_of
+from fxpar.sharding.rules.words import Word, aligned, make, rows, words_of
 
 aten = torch.ops.aten
 
@@ -107,6 +107,29 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | 
     return make(stretched, [result], passages=passages)
 
 
+def _trilinear(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    z: torch.Tensor,
+    *dims: Sequence[int],
+    **_: Any,
+) -> Rule:
+    """The product of three tensors, each with dims of size 1 put in, summed over some
+    dims."""
+    *inserted, summed = dims[:4]
+    ndim = x.ndim + len(inserted[0])
+    shapes = []
+    for t, new in zip((x, y, z), inserted, strict=True):
+        sizes = iter(t.shape)
+        shapes.append([1 if d in new else next(sizes) for d in range(ndim)])
+    words, own = aligned(shapes)
+    operands = [
+        [w for d, w in enumerate(words) if d not in new]
+        for words, new in zip(own, inserted, strict=True)
+    ]
+    return make(operands, [[w for d, w in enumerate(words) if d not in summed]])
+
+
 def dot_rule(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> Rule:
     """``fxpar::dot``: the equation is the rule."""
     rule = parse_rule(equation)
@@ -126,7 +149,7 @@ def _scaled_mm(
 ) -> Rule | None:
     """Scales of the whole tensor or of its rows and columns; blocks have no rule."""
     m, n = x.shape[0], y.shape[1]
-    scales = []
+    scales: list[Sequence[Word]] = []
     for scale, shape, words in (
         (scale_x, (m, 1), ["m", "_"]),
         (scale_y, (1, n), ["_", "n"]),
@@ -139,10 +162,82 @@ def _scaled_mm(
             return None
     # A summand cannot be rounded to fp8, nor be given the bias of the sum.
     sums = bias is None and scale_result is None and (out_dtype or x.dtype).itemsize > 1
-    k = "k" if sums else "k!"
-    more = [["n"]] * (bias is not None)
+    sizes: dict[str, int] = {}
+    columns = _in_units("n", n, 16, sizes)
+    k = _in_units("k", x.shape[1], 16, sizes) if sums else "k!"
+    if isinstance(columns, tuple):
+        scales = [[columns if w == "n" else w for w in words] for words in scales]
+    more: list[list[Word]] = [[columns]] * (bias is not None)
     more += [["_"] * scale_result.ndim] if scale_result is not None else []
-    return make([["m", k], [k, "n"], *scales, *more], [["m", "n"]])
+    return make([["m", k], [k, columns], *scales, *more], [["m", columns]], sizes)
+
+
+def _in_units(name: str, n: int, unit: int, sizes: dict[str, int]) -> Word:
+    """A dim that a kernel wants to be a multiple of ``unit``, so that shards are too;
+    whole where it is none. Enters its factors into ``sizes``."""
+    if n % unit or not n:
+        return f"{name}!"
+    sizes[name], sizes[f"{name}u"] = n // unit, unit
+    return (name, f"{name}u!")
+
+
+# By torch.nn.functional.ScalingType: one scale, or one a row and one a column.
+_TENSORWISE, _ROWWISE = 0, 1
+
+
+def _scaled_mm_v2(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scales_x: Sequence[torch.Tensor],
+    recipes_x: Sequence[int],
+    swizzles_x: Sequence[int],
+    scales_y: Sequence[torch.Tensor],
+    recipes_y: Sequence[int],
+    swizzles_y: Sequence[int],
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction: Sequence[int] = (),
+    fast: bool = False,
+) -> Rule | None:
+    """Blocks and swizzled scales have no rule."""
+    recipes = {*map(int, recipes_x), *map(int, recipes_y)}
+    if recipes not in ({_TENSORWISE}, {_ROWWISE}) or contraction:
+        return None
+    if any(map(int, [*swizzles_x, *swizzles_y])) or len([*scales_x, *scales_y]) != 2:
+        return None
+    return _scaled_mm(x, y, scales_x[0], scales_y[0], bias, None, out_dtype)
+
+
+# Grouped: which rows are a group's says a running count, ``offs``. A rank that holds
+# some of the rows counts from its first (``fxpar/passes/local_sizes.py``).
+
+
+def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:
+    """(operand, dim) of a grouped product that the offsets count along."""
+    return (1, 1) if x.ndim == 3 else (0, 0 if y.ndim == 3 else 1)
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Rule | None:
+    """A kernel wants rows of 16 bytes: a shard of a dim that has whole ones has too."""
+    if bias is not None:
+        return None
+    sizes: dict[str, int] = {}
+    m, k, n = (
+        _in_units(name, size, 16 // x.dtype.itemsize, sizes)
+        for name, size in zip("mkn", (*x.shape[-2:], y.shape[-1]), strict=True)
+    )
+    if offs is None:
+        return make([["g", m, k], ["g", k, n]], [["g", m, n]], sizes)
+    left = ["_"] * (x.ndim - 2) + [m, k]
+    right = ["_"] * (y.ndim - 2) + [k, n]
+    result = ["_"] * (x.ndim == y.ndim) + [m, n]
+    return make([left, right, ["_"]], [result], sizes)
 
 
 MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
@@ -162,4 +257,14 @@ ROWS = {
     **rows("linear", _linear),
     aten.einsum.default: row(_einsum),
     **rows("_scaled_mm", _scaled_mm),
+    **rows("_scaled_mm_v2", _scaled_mm_v2),
+    **rows("_trilinear", _trilinear, linear="0|1|2"),
+    **rows("_grouped_mm", _grouped_mm, linear="0|1"),
+    **rows("grouped_mm_fallback", "m k, _ k n, _ -> m n", "transformers", linear="0|1"),
+    **rows(
+        "grouped_mm_fallback_backward",
+        "m k, _ k n, _, m n -> m k, _ k n",
+        "transformers",
+        linear="3",
+    ),
 }

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Rule, parse_rule
-from fxpar.sharding.rules.table import names, row, tensors_of, text
+from fxpar.sharding.rules.table import names, row, text
+from fxpar.sharding.rules.words import whole
 
 aten = torch.ops.aten
 
@@ -180,11 +181,6 @@ def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> str
     return text(full, full, *given, results=_kept(mask, full, ["c"], ["c"]))
 
 
-def _whole(*args: Any) -> str:
-    """A reserve in the vendor's own layout ties forward and backward: whole."""
-    return text(*(["_"] * t.dim() for t in tensors_of(args)), results=[["~"]])
-
-
 # Softmax
 
 
@@ -210,13 +206,14 @@ ROWS = {
     aten._native_batch_norm_legit_functional.default: row(_batch_norm_functional),
     aten._native_batch_norm_legit_no_training.default: row(_batch_norm_no_training),
     aten.native_batch_norm_backward.default: row(_batch_norm_backward, linear="0"),
-    aten.cudnn_batch_norm.default: row(_whole),
-    aten.cudnn_batch_norm_backward.default: row(_whole),
-    aten.miopen_batch_norm.default: row(_whole),
-    aten.miopen_batch_norm_backward.default: row(_whole),
-    aten._batch_norm_with_update_functional.default: row(_whole),
-    aten._batch_norm_no_update.default: row(_whole),
-    aten.batch_norm_backward.default: row(_whole),
+    # A reserve in the vendor's own layout ties forward and backward.
+    aten.cudnn_batch_norm.default: row(whole),
+    aten.cudnn_batch_norm_backward.default: row(whole),
+    aten.miopen_batch_norm.default: row(whole),
+    aten.miopen_batch_norm_backward.default: row(whole),
+    aten._batch_norm_with_update_functional.default: row(whole),
+    aten._batch_norm_no_update.default: row(whole),
+    aten.batch_norm_backward.default: row(whole),
     aten._softmax_backward_data.default: row(_softmax_backward, linear="0"),
     aten._log_softmax_backward_data.default: row(_softmax_backward, linear="0"),
 }

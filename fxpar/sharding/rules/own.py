@@ -1,5 +1,5 @@
-"""Rows of fxpar's own ops, by name: they are registered by passes and runtime; and of
-the one op by which a graph writes to its inputs."""
+"""Rows of fxpar's own ops, by name: they are registered by passes and runtime; of the
+one op by which a graph writes to its inputs, and of what keeps effects in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import Row, names, row
-from fxpar.sharding.rules.words import make, words_of
+from fxpar.sharding.rules.words import make, whole, words_of
 
 
 def _dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> str:
@@ -29,7 +29,16 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
     return make([words, words_of(source, range(source.dim()), "s")], [words])
 
 
+def _in_order(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Rule | None:
+    """An op with an effect, such as a check that raises: all ranks do it alike, on
+    whole operands. One with results could be split, for which there is no rule."""
+    if op._schema.returns:
+        return None
+    return whole(token, *args, **kwargs)
+
+
 ROWS: dict[Any, Row] = {
+    torch.ops.higher_order.with_effects: row(_in_order),
     torch.ops.aten.copy_.default: row(_write),
     "fxpar::dot": row(_dot, linear="0|1"),
     "fxpar::seeds": row("-> n!"),

@@ -156,12 +156,6 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
     return make([words], [kept, kept])
 
 
-def histc(x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Rule:
-    """Counts add up, unless the bins depend on the least and largest element."""
-    dims = range(x.ndim) if low == high else ()
-    return make([words_of(x, dims)], [["_"]])
-
-
 def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
     """Fourier transforms; the last dim may change its size."""
     words = words_of(x, all_at(dims, x.ndim))
@@ -256,7 +250,7 @@ ROWS = {
     **rows("sort.stable", sort_stable),
     **rows("argsort.stable", argsort_stable),
     **rows("topk", topk),
-    **rows("histc", histc),
+    **rows("hash_tensor", over()),
     **rows("trace", trace, linear="0"),
     **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0"),
     **rows("glu", glu),

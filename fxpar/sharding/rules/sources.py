@@ -70,6 +70,12 @@ def drawn_like(x: torch.Tensor, *more: Any, **_: Any) -> Rule:
     return make(operands, [words_of(shape, range(len(shape)))])
 
 
+def multinomial(x: torch.Tensor, *_: Any, **__: Any) -> Rule:
+    """Categories drawn in order, from one distribution a row."""
+    words = words_of(x, range(x.ndim))
+    return make([words], [[*words[:-1], "_"]])
+
+
 def dropout(x: torch.Tensor, p: float, train: bool | None) -> Rule:
     """Nothing is drawn where nothing is dropped."""
     if train is False or p == 0:
@@ -114,6 +120,7 @@ ROWS = {
     **rows("normal.Tensor_Tensor normal_functional exponential uniform", drawn_like),
     **rows("cauchy geometric log_normal random random.from random.to", drawn_like),
     **rows("normal.float_Tensor", lambda mean, std, **_: drawn_like(std)),
+    **rows("multinomial", multinomial),
     **rows("native_dropout", dropout),
 }
 

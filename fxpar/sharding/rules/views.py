@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -168,29 +168,94 @@ def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
     return make([operand], [words])
 
 
+@dataclass(frozen=True)
+class Strided:
+    """A use of strides as what it stands for: ``x`` cut along each dim, then permuted.
+
+    ``cuts``: the places taken along each dim of ``x``. ``source``: for each dim of the
+    result the dim of ``x`` it is; None where it is stretched or of size 1.
+    """
+
+    cuts: tuple[range, ...]
+    source: tuple[int | None, ...]
+
+
+def strided(
+    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
+) -> Strided | None:
+    """What strides stand for; None if they are no cut of single dims. An element of
+    ``x`` lies where its own strides say, so indices that give the same place, and are
+    within bounds, name the same element."""
+    dims = sorted((d for d, n in enumerate(x.shape) if n != 1), key=x.stride)[::-1]
+    rest = 0 if offset is None else offset - x.storage_offset()
+    starts = dict.fromkeys(range(x.ndim), 0)
+    for d in dims:
+        starts[d] = min(rest // max(x.stride(d), 1), x.shape[d] - 1)
+        rest -= starts[d] * x.stride(d)
+    if rest or 0 in x.shape or 0 in shape:
+        return None
+    cuts = {d: range(start, start + 1) for d, start in starts.items()}
+    source: list[int | None] = []
+    for n, step in zip(shape, stride, strict=True):
+        if n == 1 or step == 0:
+            source.append(None)
+            continue
+        found = next((d for d in dims if 0 < x.stride(d) <= step), None)
+        if found is None or found in source or step % x.stride(found):
+            return None
+        step //= x.stride(found)
+        cuts[found] = range(starts[found], starts[found] + (n - 1) * step + 1, step)
+        source.append(found)
+        if cuts[found][-1] >= x.shape[found]:
+            return None
+    return Strided(tuple(cuts[d] for d in range(x.ndim)), tuple(source))
+
+
+def is_reshape(
+    x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
+) -> bool:
+    """Whether strides read a contiguous tensor in its own order."""
+    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
+    begins = offset is None or offset == x.storage_offset()
+    return begins and plain and math.prod(shape) == x.numel() and x.is_contiguous()
+
+
 def as_strided(
     x: torch.Tensor, shape: Shape, stride: Shape, offset: int | None = None
 ) -> Rule | None:
-    """Only where it is a reshape of a contiguous tensor, or a permutation of all dims
+    """Only where it is a reshape of a contiguous tensor, or cuts dims, in any order,
     with some stretched."""
-    if offset is not None and offset != x.storage_offset():
-        return None
-    numel = math.prod(shape)
-    dense = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    plain = all(s == d for n, s, d in zip(shape, stride, dense, strict=True) if n != 1)
-    if plain and numel == x.numel() and x.is_contiguous():
+    if is_reshape(x, shape, stride, offset):
         return regroup(x.shape, shape)
-    words = words_of(x)
-    left = {i for i, n in enumerate(x.shape) if n != 1}
-    result = []
-    for j, (n, step) in enumerate(zip(shape, stride, strict=True)):
-        match = next((i for i in left if (x.shape[i], x.stride(i)) == (n, step)), None)
-        if match is not None:
-            left.remove(match)
-        elif n != 1 and step != 0:
-            return None
-        result.append(words[match] if match is not None else "_" if n == 1 else f"s{j}")
-    return None if left else make([words], [result])
+    form = strided(x, shape, stride, offset)
+    if form is None:
+        return None
+    words = [
+        word if cut == range(n) else "_"
+        for word, cut, n in zip(words_of(x), form.cuts, x.shape, strict=True)
+    ]
+    result = [
+        words[d] if d is not None else "_" if n == 1 else f"s{j}"
+        for j, (d, n) in enumerate(zip(form.source, shape, strict=True))
+    ]
+    return make([words], [result])
+
+
+def as_strided_scatter(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    shape: Shape,
+    stride: Shape,
+    offset: int | None = None,
+) -> Rule | None:
+    """The source put where ``as_strided`` reads; not where it reads a place twice."""
+    rule = as_strided(x, shape, stride, offset)
+    if rule is None or math.prod(shape) > x.numel():
+        return None
+    if any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True)):
+        return None
+    return replace(rule, operands=rule.operands + rule.results, results=rule.operands)
 
 
 def add_pair(x: torch.Tensor) -> Rule:
@@ -233,6 +298,7 @@ ROWS = {
     **moves("squeeze_copy squeeze_copy.dim squeeze_copy.dims", squeeze),
     **moves("unsqueeze unsqueeze_copy", unsqueeze),
     **moves("as_strided as_strided_copy", as_strided),
+    **rows("as_strided_scatter", as_strided_scatter, movement="0+1"),
     **rows("view_as_real view_as_real_copy", add_pair, linear="0"),
     **rows("view_as_complex view_as_complex_copy", drop_pair, linear="0"),
     **moves("pixel_shuffle", pixel_shuffle),
@@ -252,5 +318,6 @@ ROWS |= {
     **_prims("squeeze", squeeze),
     **_prims("transpose", permute),
     **_prims("as_strided", as_strided),
+    **rows("as_strided_scatter", as_strided_scatter, "prims", movement="0+1"),
     **rows("view_of_dtype", view_dtype, "prims"),
 }

@@ -9,12 +9,13 @@ text cannot tell from no tensor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fxpar.sharding.factors import Dims, Passage, Rule
-from fxpar.sharding.rules.table import Row, RuleFunction
+from fxpar.sharding.rules.table import Row, RuleFunction, tensors_of
 
 Word = str | tuple[str, ...]
 
@@ -26,7 +27,8 @@ def make(
     passages: Sequence[Passage] = (),
     reductions: Mapping[str, str] | None = None,
 ) -> Rule:
-    """The rule of these words; ``sizes`` are needed for compound dims only."""
+    """The rule of these words; ``sizes`` are needed for compound dims only. ``~k`` in a
+    result is no dim: every rank along ``k`` computes the result alike."""
     whole: set[str] = set()
 
     def factors(word: Word) -> tuple[str, ...]:
@@ -37,14 +39,26 @@ def make(
     def tensor(words: Sequence[Word]) -> Dims:
         return tuple(factors(word) for word in words)
 
+    dims: list[list[Word]] = []
+    alike: set[tuple[int, str]] = set()
+    for i, words in enumerate(results):
+        dims.append([w for w in words if w[:1] != "~"])
+        alike |= {(i, str(w[1:])) for w in words if w[:1] == "~"}
     return Rule(
         tuple(tensor(t) for t in operands),
-        tuple(tensor(t) for t in results),
+        tuple(tensor(t) for t in dims),
         tuple((sizes or {}).items()),
         frozenset(whole),
         tuple((reductions or {}).items()),
         tuple(passages),
+        alike=frozenset(alike),
     )
+
+
+def whole(*args: Any, **kwargs: Any) -> Rule:
+    """A call all of whose operands and results are whole."""
+    operands = [["_"] * x.ndim for x in tensors_of((args, kwargs))]
+    return replace(make(operands, []), open=True)
 
 
 def words_of(
@@ -56,6 +70,18 @@ def words_of(
         "_" if size == 1 else f"{prefix}{i}" + "!" * (i in whole)
         for i, size in enumerate(shape)
     ]
+
+
+def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]]:
+    """(words of what the shapes broadcast to, words of each)."""
+    full = torch.broadcast_shapes(*shapes)
+    words = words_of(full, prefix="b")
+    own = []
+    for shape in shapes:
+        skip = len(full) - len(shape)
+        pairs = zip(words[skip:], shape, full[skip:], strict=True)
+        own.append([word if size == n else "_" for word, size, n in pairs])
+    return words, own
 
 
 def at(dim: int, ndim: int) -> int:
