@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import ops
+from fxpar.passes.bodies import body_of, bound_body
 from fxpar.passes.post import Post, ends_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -112,7 +113,12 @@ def _steps(
             i = next(arguments)
             env[node] = [each[i] for each in inputs]
         elif node.op == "get_attr":
-            env[node] = [_attribute(module, node.target)] * count
+            body = body_of(node)
+            env[node] = (
+                [_attribute(module, node.target)] * count
+                if body is None
+                else [bound_body(body, r) for r in ranks]
+            )
         elif node.op == "output":
             return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
         elif node.op != "call_function":

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.passes import ops
+from fxpar.passes.bodies import body_of, bound_body
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
 
@@ -55,6 +56,9 @@ def bind(
             target, args = _as_inductor(node, args)
         copy = new.create_node(node.op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
+        body = body_of(node)
+        if body is not None:
+            copy.meta["val"] = bound_body(body, rank)
         done[node] = copy
         if node.target is torch.ops.fxpar.seeds.default:
             with build.at(node):
