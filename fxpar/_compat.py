@@ -52,6 +52,15 @@ def inductor_randint() -> Any:
     return inductor_prims.randint
 
 
+def higher_order_name(target: Any) -> str:
+    """``"higher_order::cond"`` for an op that runs graphs; "" for others."""
+    from torch._ops import HigherOrderOperator
+
+    if not isinstance(target, HigherOrderOperator):
+        return ""
+    return f"higher_order::{target.name()}"
+
+
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
     """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
     device. Does nothing under Inductor's ``fallback_random``."""
@@ -80,10 +89,17 @@ def fake_mode_of(values: Any) -> Any:
 
 
 def new_fake_mode() -> Any:
-    """A FakeTensorMode for tracing with static shapes."""
+    """A FakeTensorMode for tracing with static shapes. (A loop, ``while_loop``, asks
+    it for symbols.)"""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    symbols = ShapeEnv(
+        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+    )
+    return FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True
+    )
 
 
 def export_joint(

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpar import _compat
 from fxpar.sharding.factors import Axes, Dims, Rule, Strategy
 from fxpar.sharding.rules.table import tensors_of
 
 if TYPE_CHECKING:
     from fxpar.sharding.program import Op, Program
-
-higher = torch.ops.higher_order
 
 # A dim of a value of a body, or a factor of one of its ops.
 Key = tuple[str, int, int, Any]
@@ -98,18 +97,18 @@ def _while(
 
 
 # op -> (number of results, *arguments) -> how its tensors become those of its bodies.
-TIES: dict[Any, Callable[..., Ties]] = {
-    higher.cond: _cond,
-    higher.map_impl: _map,
-    higher.scan: _scan,
-    higher.while_loop: _while,
+TIES: dict[str, Callable[..., Ties]] = {
+    "higher_order::cond": _cond,
+    "higher_order::map_impl": _map,
+    "higher_order::scan": _scan,
+    "higher_order::while_loop": _while,
 }
 
 
 def ties_of(target: Any, args: Sequence[Any], result: Any) -> Ties | None:
     """How a call's tensors become those of its bodies; None if that is not known, or
     some of what it takes or gives in a loop is no tensor."""
-    make = TIES.get(target)
+    make = TIES.get(_compat.higher_order_name(target))
     results = result if isinstance(result, (list, tuple)) else [result]
     if make is None or not all(isinstance(x, torch.Tensor) for x in results):
         return None
@@ -140,6 +139,8 @@ class Inside:
     )
     # What the loop carries, by position, over which classes it is partial.
     carry: dict[int, Partials] = field(default_factory=dict)
+    # (body, value): zeros, which are their own partial sum.
+    zero: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for b, program in enumerate(self.programs):
@@ -147,6 +148,8 @@ class Inside:
                 self._join_op(b, op)
         self._join_ends()
         self._keep_whole()
+        while self._flow(trial=True):
+            pass
         while self._flow():
             pass
 
@@ -253,20 +256,32 @@ class Inside:
 
     # Partial sums: where they arise, pass, and leave.
 
-    def _flow(self) -> bool:
+    def _flow(self, *, trial: bool = False) -> bool:
         """Follow partial values; whether classes became whole, or more of what is
-        carried partial, so that it has to be done again."""
-        self.partial, self.passes = {}, {}
+        carried partial, so that it has to be done again. ``trial``: finds out what may
+        be carried as partial sums: what is carried goes with them as zeros would, and
+        no class becomes whole."""
+        self.partial, self.passes, self.zero = {}, {}, set()
+        before = set(self.whole)
         again = False
         for b, program in enumerate(self.programs):
-            for j, found in self.carry.items():
+            for j in range(self.ties.carried):
                 v = program.inputs[j]
-                if v is not None:
-                    kept = {c: r for c, r in found.items() if self.is_free(c)}
-                    self.partial[b, v] = kept
+                if v is None:
+                    continue
+                found = self.carry.get(j, {})
+                kept = {c: r for c, r in found.items() if self.is_free(c)}
+                self.partial[b, v] = kept
+                if trial and not kept:
+                    self.zero.add((b, v))
             for op in program.ops:
                 again |= self._through(b, op)
-        return self._leave() or again
+        carried = sum(map(len, self.carry.values()))
+        again |= self._leave()
+        if trial:
+            self.whole = before
+            return sum(map(len, self.carry.values())) > carried
+        return again
 
     def _through(self, b: int, op: Op) -> bool:
         """Over which classes an op's results are partial."""
@@ -292,6 +307,8 @@ class Inside:
             self.passes.setdefault((b, op.index), []).append((c, *found))
             for each in made:
                 each[c] = found[0]
+        if op.is_zero or self._is_linear_in_zeros(b, op):
+            self.zero.update((b, v) for v in op.results)
         for v, each in zip(op.results, made, strict=True):
             shape = self.programs[b].values[v].shape
             dims = {self.find(("dim", b, v, d)) for d in range(len(shape))}
@@ -306,7 +323,7 @@ class Inside:
         """(reduction, passage) by which operands that are partial over a class pass."""
         partial = {i for i, read in enumerate(reads) if c in read}
         reductions = {reads[i][c] for i in partial}
-        zero = {i for i, v in enumerate(op.operands) if self._is_zero(b, v)}
+        zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
         for p, passage in enumerate(op.rule.passages):
             group = set(passage.operands)
             if partial <= group <= partial | zero and len(reductions) == 1:
@@ -317,10 +334,12 @@ class Inside:
                     return reduction, p
         return None
 
-    def _is_zero(self, b: int, v: int) -> bool:
-        """Whether a value is a constant zero, which is its own partial sum."""
-        program = self.programs[b]
-        return v in program.producers and program.ops[program.producers[v][0]].is_zero
+    def _is_linear_in_zeros(self, b: int, op: Op) -> bool:
+        """Whether an op makes zeros of zeros."""
+        zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
+        return any(
+            "sum" in p.reductions and zero >= set(p.operands) for p in op.rule.passages
+        )
 
     def _leave(self) -> bool:
         """Results that bodies agree on; carried values partial before as after."""
@@ -329,7 +348,7 @@ class Inside:
             for c, r in found.items():
                 if any(
                     self.partial.get((b, v), {}).get(c) != r
-                    and not (r == "sum" and self._is_zero(b, v))
+                    and not (r == "sum" and (b, v) in self.zero)
                     for b, v in bodies
                 ):
                     again |= self._set_whole(c)

@@ -17,6 +17,7 @@ from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
     attention,
     convolution,
+    flex,
     indexing,
     matmul,
     normalization,
@@ -41,6 +42,7 @@ TABLE: dict[Any, Row] = {
         normalization,
         convolution,
         attention,
+        flex,
         sources,
         own,
     )
@@ -80,7 +82,7 @@ def row_of(target: Any) -> Row | None:
         full = target.name()
         found = _USER.get(full) or _USER.get(full.partition(".")[0])
         return found or TABLE.get(target) or TABLE.get(full)
-    return TABLE.get(target)
+    return TABLE.get(target) or TABLE.get(_compat.higher_order_name(target))
 
 
 def rule_of(
