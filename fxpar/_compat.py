@@ -401,11 +401,26 @@ def compile_fx(
     with functorch_config.patch(settings):
         compiled = inductor(
             gm,
-            examples,
+            _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
         )
     return cast(Callable[..., Any], compiled)
+
+
+def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
+    """Examples of a graph with a loop as fakes among which symbols can be made, as
+    Dynamo has them: ``while_loop`` (2.13) asks for that."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    names = (higher_order_name(n.target) for graph in graphs for n in graph.nodes)
+    loops = any(name.startswith("higher_order::while_loop") for name in names)
+    if not loops or fake_mode_of(examples) is not None:
+        return examples
+    mode = new_fake_mode()
+    return [
+        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
+        for x in examples
+    ]
 
 
 @contextlib.contextmanager

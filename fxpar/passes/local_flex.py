@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _compat
 from fxpar.passes.bodies import body_of, module_of, new_body
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_call import Call, Localizer
@@ -51,6 +52,28 @@ def _backward(call: Call, *args: Any):
     functions = (_shifted(call, body, _SCORE) for body in (forward, joint))
     mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))
     return call.same(*given, *functions, mask, *args[10:])
+
+
+def op_by_op(target: Any) -> Any:
+    """What to call for an op outside of Inductor: the op itself, save for the backward
+    of flex_attention, which (torch 2.13) gives gradients of captured tensors only where
+    these require them as they are run."""
+    if _compat.higher_order_name(target) == "higher_order::flex_attention_backward":
+        return _with_gradients
+    return target
+
+
+def _with_gradients(*args: Any) -> Any:
+    joint, others = args[8], args[12] if len(args) > 12 else ()
+    (results,) = joint.graph.output_node().args
+    wanted = [
+        x if grad is None else x.detach().requires_grad_()
+        for x, grad in zip(others, results[5:], strict=True)
+    ]
+    with torch.no_grad():
+        return torch.ops.higher_order.flex_attention_backward(
+            *args[:12], tuple(wanted), *args[13:]
+        )
 
 
 LOCAL: dict[Any, Localizer] = {

@@ -18,6 +18,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import ops
 from fxpar.passes.bodies import body_of, bound_body
+from fxpar.passes.local_flex import op_by_op
 from fxpar.passes.post import Post, ends_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -173,7 +174,7 @@ def _on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
 
 def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _on(env, rank))
-    return node.target(*args, **kwargs)
+    return op_by_op(node.target)(*args, **kwargs)
 
 
 def _as_rank(node: fx.Node, rank: int) -> int:
