@@ -52,6 +52,15 @@ def inductor_randint() -> Any:
     return inductor_prims.randint
 
 
+def higher_order_name(target: Any) -> str:
+    """``"higher_order::cond"`` for an op that runs graphs; "" for others."""
+    from torch._ops import HigherOrderOperator
+
+    if not isinstance(target, HigherOrderOperator):
+        return ""
+    return f"higher_order::{target.name()}"
+
+
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
     """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
     device. Does nothing under Inductor's ``fallback_random``."""
@@ -80,10 +89,15 @@ def fake_mode_of(values: Any) -> Any:
 
 
 def new_fake_mode() -> Any:
-    """A FakeTensorMode for tracing with static shapes."""
+    """A FakeTensorMode for tracing with static shapes. (A loop, ``while_loop``, asks
+    it for symbols.)"""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    symbols = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True
+    )
 
 
 def export_joint(
@@ -385,11 +399,26 @@ def compile_fx(
     with functorch_config.patch(settings):
         compiled = inductor(
             gm,
-            examples,
+            _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
         )
     return cast(Callable[..., Any], compiled)
+
+
+def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
+    """Examples of a graph with a loop as fakes among which symbols can be made, as
+    Dynamo has them: ``while_loop`` (2.13) asks for that."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    names = (higher_order_name(n.target) for graph in graphs for n in graph.nodes)
+    loops = any(name.startswith("higher_order::while_loop") for name in names)
+    if not loops or fake_mode_of(examples) is not None:
+        return examples
+    mode = new_fake_mode()
+    return [
+        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
+        for x in examples
+    ]
 
 
 @contextlib.contextmanager

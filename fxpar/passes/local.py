@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
-from fxpar.passes.local_ops import Call, local_form
+from fxpar.passes.local_op import local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.steps import all_gather, all_reduce, emit, slice_, step
 from fxpar.sharding.decide import Decision, route
-from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
 from fxpar.sharding.rest import gathered_again
-from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.samples import sample_dims
 from fxpar.sharding.spec import Spec
 
@@ -40,29 +37,6 @@ def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
     its inputs know their specs (``meta["fxpar_spec"]``). Raises PlanError if a shard
     comes out with another shape than its spec says, naming the op."""
     return _Localizer(decision, fake_mode).run(graph)
-
-
-def local_like(value: torch.Tensor, spec: Spec, decision: Decision, mode: Any) -> Any:
-    """Fake tensor of one rank's shard, dims laid out in memory as in ``value``."""
-    shape = spec.local_shape(decision.mesh, [int(n) for n in value.shape])
-    if tuple(value.shape) == shape:
-        return value
-    order = sorted(range(value.dim()), key=lambda d: (-int(value.stride()[d]), d))
-    stride = [0] * value.dim()
-    step = 1
-    for d in reversed(order):
-        stride[d] = step
-        step *= max(shape[d], 1)
-    with mode:
-        local = torch.empty_strided(
-            shape, stride, dtype=value.dtype, device=value.device
-        )
-    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
-
-
-def is_own(target: Any) -> bool:
-    """Whether an op of fxpar has to be replaced even where nothing is sharded."""
-    return target in (torch.ops.fxpar.dot.default, torch.ops.fxpar.constrain.default)
 
 
 class _Localizer:
@@ -121,9 +95,7 @@ class _Localizer:
         copy.meta = dict(node.meta)
         if v is not None:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
-            copy.meta["val"] = local_like(
-                node.meta["val"], spec, self.decision, self.mode
-            )
+            copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
         return copy
 
@@ -222,47 +194,6 @@ class _Localizer:
 
     def _op(self, node: fx.Node, op: Op) -> fx.Node:
         strategy = self.decision.strategies[op.index]
-        operands = tuple(
-            operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
+        return local_op(
+            self.build, node, op, self.program, strategy, self.map.__getitem__
         )
-        results = tuple(
-            result_spec(op.rule, strategy, i) for i in range(len(op.results))
-        )
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.map.__getitem__)
-        whole = all(s.is_whole for s in operands + results)
-        if whole and not is_own(op.target) and self._laid_out_alike(node):
-            made = self._same(node, args, kwargs)
-        else:
-            shapes = tuple(self.program.values[v].shape for v in op.tensors)
-            call = Call(self.build, node, op.rule, operands, results, shapes)
-            made = local_form(call, args, kwargs)
-        self._check(made, op, results)
-        return made
-
-    def _laid_out_alike(self, node: fx.Node) -> bool:
-        """Whether what a node reads lies in memory as in the global graph."""
-        pairs = ((n.meta["val"], self.map[n].meta["val"]) for n in node.all_input_nodes)
-        return all(
-            a is b or not isinstance(a, torch.Tensor) or a.stride() == b.stride()
-            for a, b in pairs
-        )
-
-    def _same(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """An op on whole values is the op itself, fake value included."""
-        copy = self.graph.create_node(node.op, node.target, args, kwargs)
-        copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
-        copy.meta["fxpar_origin"] = node.name
-        return copy
-
-    def _check(self, made: fx.Node, op: Op, results: tuple[Spec, ...]) -> None:
-        got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]
-        want = [
-            spec.local_shape(self.mesh, self.program.values[v].shape)
-            for spec, v in zip(results, op.results, strict=True)
-        ]
-        if got != want:
-            raise PlanError(
-                f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
-                f"{got}, its specs say {want}",
-                fix="its row needs a `shape` mark or a local form (see docs)",
-            )
