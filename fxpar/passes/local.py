@@ -61,7 +61,8 @@ def local_like(value: torch.Tensor, spec: Spec, decision: Decision, mode: Any) -
 
 def is_own(target: Any) -> bool:
     """Whether an op of fxpar has to be replaced even where nothing is sharded."""
-    return target in (torch.ops.fxpar.dot.default, torch.ops.fxpar.constrain.default)
+    ours = torch.ops.fxpar
+    return target in (ours.dot.default, ours.constrain.default, ours.shift.default)
 
 
 class _Localizer:

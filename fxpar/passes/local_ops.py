@@ -15,7 +15,13 @@ from typing import Any
 from torch import fx
 
 from fxpar import _compat
-from fxpar.passes import local_indexing, local_own, local_sizes, local_views
+from fxpar.passes import (
+    local_indexing,
+    local_own,
+    local_shift,
+    local_sizes,
+    local_views,
+)
 from fxpar.passes.local_call import Call, Localizer
 from fxpar.sharding.rules import row_of
 
@@ -26,6 +32,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_sizes.LOCAL,
     **local_views.LOCAL,
     **local_own.LOCAL,
+    **local_shift.LOCAL,
 }
 
 

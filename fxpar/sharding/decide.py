@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.sharding import conventions
+from fxpar.sharding.constants import make_as_read
 from fxpar.sharding.edges import Edges, Reshard, connect
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
@@ -113,6 +114,7 @@ def decide(
     strategies = choose(program, state, mesh)
     strategies, settled = place_reductions(program, state, strategies, mesh)
     gather_before_views(program, strategies, settled, mesh)
+    make_as_read(program, strategies, settled, mesh)
     edges = connect(program, strategies, settled, mesh)
     notes += _indivisible_notes(state, program, mesh)
     return Decision(
