@@ -29,7 +29,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate import State
 from fxpar.sharding.reshard import price
-from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.rest import derived, may_lie_as_read, resting
 from fxpar.sharding.shifts import moved_rows
 from fxpar.sharding.spec import Spec
 
@@ -41,7 +41,8 @@ def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
     """A strategy per op."""
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
-    constants = made_of_constants(program)
+    # What lies, or is made, as it is read costs nothing to bring there.
+    open_ = made_of_constants(program) | may_lie_as_read(program, state)
     cache: dict = {}
     out = []
     for op in program.ops:
@@ -52,7 +53,7 @@ def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
             if origin.batch
         )
         rests = tuple(v in weights for v in op.operands)
-        free = tuple(v in constants for v in op.operands)
+        free = tuple(v in open_ for v in op.operands)
         lie = tuple(specs[v] for v in op.tensors)
         key = (op.rule, lie, batch, rests, free, op.target, moved_rows(op))
         if key not in cache:
@@ -82,7 +83,7 @@ class _Choice:
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         self.batch = batch
-        self.free = free  # operands that any rank makes as they are read
+        self.free = free  # operands that lie, or are made, as they are read
         held = {axis for _, axis in batch}
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
