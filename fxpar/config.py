@@ -24,6 +24,7 @@ PASSES = (
     "random_by_index",
     "undo_views_around_matmul",
     "split_fused_projections",
+    "find_shifts",
     "sum_one_hot",
     "clone_constants",
     "expand_moments",

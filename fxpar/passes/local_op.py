@@ -30,7 +30,11 @@ from fxpar.sharding.spec import Spec
 Local = Callable[[fx.Node], Any]
 
 # Ops of fxpar that have to be replaced even where nothing is sharded.
-_OWN = (torch.ops.fxpar.dot.default, torch.ops.fxpar.constrain.default)
+_OWN = (
+    torch.ops.fxpar.dot.default,
+    torch.ops.fxpar.constrain.default,
+    torch.ops.fxpar.shift.default,
+)
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:

@@ -19,6 +19,7 @@ from fxpar.passes import (
     local_flex,
     local_indexing,
     local_own,
+    local_shift,
     local_sizes,
     local_views,
 )
@@ -33,6 +34,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_own.LOCAL,
     **local_flex.LOCAL,
+    **local_shift.LOCAL,
 }
 
 

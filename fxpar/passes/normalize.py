@@ -18,6 +18,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.passes.contractions import undo_views_around_matmul
 from fxpar.passes.rewrite import Rewriter, shape_of
+from fxpar.passes.shifts import find_shifts
 
 aten = torch.ops.aten
 
@@ -227,6 +228,7 @@ def _is_like(weight: Any, shape: tuple[int, ...], *others: fx.Node) -> bool:
 
 NORMALIZE = (
     random_by_index,
+    find_shifts,
     undo_views_around_matmul,
     split_fused_projections,
     sum_one_hot,

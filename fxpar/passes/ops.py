@@ -134,6 +134,24 @@ def _constrain_context(ctx, inputs, output) -> None:
 constrain.register_autograd(_constrain_backward, setup_context=_constrain_context)
 
 
+@torch.library.custom_op("fxpar::shift", mutates_args=())
+def shift(
+    x: torch.Tensor, dim: int, by: int, fill: float | None = None
+) -> torch.Tensor:
+    """Row ``i`` of a dim is row ``i + by`` of ``x``: around the end, or, with ``fill``,
+    that constant beyond it."""
+    moved = torch.roll(x, -by, dim).contiguous()
+    if fill is not None:
+        start = max(x.shape[dim] - by, 0) if by > 0 else 0
+        moved.narrow(dim, start, min(abs(by), x.shape[dim])).fill_(fill)
+    return moved
+
+
+@shift.register_fake
+def _(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @torch.library.custom_op("fxpar::kept", mutates_args=())
 def kept(x: torch.Tensor) -> torch.Tensor:
     """A copy of a value that is written over later, which no pass takes for ``x``."""

@@ -1,7 +1,8 @@
 """What an op's own work costs: a roofline over one rank's share.
 
 Only used to break ties between strategies; the figures are those of one current
-accelerator and enter as ratios. Communication is priced in ``reshard``.
+accelerator and enter as ratios. Communication is priced in ``reshard``, but for what an
+op itself sends (``shifts``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fxpar.sharding import shifts
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Value, contracts
@@ -18,7 +20,8 @@ _BANDWIDTH = 3e12  # bytes per second, device memory
 
 
 def work(op: Op, strategy: Strategy, values: Sequence[Value], mesh: Mesh) -> float:
-    """Seconds one rank computes: the larger of arithmetic and memory traffic.
+    """Seconds one rank computes: the larger of arithmetic and memory traffic; and what
+    it sends meanwhile.
 
     An op is a contraction, one multiplication per point of its factor space, if two
     operands share a contracted factor; any other op is one pass over its tensors.
@@ -33,4 +36,5 @@ def work(op: Op, strategy: Strategy, values: Sequence[Value], mesh: Mesh) -> flo
     if contracts(op):
         sizes = op.rule.size
         flops = 2.0 * math.prod(sizes[f] / shards.get(f, 1) for f in op.rule.factors)
-    return max(flops / _FLOPS, moved / _BANDWIDTH)
+    taken = max(flops / _FLOPS, moved / _BANDWIDTH)
+    return taken + shifts.seconds(op, strategy, mesh)

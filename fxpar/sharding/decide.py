@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.sharding import conventions
+from fxpar.sharding.constants import make_as_read
 from fxpar.sharding.edges import Edges, Reshard, connect
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
@@ -20,7 +21,12 @@ from fxpar.sharding.partials import place_reductions
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate import Origin, Propagation, Seed, State
 from fxpar.sharding.reshard import steps
-from fxpar.sharding.rest import gather_before_views, settle_at_rest
+from fxpar.sharding.rest import (
+    gather_before_views,
+    lie_as_read,
+    may_lie_as_read,
+    settle_at_rest,
+)
 from fxpar.sharding.search import transitions
 from fxpar.sharding.search.find import Asked, Found, begun_from, search
 from fxpar.sharding.search.polish import ranked
@@ -113,6 +119,8 @@ def decide(
     strategies = choose(program, state, mesh)
     strategies, settled = place_reductions(program, state, strategies, mesh)
     gather_before_views(program, strategies, settled, mesh)
+    make_as_read(program, strategies, settled, mesh)
+    lie_as_read(program, may_lie_as_read(program, state), strategies, settled)
     edges = connect(program, strategies, settled, mesh)
     notes += _indivisible_notes(state, program, mesh)
     return Decision(

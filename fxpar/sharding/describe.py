@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fxpar.sharding import shifts
 from fxpar.sharding.decide import Decision, duration, route
 from fxpar.sharding.edges import Reshard
 from fxpar.sharding.footprint import footprint
@@ -94,12 +95,22 @@ def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
 def collectives_of(
     decision: Decision, *, keep_gathered: bool = False
 ) -> tuple[Collective, ...]:
-    """Every collective of the plan in program order of the reshards."""
-    return tuple(
-        collective
-        for reshard in reshards_of(decision, keep_gathered=keep_gathered)
+    """Every collective of the plan in program order of the reshards, and of what ops
+    send themselves."""
+    reshards = reshards_of(decision, keep_gathered=keep_gathered)
+    places = itertools.accumulate(map(_place, reshards), max)
+    found = [
+        (place, collective)
+        for place, reshard in zip(places, reshards, strict=True)
         for collective in _collectives(decision, reshard)
-    )
+    ]
+    sent = [
+        (float(op.index), Collective("permute", axes, nbytes, said(op)))
+        for op, strategy in zip(decision.program.ops, decision.strategies, strict=True)
+        for axes, nbytes in shifts.sent(op, strategy, decision.mesh)
+    ]
+    merged = heapq.merge(found, sent, key=lambda item: item[0])
+    return tuple(collective for _, collective in merged)
 
 
 def dearest(
@@ -192,6 +203,11 @@ def cause(decision: Decision, reshard: Reshard) -> str:
     else:
         assert reshard.reader is not None, "a reshard has a reader or an output"
         op = program.ops[reshard.reader]
+    return said(op)
+
+
+def said(op: Op) -> str:
+    """An op's name and user line."""
     line = user_line(op.node)
     return f"{op.name} ({line})" if line else op.name
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.errors import HintError
+from fxpar.sharding.conventions import MODEL
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
@@ -124,7 +125,12 @@ def make_seed(
     shape = program.values[value].shape
     dims, closed = entries(hint, len(shape), what)
     check(dims, shape, mesh, what)
-    batch = kind == "input" and bool(dims) and bool(dims[0])
+    # An axis named for the model splits a sequence, say, and may move from there.
+    batch = (
+        kind == "input"
+        and bool(dims)
+        and any(axis.lower() not in MODEL for axis in dims[0])
+    )
     return Seed(value, dims, closed, what, PRIORITY.get(kind, 0), batch)
 
 

@@ -29,8 +29,9 @@ class Peak:
 
     Each quantity saturates as in Hockney's r = r_inf n / (n + n_half): ``half_flops``
     is the work at which starting up takes half the time, ``half_dim`` the smallest of
-    m, n, k at which half of a tile is idle. ``flops`` is the data sheet's figure and
-    ``efficiency`` what large contractions reach of it.
+    m, n, k at which half of a tile is idle. Starting up takes as long whatever the
+    tiles: so a contraction that grows in any dim never takes less time. ``flops`` is
+    the data sheet's figure and ``efficiency`` what large contractions reach of it.
     """
 
     flops: float
@@ -41,7 +42,7 @@ class Peak:
     def rate(self, flops: Any, least: Any = math.inf) -> Any:
         """Flops/s of a contraction of ``flops`` and smallest dim ``least``; numbers or
         arrays."""
-        full = 1 / ((1 + self.half_flops / flops) * (1 + self.half_dim / least))
+        full = 1 / (1 + self.half_flops / flops + self.half_dim / least)
         return self.flops * self.efficiency * full
 
 

@@ -40,15 +40,12 @@ from fxpar.sharding.steps import (
     AllToAll,
     Mask,
     Permute,
-    Rate,
     ReduceScatter,
     Slice,
     Step,
-    rate,
 )
 
-# Routes are searched at a size where latency decides and one where bandwidth does; at
-# the size asked for the cheaper of the two is taken.
+# A size where latency decides, and one where bandwidth does.
 _SIZES = (1.0, 2.0**44)
 
 # With more axes out of place than this, distance to the goal guides the search: tens of
@@ -90,17 +87,6 @@ def bytes_moved(
     return _route(source, target, mesh, tuple(shape), itemsize)[2]
 
 
-def rates(
-    source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...]
-) -> tuple[Rate, ...]:
-    """What the cheapest routes cost per byte of the global value, one of which is
-    cheapest at any size, for all shapes whose dims a mesh divides into ``room`` shards
-    at most. Raises SpecError as ``steps`` does."""
-    problem, dims = _pose(source, target, mesh, room)
-    share = 1 / _others(source, dims, mesh)
-    return tuple(total.per(share) for _, total in _routes(problem))
-
-
 @lru_cache(maxsize=1 << 18)
 def _route(
     source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...], itemsize: int
@@ -111,13 +97,10 @@ def _route(
     nbytes = float(math.prod(shape) * itemsize)
     room = tuple(math.gcd(size, mesh.size) for size in shape)
     problem, dims = _pose(source, target, mesh, room)
-    moves, total = min(_routes(problem), key=lambda route: route[1].seconds(nbytes))
-    total = total.per(1 / _others(source, dims, mesh))
-    return (
-        _steps(moves, dims, source, target, mesh),
-        total.seconds(nbytes),
-        nbytes * total.sent_per_byte,
-    )
+    share = nbytes / _others(source, dims, mesh)
+    costs = {moves: _cost(moves, problem, share) for moves in _routes(problem, share)}
+    moves = min(costs, key=lambda way: costs[way][0])
+    return _steps(moves, dims, source, target, mesh), *costs[moves]
 
 
 def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:
@@ -270,7 +253,7 @@ class _Problem:
                 for n in range(2, len(rest) + 1):
                     if set(rest[:n]) <= set(every):
                         runs.append(rest[:n])
-                for run in runs:
+                for run in dict.fromkeys((*runs, every)):
                     if self._fits(d, dims, count(run)):
                         new = _replace(dims, d, joined((*have, *run)))
                         left = tuple(p for p in pending if p[0] not in run)
@@ -343,22 +326,25 @@ def _curve(kind: str, tokens: Tokens, mesh: Mesh) -> Curve:
     return along(kind, mesh, _named(tokens, mesh))
 
 
-@lru_cache(maxsize=1 << 16)
-def _routes(problem: _Problem) -> tuple[tuple[Moves, Rate], ...]:
-    """(moves, cost per byte of what the problem's dims make up) of a few routes, one of
-    which is cheapest at any size."""
-    out: dict[tuple[Moves, Rate], None] = {}
-    mesh = problem.mesh
-    for nbytes in _SIZES:
-        moves = _solve(problem, nbytes)
-        dims, total = problem.start, Rate()
-        for move in moves:
-            share = 1 / math.prod(map(count, dims))
-            axes = _named(move.tokens, mesh)
-            total += rate(move.make, mesh, axes, nbytes * share).per(share)
-            dims = move.dims
-        out[moves, total] = None
-    return tuple(out)
+def _routes(problem: _Problem, nbytes: float) -> tuple[Moves, ...]:
+    """Routes for a value of ``nbytes``, the cheapest among them. A route of straight
+    lines (only reductions have others) that is best at both ends is so in between."""
+    ends = tuple(dict.fromkeys(_solve(problem, size) for size in _SIZES))
+    if len(ends) == 1 and not problem.pending:
+        return ends
+    return (*ends, _solve(problem, nbytes))
+
+
+def _cost(moves: Moves, problem: _Problem, nbytes: float) -> tuple[float, float]:
+    """Seconds of a route, and bytes that each rank sends."""
+    mesh, dims = problem.mesh, problem.start
+    seconds = sent = 0.0
+    for move in moves:
+        local = nbytes / math.prod(map(count, dims))
+        seconds += _seconds(move, mesh, local)
+        sent += local * move.make.sent(count(move.tokens))
+        dims = move.dims
+    return seconds, sent
 
 
 def _merged(moves: Moves) -> Iterator[Move]:

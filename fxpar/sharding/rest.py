@@ -6,6 +6,7 @@ planner's side: axes that a parameter has at rest only (the batch uses them else
 stay on whatever is computed from parameters alone (casts, weight norms) and on what is
 computed from a gradient alone, so that a cast comes before its gather and a
 reduce-scatter is one step. No axis spreads from there to activations.
+``lie_as_read``: an input that may lie anywhere lies as it is read.
 ``gather_before_views``: what is only seen in another shape is gathered as it is stored.
 """
 
@@ -25,7 +26,7 @@ from fxpar.sharding.factors import (
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops, is_view
-from fxpar.sharding.propagate import Propagation
+from fxpar.sharding.propagate import Propagation, State
 from fxpar.sharding.spec import Spec
 
 
@@ -109,6 +110,40 @@ def gather_before_views(
             and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
         ):
             strategies[op.index], settled[result] = after, need
+
+
+def may_lie_as_read(program: Program, state: State) -> set[int]:
+    """Inputs that lie where the plan has them, have one reader and no gradient, and
+    whose axes, if any, came from there: no seed is against what that reader needs."""
+    signature = program.signature
+    of = {out.of for out in signature.outputs}
+    pairs = enumerate(zip(signature.inputs, program.inputs, strict=True))
+    return {
+        v
+        for k, (declared, v) in pairs
+        if v is not None
+        and declared.kind == "input"
+        and declared.rest is None
+        and declared.use is None
+        and k not in of
+        and len(program.uses[v]) == 1
+        and v not in program.outputs
+        and not any(state.closed[v])
+        and all(origin.op is not None for origin in state.origins[v].values())
+    }
+
+
+def lie_as_read(
+    program: Program,
+    inputs: Collection[int],
+    strategies: Sequence[Strategy],
+    settled: list[Spec],
+) -> None:
+    """Let inputs lie as their one reader has them. Changes ``settled``."""
+    for v in inputs:
+        ((reader, i),) = program.uses[v]
+        need = operand_spec(program.ops[reader].rule, strategies[reader], i)
+        settled[v] = need.without_partial()
 
 
 def resting(program: Program) -> set[int]:

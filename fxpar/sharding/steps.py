@@ -194,40 +194,8 @@ def _shard(spec: Spec, mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(mesh.index(rank, axes) for axes in spec.dims)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """What steps cost, linear in bytes: seconds and bytes sent by one rank."""
-
-    latency: float = 0.0
-    seconds_per_byte: float = 0.0
-    sent_per_byte: float = 0.0
-
-    def seconds(self, nbytes: float) -> float:
-        return self.latency + nbytes * self.seconds_per_byte
-
-    def __add__(self, other: Rate) -> Rate:
-        return Rate(
-            self.latency + other.latency,
-            self.seconds_per_byte + other.seconds_per_byte,
-            self.sent_per_byte + other.sent_per_byte,
-        )
-
-    def per(self, share: float) -> Rate:
-        """The same cost, counted per byte of something of which this is a share."""
-        return Rate(
-            self.latency, self.seconds_per_byte * share, self.sent_per_byte * share
-        )
-
-
-def rate(kind: type[Step], mesh: Mesh, axes: tuple[str, ...], nbytes: float) -> Rate:
-    """Cost of one step per local byte before it, as the algorithm has it that is best
-    for ``nbytes`` on each rank."""
-    if kind.local:
-        return Rate()
-    line = along(kind.kind, mesh, axes).line(nbytes)
-    return Rate(line.alpha, line.beta, kind.sent(mesh.count(axes)))
-
-
 def cost(step: Step, mesh: Mesh, nbytes: float) -> float:
     """Seconds that one step takes from ``nbytes`` on each rank."""
-    return rate(type(step), mesh, step.axes, nbytes).seconds(nbytes)
+    if step.local:
+        return 0.0
+    return along(step.kind, mesh, step.axes).seconds(nbytes)

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
+from fxpar.sharding.constants import made_of_constants
 from fxpar.sharding.cost import work
 from fxpar.sharding.factors import (
     Axes,
@@ -28,7 +29,8 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate import State
 from fxpar.sharding.reshard import price
-from fxpar.sharding.rest import derived, resting
+from fxpar.sharding.rest import derived, may_lie_as_read, resting
+from fxpar.sharding.shifts import moved_rows
 from fxpar.sharding.spec import Spec
 
 # Beyond this many assignments axes are decided one after another, largest first.
@@ -39,6 +41,8 @@ def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
     """A strategy per op."""
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
+    # What lies, or is made, as it is read costs nothing to bring there.
+    open_ = made_of_constants(program) | may_lie_as_read(program, state)
     cache: dict = {}
     out = []
     for op in program.ops:
@@ -49,9 +53,12 @@ def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
             if origin.batch
         )
         rests = tuple(v in weights for v in op.operands)
-        key = (op.rule, tuple(specs[v] for v in op.tensors), batch, rests, op.target)
+        free = tuple(v in open_ for v in op.operands)
+        lie = tuple(specs[v] for v in op.tensors)
+        key = (op.rule, lie, batch, rests, free, op.target, moved_rows(op))
         if key not in cache:
-            cache[key] = _Choice(program, op, specs, batch, rests, mesh).strategy()
+            made = _Choice(program, op, specs, batch, rests, free, mesh)
+            cache[key] = made.strategy()
         out.append(cache[key])
     return out
 
@@ -66,6 +73,7 @@ class _Choice:
         specs: list[Spec],
         batch: frozenset[tuple[int, str]],
         rests: tuple[bool, ...],
+        free: tuple[bool, ...],
         mesh: Mesh,
     ) -> None:
         self.program, self.op, self.mesh = program, op, mesh
@@ -75,6 +83,7 @@ class _Choice:
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         self.batch = batch
+        self.free = free  # operands that lie, or are made, as they are read
         held = {axis for _, axis in batch}
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
@@ -170,6 +179,8 @@ class _Choice:
         n = len(op.operands)
         total = work(op, strategy, values, mesh)
         for i, v in enumerate(op.operands):
+            if self.free[i]:
+                continue
             need = operand_spec(op.rule, strategy, i)
             total += price(
                 self.priced[i], need, mesh, values[v].shape, values[v].dtype.itemsize

@@ -307,3 +307,26 @@ def test_plan_round_trips_and_applies_again(tmp_path):
     check(again, x)
     with pytest.raises(fxpar.FxparError, match="mesh"):
         fxpar.plan(model, x, mesh="dp=4", grad=True, mode=str(path))
+
+
+@pytest.mark.parametrize("mode", ["propagate", "search"])
+def test_axes_of_unlike_sizes_change_places_without_a_gather(mode, monkeypatch):
+    """tp in two pieces: one goes where dp was, the other follows by an all-to-all."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    x, y, given = torch.randn(64, 64), torch.randn(64, 64), Spec("dp", "tp")
+    plan = fxpar.plan(
+        lambda x, y: x.t() + y,
+        x,
+        y,
+        mesh="dp=2,tp=4",
+        in_specs=[given, given],
+        out_specs=[given],
+        mode=mode,
+    )
+    assert counts(plan) == {("permute", "dp+tp"): 1, ("all_to_all", "tp:(2)2"): 1}
+    assert {c.bytes for c in plan.collectives} == {x.nbytes // 8}
+    check(plan, x, y)
+    near = fxpar.plan(  # the same place: nothing moves
+        torch.add, x, y, mesh="dp=2,tp=4", in_specs=[given, given], mode=mode
+    )
+    assert not near.collectives

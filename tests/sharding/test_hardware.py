@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -41,6 +42,25 @@ def test_a_kernel_is_bound_by_launch_memory_or_arithmetic() -> None:
     seconds = h100.seconds(3 * 2 * 8192**2, flops, 8192, torch.bfloat16)
     assert flops / seconds == pytest.approx(770e12, rel=0.03)
     assert h100.seconds(1e12, flops, 8192, "bfloat16") > 0.3
+
+
+@pytest.mark.parametrize("machine", BUILT_IN, ids=lambda machine: machine.name)
+def test_a_contraction_that_grows_never_takes_less_time(machine: Hardware) -> None:
+    """In each of m, n, k and with every dtype, on every machine that is known."""
+    sizes = (1, 2, 7, 8, 16, 31, 32, 64, 100, 128, 512, 1000, 4096, 8192)
+    for dtype, width in (("float64", 8), ("float32", 4), ("bfloat16", 2)):
+        taken = {
+            (m, n, k): machine.seconds(
+                width * (m * k + k * n + m * n), 2.0 * m * n * k, min(m, n, k), dtype
+            )
+            for m, n, k in itertools.product(sizes, repeat=3)
+        }
+        for shape, seconds in taken.items():
+            for d in range(3):
+                at = sizes.index(shape[d]) + 1
+                if at < len(sizes):
+                    larger = (*shape[:d], sizes[at], *shape[d + 1 :])
+                    assert taken[larger] >= seconds, (dtype, shape, larger)
 
 
 def test_what_caches_hold_moves_faster() -> None:

@@ -8,8 +8,10 @@ import random
 import pytest
 
 from fxpar.errors import SpecError
+from fxpar.sharding.hardware import lookup
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.reshard import bytes_moved, price, steps
+from fxpar.sharding.search.transitions import path
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.steps import AllGather, Step, cost
 from tests.sharding.every_spec import every_spec
@@ -228,7 +230,6 @@ def test_same_input_same_steps() -> None:
     )
     first = steps(*args, (64, 64, 64))
     price.__globals__["_route"].cache_clear()
-    price.__globals__["_routes"].cache_clear()
     price.__globals__["_solve"].cache_clear()
     assert steps(*args, (64, 64, 64)) == first
 
@@ -398,3 +399,44 @@ def test_reductions_that_do_not_commute_are_refused() -> None:
         steps(mixed, Spec(None), mesh, (8,))
     linear = Spec(None, partial={"x": "sum", "y": "avg"})
     assert len(steps(linear, Spec(None), mesh, (8,))) == 2
+
+
+@pytest.mark.parametrize("machine", ["h100", "a100", "cpu"])
+@pytest.mark.parametrize("kib", [16, 512, 4096])
+def test_the_route_is_the_cheapest_at_its_own_size(machine: str, kib: int) -> None:
+    """Between the sizes where latency alone and where bandwidth alone decides, too."""
+    mesh = lookup(machine).on(Mesh.parse("dp=4,tp=4"))
+    shape = (256, kib)
+    specs = every_spec(mesh, 2, "sum")
+    for source, target in itertools.product(specs, repeat=2):
+        if set(source.axes) | set(target.axes) != {"dp", "tp"} or target.partial:
+            continue
+        if any(a == b for a, b in zip(source.dims, target.dims, strict=True)):
+            continue  # one that stays could serve to park an axis, and is left alone
+        found = price(source, target, mesh, shape)
+        other = path(source, target, mesh, shape, 4)
+        assert found <= seconds_of(other, source, mesh, shape) * (1 + 1e-6), (
+            source,
+            target,
+        )
+
+
+def seconds_of(
+    way: tuple[Step, ...], source: Spec, mesh: Mesh, shape: tuple[int, ...]
+) -> float:
+    local, total = math.prod(source.local_shape(mesh, shape)) * 4, 0.0
+    for step in way:
+        total += cost(step, mesh, local)
+        local *= step.growth(mesh.count(step.axes))
+    return total
+
+
+def test_two_steps_where_these_are_cheaper() -> None:
+    """512 KB over two nodes: latency alone, and bandwidth alone, would do otherwise."""
+    mesh = lookup("h100").on(Mesh.parse("dp=4,tp=4"))
+    source, target = Spec.parse("[dp, _] partial(sum: tp)"), Spec.parse("[tp, _]")
+    found = steps(source, target, mesh, (256, 512))
+    assert [str(s) for s in found] == [
+        "all_reduce tp (sum)",
+        "permute [dp, _] -> [tp, _]",
+    ]

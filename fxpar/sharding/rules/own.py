@@ -3,11 +3,12 @@ one op by which a graph writes to its inputs, and of what keeps effects in order
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Rule
+from fxpar.sharding.factors import MONOTONE, MOVEMENT, Passage, Rule
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import Row, names, row
 from fxpar.sharding.rules.words import make, whole, words_of
@@ -20,6 +21,12 @@ def _dot(lhs: torch.Tensor, rhs: torch.Tensor, equation: str) -> str:
 def _random(*args: Any) -> Rule:
     """A scalar seed in; every dim of the result is free: it counts by global index."""
     return make([[]], [names(len(args[-1]))])
+
+
+def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rule:
+    """Every dim is free: ranks that split ``dim`` send rows to their neighbours."""
+    reductions = ("avg", *MONOTONE) if fill else MOVEMENT
+    return replace(broadcast(x), passages=(Passage((0,), reductions),))
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
@@ -46,4 +53,5 @@ ROWS: dict[Any, Row] = {
     "fxpar::randint": row(_random),
     "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
+    "fxpar::shift": row(_shift),
 }

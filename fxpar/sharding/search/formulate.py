@@ -37,6 +37,7 @@ from fxpar.sharding.search.lying import allowed, lying
 from fxpar.sharding.search.memory import Entry, entries
 from fxpar.sharding.search.nodes import End, Node, Pool
 from fxpar.sharding.search.rows import Places, rows
+from fxpar.sharding.shifts import moved_rows
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
 
@@ -123,7 +124,7 @@ class _Builder:
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
         op, mine = self.program.ops[index], self.regions.works[index]
-        key = (op.rule, mine)
+        key = (op.rule, mine, moved_rows(op))
         if key not in self.prices:
             found = space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(

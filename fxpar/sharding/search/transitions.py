@@ -7,7 +7,8 @@ gather, all-to-all, permute, reductions), priced as ``steps`` prices them. A pat
 use axes that neither end has: over unlike links a value that is whole along the fast
 axis is sliced there, gathered over the slow one in parts, and gathered again.
 ``reshard`` never does, but cuts axes in pieces where sizes make that necessary; of the
-two the cheaper is lowered, so no plan costs more than its matrices say.
+two the cheaper is lowered. ``matrix`` asks it too where axes of unlike sizes change
+places, so no plan costs more than its matrices say.
 
 Source: Floyd and Warshall's all-pairs shortest paths, one row and column at a time.
 """
@@ -69,7 +70,21 @@ def matrix(
             out[i, j] = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
         elif len(_kinds(sources[i], targets[j])) > 1:  # reduced in between
             out[i, j] = every[rows[i], given[i]] + every[given[i], columns[j]]
+        elif _swaps(sources[i], targets[j], mesh) and np.isfinite(out[i, j]):
+            found = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
+            out[i, j] = min(out[i, j], found)
     return out
+
+
+def _swaps(source: Spec, target: Spec, mesh: Mesh) -> bool:
+    """Whether axes of unlike sizes change places, which is cheapest in pieces of axes:
+    those are no nodes of the graph."""
+    if source.partial or target.partial or set(source.axes) != set(target.axes):
+        return False
+    before, after = ([mesh.count(dim) for dim in s.dims] for s in (source, target))
+    return before != after and all(
+        math.prod(shards) != max(shards) for shards in (before, after)
+    )
 
 
 def path(

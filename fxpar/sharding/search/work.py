@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from fxpar.sharding import shifts
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
@@ -46,7 +47,7 @@ class Work:
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
-    """Seconds of this op on one rank, without its launch."""
+    """Seconds of this op on one rank, and of what it sends, without its launch."""
     shards = {f: mesh.count(axes) for f, axes in strategy.factors}
 
     def share(position: int) -> float:
@@ -57,7 +58,8 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     if not work.flops:
         # Registers are not free either: else what is between would be left whole.
         points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
-        return moved / on.bandwidth + points / on.peak("float32").flops
+        streamed = moved / on.bandwidth + points / on.peak("float32").flops
+        return streamed + shifts.seconds(op, strategy, mesh)
     flops = work.flops / math.prod(shards.values())
     arithmetic = flops / on.peak(work.dtype).rate(flops, _least(op, shards))
     return max(arithmetic, moved / on.bandwidth)

@@ -1,0 +1,196 @@
+"""Rows that move by a constant number: a few rows of a neighbour, not a gather; and
+positions that every rank computes itself are never sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fxpar
+from fxpar.passes.ops import shift
+from fxpar.sharding.shifts import pieces
+
+N = 16
+
+
+def positions(by: int) -> torch.Tensor:
+    return (torch.arange(N) + by) % N
+
+
+# Each gives row i + by of its argument, around the end or zero beyond it.
+SHIFTS = {
+    "roll": (1, lambda x: torch.roll(x, -1, 0)),
+    "back": (-1, lambda x: torch.roll(x, 1, 0)),
+    "far": (6, lambda x: torch.roll(x, -6, 0)),
+    "whole shards": (8, lambda x: torch.roll(x, 8, 0)),
+    "cat": (1, lambda x: torch.cat([x[1:], x[:1]])),
+    "cat zeros": (1, lambda x: torch.cat([x[1:], torch.zeros_like(x[:1])])),
+    "zeros first": (-2, lambda x: torch.cat([torch.zeros_like(x[:2]), x[:-2]])),
+    "pad": (-1, lambda x: F.pad(x, (0, 0, 1, 0))[:-1]),
+    "pad with 7": (1, lambda x: F.pad(x, (0, 0, 0, 1), value=7.0)[1:]),
+    "index": (1, lambda x: x[positions(1)]),
+    "negative": (-1, lambda x: x[torch.arange(N) - 1]),
+    "index_select": (3, lambda x: x.index_select(0, positions(3))),
+    "gather": (1, lambda x: x.gather(0, positions(1)[:, None].expand(N, 8))),
+    "twice": (2, lambda x: torch.roll(torch.roll(x, -1, 0), -1, 0)),
+}
+
+
+def moved(plan) -> list[tuple[str, str, int]]:
+    return [(c.kind, "+".join(c.axes), c.bytes) for c in plan.collectives]
+
+
+def matches(plan, *args) -> None:
+    torch.testing.assert_close(plan.simulate(*args), plan.reference(*args))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(N, 8, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("mode", ["propagate", "search"])
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_shift_sends_the_rows_that_cross(name: str, mode: str, x) -> None:
+    by, fn = SHIFTS[name]
+    lie = [("tp", None)]
+    plan = fxpar.plan(fn, x, mesh="tp=4", in_specs=lie, out_specs=lie, mode=mode)
+    row, size = 8 * 8, N // 4
+    crossing = [p for p in pieces(N, 4, by) if p.further]
+    assert moved(plan) == [("permute", "tp", row * (p.end - p.start)) for p in crossing]
+    assert sum(c.bytes for c in plan.collectives) <= row * min(abs(by), size)
+    matches(plan, x)
+    torch.testing.assert_close(plan.simulate(x), fn(x).detach())
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_its_gradient_is_a_shift_back(name: str, x) -> None:
+    lie = [("tp", "dp")]
+    plan = fxpar.plan(
+        lambda x: SHIFTS[name][1](x) * x,
+        x,
+        mesh="dp=2,tp=4",
+        in_specs=lie,
+        out_specs=lie,
+        mode="propagate",
+        grad=True,
+    )
+    assert {c.kind for c in plan.collectives} == {"permute"}
+    crossing = sum(bool(p.further) for p in pieces(N, 4, SHIFTS[name][0]))
+    # The two slices of a cat are added to the gradient of x one after the other.
+    assert len(plan.collectives) == 2 * crossing + (name == "cat")
+    matches(plan, x)
+
+
+@pytest.mark.parametrize("lie", [("dp+tp", None), ("tp+dp", None), ("tp", "dp")])
+def test_along_a_dim_that_several_axes_split(lie: tuple, x) -> None:
+    spec = fxpar.Spec(*(tuple(a.split("+")) if a else None for a in lie))
+    plan = fxpar.plan(
+        lambda x: torch.roll(x, 1, 0),
+        x,
+        mesh="dp=2,tp=2",
+        in_specs=[spec],
+        out_specs=[spec],
+        mode="propagate",
+    )
+    assert [c.kind for c in plan.collectives] == ["permute"]
+    matches(plan, x)
+
+
+def test_what_is_predicted_counts_the_rows(x, monkeypatch) -> None:
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    lie = [("tp", None)]
+    fn = SHIFTS["roll"][1]
+    plan = fxpar.plan(fn, x, mesh="tp=4", in_specs=lie, out_specs=lie, mode="search")
+    assert dict(plan.predicted.sent) == {"tp": 64}
+    assert "permute" in str(plan)
+    whole = fxpar.plan(fn, x, mesh="tp=4", in_specs=[(None, None)], mode="search")
+    assert not whole.collectives  # where nothing is split nothing is sent
+
+
+NOT_SHIFTS = {
+    "data": lambda x, i: x[i],
+    "clamped": lambda x, i: x[(torch.arange(N) + 1).clamp(max=N - 1)],
+    "reversed": lambda x, i: x[N - 1 - torch.arange(N)],
+    "two tensors": lambda x, i: torch.cat([x[1:], (x * 2)[:1]]),
+    "other rows": lambda x, i: torch.cat([x[1:], x[1:2]]),
+    "two constants": lambda x, i: torch.cat(
+        [torch.zeros(1, 8).double(), x[1:-1], torch.ones(1, 8).double()]
+    ),
+    "pads that stay": lambda x, i: (
+        F.pad(x, (0, 0, 1, 1))[1:-1] + F.pad(x, (0, 0, 1, 0))[:N]
+    ),
+    "added twice": lambda x, i: x.new_zeros(N, 8).index_put(
+        [(torch.arange(N) + 1) % (N - 1)], x, accumulate=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SHIFTS)
+def test_what_is_no_shift_stays_what_it_is(name: str, x) -> None:
+    i = torch.randperm(N)
+    fn = NOT_SHIFTS[name]
+    plan = fxpar.plan(
+        fn, x, i, mesh="tp=4", in_specs=[("tp", None), None], mode="propagate"
+    )
+    targets = [str(node.target) for node in plan.result.normalized.nodes]
+    assert ("fxpar.shift.default" in targets) == (name == "pads that stay")
+    matches(plan, x, i)
+
+
+def test_rows_in_place_are_a_copy(x) -> None:
+    """The result is no alias of the argument, which the user may write to."""
+    plan = fxpar.plan(
+        lambda x: x[torch.arange(N)], x, mesh="tp=4", in_specs=[("tp", None)]
+    )
+    assert not plan.collectives
+    matches(plan, x)
+    y = torch.ones(4, 2)
+    assert shift(y, 0, 0) is not y and torch.equal(shift(y, 0, 0), y)
+
+
+def test_it_can_be_left_out(x, monkeypatch) -> None:
+    monkeypatch.setenv("FXPAR_DISABLE", "find_shifts")
+    lie = [("tp", None)]
+    plan = fxpar.plan(
+        SHIFTS["cat"][1], x, mesh="tp=4", in_specs=lie, out_specs=lie, mode="propagate"
+    )
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+
+
+@pytest.mark.parametrize("mode", ["propagate", "search"])
+def test_positions_are_never_gathered(mode: str, x) -> None:
+    """Each rank computes the part, or all, of what no input has a part in."""
+
+    def fn(x, table):
+        at = (torch.arange(N) * 5 + 2).clamp(max=N - 1)
+        return table[at] + x, at * 2
+
+    plan = fxpar.plan(
+        fn,
+        x,
+        x,
+        mesh="tp=4",
+        in_specs=[("tp", None), ("tp", None)],
+        out_specs=[("tp", None), ("tp",)],
+        mode=mode,
+    )
+    assert sum(c.bytes for c in plan.collectives) <= x.nbytes
+    assert len(plan.collectives) == 1  # of the rows that were looked up
+    matches(plan, x, x)
+
+
+def test_positions_that_come_as_an_argument_are_data(x) -> None:
+    plan = fxpar.plan(
+        lambda x, at: x[at] + x,
+        x,
+        torch.arange(N),
+        mesh="tp=4",
+        in_specs=[("tp", None), ("tp",)],
+        out_specs=[("tp", None)],
+        mode="propagate",
+    )
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+    matches(plan, x, torch.arange(N))

@@ -1,0 +1,139 @@
+"""What a search counts for a plan, and what the simulation of the lowered plan says."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fxpar
+import fxpar.planning
+from fxpar.errors import PlanError
+from fxpar.passes.local import localize
+from fxpar.passes.phases import as_run
+from fxpar.passes.resharded import insert_reshards
+from fxpar.passes.simulate import simulate
+from fxpar.passes.waits import sink_waits
+from fxpar.sharding.edges import connect
+from fxpar.sharding.hardware import BUILT_IN
+from fxpar.sharding.search import space
+from fxpar.sharding.search.compare import cost_of
+from fxpar.sharding.search.decode import decode
+from fxpar.sharding.solver import Infeasible, evaluate
+
+
+def test_no_gather_widens_a_small_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 columns a rank instead of 16 start up in the same time."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    x = torch.randn(32, 1024, dtype=torch.float64)
+    w = torch.randn(1024, 16, dtype=torch.float64)
+    plan = fxpar.plan(
+        torch.mm,
+        x,
+        w,
+        mesh="dp=2,tp=2",
+        in_specs=[("dp", None), (None, "tp")],
+        mode="search",
+    )
+    assert not plan.collectives
+    torch.testing.assert_close(plan.simulate(x, w), x @ w)
+
+
+@pytest.mark.parametrize("machine", [m.name for m in BUILT_IN])
+def test_splitting_a_matmul_never_prolongs_it(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_HARDWARE", machine)
+    x = torch.empty(32, 1024, dtype=torch.float64, device="meta")
+    w = torch.empty(1024, 16, dtype=torch.float64, device="meta")
+    took = [
+        fxpar.plan(
+            torch.mm, x, w, mesh="tp=8", in_specs=specs, mode="propagate"
+        ).predicted.compute
+        for specs in ([None, (None, None)], [(None, None), (None, "tp")])
+    ]
+    assert took[1] <= took[0]
+
+
+# What random plans of small programs are made of: (function, shapes from m, k, n).
+PROGRAMS: list[tuple[Callable[..., Any], Callable[..., list[tuple[int, ...]]]]] = [
+    (lambda a, b: a @ b, lambda m, k, n: [(m, k), (k, n)]),
+    (lambda x, a, b: (x @ a).relu() @ b, lambda m, k, n: [(m, k), (k, n), (n, k)]),
+    (lambda x, a, b: x @ a + b, lambda m, k, n: [(m, k), (k, n), (n,)]),
+    (lambda x, a: (x @ a).softmax(-1), lambda m, k, n: [(m, k), (k, n)]),
+    (lambda x, a: (x.t() + a).relu(), lambda m, k, n: [(m, k), (k, m)]),
+    (lambda x, a: ((x * a).sum(1), x.mean(0)), lambda m, k, n: [(m, k), (m, k)]),
+    (lambda x, a, b: F.gelu(x @ a) * (x @ b), lambda m, k, n: [(m, k), *[(k, n)] * 2]),
+]
+
+
+def at_random(rng: random.Random, plan: fxpar.planning.TracedPlan) -> tuple[int, ...]:
+    """A choice of the solver: a random strategy for every op, well connected."""
+    found = plan.result.decision.found
+    while True:
+        strategies = [
+            rng.choice(space.strategies(op.rule, found.mesh))
+            for op in found.formulation.program.ops
+        ]
+        with contextlib.suppress(Infeasible, PlanError):
+            return cost_of(found.formulation, strategies, 1.0).choice
+
+
+def lowered(plan: fxpar.planning.TracedPlan, choice: Sequence[int]) -> float:
+    """Seconds of the plan that a choice is, simulated as ``plan.predicted`` is."""
+    result = plan.result
+    found, graph = result.decision.found, result.normalized
+    strategies, settled = decode(found.formulation, choice)
+    edges = connect(result.decision.program, strategies, settled, found.mesh)
+    decision = replace(
+        result.decision,
+        strategies=tuple(strategies),
+        settled=tuple(settled),
+        edges=edges,
+    )
+    fake_mode = next(iter(graph.nodes)).meta["val"].fake_mode
+    local = localize(insert_reshards(graph, decision), decision, fake_mode)
+    sink_waits(local)
+    return simulate(as_run(local), found.mesh, plan.hardware).seconds
+
+
+def ranking(numbers: Sequence[float]) -> list[float]:
+    """Places by size, equals at the mean of theirs."""
+    order = sorted(numbers)
+    first = {x: i for i, x in reversed(list(enumerate(order)))}
+    return [first[x] + (order.count(x) - 1) / 2 for x in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["h100", "a100", "cpu"])
+def test_the_search_and_the_prediction_agree_in_order(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 160 random plans of 40 programs: the search's own count and the
+    simulation of what is lowered rank them alike."""
+    monkeypatch.setenv("FXPAR_HARDWARE", machine)
+    rng = random.Random(0)
+    counted, simulated = [], []
+    for _ in range(40):
+        fn, shapes = rng.choice(PROGRAMS)
+        sizes = [rng.choice([16, 32, 64, 128, 256, 512, 1024, 2048]) for _ in range(3)]
+        dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
+        args = [torch.empty(s, dtype=dtype, device="meta") for s in shapes(*sizes)]
+        mesh = rng.choice(["dp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=4"])
+        plan = fxpar.plan(fn, *args, mesh=mesh, mode="search", schedule="none")
+        found = plan.result.decision.found
+        taken = evaluate(found.formulation.problem, found.solution.choice)[0]
+        assert taken == pytest.approx(found.solution.cost)
+        for _ in range(4):
+            choice = at_random(rng, plan)
+            cost = evaluate(found.formulation.problem, choice)[0]
+            counted.append(cost + found.formulation.launches)
+            simulated.append(lowered(plan, choice))
+    assert statistics.correlation(ranking(counted), ranking(simulated)) >= 0.98
