@@ -36,8 +36,13 @@ from fxpar.sharding.mesh import Mesh
 # In so many chunks a product may run.
 CHUNKS = (2, 3, 4, 6, 8, 12, 16)
 
+# Regions of more nodes behind a gather run in chunks up to their first products alone.
+_LONG = 12
+
 # What a way saves less than this share of a window is not worth to be tried.
 _LEAST = 1e-3
+
+_BOTH_WAYS, _ONE_WAY = (("ring", 2),), (("ring", 1),)
 
 _LAST = (steps.reduce_scatter, steps.all_reduce, steps.permute)
 
@@ -93,22 +98,22 @@ def potential(node: fx.Node, machine: Machine) -> float:
     return machine.moved(node.target.__name__, node)  # type: ignore[union-attr]
 
 
-def improved(window: Window, machine: Machine, least: float) -> Found:
+def improved(window: Window, machine: Machine, least: float, *, split: bool) -> Found:
     """The lines with which a window is fastest, and what they save; none if they save
-    no more than ``least`` seconds."""
+    no more than ``least`` seconds. ``split``: whether to try an all-reduce in two."""
     mesh, hardware = machine.mesh, machine.hardware
     base = window.seconds(Schedule(), mesh, hardware)
     found = _best(window, machine, base, least)
     node = window.collective
-    if node.target is not steps.all_reduce:
+    if node.target is not steps.all_reduce or not split:
         return found
     more = potential(node, machine)
     for dim in _dims(node):
         if more - found.seconds <= least:
             break
-        split = Line("split", (node.name,), (("dim", dim),), ("scattered", "gathered"))
+        gives = "scattered", "gathered"
+        lines = Schedule((Line("split", (node.name,), (("dim", dim),), gives),))
         try:
-            lines = Schedule((split,))
             then = window.after(lines, "scattered", mesh)
             seconds = then.seconds(Schedule(), mesh, hardware)
             first = _best(then, machine, seconds, least)
@@ -129,6 +134,7 @@ def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
     """The best one line."""
     found = Found(Schedule(), 0.0)
     tried: set[Line] = set()
+    slower_both_ways = False
     least = max(least, _LEAST * base)
     for way in sorted(_ways(window, machine), key=lambda way: way.least - way.now):
         if way.now - way.least <= max(found.seconds, least):
@@ -136,6 +142,8 @@ def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
         if way.line in tried:
             continue
         tried.add(way.line)
+        if way.line.options == _ONE_WAY and slower_both_ways:
+            continue
         try:
             lines = Schedule((way.line,))
             taken = window.seconds(lines, machine.mesh, machine.hardware)
@@ -143,6 +151,8 @@ def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
             raise
         except ScheduleError:
             continue
+        if way.line.options == _BOTH_WAYS and taken >= base:
+            slower_both_ways = True
         if base - taken > max(found.seconds, least):
             found = Found(lines, base - taken)
     return found
@@ -171,7 +181,7 @@ def _in_parts(
     for chunks in CHUNKS:
         taken = machine.moved(kind, node, 1 / chunks)
         least = _at_least(region, machine, chunks, chunks, taken)
-        for dim in _dims(node):
+        for dim in _dims(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
             yield Way(Line("overlap", arguments, options), least, now)
     if node.target in (steps.all_gather, steps.reduce_scatter):
@@ -179,8 +189,8 @@ def _in_parts(
         share = 1.0 if node.target is steps.all_gather else 1 / count
         taken = machine.moved("permute", node, share)
         least = _at_least(region, machine, count, count - 1, taken)
-        for ring in (2, 1):
-            yield Way(Line("overlap", arguments, (("ring", ring),)), least, now)
+        for ring in (_BOTH_WAYS, _ONE_WAY):
+            yield Way(Line("overlap", arguments, ring), least, now)
 
 
 def _at_least(
@@ -193,8 +203,11 @@ def _at_least(
     return max(hops * taken + work, parts * work + hops * lost + (taken - lost))
 
 
-def _dims(node: fx.Node) -> range:
-    return range(node.meta["val"].dim())
+def _dims(node: fx.Node, chunks: int = 1) -> list[int]:
+    """The dims of a collective that so many chunks divide, on both of its sides."""
+    sides = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
+    pairs = enumerate(zip(*sides, strict=True))
+    return [d for d, sizes in pairs if all(n and n % chunks == 0 for n in sizes)]
 
 
 def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
@@ -228,7 +241,8 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     region = _following(node)
     inside = set(region)
     last = [n for n in region if any(u not in inside for u in n.users)]
-    if last and any(contracts(n.target) for n in region) and set(last) != set(near):
+    products = any(contracts(n.target) for n in region)
+    if products and last and last != near and len(region) <= _LONG:
         yield tuple(n.name for n in last), region
     for one, other in pairwise(near):
         if len(near) > 2:

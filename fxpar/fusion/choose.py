@@ -13,13 +13,14 @@ the clock or on the rank.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from fxpar import _compat
 from fxpar.errors import ScheduleError
 from fxpar.fusion.beside import Found, Machine, improved
 from fxpar.fusion.later import LATER, line_of, settings_of
@@ -28,7 +29,7 @@ from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence import Cut, Prices, at_most, cut
 from fxpar.fusion.varying import varying
 from fxpar.fusion.verbs import Unexpected, apply
-from fxpar.fusion.windows import Window, window
+from fxpar.fusion.windows import Window, shapes_of, window
 from fxpar.passes import steps
 from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
 from fxpar.passes.launches import depending_on_tangents
@@ -89,21 +90,21 @@ class Chosen:
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
-    with _old_objects_kept():
-        state = _Search(graph, hardware.on(mesh), hardware)
+    with _old_objects_kept(), _compat.shapes_alone():
+        state = _Search(shapes_of(graph), hardware.on(mesh), hardware)
         before = state.now
-        cases = _sliced(state)
+        cases, split = _sliced(state)
         if len(graph.nodes) <= _LARGE:
-            _overlapped(state, cases)
+            _overlapped(state, cases, split)
             _by_phase(state)
-        return Chosen(
-            state.schedule,
-            apply(state.schedule, graph, state.mesh),
-            (before.seconds, state.now.seconds),
-            (before.peak_bytes, state.now.peak_bytes),
-            tuple(dict.fromkeys(state.near)),
-            state.others(),
-        )
+    return Chosen(
+        state.schedule,
+        apply(state.schedule, graph, state.mesh),
+        (before.seconds, state.now.seconds),
+        (before.peak_bytes, state.now.peak_bytes),
+        tuple(dict.fromkeys(state.near)),
+        state.others(),
+    )
 
 
 @contextmanager
@@ -184,9 +185,10 @@ class _Search:
         return True
 
 
-def _sliced(state: _Search) -> list[Schedule]:
-    """What may lie in slices, for all axes: the best schedules, the plain one too."""
-    cases = [Schedule()]
+def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
+    """What may lie in slices, for all axes: the best schedules, the plain one too; and
+    the all-reduces that were split in any."""
+    cases, split = [Schedule()], set[str]()
     for axes in dict.fromkeys(_reduced_along(state.first)):
         found = {case: state.simulated[case] for case in cases}
         for case in cases:
@@ -194,13 +196,14 @@ def _sliced(state: _Search) -> list[Schedule]:
             cuts, left = _candidates(graph, state.mesh, axes, state.hardware)
             state.near += left
             for some in _alternatives(cuts):
+                split.update(node.name for one in some for node in one.split)
                 lines = case + _lines(some, len(case.lines))
                 then = state.attempt(lines, _said(axes, some))
                 if then is not None:
                     found[lines] = then
         few = sorted(found, key=lambda case: found[case].seconds)[:_CASES]
         cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
-    return cases
+    return cases, split
 
 
 def _alternatives(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
@@ -222,12 +225,14 @@ def _alternatives(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
     return out
 
 
-def _overlapped(state: _Search, cases: Sequence[Schedule]) -> None:
+def _overlapped(
+    state: _Search, cases: Sequence[Schedule], split: Collection[str]
+) -> None:
     """Products in chunks beside their collectives, and rings, on top of each case; the
     one that is predicted to be best is simulated first."""
     found = []
     for case in cases:
-        groups = _groups(state, case)
+        groups = _groups(state, case, split)
         saved = sum(group.saved for group in groups)
         found.append((state.simulated[case].seconds - saved, case, groups))
     for predicted, case, groups in sorted(found, key=lambda f: f[0]):
@@ -254,8 +259,11 @@ class _Group:
     said: str
 
 
-def _groups(state: _Search, case: Schedule) -> list[_Group]:
-    """Of a case, what could save most first."""
+def _groups(
+    state: _Search, case: Schedule, split: Collection[str]
+) -> list[_Group]:
+    """Of a case, what could save most first. ``split``: all-reduces that other cases
+    split, which are not tried so here."""
     graph, now = state.graph(case), state.simulated[case]
     varies, late = varying(graph), depending_on_tangents(graph)
     exposed = _exposed(now)
@@ -268,13 +276,15 @@ def _groups(state: _Search, case: Schedule) -> list[_Group]:
     for key, nodes in alike.items():
         forms: dict[Any, list[Window]] = {}
         for node in nodes:
-            here = window(node, varies, late)
-            forms.setdefault(here.form, []).append(here)
+            alone = node.name not in split
+            here = window(node, varies, late, both=alone)
+            forms.setdefault((here.form, alone), []).append(here)
         for form, same in forms.items():
             if form not in state.formed:
                 most = exposed[key] / len(nodes)
                 small = least / len(same) / 2
-                lines = improved(same[0], state.machine, min(small, most))
+                how = {"split": form[1]}
+                lines = improved(same[0], state.machine, min(small, most), **how)
                 state.formed[form] = same[0], lines
             first, best = state.formed[form]
             if best.lines:

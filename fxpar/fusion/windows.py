@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.fusion.schedule import Argument, Line, Schedule
@@ -28,8 +29,9 @@ from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
-# So many nodes before and behind a collective are looked at, and so many taken.
-_FAR, _MOST = 200, 48
+# So many nodes before and behind a collective are looked at, and so many taken at most
+# before it, behind a gather, and behind any other.
+_FAR, _MOST, _READERS, _REST = 200, 32, 32, 8
 
 # What moves collectives of parameters, which in a window all seem to be.
 _OUTSIDE = ("bucket", "prefetch")
@@ -96,11 +98,34 @@ class Window:
         return Schedule(tuple(map(line, lines.lines)))
 
 
+def shapes_of(graph: fx.Graph) -> fx.Graph:
+    """A copy whose values are on the meta device, on which ops cost least: of what is
+    tried, shapes are all that is asked for."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = made = new.node_copy(node, copies.__getitem__)
+        made.args, made.kwargs = fx.node.map_aggregate((made.args, made.kwargs), _moved)
+        if "val" in node.meta:
+            made.meta["val"] = fx.node.map_aggregate(node.meta["val"], _moved)
+    return new
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, torch.Tensor):
+        size, stride = tuple(map(int, value.shape)), value.stride()
+        return torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+    return value
+
+
 def window(
-    node: fx.Node, varies: Varies, late: Collection[fx.Node], most: int = _MOST
+    node: fx.Node, varies: Varies, late: Collection[fx.Node], *, both: bool = True
 ) -> Window:
     """Around one collective. ``late``: nodes of the backward, which one of the forward
-    does not hold."""
+    does not hold. ``both``: what reads it is tried too, as it is of a gather."""
+    most = _READERS if both or node.target is steps.all_gather else _REST
     members = sorted(_before(node, late) | _behind(node, late, most))
     inside = set(members)
     graph = fx.Graph()
