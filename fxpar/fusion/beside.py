@@ -95,7 +95,7 @@ class Machine:
 
 def potential(node: fx.Node, machine: Machine) -> float:
     """Seconds of a collective: what running beside it could save at most."""
-    return machine.moved(node.target.__name__, node)  # type: ignore[union-attr]
+    return machine.moved(node.target.__name__, node)
 
 
 def improved(window: Window, machine: Machine, least: float, *, split: bool) -> Found:
@@ -176,7 +176,7 @@ def _in_parts(
     machine: Machine,
 ) -> Iterator[Way]:
     """One region in chunks or in a ring."""
-    kind: str = node.target.__name__  # type: ignore[union-attr]
+    kind: str = node.target.__name__
     now = machine.moved(kind, node) + sum(map(machine.work, region))
     for chunks in CHUNKS:
         taken = machine.moved(kind, node, 1 / chunks)

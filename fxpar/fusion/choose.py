@@ -74,6 +74,7 @@ _SETTINGS: tuple[dict[str, int], ...] = (
 # of it, or bytes that are little to any device.
 _ROOM, _LITTLE = 0.1, 8 << 20
 
+
 @dataclass(frozen=True)
 class Chosen:
     """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
@@ -259,14 +260,15 @@ class _Group:
     said: str
 
 
-def _groups(
-    state: _Search, case: Schedule, split: Collection[str]
-) -> list[_Group]:
+def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Group]:
     """Of a case, what could save most first. ``split``: all-reduces that other cases
     split, which are not tried so here."""
-    graph, now = state.graph(case), state.simulated[case]
-    varies, late = varying(graph), depending_on_tangents(graph)
+    now = state.simulated[case]
     exposed = _exposed(now)
+    if not exposed:
+        return []
+    graph = state.graph(case)
+    varies, late = varying(graph), depending_on_tangents(graph)
     least = _TRIED * now.seconds / 2
     alike: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -284,8 +286,8 @@ def _groups(
                 most = exposed[key] / len(nodes)
                 small = least / len(same) / 2
                 how = {"split": form[1]}
-                lines = improved(same[0], state.machine, min(small, most), **how)
-                state.formed[form] = same[0], lines
+                new = improved(same[0], state.machine, min(small, most), **how)
+                state.formed[form] = same[0], new
             first, best = state.formed[form]
             if best.lines:
                 lines = Schedule()
@@ -300,7 +302,7 @@ def _key(node: fx.Node) -> tuple[Any, ...]:
     """Kind, axes and bytes of a collective, as of an event."""
     read = node.all_input_nodes[0].meta["val"], node.meta["val"]
     size = max(map(nbytes_of, read))
-    return node.target.__name__, steps.axes_of(node), size  # type: ignore[union-attr]
+    return node.target.__name__, steps.axes_of(node), size
 
 
 def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:

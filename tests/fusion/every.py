@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.later import settings_of
-from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import Unexpected, apply
+from fxpar.fusion.windows import shapes_of
 from fxpar.passes import steps
 from fxpar.passes.phases import as_run
 from fxpar.passes.schedule import DEFAULT
@@ -56,8 +56,8 @@ class Block:
 
 
 def graph_of(toy: Toy) -> fx.Graph:
-    """Its communication as steps, as ``auto`` is given a graph."""
-    return apply("", toy.before, toy.mesh, inputs=toy.specs, lowered=False)
+    """Its communication as steps, as ``auto`` is given a graph; values are shapes."""
+    return shapes_of(apply("", toy.before, toy.mesh, inputs=toy.specs, lowered=False))
 
 
 def timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware, text: str) -> Timeline:
@@ -76,7 +76,7 @@ def fastest(
     known = {form_of(graph): ""}
     best, count = (_seconds(graph, mesh, hardware, ""), ""), 1
     now: list[tuple[str, fx.Graph]] = [("", graph)]
-    for depth in range(lines):
+    for _ in range(lines):
         then = []
         for text, before in now:
             for line in every_line(before, mesh):
@@ -222,18 +222,12 @@ def _overlapped(node: fx.Node) -> Iterator[str]:
 
 
 def hardware_of(name: str) -> Hardware:
-    """"h100", or "slow": the same with a network of a twentieth."""
+    """ "h100", or "slow": the same with a network of a twentieth."""
     found = lookup("h100")
     if name == "slow":
-        from dataclasses import replace
-
         levels = tuple(
             replace(x, bandwidth=x.bandwidth / 20, latency=x.latency * 3)
             for x in found.levels
         )
         return replace(found, levels=levels)
     return found
-
-
-def text_of(schedule: Schedule) -> str:
-    return str(schedule)
