@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 
 from torch import fx
 
@@ -105,7 +105,12 @@ def improved(window: Window, machine: Machine, least: float, *, split: bool) -> 
     base = window.seconds(Schedule(), mesh, hardware)
     found = _best(window, machine, base, least)
     node = window.collective
-    if node.target is not steps.all_reduce or not split:
+    if node.target is not steps.all_reduce:
+        return found
+    if len(steps.axes_of(node)) > 1:
+        nested = _nested(window, machine, base, max(least, found.seconds))
+        found = nested if nested.lines else found
+    if not split:
         return found
     more = potential(node, machine)
     for dim in _dims(node):
@@ -128,6 +133,71 @@ def improved(window: Window, machine: Machine, least: float, *, split: bool) -> 
         if saved > max(found.seconds, least):
             found = Found(lines + first.lines + second.lines, saved)
     return found
+
+
+def _nested(window: Window, machine: Machine, base: float, least: float) -> Found:
+    """An all-reduce in a step for the inner axes and one for the outer, which go over
+    links of their own: chunks pass through one behind the other."""
+    node, found = window.collective, Found(Schedule(), least)
+    starts = list(_starts(node))
+    ways: list[tuple[float, Schedule]] = []
+    for inner, outer in _halves(steps.axes_of(node)):
+        for dim in _dims(node, machine.mesh.count(inner)):
+            said = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
+            gives = "scattered", "reduced", "gathered"
+            options = (*said, ("dim", dim))
+            first = Line("hierarchical", (node.name,), options, gives)
+            now = potential(node, machine)
+            alone = sum(_hops(node, machine, inner, outer, 1))
+            ways.append((now - alone, Schedule((first,))))
+            for (start, region), chunks in product(starts, CHUNKS):
+                hops = _hops(node, machine, inner, outer, chunks)
+                work = sum(machine.work(n) for n in region)
+                part = sum(machine.work(n, chunks) for n in region)
+                passes = max(max(hops), part) * (chunks - 1) + sum(hops) + part
+                for along_dim in _dims(node, chunks):
+                    how = (("chunks", chunks), ("dim", along_dim))
+                    second = Line("overlap", (start, "gathered"), how)
+                    ways.append((now + work - passes, Schedule((first, second))))
+    for saves, lines in sorted(ways, key=lambda way: -way[0]):
+        if saves <= found.seconds:
+            break
+        try:
+            taken = window.seconds(lines, machine.mesh, machine.hardware)
+        except Unexpected:
+            raise
+        except ScheduleError:
+            continue
+        if base - taken > found.seconds:
+            found = Found(lines, base - taken)
+    return found
+
+
+def _hops(
+    node: fx.Node,
+    machine: Machine,
+    inner: tuple[str, ...],
+    outer: tuple[str, ...],
+    chunks: int,
+) -> tuple[float, float, float]:
+    """Seconds of each of the three collectives of a chunk."""
+    mesh = machine.mesh
+    size = sum(map(nbytes_of, tensors_in(node.meta["val"]))) / chunks
+    part = size / mesh.count(inner)
+    return (
+        float(along("reduce_scatter", mesh, inner).seconds(size)),
+        float(along("all_reduce", mesh, outer).seconds(part)),
+        float(along("all_gather", mesh, inner).seconds(part)),
+    )
+
+
+def _halves(
+    axes: tuple[str, ...],
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(inner, outer): all ways to part axes."""
+    for size in range(1, len(axes)):
+        for inner in combinations(axes, size):
+            yield inner, tuple(axis for axis in axes if axis not in inner)
 
 
 def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
