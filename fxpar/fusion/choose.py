@@ -48,11 +48,11 @@ _NEAR = 0.5
 # A schedule with which a step takes no more than so many times as long comes near.
 _CLOSE = 1.25
 
-# Chunks are tried where they could save this share of a step.
+# Chunks are tried where collectives of one kind are waited for half of this share of a
+# step, buckets where all are for all of it.
 _TRIED = 0.01
 
-# Where a group of collectives is waited for less than half of it, nothing is tried.
-# (``_TRIED``.) In graphs of more nodes nothing is tried in chunks.
+# In graphs of more nodes neither is tried.
 _LARGE = 10_000
 
 # So many ways to slice are kept for what comes after, besides the best and the plain.
