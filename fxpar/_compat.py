@@ -82,10 +82,22 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def fake_mode_of(values: Any) -> Any:
-    """The FakeTensorMode of some fake values, or None."""
+    """The FakeTensorMode of some fake values, or None; of values on the meta device, of
+    which each op gives the shape by itself, a context that does nothing."""
     from torch._guards import detect_fake_mode
 
+    if any(type(value) is torch.Tensor and value.is_meta for value in values):
+        return contextlib.nullcontext()
     return detect_fake_mode(values)
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Ops on values of the meta device give such values, whatever mode is on."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
 
 
 def new_fake_mode() -> Any:

@@ -2,31 +2,38 @@
 
 In: a local graph with steps, the hardware. Out: a ``Chosen``: the schedule, the graph
 after it, what a step is predicted to take before and after, and near misses with the
-reason. Candidates come from ``sequence``, which is exact for the sum of seconds; one is
-taken if the simulated step is not slower with it, memory deciding between equals. All
-ranks choose alike: nothing here depends on the clock or on the rank.
+reason. What lies in slices comes from ``sequence``, which is exact for the sum of
+seconds, once for each dim that could be split; the best by simulation are kept. For
+each of these ``beside`` finds lines for every kind of collective, in a window around
+it, and the whole step is simulated again. A schedule is taken if the step is not slower
+with it, memory deciding between equals. All ranks choose alike: nothing here depends on
+the clock or on the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from fxpar import _compat
 from fxpar.errors import ScheduleError
-from fxpar.fusion.beside import Site, sites
+from fxpar.fusion.beside import Found, Machine, improved
 from fxpar.fusion.later import LATER, line_of, settings_of
 from fxpar.fusion.rows import Rows, rows_of
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sequence import Cut, Prices, at_most, cut
 from fxpar.fusion.varying import varying
 from fxpar.fusion.verbs import Unexpected, apply
+from fxpar.fusion.windows import Window, shapes_of, window
 from fxpar.passes import steps
 from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
+from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.phases import as_run
-from fxpar.passes.schedule import DEFAULT, Settings
 from fxpar.passes.simulate import Timeline, simulate
 from fxpar.sharding.collectives import along
 from fxpar.sharding.hardware import Hardware
@@ -41,12 +48,18 @@ _NEAR = 0.5
 # A schedule with which a step takes no more than so many times as long comes near.
 _CLOSE = 1.25
 
-# Chunks are tried where they could save this share of a step.
+# Chunks are tried where collectives of one kind are waited for half of this share of a
+# step, buckets where all are for all of it.
 _TRIED = 0.01
 
-# So many kinds of products are tried in chunks, in graphs of at most so many nodes:
-# every attempt simulates a step.
-_GROUPS, _LARGE = 4, 10_000
+# In graphs of more nodes neither is tried.
+_LARGE = 10_000
+
+# So many ways to slice are kept for what comes after, besides the best and the plain.
+_CASES = 3
+
+# A step that takes no longer than this share of what its windows say is as said.
+_AS_SAID = 1.005
 
 # What is tried of forward and backward, each on top of what was taken before.
 _SETTINGS: tuple[dict[str, int], ...] = (
@@ -60,9 +73,6 @@ _SETTINGS: tuple[dict[str, int], ...] = (
 # By what buckets and gathers under way may raise a step's peak memory at most: a share
 # of it, or bytes that are little to any device.
 _ROOM, _LITTLE = 0.1, 8 << 20
-
-# In so many chunks a product may run, tried in this order.
-CHUNKS = (4, 2)
 
 
 @dataclass(frozen=True)
@@ -81,23 +91,16 @@ class Chosen:
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
-    state = _Search(graph, hardware.on(mesh), hardware)
-    before = state.now
-    for axes in dict.fromkeys(_reduced_along(graph)):
-        candidates, left = _candidates(state.graph, state.mesh, axes, hardware)
-        state.near += left
-        # The best region by itself, all others, which layers repeat, together.
-        for some in (candidates[:1], candidates[1:]):
-            if some:
-                state.attempt(
-                    _lines(some, len(state.schedule.lines)), _said(axes, some)
-                )
-    if len(graph.nodes) <= _LARGE:
-        _overlapped(state)
-        _by_phase(state)
+    with _old_objects_kept(), _compat.shapes_alone():
+        state = _Search(shapes_of(graph), hardware.on(mesh), hardware)
+        before = state.now
+        cases, split = _sliced(state)
+        if len(graph.nodes) <= _LARGE:
+            _overlapped(state, cases, split)
+            _by_phase(state)
     return Chosen(
         state.schedule,
-        state.graph,
+        apply(state.schedule, graph, state.mesh),
         (before.seconds, state.now.seconds),
         (before.peak_bytes, state.now.peak_bytes),
         tuple(dict.fromkeys(state.near)),
@@ -105,17 +108,33 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     )
 
 
+@contextmanager
+def _old_objects_kept() -> Iterator[None]:
+    """Collect garbage among new objects alone: candidates are many, each a graph, and
+    what is there before is larger than all of them."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class _Search:
-    """The schedule so far, the graph after it, and how long a step takes with it.
-    ``simulated``: of each that may be tried on the mesh."""
+    """The schedule so far, and how long a step takes with it. ``simulated``: of each
+    that may be tried on the mesh."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
-        self.first = self.graph = graph
-        self.mesh, self.hardware = mesh, hardware
-        self.schedule = Schedule()
+        self.first, self.mesh, self.hardware = graph, mesh, hardware
+        self.machine = Machine(mesh, hardware)
         self.near: list[str] = []
-        self.now = _timeline(graph, mesh, hardware)
-        self.simulated = {self.schedule: self.now}
+        self.simulated: dict[Schedule, Timeline] = {}
+        self.formed: dict[Any, tuple[Window, Found]] = {}
+        self._lowered = (Schedule(), fx.Graph())
+        self.schedule = Schedule()
+        self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
 
     def others(self) -> tuple[Schedule, ...]:
         """All that were simulated but the one taken, and those that need much more
@@ -125,54 +144,177 @@ class _Search:
         fits = (s for s in found if self.simulated[s].peak_bytes <= most)
         return tuple(s for s in fits if s != self.schedule)
 
-    def attempt(self, lines: Schedule, what: str) -> bool:
-        """Add lines if a step is better with them; else note why not."""
+    def graph(self, schedule: Schedule) -> fx.Graph:
+        """After some lines, communication as steps."""
+        return apply(schedule, self.first, self.mesh, lowered=False)
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """A step as it would run. Raises ScheduleError."""
+        if schedule in self.simulated:
+            return self.simulated[schedule]
+        lines = tuple(line for line in schedule.lines if line.verb not in LATER)
+        if self._lowered[0].lines != lines or not self.simulated:
+            some = Schedule(lines)
+            self._lowered = some, apply(some, self.first, self.mesh, lowered=True)
+        run = as_run(self._lowered[1], settings=settings_of(schedule))
+        return simulate(run, self.mesh, self.hardware)
+
+    def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
+        """Take a schedule if a step is better with it than with the one so far; else
+        note why not. None if it is refused."""
         try:
-            then = self.simulate(self.schedule + lines)
+            then = self.timeline(schedule)
         except Unexpected:
             raise
         except ScheduleError as error:
             self.near.append(f"{what}: {error.what}")
-            return False
-        if then is not None and then.seconds < _CLOSE * self.now.seconds:
+            return None
+        self.simulated[schedule] = then
+        if not self.take(schedule, then) and then.seconds < _CLOSE * self.now.seconds:
             self.near.append(
                 f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
                 f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
                 f"of {self.now.peak_bytes}"
             )
-        return then is None
+        return then
 
-    def simulate(self, schedule: Schedule, most: int | None = None) -> Timeline | None:
-        """Take a schedule if a step is better with it, and takes ``most`` bytes; else
-        how its steps would be."""
-        after = apply(schedule, self.first, self.mesh)
-        then = _timeline(after, self.mesh, self.hardware, settings_of(schedule))
-        if most is not None and then.peak_bytes > most:
-            return then
-        self.simulated[schedule] = then
+    def take(self, schedule: Schedule, then: Timeline) -> bool:
+        """Whether a step is better with a schedule, which is then the one so far."""
         if not _is_better(then, self.now):
-            return then
-        self.schedule, self.graph, self.now = schedule, after, then
-        return None
+            return False
+        self.schedule, self.now = schedule, then
+        return True
 
 
-def _overlapped(state: _Search) -> None:
-    """Products in chunks beside their collectives, those of equal shapes together, what
-    could save most first."""
-    groups: dict[Any, list[Site]] = {}
-    work = _work(state.hardware)
-    for site in sites(state.graph, work, _moved(state)):
-        groups.setdefault(site.alike, []).append(site)
-    least = _TRIED * state.now.seconds
-    most = sorted(groups.values(), key=lambda g: -sum(s.seconds for s in g))
-    for group in most[:_GROUPS]:
-        if sum(site.seconds for site in group) / 2 < least:
-            return
-        for chunks in CHUNKS:
-            lines = Schedule(tuple(site.line(chunks) for site in group))
-            what = f"{len(group)} of {group[0].line(chunks)}"
-            if state.attempt(lines, what):
-                break
+def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
+    """What may lie in slices, for all axes: the best schedules, the plain one too; and
+    the all-reduces that were split in any."""
+    cases, split = [Schedule()], set[str]()
+    for axes in dict.fromkeys(_reduced_along(state.first)):
+        found = {case: state.simulated[case] for case in cases}
+        for case in cases:
+            graph = state.graph(case) if case else state.first
+            cuts, left = _candidates(graph, state.mesh, axes, state.hardware)
+            state.near += left
+            for some in _alternatives(cuts):
+                split.update(node.name for one in some for node in one.split)
+                lines = case + _lines(some, len(case.lines))
+                then = state.attempt(lines, _said(axes, some))
+                if then is not None:
+                    found[lines] = then
+        few = sorted(found, key=lambda case: found[case].seconds)[:_CASES]
+        cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
+    return cases, split
+
+
+def _alternatives(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
+    """Sets of regions that share no reduction: for each dim those that split it first,
+    all others as far as they go together with them; and the best region alone."""
+    dims = dict.fromkeys(dim for one in cuts for dim in one.split.values())
+    out = []
+    for first in dims:
+        order = sorted(cuts, key=lambda one: first not in one.split.values())
+        taken: set[fx.Node] = set()
+        some = []
+        for one in order:
+            if taken.isdisjoint(one.split):
+                some.append(one)
+                taken.update(one.split)
+        out.append(tuple(some))
+        if len(some) > 1:
+            out.append(tuple(some[:1]))
+    return out
+
+
+def _overlapped(
+    state: _Search, cases: Sequence[Schedule], split: Collection[str]
+) -> None:
+    """Products in chunks beside their collectives, and rings, on top of each case; the
+    one that is predicted to be best is simulated first."""
+    found = []
+    for case in cases:
+        groups = _groups(state, case, split)
+        saved = sum(group.saved for group in groups)
+        found.append((state.simulated[case].seconds - saved, case, groups))
+    for predicted, case, groups in sorted(found, key=lambda f: f[0]):
+        if not groups or predicted >= state.now.seconds * (1 - _LEAST):
+            continue
+        every = Schedule(tuple(line for g in groups for line in g.lines.lines))
+        then = state.attempt(case + every, f"{len(groups)} kinds beside compute")
+        if then is not None and then.seconds <= _AS_SAID * predicted:
+            continue
+        schedule = case
+        for group in groups:
+            before = state.simulated[schedule].seconds
+            then = state.attempt(schedule + group.lines, group.said)
+            if then is not None and then.seconds < before:
+                schedule += group.lines
+
+
+@dataclass(frozen=True)
+class _Group:
+    """``lines`` for all windows of one form, which save so many seconds."""
+
+    lines: Schedule
+    saved: float
+    said: str
+
+
+def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Group]:
+    """Of a case, what could save most first. ``split``: all-reduces that other cases
+    split, which are not tried so here."""
+    now = state.simulated[case]
+    exposed = _exposed(now)
+    if not exposed:
+        return []
+    graph = state.graph(case)
+    varies, late = varying(graph), depending_on_tangents(graph)
+    least = _TRIED * now.seconds / 2
+    alike: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in steps.COLLECTIVE and exposed.get(_key(node), 0.0) > least:
+            alike.setdefault(_key(node), []).append(node)
+    out = []
+    for key, nodes in alike.items():
+        forms: dict[Any, list[Window]] = {}
+        for node in nodes:
+            alone = node.name not in split
+            here = window(node, varies, late, both=alone)
+            forms.setdefault((here.form, alone), []).append(here)
+        for form, same in forms.items():
+            if form not in state.formed:
+                most = exposed[key] / len(nodes)
+                small = least / len(same) / 2
+                how = {"split": form[1]}
+                new = improved(same[0], state.machine, min(small, most), **how)
+                state.formed[form] = same[0], new
+            first, best = state.formed[form]
+            if best.lines:
+                lines = Schedule()
+                for here in same:
+                    lines += here.renamed(best.lines, first, f"of_{here.name}")
+                said = f"{len(same)} of {best.lines.lines[-1]}"
+                out.append(_Group(lines, best.seconds * len(same), said))
+    return sorted(out, key=lambda group: -group.saved)
+
+
+def _key(node: fx.Node) -> tuple[Any, ...]:
+    """Kind, axes and bytes of a collective, as of an event."""
+    read = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    size = max(map(nbytes_of, read))
+    return node.target.__name__, steps.axes_of(node), size
+
+
+def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
+    """Seconds that collectives are waited for, by kind, axes and bytes."""
+    of = {event.name: event for event in now.events if event.axes}
+    out: dict[tuple[Any, ...], float] = {}
+    for event in now.events:
+        if event.of is not None:
+            begun = of[event.of]
+            key = begun.kind, begun.axes, begun.bytes
+            out[key] = out.get(key, 0.0) + event.duration
+    return out
 
 
 def _by_phase(state: _Search) -> None:
@@ -187,21 +329,16 @@ def _by_phase(state: _Search) -> None:
         if settings.bucket is not None:
             settings = replace(settings, gathers=min(settings.bucket, room))
         others = [line for line in state.schedule.lines if line.verb not in LATER]
-        state.simulate(Schedule(tuple(others)) + line_of(settings), most)
+        schedule = Schedule(tuple(others)) + line_of(settings)
+        then = state.timeline(schedule)
+        if then.peak_bytes <= most:
+            state.simulated[schedule] = then
+            state.take(schedule, then)
 
 
 def _with_room(now: Timeline) -> int:
     """Bytes that a step may take at most instead."""
     return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
-
-
-def _moved(state: _Search) -> Callable[[fx.Node], float]:
-    def moved(node: fx.Node) -> float:
-        size = sum(map(nbytes_of, tensors_in(node.all_input_nodes[0].meta["val"])))
-        kind = getattr(node.target, "__name__", "")
-        return float(along(kind, state.mesh, steps.axes_of(node)).seconds(size))
-
-    return moved
 
 
 def _is_better(then: Timeline, now: Timeline) -> bool:
@@ -217,20 +354,17 @@ def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:
 def _candidates(
     graph: fx.Graph, mesh: Mesh, axes: tuple[str, ...], hardware: Hardware
 ) -> tuple[list[Cut], list[str]]:
-    """(what pays by the sum of seconds, best first; why other regions do not). None
-    shares a reduction with a better one."""
+    """(what pays by the sum of seconds, best first; why other regions do not). Those
+    along different dims share reductions."""
     prices = _prices(mesh, axes, hardware)
     regions = rows_of(graph, mesh, axes, varying(graph))
     cuts = sorted(((cut(rows, prices), rows) for rows in regions), key=_saved)
-    taken: set[fx.Node] = set()
-    out, near = [], []
+    out = [one for one, _ in cuts if one.split and one.sliced]
+    taken = {node for one in out for node in one.split}
+    near = []
     for one, rows in cuts:
-        if one.split and one.sliced and taken.isdisjoint(one.split):
-            out.append(one)
-            taken.update(one.split)
-            continue
         work, more = at_most(rows, prices)
-        if taken.isdisjoint(rows.reduced) and work > _NEAR * more:
+        if one not in out and taken.isdisjoint(rows.reduced) and work > _NEAR * more:
             near.append(
                 f"{'+'.join(axes)}: {len(rows.reduced)} all-reduces could be split "
                 f"and {len(rows.ops)} ops run on slices, which saves "
@@ -290,11 +424,3 @@ def _said(axes: tuple[str, ...], cuts: Sequence[Cut]) -> str:
         f"{'+'.join(axes)}: splitting {split} all-reduces and running {sliced} ops on "
         "slices"
     )
-
-
-def _timeline(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, settings: Settings = DEFAULT
-) -> Timeline:
-    """A step as it would run."""
-    copy = apply(Schedule(), graph, mesh, lowered=True)
-    return simulate(as_run(copy, settings=settings), mesh, hardware)

@@ -1,0 +1,147 @@
+"""``auto`` against every schedule of a few lines, on blocks as experts split them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.choose import Chosen, choose
+from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.varying import varying
+from fxpar.fusion.windows import shapes_of, window
+from fxpar.passes import steps
+from tests.fusion.blocks import BLOCKS
+from tests.fusion.every import Block, fastest, graph_of, hardware_of, timeline
+
+# ``auto`` may take so much longer than the best of all.
+AS_GOOD = 1.01
+
+
+def chosen_for(block: Block, network: str) -> Chosen:
+    toy = block.toy(block.large, torch.bfloat16)
+    return choose(graph_of(toy), toy.mesh, hardware_of(network))
+
+
+def held_against_every(name: str, network: str, lines: int) -> None:
+    block, hardware = BLOCKS[name], hardware_of(network)
+    chosen = chosen_for(block, network)
+    toy = block.toy(block.large, torch.bfloat16)
+    mesh = hardware.on(toy.mesh)
+    graph = graph_of(toy)
+    best, text, tried = fastest(graph, mesh, hardware, lines)
+    assert tried > 20, "there is something to choose from"
+    assert best <= timeline(graph, mesh, hardware, "").seconds
+    assert chosen.seconds[1] <= AS_GOOD * best, (str(chosen.schedule), text)
+
+
+def test_no_line_is_better() -> None:
+    held_against_every("mlp", "h100", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["h100", "slow"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_schedule_of_two_lines_is_better(name: str, network: str) -> None:
+    held_against_every(name, network, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["h100", "slow"])
+def test_no_schedule_of_three_lines_is_better(network: str) -> None:
+    held_against_every("mlp", network, 3)
+
+
+@pytest.mark.parametrize("network", ["h100", "slow"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_is_chosen_changes_no_number(name: str, network: str) -> None:
+    """The schedule that was chosen for large sizes, at small ones, in float64."""
+    block = BLOCKS[name]
+    text = str(chosen_for(block, network).schedule)
+    block.toy(block.small, torch.float64).check(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "verbs"),
+    [
+        ("mlp", "h100", ["overlap(mm, all_reduce, chunks="]),
+        ("mlp", "slow", ["split(", "reorder(", "ring=2"]),
+        ("gathered", "h100", ["ring=2", "chunks="]),
+        ("twice", "h100", ["hierarchical(", "overlap("]),
+    ],
+)
+def test_rings_and_longer_chunks_are_found(
+    name: str, network: str, verbs: list[str]
+) -> None:
+    text = str(chosen_for(BLOCKS[name], network).schedule)
+    assert all(verb in text for verb in verbs), text
+
+
+def test_all_ranks_choose_alike() -> None:
+    """Nothing depends on the order of sets, or on what was chosen before."""
+    texts = {str(chosen_for(BLOCKS["gathered"], "h100").schedule) for _ in range(2)}
+    assert len(texts) == 1
+
+
+def collectives(graph: Any) -> list[Any]:
+    return [node for node in graph.nodes if node.target in steps.COLLECTIVE]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_window_is_a_graph_by_itself(name: str) -> None:
+    """With the collective in it, in which lines do what they do in the whole."""
+    toy = BLOCKS[name].toy(192, torch.float64)
+    graph = graph_of(toy)
+    varies = varying(graph)
+    for node in collectives(graph):
+        here = window(node, varies, set())
+        assert here.collective.target is node.target
+        assert len(here.graph.nodes) < len(graph.nodes) + 8
+        inside = varying(here.graph)
+        names = {n.name: n for n in graph.nodes}
+        for n in here.graph.nodes:
+            if n.op == "call_function":
+                assert inside[n] == varies[names[n.name]]
+
+
+def test_windows_of_one_form_take_each_others_lines() -> None:
+    toy = BLOCKS["gathered"].toy(192, torch.float64)
+    graph = graph_of(toy)
+    first, *others = (window(n, varying(graph), set()) for n in collectives(graph))
+    assert all(other.form != first.form for other in others)
+    line = Schedule.parse("overlap(all_gather_into_tensor, mm, ring=2) -> a")
+    again = first.renamed(line, first, "of_it")
+    assert str(again) == "overlap(all_gather_into_tensor, mm, ring=2) -> a_of_it"
+
+
+def test_shapes_cost_what_values_do() -> None:
+    """On the meta device a step is predicted to take what it does elsewhere."""
+    block, hardware = BLOCKS["gathered"], hardware_of("h100")
+    toy = block.toy(block.large, torch.bfloat16)
+    mesh = hardware.on(toy.mesh)
+    values = toy.after("", lowered=False)
+    for text in ("", "overlap(all_gather_into_tensor, mm, chunks=2)\n"):
+        both = []
+        for graph in (values, shapes_of(values)):
+            after = toy_after(graph, text, toy)
+            both.append(timeline(after, mesh, hardware, ""))
+        assert both[0].seconds == both[1].seconds
+        assert both[0].peak_bytes == both[1].peak_bytes
+
+
+def toy_after(graph: Any, text: str, toy: Any) -> Any:
+    from fxpar.fusion.verbs import apply
+
+    return apply(text, graph, toy.mesh, lowered=False)
+
+
+def test_what_would_not_pay_is_left() -> None:
+    """Where links are as fast as can be, nothing is split."""
+    block = BLOCKS["attention"]
+    toy = block.toy(192, torch.bfloat16)
+    chosen = choose(graph_of(toy), toy.mesh, hardware_of("h100"))
+    assert "overlap" not in str(chosen.schedule)
+    with pytest.raises(ScheduleError):
+        toy.after("overlap(mm, all_reduce, ring=2)")
