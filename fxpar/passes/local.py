@@ -87,9 +87,7 @@ class _Localizer:
         copy.meta = dict(node.meta)
         if v is not None:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
-            copy.meta["val"] = local_like(
-                node.meta["val"], spec, self.mesh, self.mode
-            )
+            copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
         return copy
 
