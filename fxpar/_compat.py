@@ -100,13 +100,16 @@ def shapes_alone() -> Iterator[None]:
         yield
 
 
-def new_fake_mode() -> Any:
-    """A FakeTensorMode for tracing with static shapes. (A loop, ``while_loop``, asks
-    it for symbols.)"""
+def new_fake_mode(*, scalars: bool = False) -> Any:
+    """A FakeTensorMode for tracing with static shapes. It can make symbols, which
+    ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as
+    Inductor needs to lower loops."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    symbols = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    symbols = ShapeEnv(
+        allow_scalar_outputs=scalars, allow_dynamic_output_shape_ops=False
+    )
     return FakeTensorMode(
         allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True
     )
@@ -419,14 +422,13 @@ def compile_fx(
 
 
 def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
-    """Examples of a graph with a loop as fakes among which symbols can be made, as
-    Dynamo has them: ``while_loop`` (2.13) asks for that."""
+    """Examples of a graph with a loop as fakes among which symbols can be made."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    names = (higher_order_name(n.target) for graph in graphs for n in graph.nodes)
-    loops = any(name.startswith("higher_order::while_loop") for name in names)
+    names = {higher_order_name(n.target) for graph in graphs for n in graph.nodes}
+    loops = names & {f"higher_order::{op}" for op in ("while_loop", "scan", "map_impl")}
     if not loops or fake_mode_of(examples) is not None:
         return examples
-    mode = new_fake_mode()
+    mode = new_fake_mode(scalars=True)
     return [
         mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
         for x in examples

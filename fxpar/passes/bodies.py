@@ -1,9 +1,10 @@
 """Bodies, the graphs that ops of higher order run, as values of the graph they are in.
 
 A body stands in a graph as a ``get_attr`` node. While planned and rewritten the node
-holds it as its value (``meta["val"]``), so that passes hand it on like any other and may
-put another in its place; a graph that is to run gets them on its module by ``hold``. A
-local body is rank-agnostic, as local graphs are: ``bound_body`` puts a rank into it.
+holds it as its value (``meta["val"]``), so that passes hand it on like any other and
+may put another in its place; a graph that is to run gets them on its module by
+``hold``. A local body is rank-agnostic, as local graphs are: ``bound_body`` puts a rank
+into it.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
     return module_of(body, new)
 
 
-def module_of(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def module_of(root: torch.nn.Module | None, graph: fx.Graph) -> fx.GraphModule:
     """A graph as a module that has what it needs of ``root``, and its bodies."""
     attributes = {}
     for node in graph.find_nodes(op="get_attr"):

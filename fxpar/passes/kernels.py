@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -150,7 +151,8 @@ class _Reader:
         """The values that a call gives."""
         target, value = node.target, node.meta.get("val")
         if target is operator.getitem:
-            return [self.values[node.args[0]][node.args[1]]]
+            found: Any = self.values[node.args[0]][node.args[1]]
+            return found if isinstance(found, list) else [found]
         if target in WAITS:
             return self._wait(node)
         if target in KINDS:
@@ -224,19 +226,21 @@ class _Reader:
     def _make(
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
     ) -> list[_Value | None]:
-        """Fresh buffers for what a node gives."""
-        value = node.meta.get("val")
-        out: list[_Value | None] = []
-        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+        """Fresh buffers for what a node gives, in lists as that is nested."""
+
+        def made(tensor: Any) -> Any:
+            if isinstance(tensor, (list, tuple)):
+                return [made(each) for each in tensor]
             if not isinstance(tensor, torch.Tensor):
-                out.append(None)
-                continue
+                return None
             alone = kernel is None
             ready = self.at if alone else None
             buffer = Buffer(node, nbytes_of(tensor), alone, ready)
             launch.makes.append(buffer)
-            out.append(_value(node, buffer, tensor, kernel))
-        return out
+            return _value(node, buffer, tensor, kernel)
+
+        found = made(node.meta.get("val"))
+        return found if isinstance(found, list) else [found]
 
     def _touch(self, value: _Value) -> Buffer:
         """The buffer of what a launch reads from memory: there, and finished."""

@@ -1,8 +1,9 @@
 """One op of a graph in its local form, and the bodies it runs.
 
-In: a call in global shapes, its rule and strategy, and the local nodes of what it reads.
-Out: the call in local shapes, appended. A body in which something is split becomes one
-in local shapes too, op by op; nothing inside communicates (``sharding.bodies``).
+In: a call in global shapes, its rule and strategy, and the local nodes of what it
+reads. Out: the call in local shapes, appended. A body in which something is split
+becomes one in local shapes too, op by op; nothing inside communicates
+(``sharding.bodies``).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from fxpar.passes.bodies import body_of, module_of, new_body
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_call import Call
 from fxpar.passes.local_ops import local_form
-from fxpar.sharding.bodies import TIES, Inside
+from fxpar.sharding.bodies import Inside
 from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, inside_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.ties import TIES
 
 Local = Callable[[fx.Node], Any]
 

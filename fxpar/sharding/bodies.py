@@ -1,12 +1,13 @@
 """Rules of ops that run graphs of their own, made of the rules of the ops inside.
 
 A *body* is such a graph: a branch of ``cond``, the step of ``scan``, ``map`` and
-``while_loop``. Dims of its values that factors of its ops make the same are one *class*:
-an axis that splits one dim of it splits all of them, and no collective is needed inside,
-so that ranks never meet in a branch that some do not take. A class becomes a factor of
-the call's rule where every op takes it split; where ops sum over it, only if the partial
-sums go on to results of the call, untouched but by ops that let them pass. What a loop
-carries has one spec, and is partial before a step if it is so after.
+``while_loop``. Dims of its values that factors of its ops make the same are one
+*class*: an axis that splits one dim of it splits all of them, and no collective is
+needed inside, so that ranks never meet in a branch that some do not take. A class
+becomes a factor of the call's rule where every op takes it split; where ops sum over
+it, only if the partial sums go on to results of the call, untouched but by ops that let
+them pass. What a loop carries has one spec, and is partial before a step if it is so
+after.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
-from fxpar import _compat
 from fxpar.sharding.factors import Axes, Dims, Rule, Strategy
 from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.ties import Ties, ties_of
 
 if TYPE_CHECKING:
     from fxpar.sharding.program import Op, Program
@@ -33,95 +33,12 @@ Key = tuple[str, int, int, Any]
 Partials = dict[Key, str]
 
 
-@dataclass(frozen=True)
-class Ties:
-    """How a call's tensors become those of its bodies, which take the same inputs.
-
-    ``inputs``: for each placeholder the position of the operand it comes from (None: no
-    tensor), and whether it is one slice of that along dim 0. ``outputs``: for each body
-    and each of its outputs the result it gives (None: none), and whether it is a slice.
-    ``carried``: so many outputs of the last body are its first inputs next. ``apart``:
-    whether slices may be taken by different ranks.
-    """
-
-    bodies: tuple[fx.GraphModule, ...]
-    inputs: tuple[tuple[int | None, bool], ...]
-    outputs: tuple[tuple[tuple[int | None, bool], ...], ...]
-    carried: int = 0
-    apart: bool = False
-
-
-def _inputs(
-    *groups: tuple[Sequence[Any], bool], first: int = 0
-) -> tuple[tuple[int | None, bool], ...]:
-    """Of groups of arguments, the second of each says whether slices are given."""
-    out: list[tuple[int | None, bool]] = []
-    for values, sliced in groups:
-        for x in values:
-            is_tensor = isinstance(x, torch.Tensor)
-            out.append((first if is_tensor else None, sliced))
-            first += is_tensor
-    return tuple(out)
-
-
-def _outputs(count: int, whole: int) -> tuple[tuple[int | None, bool], ...]:
-    """So many results, those behind the first ``whole`` stacked from slices."""
-    return tuple((i, i >= whole) for i in range(count))
-
-
-def _cond(count: int, pred: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Ties:
-    first = int(isinstance(pred, torch.Tensor))
-    made = _outputs(count, count)
-    return Ties((yes, no), _inputs((operands, False), first=first), (made, made))
-
-
-def _map(count: int, body: Any, xs: Sequence[Any], others: Sequence[Any]) -> Ties:
-    inputs = _inputs((xs, True), (others, False))
-    return Ties((body,), inputs, (_outputs(count, 0),), apart=True)
-
-
-def _scan(
-    count: int, body: Any, init: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]
-) -> Ties:
-    inputs = _inputs((init, False), (xs, True), (others, False))
-    made = _outputs(count, len(init))
-    return Ties((body,), inputs, (made,), carried=len(init))
-
-
-def _while(
-    count: int, test: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]
-) -> Ties:
-    inputs = _inputs((carried, False), (others, False))
-    made = _outputs(count, count)
-    return Ties((test, body), inputs, (((None, False),), made), carried=len(carried))
-
-
-# op -> (number of results, *arguments) -> how its tensors become those of its bodies.
-TIES: dict[str, Callable[..., Ties]] = {
-    "higher_order::cond": _cond,
-    "higher_order::map_impl": _map,
-    "higher_order::scan": _scan,
-    "higher_order::while_loop": _while,
-}
-
-
-def ties_of(target: Any, args: Sequence[Any], result: Any) -> Ties | None:
-    """How a call's tensors become those of its bodies; None if that is not known, or
-    some of what it takes or gives in a loop is no tensor."""
-    make = TIES.get(_compat.higher_order_name(target))
-    results = result if isinstance(result, (list, tuple)) else [result]
-    if make is None or not all(isinstance(x, torch.Tensor) for x in results):
-        return None
-    ties = make(len(results), *args)
-    carried = ties.inputs[: ties.carried]
-    return None if any(i is None for i, _ in carried) else ties
-
-
 @dataclass
 class Inside:
     """The bodies of one call, their dims in classes.
 
     ``programs``: of the bodies; ``operands``/``results``: shapes of the call's tensors.
+    A key is that of a dim or a factor; those of one class have one ``leader``.
     """
 
     ties: Ties
@@ -299,7 +216,7 @@ class Inside:
             for c, r in summed.items():
                 if c not in have and reads[i].pop(c, None) != r:
                     again |= self._set_whole(c)
-        for c in {c for read in reads for c in read}:
+        for c in sorted({c for read in reads for c in read}):
             found = None if c in own.values() else self._passage(b, op, c, reads)
             if found is None:
                 again |= self._set_whole(c)
@@ -357,7 +274,8 @@ class Inside:
                     again = True
             if j < self.ties.carried:
                 gone = self.carry.get(j, {}).keys() - found.keys()
-                again |= any([self._set_whole(c) for c in gone if self.is_free(c)])
+                for c in filter(self.is_free, sorted(gone)):
+                    again |= self._set_whole(c)
         for b, program in enumerate(self.programs):
             for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):
                 if i is None and v is not None:  # a test, alike on all ranks
@@ -434,7 +352,7 @@ class Inside:
         )
         whole = frozenset(sizes) - set(self.names.values())
         rule = Rule(operands, results, tuple(sizes.items()), whole)
-        alike, reductions = set(), {}
+        alike, reductions = set[tuple[int, str]](), dict[str, str]()
         for found, j, _ in self._results():
             sums = {self.names[c]: r for c, r in found.items() if c in self.names}
             reductions |= sums
@@ -501,5 +419,7 @@ def inside(
     ties = ties_of(target, args, result)
     if ties is None:
         return None
-    shapes = [[tuple(map(int, t.shape)) for t in tensors_of(x)] for x in (args, result)]
-    return Inside(ties, [read(body) for body in ties.bodies], *shapes)
+    operands, results = (
+        [tuple(map(int, t.shape)) for t in tensors_of(x)] for x in (args, result)
+    )
+    return Inside(ties, [read(body) for body in ties.bodies], operands, results)

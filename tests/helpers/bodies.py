@@ -26,7 +26,7 @@ def other_branch(x: Tensor, w: Tensor) -> Tensor:
 
 def nested_branches(x: Tensor, w: Tensor) -> Tensor:
     def inner(x, w):
-        return torch.cond(x.mean() > 0, lambda x: x.cos(), lambda x: x * 3, (x @ w,))
+        return torch.cond(w.mean() > 0, lambda x: x.cos(), lambda x: x * 3, (x @ w,))
 
     return torch.cond(x.sum() > 0, inner, lambda x, w: x.exp() @ w, (x, w))
 
@@ -64,10 +64,10 @@ def summed_up(x: Tensor, w: Tensor) -> Tensor:
     """A loop that carries a sum over the batch."""
 
     def step(total, row):
-        return total + row.mT @ row, row.sum() * 1.0
+        return total + row.mT @ row, row @ w
 
     total, each = scan(step, torch.ones_like(w), x, dim=1)
-    return total @ w + each.sum()
+    return each.sum(1) + total.sum()
 
 
 def attention(x: Tensor, w: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def _forward(
     q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
 ) -> Rule | None:
     words = _words(q, k)
-    blocks = words and _blocks(words, mask)
+    blocks = None if words is None else _blocks(words, mask)
     if words is None or blocks is None:
         return None
     given = _captured(score_others, mask_others)
@@ -64,7 +64,7 @@ def _backward(
     score_others=(), mask_others=(),
 ) -> Rule | None:  # fmt: skip
     words = _words(q, k)
-    blocks = words and _blocks(words, mask)
+    blocks = None if words is None else _blocks(words, mask)
     if words is None or blocks is None:
         return None
     grads = [words.out] * (grad is not None)

@@ -1,0 +1,236 @@
+"""Ops that run graphs of their own, planned and simulated on all ranks in float64: the
+numbers of one device, and split where their bodies allow it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops import scan
+from torch._higher_order_ops.map import map as over_rows
+
+import fxpar
+from fxpar.errors import FxparWarning, PlanError
+from fxpar.planning import TracedPlan
+from fxpar.sharding.program import inside_of
+from tests.helpers.bodies import CONTROL, OPEN, attention
+
+BATCH = ("dp", None, None)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, 8, dtype=torch.float64)
+    return x + 0.2, torch.randn(8, 8, dtype=torch.float64) * 0.4
+
+
+def planned(fn: Callable[..., Any], mesh: str = "dp=2", **how: Any) -> TracedPlan:
+    how = {"mode": "propagate", "in_specs": [BATCH, None]} | how
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxparWarning)
+        return fxpar.plan(fn, *inputs(), mesh=mesh, **how)
+
+
+def assert_equal(plan: TracedPlan) -> None:
+    torch.testing.assert_close(plan.simulate(*inputs()), plan.reference(*inputs()))
+
+
+def higher(plan: TracedPlan) -> list[Any]:
+    """Plan's entries of ops that run graphs."""
+    assert plan.result is not None
+    ops = plan.result.decision.program.ops
+    names = {op.name for op in ops if type(op.target).__module__ != "torch._ops"}
+    return [node for node in plan.nodes if node.name in names]
+
+
+SPLIT = [*(CONTROL.keys() - {"until_small"})]
+
+
+@pytest.mark.parametrize("name", sorted(SPLIT))
+def test_the_batch_is_split_inside(name: str) -> None:
+    plan = planned(CONTROL[name])
+    assert_equal(plan)
+    assert not plan.unknown
+    (node, *_) = higher(plan)
+    assert any("dp" in spec.sharded_axes for spec in node.operands)
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL.keys() - OPEN))
+def test_gradients_are_those_of_one_device(name: str) -> None:
+    plan = planned(CONTROL[name], grad=True)
+    assert_equal(plan)
+    assert all(
+        any(spec.sharded_axes or spec.partial for spec in (*n.operands, *n.results))
+        for n in higher(plan)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2", "tp=2,dp=2", "dp=3"])
+@pytest.mark.parametrize("mode", ["search", "propagate", "replicate"])
+@pytest.mark.parametrize("name", sorted(CONTROL))
+def test_any_mesh(
+    name: str, mode: str, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    how: dict[str, Any] = {"mode": mode, "in_specs": None, "grad": name not in OPEN}
+    assert_equal(planned(CONTROL[name], mesh, **how))
+
+
+def test_a_loop_whose_test_sums_over_the_batch_runs_whole() -> None:
+    with pytest.warns(FxparWarning, match=r"while_loop.*\n.*test_bodies|bodies.py"):
+        plan = fxpar.plan(
+            CONTROL["until_small"], *inputs(), mesh="dp=2", in_specs=[BATCH, None]
+        )
+    assert_equal(plan)
+    assert plan.unknown == ("while_loop",)
+
+
+def test_a_loop_carries_partial_sums_and_reduces_them_once() -> None:
+    plan = planned(CONTROL["summed_up"])
+    (node,) = higher(plan)
+    assert dict(node.operands[0].partial) == {"dp": "sum"}
+    assert dict(node.results[0].partial) == {"dp": "sum"}
+    assert_equal(plan)
+
+
+def _squared(x: Tensor, w: Tensor) -> Tensor:
+    """What is carried is a sum over the batch of which each step needs the square."""
+
+    def step(total, row):
+        return total.square() + row.mT @ row, row.sum() * 1.0
+
+    return scan(step, torch.ones_like(w), x, dim=1)[0]
+
+
+def _forgotten(x: Tensor, w: Tensor) -> Tensor:
+    """The sum of the last step alone, whatever the loop began with."""
+
+    def step(total, row):
+        return row.mT @ row + total.mean() * 0, row.sum() * 1.0
+
+    return scan(step, torch.ones_like(w), x, dim=1)[0]
+
+
+def _one_branch_sums(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cond(
+        x.sum() > 1e9, lambda x, w: x.sum((0, 1)), lambda x, w: w[0] * 2, (x, w)
+    )
+
+
+def _both_sum(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cond(
+        x.sum() > 1e9, lambda x, w: x.sum((0, 1)), lambda x, w: x.cos().sum((0, 1)),
+        (x, w),
+    )  # fmt: skip
+
+
+def _against_itself(x: Tensor, w: Tensor) -> Tensor:
+    """Each sample meets all others."""
+    return torch.cond(
+        x.sum() > 0, lambda x: x[:, 0] @ x[:, 0].mT, lambda x: x[:, :, 0] * 1.0, (x,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "splits"),
+    [
+        (_both_sum, True),
+        (_squared, False),
+        (_one_branch_sums, False),
+        (_against_itself, False),
+    ],
+)
+def test_what_may_be_partial_inside(fn: Callable[..., Any], splits: bool) -> None:
+    plan = planned(fn)
+    (node,) = higher(plan)
+    assert any("dp" in spec.sharded_axes for spec in node.operands) == splits
+    assert_equal(plan)
+
+
+def test_rows_of_a_map_are_split_as_such() -> None:
+    plan = planned(lambda x, w: over_rows(lambda row, w: row @ w.mT @ row.mT, x, w))
+    (node,) = higher(plan)
+    assert node.operands[0].dims[0] == ("dp",)
+    assert_equal(plan)
+
+
+def test_positions_inside_count_by_global_index() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        def count(x):
+            places = torch.arange(4, dtype=x.dtype)
+            return x * places[:, None, None]
+
+        return torch.cond(x.sum() > 0, count, lambda x: x * 2, (x,))
+
+    for sign in (1, -1):
+        plan = planned(fn)
+        x, w = inputs()
+        got, want = plan.simulate(sign * x, w), plan.reference(sign * x, w)
+        torch.testing.assert_close(got, want)
+
+
+def test_random_numbers_inside_are_refused() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cond(
+            x.sum() > 0, lambda x: x * torch.rand_like(x), lambda x: x * 1.0, (x,)
+        )
+
+    with pytest.raises(PlanError, match="same random numbers") as error:
+        planned(fn)
+    assert "test_bodies.py" in str(error.value)
+
+
+# Attention
+
+HEADS = [(None, None, None), (None, "dp")]
+
+
+@pytest.mark.parametrize("use", ["batch", "heads"])
+def test_attention_by_functions_is_split(use: str) -> None:
+    spec = BATCH if use == "batch" else None
+    weight = None if use == "batch" else (None, "dp")
+    plan = planned(attention, in_specs=[spec, weight])
+    (node,) = higher(plan)
+    dim = 0 if use == "batch" else 1
+    assert node.operands[0].dims[dim] == ("dp",)
+    assert_equal(plan)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=4"])
+def test_gradients_of_attention(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_cpu(monkeypatch)
+    plan = planned(attention, mesh, grad=True)
+    assert all(n.operands[0].dims[0] == ("dp",) for n in higher(plan))
+    assert len(higher(plan)) == 2
+    assert_equal(plan)
+
+
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch (2.13) refuses gradients of flex_attention on CPU, where Inductor has no
+    kernel for them; run op by op they are right."""
+    monkeypatch.setattr(
+        "torch.nn.attention.flex_attention._validate_device", lambda *_: None
+    )
+
+
+def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(attention)
+    monkeypatch.setattr(
+        "fxpar.passes.local_flex._shifted", lambda call, node, places: node
+    )
+    wrong = planned(attention)
+    want = plan.reference(*inputs())
+    assert not torch.allclose(wrong.simulate(*inputs()), want)
+
+
+def test_classes_are_of_the_dims_that_factors_join() -> None:
+    plan = planned(CONTROL["mapped"])
+    assert plan.result is not None
+    (op,) = (op for op in plan.result.decision.program.ops if op.name.startswith("map"))
+    found = inside_of(op.node)
+    assert found is not None and str(found.rule) == "f0 f1 _, _ f2 -> f0 f1 f2"
