@@ -22,9 +22,9 @@ PREFIX = "FXPAR_"
 # planning, then those of the local graph, then those of a forward or backward parted.
 PASSES = (
     "random_by_index",
+    "find_shifts",
     "undo_views_around_matmul",
     "split_fused_projections",
-    "find_shifts",
     "sum_one_hot",
     "clone_constants",
     "expand_moments",

@@ -52,7 +52,7 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
     if found is None:
         return ()
     dim, by = found
-    shape = [op.rule.size[factor] for (factor,) in op.rule.operands[0]]
+    shape = [int(n) for n in op.node.meta["val"].shape]
     spec = operand_spec(op.rule, strategy, 0)
     axes = spec.dims[dim]
     shards = mesh.count(axes)

@@ -555,6 +555,13 @@ _add(
 _add("orthogonal", _s(_f(4, 8), [3.0, -4.0, 2.0], 2, 1e-7), namespace="fxpar")
 _add("constrain", _s(_f(4, 8), "dp,_"), namespace="fxpar")
 _add(
+    "shift",
+    _s(_f(8, 4), 0, 1),
+    _s(_f(8, 1, 4), 0, -3, 0.0),
+    _s(_f(4, 8), 1, 5, 7.0),
+    namespace="fxpar",
+)
+_add(
     "random",
     _s([4, 8], _SEED, "rand", [4, 8], [0, 0]),
     _s([4, 1, 8], _SEED, "randn", [4, 1, 8], [0, 0, 0]),
