@@ -45,7 +45,10 @@ UNRULED = {
 }
 
 # Where ops of other namespaces are registered; there is no row to try without it.
-REGISTERED = {"transformers": "transformers.integrations.moe"}
+REGISTERED = {
+    "transformers": "transformers.integrations.moe",
+    "torch_nn": "torch.nn.modules.linear_cross_entropy",
+}
 
 Case = tuple[Mesh, Strategy]
 
