@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree
 
 import fxpar
+from fxpar.errors import PlanError
 from fxpar.planning import TracedPlan
 from fxpar.sharding.spec import Spec
 
@@ -92,9 +93,18 @@ def _samples(info: Any, count: int, found: Trial) -> Iterator[tuple[tuple, dict]
     for args, kwargs in made[::step][:count]:
         yield _pytree.tree_map_only(
             torch.Tensor,
-            lambda x: x.detach().clone().requires_grad_(x.requires_grad),
+            lambda x: _copy(x).requires_grad_(x.requires_grad),
             (args, kwargs),
         )
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in a copy of the memory as this one does."""
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        return x.clone()
+    memory = x.untyped_storage().clone()
+    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())
 
 
 def _places(call: Any) -> list[tuple[int, int, int]]:
@@ -204,6 +214,8 @@ def _compare(call: _Call, found: Trial) -> None:
             found.split += any(axes for _, spec in plan.values for axes in spec.dims)
             if fixed:
                 _close([got.result, got.gradients], [want.result, want.gradients])
+        except PlanError as error:
+            found.refused = str(error).splitlines()[0]
         except Exception as error:  # whatever it is, it is this call's
             text = " ".join(str(error).split())[:300]
             found.wrong.append(f"{asked}: {type(error).__name__}: {text}")
@@ -214,10 +226,7 @@ def _is_fixed(call: _Call) -> bool:
     outs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        leaves = [
-            x.detach().clone() if isinstance(x, torch.Tensor) else x
-            for x in call.leaves
-        ]
+        leaves = [_copy(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
         outs.append(_pytree.tree_leaves(call.run(None, 0, leaves)))
     return all(
         a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))

@@ -60,9 +60,8 @@ def test_nearly_every_op_has_a_rule() -> None:
     assert unknown.keys() <= LEFT.keys(), unknown
 
 
-@pytest.mark.parametrize("name", ["linalg.eigh", "linalg.solve_ex", "histc"])
-def test_a_few_ops(name: str) -> None:
-    found = trial(called(name), samples=1)
+def test_an_op_is_tried_in_every_way() -> None:
+    found = trial(called("linalg.eigh"), samples=1)
     assert found.split and not found.wrong and not found.unknown
 
 
