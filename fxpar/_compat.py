@@ -52,6 +52,15 @@ def inductor_randint() -> Any:
     return inductor_prims.randint
 
 
+def higher_order_name(target: Any) -> str:
+    """``"higher_order::cond"`` for an op that runs graphs; "" for others."""
+    from torch._ops import HigherOrderOperator
+
+    if not isinstance(target, HigherOrderOperator):
+        return ""
+    return f"higher_order::{target.name()}"
+
+
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
     """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
     device. Does nothing under Inductor's ``fallback_random``."""
@@ -80,10 +89,15 @@ def fake_mode_of(values: Any) -> Any:
 
 
 def new_fake_mode() -> Any:
-    """A FakeTensorMode for tracing with static shapes."""
+    """A FakeTensorMode for tracing with static shapes. (A loop, ``while_loop``, asks
+    it for symbols.)"""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    symbols = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True
+    )
 
 
 def export_joint(
@@ -385,11 +399,26 @@ def compile_fx(
     with functorch_config.patch(settings):
         compiled = inductor(
             gm,
-            examples,
+            _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
         )
     return cast(Callable[..., Any], compiled)
+
+
+def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
+    """Examples of a graph with a loop as fakes among which symbols can be made, as
+    Dynamo has them: ``while_loop`` (2.13) asks for that."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    names = (higher_order_name(n.target) for graph in graphs for n in graph.nodes)
+    loops = any(name.startswith("higher_order::while_loop") for name in names)
+    if not loops or fake_mode_of(examples) is not None:
+        return examples
+    mode = new_fake_mode()
+    return [
+        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
+        for x in examples
+    ]
 
 
 @contextlib.contextmanager
@@ -820,7 +849,8 @@ def on_compile(
     Dynamo met there and could not compile, and Dynamo's error; with None for the error
     of other frames. ``backend`` alone is told of graphs, and not of what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
-    its buckets, for its all-reduces to begin early.
+    its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
+    of the batch and of a sequence, are different symbols.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import (
@@ -828,6 +858,7 @@ def on_compile(
         innermost_backend,
         innermost_fn,
     )
+    from torch.fx.experimental import _config as shapes
 
     plain = OptimizeContext.__call__
     seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
@@ -839,7 +870,8 @@ def on_compile(
             options = getattr(found, "kwargs", {}).get("options")
             enter, met = watch(innermost_fn(fn), options)
             whole = config._make_closure_patcher(optimize_ddp=False)
-            self.enter_exit_hooks += [enter, whole]
+            own = shapes._make_closure_patcher(use_duck_shape=False)
+            self.enter_exit_hooks += [enter, whole, own]
             frames = self.callback._torchdynamo_orig_backend
             if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
                 frames._inner_convert = _Overheard(frames._inner_convert, met)

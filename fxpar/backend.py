@@ -35,6 +35,7 @@ from fxpar.fusion.kernels.ladder import Facts
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
+from fxpar.passes.bodies import hold
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.delay import delay
 from fxpar.passes.launches import crossings
@@ -371,6 +372,7 @@ class _Parallelize:
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
         keep_copies(bound, [of for of in ends if of is not None])
         watch("bound", bound)
+        hold(gm, bound)
         return bound
 
     def _request(self, signature: Signature, name: str, watch: Watch) -> Request:

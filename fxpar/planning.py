@@ -27,6 +27,7 @@ from fxpar.explain.text import short_seconds
 from fxpar.explain.timeline import chrome_trace
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Request, Result, parallelize
+from fxpar.passes.bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.phases import as_run
 from fxpar.passes.signature import read_signature
@@ -213,7 +214,7 @@ class TracedPlan(Plan):
             for x, spec in zip(call.inputs(args, kwargs), specs, strict=True)
         ]
         ranks = [[part[r] for part in parts] for r in range(self.mesh.size)]
-        local = fx.GraphModule(self.module, result.local)
+        local = module_of(self.module, result.local)
         outs = run_lockstep(local, self.mesh, ranks)
         merged = [
             outs[0][k]
@@ -226,8 +227,9 @@ class TracedPlan(Plan):
     def reference_outcome(self, *args: Any, **kwargs: Any) -> Outcome:
         """As ``reference``, with gradients and buffers changed in place."""
         result, call = self._traced()
-        whole = fx.GraphModule(self.module, result.normalized)
-        values = list(whole(*call.inputs(args, kwargs)))
+        whole = module_of(self.module, result.normalized)
+        inputs = [call.inputs(args, kwargs)]
+        (values,) = run_lockstep(whole, Mesh((("all", 1),)), inputs)
         return call.outcome(result.decision.program.signature, values)
 
     def _returned(self, outcome: Outcome) -> Any:

@@ -21,6 +21,7 @@ from torch import fx
 from fxpar.config import Options, write_dump
 from fxpar.errors import FxparWarning, compose
 from fxpar.explain.text import short_dtype
+from fxpar.passes.bodies import body_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 
@@ -57,8 +58,15 @@ def node_text(node: fx.Node) -> str:
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """A whole graph, a line per node."""
-    return "\n".join(node_text(node) for node in graph.nodes) + "\n"
+    """A whole graph, a line per node; bodies that ops run below their names."""
+    lines = []
+    for node in graph.nodes:
+        lines.append(node_text(node))
+        body = body_of(node)
+        if body is not None:
+            inside = graph_text(body.graph).splitlines()
+            lines += [f"    {line}" for line in inside]
+    return "\n".join(lines) + "\n"
 
 
 def graph_python(graph: fx.Graph) -> str:

@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.passes import steps
+from fxpar.passes.bodies import all_nodes, bodies_of
 from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
@@ -119,9 +120,14 @@ def _over_what_others_see(node: fx.Node) -> bool:
 
 
 def _holds_graphs(node: fx.Node) -> bool:
+    """Whether nothing is known of graphs that an op runs, or they do more than give
+    values."""
     higher = getattr(node.target, "namespace", "") == "higher_order"
-    graphs = (n for n in node.all_input_nodes if n.op == "get_attr")
-    return higher and any("val" not in n.meta for n in graphs)
+    graphs = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    if higher and any("val" not in n.meta for n in graphs):
+        return True
+    inside = (n for body in bodies_of(node) for n in all_nodes(body.graph))
+    return any(communicates(n) or _writes(n) for n in inside)
 
 
 def _is_no_op(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar.errors import PlanError, RuleError
 from fxpar.passes import steps
+from fxpar.passes.bodies import bodies_of
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_ops import Call, local_form
 from fxpar.sharding.factors import (
@@ -127,6 +128,8 @@ class Cutter:
     def _rule(self, node: fx.Node) -> Rule:
         if node.op != "call_function" or not tensors_of(node.meta.get("val")):
             raise Refused("is no op on tensors")
+        if bodies_of(node):
+            raise Refused("runs graphs of its own, which no verb looks into")
         try:
             rule, known = self._rules(node)
         except RuleError as error:

@@ -22,6 +22,7 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion.kinds import PRODUCTS, Region
 from fxpar.passes import ops, steps
+from fxpar.passes.bodies import all_nodes, body_of
 from fxpar.sharding.spec import Spec
 
 Axes = frozenset[str]
@@ -59,6 +60,9 @@ def _through(graph: fx.Graph, out: Varies) -> None:
             out[node] = read | set(ops.group_axes(node.args[-1]))
         elif node.target is ops.offset:
             out[node] = frozenset(node.args[1])
+        elif (body := body_of(node)) is not None:
+            inside = (n for n in all_nodes(body.graph) if n.target is ops.offset)
+            out[node] = frozenset[str]().union(*(n.args[1] for n in inside))
         elif node.target is steps.recv:
             out[node] = node.meta["fxpar_sent"]
         elif node.target in _EQUAL:

@@ -121,11 +121,12 @@ def flops_of(node: fx.Node) -> float:
         return 0.0
     if target is dot:
         return 2.0 * math.prod(_sizes(node).values())
-    if target.overloadpacket in flop_registry:
+    packet = getattr(target, "overloadpacket", target)
+    if packet in flop_registry:
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )
-        count = flop_registry[target.overloadpacket]
+        count = flop_registry[packet]
         return float(count(*args, **kwargs, out_val=node.meta["val"]))
     query, key = _attended(node)
     each = _ATTENTION["backward" in _name(target)]
@@ -148,8 +149,9 @@ def least_of(node: fx.Node) -> float:
         a, b, out = map(set, _words(node))
         parts = (a - b, b - a, (a & b) - out)
         return float(min(math.prod(size[f] for f in part) for part in parts))
-    if target.overloadpacket in _PRODUCTS:
-        first = _PRODUCTS[target.overloadpacket]
+    packet = getattr(target, "overloadpacket", target)
+    if packet in _PRODUCTS:
+        first = _PRODUCTS[packet]
         a, b = (node.args[first + i].meta["val"].shape for i in range(2))
         return float(min(a[-2], a[-1], b[-1]))
     if "attention" in _name(target):
@@ -181,9 +183,13 @@ def _sizes(node: fx.Node) -> dict[str, int]:
     return size
 
 
+def _is_flex(target: Any) -> bool:
+    return _name(target).startswith("flex_attention")
+
+
 def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key; a backward has the gradient before them."""
-    first = int("backward" in _name(node.target))
+    """Query and key; most backwards have the gradient before them."""
+    first = int("backward" in _name(node.target) and not _is_flex(node.target))
     query, key = node.args[first : first + 2]
     return query.meta["val"], key.meta["val"]
 
@@ -238,7 +244,8 @@ def changes_operand(target: Any) -> bool:
 def contracts(target: Any) -> bool:
     """Whether an op is a contraction, a convolution or attention."""
     counted = getattr(target, "overloadpacket", None) in flop_registry
-    return counted or target is dot or "scaled_dot_product" in _name(target)
+    attends = "scaled_dot_product" in _name(target) or _is_flex(target)
+    return counted or target is dot or attends
 
 
 @cache

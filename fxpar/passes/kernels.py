@@ -208,7 +208,8 @@ class _Reader:
         if changes_operand(node.target):
             return [operands[0]]
         if flops:
-            dtypes = [read.meta["val"].dtype for read in node.all_input_nodes]
+            values = (read.meta.get("val") for read in node.all_input_nodes)
+            dtypes = [x.dtype for x in values if isinstance(x, torch.Tensor)]
             floating = (dtype for dtype in dtypes if dtype.is_floating_point)
             launch.flops, launch.least = flops, least_of(node)
             launch.dtype = next(floating, torch.float32)

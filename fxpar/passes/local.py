@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
-from fxpar.passes.local_ops import Call, local_form
+from fxpar.passes.local_op import local_like, local_op
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.steps import all_reduce, emit, step
+from fxpar.passes.steps import all_gather, all_reduce, emit, slice_, step
 from fxpar.sharding.decide import Decision, route
-from fxpar.sharding.factors import operand_spec, result_spec
 from fxpar.sharding.program import Op
 from fxpar.sharding.rest import gathered_again
-from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.samples import sample_dims
 from fxpar.sharding.spec import Spec
 
 
@@ -41,29 +39,6 @@ def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
     return _Localizer(decision, fake_mode).run(graph)
 
 
-def local_like(value: torch.Tensor, spec: Spec, decision: Decision, mode: Any) -> Any:
-    """Fake tensor of one rank's shard, dims laid out in memory as in ``value``."""
-    shape = spec.local_shape(decision.mesh, [int(n) for n in value.shape])
-    if tuple(value.shape) == shape:
-        return value
-    order = sorted(range(value.dim()), key=lambda d: (-int(value.stride()[d]), d))
-    stride = [0] * value.dim()
-    step = 1
-    for d in reversed(order):
-        stride[d] = step
-        step *= max(shape[d], 1)
-    with mode:
-        local = torch.empty_strided(
-            shape, stride, dtype=value.dtype, device=value.device
-        )
-    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
-
-
-def is_own(target: Any) -> bool:
-    """Whether an op of fxpar has to be replaced even where nothing is sharded."""
-    return target in (torch.ops.fxpar.dot.default, torch.ops.fxpar.constrain.default)
-
-
 class _Localizer:
     def __init__(self, decision: Decision, fake_mode: Any) -> None:
         self.decision, self.program = decision, decision.program
@@ -72,10 +47,11 @@ class _Localizer:
         self.mode = fake_mode
         self.build = Builder(self.graph, fake_mode, self.mesh)
         self.map: Mapping[fx.Node, Any] = {}
-        # Values from tangents that ranks need not have alike, as the mean over the
-        # ranks of those tangents makes them.
+        # Values from tangents that ranks need not have alike and from no sample, as
+        # the mean over the ranks of those tangents makes them.
         self.alike: dict[fx.Node, fx.Node] = {}
         self.of_parameters = gathered_again(self.program)
+        self.samples = sample_dims(self.program, decision.edges.made)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -91,10 +67,16 @@ class _Localizer:
                 self._output(node)
                 continue
             made[node] = self._made(node)
-            if self._may_differ(node):
+            if not any(x in self.alike for x in node.all_input_nodes):
+                continue
+            held = self._samples_in(node)
+            if not held:
                 self.map = ChainMap(self.alike, made)
                 self.alike[node] = self._made(node)
                 self.map = made
+            elif not self._is_split(*held):
+                with self.build.at(node):
+                    made[node] = self._of_own_samples(made[node], *held)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
@@ -113,9 +95,7 @@ class _Localizer:
         copy.meta = dict(node.meta)
         if v is not None:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
-            copy.meta["val"] = local_like(
-                node.meta["val"], spec, self.decision, self.mode
-            )
+            copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
         return copy
 
@@ -135,25 +115,47 @@ class _Localizer:
                 tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
                 if self._on_batch(self.decision.edges.made[v]):
                     out[node] = self.build.call(mul, tangent, 1 / parts)
-                else:
-                    total = step(
-                        self.build, all_reduce, tangent, "sum", signature.batch
-                    )
-                    self.alike[node] = self.build.call(mul, total, 1 / parts)
+                    continue
+                total = step(self.build, all_reduce, tangent, "sum", signature.batch)
+                mean = self.build.call(mul, total, 1 / parts)
+                # Each rank has all samples of a result that is whole.
+                into = out if self._samples_in(node) else self.alike
+                into[node] = mean
         return out
 
-    def _may_differ(self, node: fx.Node) -> bool:
-        """Whether ranks compute a value each for itself, from tangents of their own."""
-        if not any(x in self.alike for x in node.all_input_nodes):
-            return False
-        batch = set(self.program.signature.batch)
+    def _samples_in(self, node: fx.Node) -> tuple[Spec, int] | None:
+        """The spec of a node's value and its dim that holds samples; None if it has
+        none, and so is computed alike from alike tangents, shards included."""
+        for v, spec in self._values(node):
+            for d in range(len(spec.dims)):
+                if (v, d) in self.samples:
+                    return spec, d
+        return None
+
+    def _is_split(self, spec: Spec, d: int) -> bool:
+        return not set(self.program.signature.batch).isdisjoint(spec.dims[d])
+
+    def _of_own_samples(self, x: fx.Node, spec: Spec, d: int) -> fx.Node:
+        """Each rank's own samples from what it has of them all by its own tangents,
+        put together again."""
+        batch, axes = self.program.signature.batch, spec.dims[d]
+        if axes:
+            x = step(self.build, all_gather, x, d, axes)
+        x = step(self.build, slice_, x, d, batch)
+        x = step(self.build, all_gather, x, d, batch)
+        return step(self.build, slice_, x, d, axes) if axes else x
+
+    def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
+        """The values of the program that a node makes, and their specs."""
+        made = self.decision.edges.made
         if "fxpar_reshard" in node.meta:
-            return batch.isdisjoint(node.meta["fxpar_reshard"].target.axes)
-        if "fxpar_op" not in node.meta:
-            return True
-        results = self.program.ops[node.meta["fxpar_op"]].results
-        made = (self.decision.edges.made[v] for v in results)
-        return all(batch.isdisjoint(spec.axes) for spec in made)
+            reshard = node.meta["fxpar_reshard"]
+            return [(reshard.value, reshard.target)]
+        if "fxpar_op" in node.meta:
+            results = self.program.ops[node.meta["fxpar_op"]].results
+            return [(v, made[v]) for v in results]
+        v = node.meta.get("fxpar_value")
+        return [] if v is None else [(v, made[v])]
 
     def _output(self, node: fx.Node) -> None:
         """The outputs; gradients of local inputs as a rank alone would see them."""
@@ -192,47 +194,6 @@ class _Localizer:
 
     def _op(self, node: fx.Node, op: Op) -> fx.Node:
         strategy = self.decision.strategies[op.index]
-        operands = tuple(
-            operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
+        return local_op(
+            self.build, node, op, self.program, strategy, self.map.__getitem__
         )
-        results = tuple(
-            result_spec(op.rule, strategy, i) for i in range(len(op.results))
-        )
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.map.__getitem__)
-        whole = all(s.is_whole for s in operands + results)
-        if whole and not is_own(op.target) and self._laid_out_alike(node):
-            made = self._same(node, args, kwargs)
-        else:
-            shapes = tuple(self.program.values[v].shape for v in op.tensors)
-            call = Call(self.build, node, op.rule, operands, results, shapes)
-            made = local_form(call, args, kwargs)
-        self._check(made, op, results)
-        return made
-
-    def _laid_out_alike(self, node: fx.Node) -> bool:
-        """Whether what a node reads lies in memory as in the global graph."""
-        pairs = ((n.meta["val"], self.map[n].meta["val"]) for n in node.all_input_nodes)
-        return all(
-            a is b or not isinstance(a, torch.Tensor) or a.stride() == b.stride()
-            for a, b in pairs
-        )
-
-    def _same(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """An op on whole values is the op itself, fake value included."""
-        copy = self.graph.create_node(node.op, node.target, args, kwargs)
-        copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
-        copy.meta["fxpar_origin"] = node.name
-        return copy
-
-    def _check(self, made: fx.Node, op: Op, results: tuple[Spec, ...]) -> None:
-        got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]
-        want = [
-            spec.local_shape(self.mesh, self.program.values[v].shape)
-            for spec, v in zip(results, op.results, strict=True)
-        ]
-        if got != want:
-            raise PlanError(
-                f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
-                f"{got}, its specs say {want}",
-                fix="its row needs a `shape` mark or a local form (see docs)",
-            )

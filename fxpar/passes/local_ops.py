@@ -15,7 +15,13 @@ from typing import Any
 from torch import fx
 
 from fxpar import _compat
-from fxpar.passes import local_indexing, local_own, local_sizes, local_views
+from fxpar.passes import (
+    local_flex,
+    local_indexing,
+    local_own,
+    local_sizes,
+    local_views,
+)
 from fxpar.passes.local_call import Call, Localizer
 from fxpar.sharding.rules import row_of
 
@@ -26,6 +32,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_sizes.LOCAL,
     **local_views.LOCAL,
     **local_own.LOCAL,
+    **local_flex.LOCAL,
 }
 
 
@@ -36,6 +43,8 @@ def local_form(call: Call, args: Any, kwargs: Any) -> fx.Node:
     local = LOCAL.get(target)
     if local is None and isinstance(target, _compat.OpOverload):
         local = LOCAL.get(target.name())
+    if local is None:
+        local = LOCAL.get(_compat.higher_order_name(target))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)

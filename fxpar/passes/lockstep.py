@@ -17,6 +17,8 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import ops
+from fxpar.passes.bodies import body_of, bound_body
+from fxpar.passes.local_flex import op_by_op
 from fxpar.passes.post import Post, ends_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -112,7 +114,12 @@ def _steps(
             i = next(arguments)
             env[node] = [each[i] for each in inputs]
         elif node.op == "get_attr":
-            env[node] = [_attribute(module, node.target)] * count
+            body = body_of(node)
+            env[node] = (
+                [_attribute(module, node.target)] * count
+                if body is None
+                else [bound_body(body, r) for r in ranks]
+            )
         elif node.op == "output":
             return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
         elif node.op != "call_function":
@@ -167,7 +174,7 @@ def _on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
 
 def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _on(env, rank))
-    return node.target(*args, **kwargs)
+    return op_by_op(node.target)(*args, **kwargs)
 
 
 def _as_rank(node: fx.Node, rank: int) -> int:

@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.config import runs
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
+from fxpar.passes.bodies import show_bodies
 from fxpar.passes.local import partition
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
@@ -120,6 +121,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     """
     clock = _Clock()
     request.watch("traced", graph)
+    show_bodies(graph, graph.owning_module)
     rewriter = Rewriter(graph, fake_mode)
     for normalize in NORMALIZE:
         if runs(normalize.__name__, request.disable):

@@ -16,7 +16,9 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.passes import ops
+from fxpar.passes.bodies import body_of, bound_body
 from fxpar.passes.builder import Builder
+from fxpar.passes.local_flex import op_by_op
 from fxpar.sharding.mesh import Mesh
 
 GroupOf = Callable[[tuple[str, ...]], str]
@@ -53,8 +55,13 @@ def bind(
         target = node.target
         if inductor and node.op == "call_function":
             target, args = _as_inductor(node, args)
+        elif node.op == "call_function":
+            target = op_by_op(target)
         copy = new.create_node(node.op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
+        body = body_of(node)
+        if body is not None:
+            copy.meta["val"] = bound_body(body, rank)
         done[node] = copy
         if node.target is torch.ops.fxpar.seeds.default:
             with build.at(node):

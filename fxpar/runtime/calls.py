@@ -24,7 +24,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, compose
-from fxpar.runtime import agree, presence
+from fxpar.runtime import agree, presence, sketches
 from fxpar.runtime.channel import current
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.identity import (
@@ -118,8 +118,10 @@ class Calls:
         sizes = self.fed.sizes(args)
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
-        words = meet(f"{head}\t{sums}", self.what)
-        heads, told = zip(*(word.split("\t") for word in words), strict=True)
+        words = meet(f"{head}\t{sums}\t{sketches.word()}", self.what)
+        heads, told, noted = zip(*(word.split("\t") for word in words), strict=True)
+        if any(noted):
+            sketches.compare(noted)
         run = self.ready.get(heads)
         if run is None:
             run = self._decided(heads, told, args)

@@ -5,8 +5,8 @@ break, a disabled function) is run by each rank as it stands. ``watch`` looks at
 call of what was compiled: it was one graph, from its first line to its last, or there
 is code outside. Then the user is told, once, why and what it costs; and in local mode,
 where such code runs on the rank's own part of the batch, ``runtime.reduce`` takes the
-mean of gradients over the ranks. The first step of each optimizer is checked, for
-gradients of code that was not compiled at all.
+mean of gradients over the ranks. Steps of optimizers are checked for gradients of code
+that was not compiled at all, when a parameter first has one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fxpar import _compat
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
-from fxpar.runtime import reduce
+from fxpar.runtime import reduce, sketches
 from fxpar.runtime.channel import current
 from fxpar.runtime.groups import join
 from fxpar.runtime.modules import HOME
@@ -98,8 +98,19 @@ class _Calls(threading.local):
 _watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
 _calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
-# Optimizers whose gradients were compared, and, of others, how much was known then.
-_checked: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class _Seen:
+    """Of an optimizer, the ``number``-th that took a step: the ids of parameters that
+    had a gradient, and whether ranks compared them before its first step."""
+
+    number: int
+    parameters: set[int] = field(default_factory=set)
+    compared: bool = False
+
+
+_seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -254,9 +265,6 @@ def _say(watched: _Watched) -> None:
             warnings.warn(text, FxparWarning, stacklevel=2)
 
 
-_COMPARED = "compared"
-
-
 @functools.cache
 def _check_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
@@ -264,30 +272,46 @@ def _check_optimizers() -> None:
 
 @_compat.not_compiled
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    """Before the first step of an optimizer of a model in local mode: all gradients are
-    alike on all ranks. Raises GradientError."""
+    """Before steps of optimizers where a model runs in local mode: gradients that are
+    there for the first time are alike on all ranks.
+
+    Raises GradientError before the first step of an optimizer of the model. Other ranks
+    need not take other steps: what they have not alike is told at the next call."""
     local = [watched for watched in _watched if watched.local]
-    known = len(local), sum(len(watched.parameters) for watched in local)
-    if _checked.get(optimizer) in (known, _COMPARED) or not reduce.takes_part():
+    if not local or not reduce.takes_part():
         return
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    seen = _seen.setdefault(optimizer, _Seen(len(_seen)))
+    fresh = {id(p) for p in held if p.grad is not None and id(p) not in seen.parameters}
+    if not fresh:
+        return
+    seen.parameters |= fresh
+    named = _names_of(optimizer, held, local, seen.number)
     references = [ref for watched in local for ref in watched.parameters.values()]
     ours = {id(p) for ref in references if (p := ref()) is not None}
     ours |= {id(p) for watched in local for _, p in _named(watched)}
-    ours &= {id(p) for p in held}
-    if not ours:
-        _checked[optimizer] = known
-    if all(id(p) not in ours or p.grad is None for p in held):
-        return
-    _checked[optimizer] = _COMPARED
+    if not seen.compared and not ours.isdisjoint(fresh):
+        seen.compared = True
+        reduce.require_equal(named)
+    else:
+        sketches.note(reduce.unreduced(named, fresh))
+
+
+def _names_of(
+    optimizer: Optimizer,
+    held: Sequence[torch.Tensor],
+    local: Sequence[_Watched],
+    number: int,
+) -> dict[str, torch.Tensor]:
+    """Parameters of an optimizer by name; not those in shards."""
     names = {id(p): name for watched in local for name, p in _named(watched)}
     kind = type(optimizer).__name__
-    plain = {
-        names.get(id(p), f"number {i} of the {kind}"): p
+    which = f" ({number + 1}. optimizer)" if number else ""
+    return {
+        names.get(id(p), f"number {i} of the {kind}{which}"): p
         for i, p in enumerate(held)
         if not isinstance(p, DTensor)
     }
-    reduce.require_equal(plain)
 
 
 def _named(watched: _Watched) -> Iterator[tuple[str, nn.Parameter]]:

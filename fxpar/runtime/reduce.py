@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _compat
 from fxpar.errors import GradientError, RankMismatchError
-from fxpar.runtime import agree, inputs
+from fxpar.runtime import agree, inputs, sketches
 from fxpar.runtime.alone import is_alone
 
 BUCKET = 25 << 20  # bytes that are reduced at once
@@ -230,12 +230,7 @@ def mean_of_gradient(x: torch.Tensor) -> Any:
 def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise GradientError on every rank if gradients that nothing reduced differ
     between ranks. Each rank calls this. Raises RankMismatchError if one does not."""
-    reducer = _REDUCERS.get(_compat.default_group())
-    left = {
-        name: p
-        for name, p in parameters.items()
-        if p.requires_grad and (reducer is None or id(p) not in reducer.places)
-    }
+    left = {n: p for n, p in _unwatched(parameters).items() if p.requires_grad}
     text = "\n".join(f"{name}: {p.dtype} {list(p.shape)}" for name, p in left.items())
     agree.agree("gradients", agree.digest_of(text), text, what="what is trained")
     wrong = torch.zeros(len(left), dtype=torch.int32)
@@ -253,9 +248,22 @@ def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:
             f"gradients of {inputs.listed(names)} differ between ranks: with "
             "FXPAR_INPUTS=local each rank has those of its own part of the batch, of "
             "code that is not compiled",
-            fix="compile the module that holds them with backend='fxpar' as well, best "
-            "together with the rest; or wrap it in DistributedDataParallel",
+            fix=sketches.FIX,
         )
+
+
+def unreduced(
+    parameters: Mapping[str, torch.Tensor], among: Collection[int]
+) -> dict[str, torch.Tensor]:
+    """Gradients that nothing reduces. ``among``: ids of parameters to look at."""
+    left = _unwatched(parameters).items()
+    return {n: p.grad for n, p in left if id(p) in among and p.grad is not None}
+
+
+def _unwatched(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    reducer = _REDUCERS.get(_compat.default_group())
+    places = reducer.places if reducer is not None else {}
+    return {name: p for name, p in parameters.items() if id(p) not in places}
 
 
 def _gradient(parameter: nn.Parameter | None) -> torch.Tensor:

@@ -28,6 +28,7 @@ from torch import fx
 from fxpar import _compat
 from fxpar.errors import FxparError
 from fxpar.passes import Request
+from fxpar.passes.bodies import body_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.find import Asked, Found
@@ -87,6 +88,9 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
             target = f"{target.__module__}.{target.__qualname__}"
         call = f"{node.name} {node.op} {target} {node.args} {node.kwargs}"
         yield f"{call} {made(node.meta.get('val'))}"
+        body = body_of(node)
+        if body is not None:
+            yield from _lines(body.graph)
 
 
 def _rules(program: Program) -> Iterator[str]:

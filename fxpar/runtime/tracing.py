@@ -97,6 +97,8 @@ class UserLines(TorchFunctionMode):
     """Gives every traced node the user's line that called the torch function."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if torch.compiler.is_dynamo_compiling():  # a body, which Dynamo gives lines
+            return func(*args, **(kwargs or {}))
         frame: FrameType | None = sys._getframe(1)
         lines: list[str] = []
         while frame is not None and len(lines) < 8:

@@ -27,6 +27,7 @@ from fxpar import _compat
 from fxpar.errors import PlanError
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Result
+from fxpar.passes.bodies import hold, module_of
 from fxpar.passes.phases import as_run
 from fxpar.runtime import agree
 from fxpar.runtime.binding import bind
@@ -80,7 +81,8 @@ def tuned(
             graph, ranks.mesh, ranks.rank, ranks.group, fake_mode, inductor=inductor
         )
         bound.set_codegen(fx.graph.CodeGen())
-        module = fx.GraphModule(root, bound)
+        module = module_of(root, bound)
+        hold(module, bound)
         return candidate, runnable(module, inputs, inductor=inductor)
 
     made, dropped = _prepared(schedules, prepared, name)

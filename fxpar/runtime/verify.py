@@ -16,6 +16,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import Result
+from fxpar.passes.bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 
 
@@ -54,7 +55,7 @@ def verify(result: Result, root: torch.nn.Module, feeds: Sequence[Any]) -> None:
 def _module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A graph with flat arguments as a module."""
     graph.set_codegen(fx.graph.CodeGen())
-    return fx.GraphModule(root, graph)
+    return module_of(root, graph)
 
 
 def _copies(values: Iterable[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import RuleError
+from fxpar.sharding.bodies import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.rules import row_of
 from fxpar.sharding.rules.table import evaluate, tensors_of
@@ -253,6 +254,9 @@ class RuleReader:
                 ) from error
         if rule is not None:
             return rule, True
+        bodies = inside(node.target, args, node.meta["val"], read_body)
+        if bodies is not None and bodies.rule is not None:
+            return bodies.rule, True
         operands = tensors_of((args, kwargs))
         shapes = [tuple(t.shape) for t in operands + tensors_of(node.meta["val"])]
         return _whole_rule(shapes, len(operands)), False
@@ -293,14 +297,14 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             if isinstance(val, torch.Tensor):
                 new_value(node, 0, val, node.name)
         elif node.op == "output":
-            for arg in node.args[0]:
+            results = node.args[0]
+            for arg in (results,) if isinstance(results, fx.Node) else results:
                 found = value_of.get((arg, 0)) if isinstance(arg, fx.Node) else None
                 outputs.append(found)
         elif node.target is operator.getitem:
-            source, key = node.args
-            position = _flat_position(source.meta["val"], key)
-            if position is not None and (source, position) in value_of:
-                value_of[node, 0] = value_of[source, position]
+            source = _element(node)
+            if source in value_of:
+                value_of[node, 0] = value_of[source]
         else:
             tensors = tensors_of(val)
             if not tensors:
@@ -333,6 +337,18 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         value_of,
         reduce_here,
     )
+
+
+def read_body(body: fx.GraphModule) -> Program:
+    """The Program of a graph that an op runs: its inputs and outputs lie open."""
+    places = [node.name for node in body.graph.nodes if node.op == "placeholder"]
+    return read(body.graph, Signature(tuple(map(Input, places)), ()))
+
+
+def inside_of(node: fx.Node) -> Inside | None:
+    """The bodies of a call; None if it has none that are known."""
+    args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    return inside(node.target, args, node.meta["val"], read_body)
 
 
 # These move nothing where strides allow, though they are no views by name.
@@ -385,8 +401,12 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _flat_position(val: Any, key: int) -> int | None:
-    """Index among the tensors of a tuple value, for its element ``key``."""
-    if not isinstance(val, (list, tuple)) or not isinstance(val[key], torch.Tensor):
-        return None
-    return sum(isinstance(x, torch.Tensor) for x in val[:key])
+def _element(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op whose result a getitem takes, and the place among its tensors; of a result
+    that is no tensor, -1."""
+    before, val = 0, node.meta.get("val")
+    while node.target is operator.getitem:
+        source, key = node.args
+        before += len(tensors_of(source.meta["val"][:key]))
+        node = source
+    return node, before if isinstance(val, torch.Tensor) else -1

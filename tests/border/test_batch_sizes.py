@@ -22,10 +22,10 @@ pytestmark = pytest.mark.multiprocess
 WIDTH = 6
 
 
-def compiled(fn: Any, **options: Any) -> Any:
+def compiled(fn: Any, dynamic: bool | None = None, **options: Any) -> Any:
     torch._dynamo.reset()
     given = {"codegen": "eager", "inputs": "local"} | options
-    return torch.compile(fn, backend="fxpar", options=given)
+    return torch.compile(fn, backend="fxpar", options=given, dynamic=dynamic)
 
 
 class Normed(nn.Module):
@@ -306,3 +306,28 @@ def one_rank_traces_again() -> int:
 def test_a_rank_that_compiles_again_takes_the_others_along() -> None:
     counts = shared_pool(2).run(one_rank_traces_again, timeout=60.0)
     assert counts[0] == counts[1] <= 2
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """Tokens look at each other; then sums are divided by how many tokens there are."""
+    scores = (x @ x.transpose(1, 2)).softmax(-1) @ x
+    places = torch.arange(x.shape[1], dtype=x.dtype)
+    return (scores * places[:, None]).sum() / x.shape[1] / x.shape[0]
+
+
+def square(counts: list[int]) -> list[tuple[float, float]]:
+    """Losses of batches with as many tokens as samples; those of all samples."""
+    run, out = compiled(mixed, dynamic=True), []
+    for step, count in enumerate(counts):
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(2 * count, count, 3, generator=draw, dtype=torch.float64)
+        part = x.chunk(2)[dist.get_rank()].clone()
+        out.append((run(part).item(), mixed(x).item()))
+    return out
+
+
+def test_as_many_tokens_as_samples_are_not_the_batch() -> None:
+    """Dynamo would make one symbol of the two sizes."""
+    for losses in shared_pool(2).run(square, [4, 6]):
+        for got, want in losses:
+            assert got == pytest.approx(want, rel=1e-12)

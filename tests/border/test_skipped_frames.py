@@ -367,6 +367,51 @@ def test_code_that_is_not_compiled_is_an_error_before_the_first_step() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
 
 
+def head_of_its_own(how: str) -> list[Any]:
+    """The head has an optimizer of its own, or is in use from the second step on, or
+    is trained on one rank only."""
+    body, head = made("whole"), nn.Linear(1, 1).double()
+    run = compiled(body)
+    outside: Any = head
+    if how == "ddp":
+        outside = nn.parallel.DistributedDataParallel(head)
+    both = [*body.parameters(), *head.parameters()]
+    if how == "late":
+        optimizers = [torch.optim.SGD(both, 0.5)]
+    else:
+        optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (body, head)]
+    for step, x in enumerate(batches()):
+        y = run(x)
+        if how == "one rank":
+            y.square().mean().backward()
+            if dist.get_rank() == 0:
+                outside(y.detach()).sum().backward()
+        elif how == "late" and not step:
+            y.square().mean().backward()
+        else:
+            outside(y).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in both]
+
+
+@pytest.mark.parametrize("how", ["own", "late"])
+def test_code_that_is_not_compiled_is_told_at_the_next_call(how: str) -> None:
+    for error in shared_pool(RANKS).errors(head_of_its_own, how):
+        assert isinstance(error, GradientError)
+        number = 4 if how == "late" else 0
+        assert f"gradients of number {number} of the SGD" in str(error)
+        assert "fxpar.alone()" in str(error)
+
+
+@pytest.mark.parametrize("how", ["ddp", "one rank"])
+def test_gradients_that_are_alike_or_of_one_rank_are_no_error(how: str) -> None:
+    first, second = shared_pool(RANKS).run(head_of_its_own, how)
+    for mine, other in zip(first[:4], second[:4], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=0)
+
+
 def whole_step(name: str) -> list[Any]:
     """The compiled function runs the backward itself; other backwards fail between."""
     model = made(name)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import FxparWarning
@@ -228,13 +229,18 @@ def trained(
     more: dict[str, str] | None = None,
 ) -> tuple[list[float], list[torch.Tensor]]:
     """(mean loss over ranks of each step, gradients of the last step and parameters),
-    by fxpar, by ddp, or by one device on the whole batch."""
+    by fxpar, with parameters sharded or not, by ddp, or by one device on the whole
+    batch."""
     net = Net(inside)
     run: Any = net
     if how == "ddp":
         run = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
     elif how == "fxpar":
         torch._dynamo.reset()
+        run = torch.compile(net, backend="fxpar", options=options(**(more or {})))
+    elif how == "sharded":
+        torch._dynamo.reset()
+        net = fxpar.shard(net, mesh="dp=2")
         run = torch.compile(net, backend="fxpar", options=options(**(more or {})))
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
     for step in range(2):
@@ -251,7 +257,12 @@ def trained(
             seen /= RANKS
         losses.append(seen.item())
     grads = [torch.zeros(()) if p.grad is None else p.grad for p in net.parameters()]
-    return losses, [x.detach().clone() for x in (*grads, *net.parameters())]
+    return losses, [whole(x) for x in (*grads, *net.parameters())]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().clone()
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def both(*args: Any) -> list[Any]:
@@ -311,6 +322,16 @@ def test_each_rank_may_divide_by_its_own_count(more: dict[str, str]) -> None:
         close(rank[0][1], rank[1][1])
 
 
+def over_labels(out, batch):
+    return out / batch[1].ne(PAD).sum()
+
+
+def test_samples_meet_the_tangents_of_their_rank_though_all_compute_them() -> None:
+    args = (sum_inside, over_labels, uneven, {"plan": "replicate"})
+    for (_, got), (_, want) in shared_pool(RANKS).run(both, *args, timeout=200.0):
+        close(got, want)
+
+
 def learned_and_count(net, x, y, w):
     penalty = net.up.weight.square().sum()
     return learned_weight(net, x, y, w) + penalty, y.ne(PAD).sum()
@@ -331,6 +352,36 @@ def test_gradients_agree_though_tangents_do_not(plan: str) -> None:
     env = {"FXPAR_HARDWARE": "a100"}
     one, two = shared_pool(RANKS).run(trained, *args, timeout=200.0, env=env)
     close(one[1], two[1])
+
+
+def on_batch_and_features(net, x, y, w):
+    """Penalties whose gradients sum over dims of parameters, and a mean of samples."""
+    product = net.down.weight @ net.up.weight
+    penalty = product.square().sum() + net.up.weight.norm() + net.up.bias.exp().mean()
+    return tokens(net, x, y) + penalty * net.weight, y.ne(PAD).sum()
+
+
+@pytest.mark.parametrize(
+    ("inside", "plan", "like"),
+    [
+        (on_batch_and_features, "propagate", "ddp"),
+        (on_batch_and_features, "search", "ddp"),
+        (learned_and_count, "propagate", "fxpar"),
+        pytest.param(learned_and_count, "search", "fxpar", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_of_parameters_meet_the_mean_of_tangents(
+    inside: Callable[..., Any], plan: str, like: str
+) -> None:
+    """Though each rank holds other rows of what a penalty inside the model is of."""
+    env = {"FXPAR_HARDWARE": "a100"}
+    args = (inside, over_count, uneven, {"plan": plan})
+    for how in ("sharded", like):
+        ranks = shared_pool(RANKS).run(trained, how, *args, timeout=200.0, env=env)
+        close(ranks[0][1], ranks[1][1])
+        if how == "sharded":
+            sharded = ranks[0][1]
+    close(sharded, ranks[0][1])
 
 
 def test_a_token_mean_is_that_of_the_whole_batch() -> None:

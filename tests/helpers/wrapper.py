@@ -181,6 +181,11 @@ def _run(
             for name in _NAME.findall(text):
                 if name in memory.home:
                     memory.used(name, "written" if written else "read", line)
+    elif target.endswith("region_.default"):
+        for name in _names(_split(call[3])[1]):
+            memory.used(name, "written", line)
+        for name in _names(_split(call[3])[0]):
+            memory.used(name, "read", line)
     else:
         in_place = target.endswith("_.default")
         for i, name in enumerate(names):

@@ -18,6 +18,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _compat
+from fxpar.fusion.kernels.fuse import fuse_graph
+from fxpar.fusion.kernels.ladder import Facts
 from fxpar.passes.schedule import Settings, schedule
 from fxpar.passes.waits import WAIT, sink_waits
 from tests.fusion.test_waits import CHUNKS, RINGS, bound
@@ -134,6 +136,31 @@ def test_chunks_and_rings(name: str, group: str, monkeypatch: Any) -> None:
     assert hazards(code) == []
 
 
+def regions(group: str) -> Callable[..., Any]:
+    """Two collectives that become regions, one of which writes where it reads, while a
+    third is under way."""
+
+    def fn(x: Tensor, w: Tensor, r: Tensor) -> Any:
+        gathered = c10d.all_gather_into_tensor((x + 3) * 2, 4, group)
+        y = torch.relu(c10d.wait_tensor(c10d.all_reduce(x @ w, "sum", group)) * 3)
+        total = c10d.wait_tensor(c10d.all_reduce(y @ w, "sum", group))
+        r.copy_(r * 0.9 + total)
+        return c10d.wait_tensor(gathered), (y @ w) * 2
+
+    return fn
+
+
+def test_regions_beside_collectives(group: str, monkeypatch: Any) -> None:
+    graph = traced(regions(group), (8, 8), (8, 8), (8, 8))
+    schedule(graph, backward=False)
+    fused = fuse_graph(graph, facts_of=lambda _: Facts(4, kernels=False, shared=True))
+    assert len(fused.programs) >= 2
+    code = code_of(graph, monkeypatch)
+    assert "fxpar.region_.default(" in code and "fxpar.region.default(" in code
+    assert launches(code) >= 1
+    assert hazards(code) == []
+
+
 SNIPPET = """
 def call(self, args):
     x, w = args
@@ -160,6 +187,13 @@ BETWEEN = {
     "cpp_fused_mul_0(buf1, w)": "result of .* is read",
     "cpp_fused_mul_0(w, buf1)": "result of .* is written",
     "torch.ops._c10d_functional.all_reduce_.default(buf0, 'sum', '0')": "operand of",
+    "b = torch.ops.fxpar.region_.default([buf0], [w], [0], [], 'h', '0', 'nccl')": None,
+    "b = torch.ops.fxpar.region_.default([w], [buf0], [0], [], 'h', '0', 'nccl')": (
+        "operand of .* is written"
+    ),
+    "b = torch.ops.fxpar.region.default([w, buf1], [1], 'h', '0', 'nccl')": (
+        "result of .* is read"
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from fxpar import _compat
 from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
 from fxpar.runtime import agree, presence
 from fxpar.runtime.channel import current
+from tests.helpers.patience import given_up_in_round
 from tests.spawn import shared_pool
 
 
@@ -107,7 +108,8 @@ def test_a_rank_that_fails_stops_the_others(who: int) -> None:
 def one_is_missing(who: int) -> tuple[str, str]:
     agree.agree("start", "", "")
     if rank() == who:
-        time.sleep(0.6)
+        while not given_up_in_round():
+            time.sleep(0.05)
     said = caught(agree.agree, "graph", "digest", "plan", timeout=0.2)
     # The one that is late reads the verdict, and is in step again.
     return said, caught(agree.agree, "next", "", "")

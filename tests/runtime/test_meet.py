@@ -5,6 +5,7 @@ Once as few ranks do, each reading the words of all, and once as many, through r
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
 from fxpar.runtime import meet, presence
+from tests.helpers.patience import given_up_at_call
 from tests.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -60,13 +62,13 @@ def test_a_rank_that_fails(direct: int, which: int) -> None:
 
 
 def one_is_away(direct: int, which: int) -> str:
+    """What each rank is told, where one comes only after the others gave it up."""
     meet.DIRECT = direct
     presence.set_timeout(1.0)
     meet.meet("before", "it")
     if dist.get_rank() == which:
-        import time
-
-        time.sleep(4.0)
+        while not given_up_at_call():
+            time.sleep(0.3)
     try:
         meet.meet("now", "the call")
     except RankMismatchError as error:

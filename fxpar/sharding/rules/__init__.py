@@ -18,6 +18,7 @@ from fxpar.sharding.rules import (
     attention,
     convolution,
     embedding,
+    flex,
     indexing,
     linalg,
     matmul,
@@ -46,6 +47,7 @@ TABLE: dict[Any, Row] = {
         normalization,
         convolution,
         attention,
+        flex,
         sources,
         statistics,
         own,
@@ -86,7 +88,7 @@ def row_of(target: Any) -> Row | None:
         full = target.name()
         found = _USER.get(full) or _USER.get(full.partition(".")[0])
         return found or TABLE.get(target) or TABLE.get(full)
-    return TABLE.get(target)
+    return TABLE.get(target) or TABLE.get(_compat.higher_order_name(target))
 
 
 def rule_of(

@@ -29,7 +29,7 @@ _FURTHER = ["~"]
 
 
 @dataclass(frozen=True)
-class _Heads:
+class Heads:
     """Words per tensor of one call. ``sizes``: of the scores; ``groups``: query heads
     per key head."""
 
@@ -79,9 +79,9 @@ def _loose(x: torch.Tensor) -> list[str]:
     return ["_"] * x.dim()
 
 
-def _heads(
+def heads_of(
     q: torch.Tensor, k: torch.Tensor, *, seq_first: bool = False, split: bool = False
-) -> _Heads | None:
+) -> Heads | None:
     """``seq_first``: tensors are [batch, sequence, heads, dim]; ``split``: queries may
     be split along the sequence."""
     h, s = (2, 1) if seq_first else (1, 2)
@@ -93,7 +93,7 @@ def _heads(
     def words(head: str, place: str, last: str) -> list[str]:
         return ["b", place, head, last] if seq_first else ["b", head, place, last]
 
-    return _Heads(
+    return Heads(
         query=words(heads, places, "d!"),
         key=words("h", "t!", "d!"),
         value=words("h", "t!", "e!"),
@@ -117,7 +117,7 @@ def _given(*tensors: Maybe) -> list[list[str]]:
 
 
 def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
-    words = _heads(q, k, split=not is_causal)
+    words = heads_of(q, k, split=not is_causal)
     if dropout_p or debug or words is None:
         return None
     return words.rule(*words.inputs, results=[words.out, words.logsumexp, _FURTHER])
@@ -127,7 +127,7 @@ def _flash_backward(
     grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
     seed, offset, *, scale=None,
 ):  # fmt: skip
-    words = _heads(q, k, split=not is_causal)
+    words = heads_of(q, k, split=not is_causal)
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     given = _given(starts_q, starts_k, seed, offset)
@@ -140,7 +140,7 @@ def _flash_backward(
 def _flash_forward(
     q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, debug, **rest: Any
 ):
-    words = _heads(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
+    words = heads_of(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
     extra = any(isinstance(x, torch.Tensor) for x in rest.values())
     if dropout_p or debug or extra or words is None or _ragged(starts_q, starts_k):
         return None
@@ -153,7 +153,7 @@ def _flash_forward_backward(
     grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
     seed, unused, **rest: Any,
 ):  # fmt: skip
-    words = _heads(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
+    words = heads_of(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     given = _given(starts_q, starts_k, seed, unused)
@@ -171,7 +171,7 @@ def _windowed(rest: dict[str, Any]) -> bool:
 
 
 def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    words = _heads(q, k, split=not is_causal)
+    words = heads_of(q, k, split=not is_causal)
     if dropout_p or words is None:
         return None
     return words.rule(
@@ -182,7 +182,7 @@ def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale
 def _flash_cpu_backward(
     grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
 ):
-    words = _heads(q, k, split=not is_causal)
+    words = heads_of(q, k, split=not is_causal)
     if dropout_p or words is None:
         return None
     return words.rule(
@@ -197,7 +197,7 @@ def _flash_cpu_backward(
 def _efficient(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None
 ):
-    words = _heads(q, k)
+    words = heads_of(q, k)
     if dropout_p or words is None:
         return None
     return words.rule(
@@ -209,7 +209,7 @@ def _efficient_backward(
     grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *,
     scale=None,
 ):  # fmt: skip
-    words = _heads(q, k)
+    words = heads_of(q, k)
     if dropout_p or words is None:
         return None
     biases = words.bias(bias)
@@ -225,7 +225,7 @@ def _efficient_forward(
     q, k, v, bias, starts_q, starts_k, max_q, max_k, dropout_p, mask_type,
     compute_lse=False, *, scale=None, seqlen_k=None, window_size=None,
 ):  # fmt: skip
-    words = _heads(q, k, seq_first=True)
+    words = heads_of(q, k, seq_first=True)
     if dropout_p or words is None or _given(starts_q, starts_k, seqlen_k):
         return None
     return words.rule(
@@ -237,7 +237,7 @@ def _efficient_forward_backward(
     grad, q, k, v, bias, out, starts_q, starts_k, max_q, max_k, lse, dropout_p, seed,
     offset, mask_type, bias_requires_grad, **rest: Any,
 ):  # fmt: skip
-    words = _heads(q, k, seq_first=True)
+    words = heads_of(q, k, seq_first=True)
     if dropout_p or words is None or _given(starts_q, starts_k):
         return None
     biases = words.bias(bias)
@@ -255,7 +255,7 @@ def _cudnn(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *,
     scale=None,
 ):  # fmt: skip
-    words = _heads(q, k)
+    words = heads_of(q, k)
     if dropout_p or debug or words is None:
         return None
     results = [words.out, [*words.padded, "_"], _FURTHER]
@@ -266,7 +266,7 @@ def _cudnn_backward(
     grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
     dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    words = _heads(q, k)
+    words = heads_of(q, k)
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     return words.rule(
@@ -279,7 +279,7 @@ def _cudnn_backward(
 def _overrideable(
     q, k, v, bias=None, dropout_p=0.0, is_causal=False, debug=False, *, scale=None
 ):
-    words = _heads(q, k)
+    words = heads_of(q, k)
     if dropout_p or debug or words is None:
         return None
     results = [words.out, words.padded, _FURTHER]
@@ -290,7 +290,7 @@ def _overrideable_backward(
     grad, q, k, v, bias, mask, out, lse, starts_q, starts_k, max_q, max_k, dropout_p,
     is_causal, seed, offset, *, scale=None,
 ):  # fmt: skip
-    words = _heads(q, k)
+    words = heads_of(q, k)
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     biases = words.bias(bias)
@@ -307,7 +307,7 @@ def _math(
     q, k, v, mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *,
     scale=None, enable_gqa=False,
 ):  # fmt: skip
-    words = _heads(q, k, split=not is_causal)
+    words = heads_of(q, k, split=not is_causal)
     if dropout_p or dropout_mask is not None or words is None:
         return None
     results = [words.out, words.scores]
@@ -317,7 +317,7 @@ def _math(
 def _plain(
     q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ):
-    words = _heads(q, k, split=not is_causal)
+    words = heads_of(q, k, split=not is_causal)
     if dropout_p or words is None:
         return None
     return words.rule(*words.inputs, *words.bias(mask), results=[words.out])

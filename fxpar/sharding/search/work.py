@@ -79,16 +79,18 @@ def _least(op: Op, shards: dict[str, int]) -> float:
 def flops_of(op: Op, program: Program) -> float:
     """Flops of a contraction, attention or convolution as a whole; 0 for others."""
     node, target = op.node, op.target
+    flex = str(target).startswith("flex_attention")
     count = flop_registry.get(getattr(target, "overloadpacket", target))
-    if count is not None:
+    if count is not None and not flex:
         val = node.meta["val"]
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )
         return float(count(*args, **kwargs, out_val=val))
-    if "scaled_dot_product" in str(target):
-        backward = "backward" in str(target)  # its first operand is a gradient
-        query, key = op.operands[backward : backward + 2]
+    if flex or "scaled_dot_product" in str(target):
+        backward = "backward" in str(target)
+        first = int(backward and not flex)  # behind a gradient
+        query, key = op.operands[first : first + 2]
         keys = program.values[key].shape[-2]
         return _ATTENTION[backward] * program.values[query].numel * keys
     if contracts(op):

@@ -1,0 +1,162 @@
+"""One op of a graph in its local form, and the bodies it runs.
+
+In: a call in global shapes, its rule and strategy, and the local nodes of what it reads.
+Out: the call in local shapes, appended. A body in which something is split becomes one
+in local shapes too, op by op; nothing inside communicates (``sharding.bodies``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _compat
+from fxpar.errors import PlanError
+from fxpar.passes.bodies import body_of, module_of, new_body
+from fxpar.passes.builder import Builder
+from fxpar.passes.local_call import Call
+from fxpar.passes.local_ops import local_form
+from fxpar.sharding.bodies import TIES, Inside
+from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program, inside_of
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+
+Local = Callable[[fx.Node], Any]
+
+# Ops of fxpar that have to be replaced even where nothing is sharded.
+_OWN = (torch.ops.fxpar.dot.default, torch.ops.fxpar.constrain.default)
+
+
+def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
+    """Fake tensor of one rank's shard, dims laid out in memory as in ``value``."""
+    shape = spec.local_shape(mesh, [int(n) for n in value.shape])
+    if tuple(value.shape) == shape:
+        return value
+    order = sorted(range(value.dim()), key=lambda d: (-int(value.stride()[d]), d))
+    stride = [0] * value.dim()
+    step = 1
+    for d in reversed(order):
+        stride[d] = step
+        step *= max(shape[d], 1)
+    with mode:
+        local = torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=value.device
+        )
+    return local.requires_grad_(value.requires_grad) if value.requires_grad else local
+
+
+def local_op(
+    build: Builder,
+    node: fx.Node,
+    op: Op,
+    program: Program,
+    strategy: Strategy,
+    local: Local,
+) -> fx.Node:
+    """Append an op under a strategy; ``local``: the local node of one that it reads.
+
+    Raises PlanError if a shard comes out with another shape than its spec says.
+    """
+    operands = tuple(
+        operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
+    )
+    results = tuple(result_spec(op.rule, strategy, i) for i in range(len(op.results)))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
+    whole = all(s.is_whole for s in operands + results)
+    if whole and op.target not in _OWN and _laid_out_alike(node, local):
+        made = _same(build, node, args, kwargs)
+    else:
+        shapes = tuple(program.values[v].shape for v in op.tensors)
+        call = Call(build, node, op.rule, operands, results, shapes)
+        if _compat.higher_order_name(node.target) in TIES:
+            args = _local_bodies(call, args, strategy.axes_of)
+        made = local_form(call, args, kwargs)
+    _check(made, op, program, results, build.mesh)
+    return made
+
+
+def _laid_out_alike(node: fx.Node, local: Local) -> bool:
+    """Whether what a node reads lies in memory as in the global graph."""
+    pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
+    return all(
+        a is b or not isinstance(a, torch.Tensor) or a.stride() == b.stride()
+        for a, b in pairs
+    )
+
+
+def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """An op on whole values is the op itself, fake value included."""
+    copy = build.graph.create_node(node.op, node.target, args, kwargs)
+    copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
+    copy.meta["fxpar_origin"] = node.name
+    return copy
+
+
+def _check(
+    made: fx.Node, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
+) -> None:
+    got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]
+    want = [
+        spec.local_shape(mesh, program.values[v].shape)
+        for spec, v in zip(results, op.results, strict=True)
+    ]
+    if got != want:
+        raise PlanError(
+            f"{op.name} ({op.target}) under rule '{op.rule}' gives local shapes "
+            f"{got}, its specs say {want}",
+            fix="its row needs a `shape` mark or a local form (see docs)",
+        )
+
+
+def _local_bodies(call: Call, args: Any, axes: Mapping[str, Axes]) -> Any:
+    """The arguments with local bodies, appended in the place of the global ones."""
+    found = inside_of(call.node)
+    assert found is not None
+    count = iter(range(len(found.programs)))
+
+    def local(node: fx.Node) -> fx.Node:
+        if body_of(node) is None:
+            return node
+        body = _local_body(call.build, found, next(count), axes)
+        return new_body(call.build, node, body, call.node.name)
+
+    return fx.node.map_arg(args, local)
+
+
+def _local_body(
+    build: Builder, found: Inside, b: int, axes: Mapping[str, Axes]
+) -> fx.GraphModule:
+    """A body in local shapes, where ``axes`` split factors of the call that runs it."""
+    program, body = found.programs[b], found.ties.bodies[b]
+    inner = Builder(fx.Graph(), build.fake_mode, build.mesh)
+    op_of = {op.node: op for op in program.ops}
+    done: dict[fx.Node, Any] = {}
+    for node in body.graph.nodes:
+        op = op_of.get(node)
+        if op is not None:
+            strategy = found.strategy(b, op, axes)
+            with inner.at(node):
+                done[node] = local_op(
+                    inner, node, op, program, strategy, done.__getitem__
+                )
+            continue
+        copy = done[node] = inner.graph.node_copy(node, done.__getitem__)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("tensor_meta", None)
+        if node.op == "placeholder" and (node, 0) in program.value_of:
+            spec = Spec.of(found.axes_of(program.value_of[node, 0], b, axes))
+            copy.meta["val"] = local_like(
+                node.meta["val"], spec, build.mesh, build.fake_mode
+            )
+        elif node.target is operator.getitem:
+            source, key = copy.args
+            copy.meta["val"] = source.meta["val"][key]
+    inner.graph.eliminate_dead_code()
+    inner.graph.lint()
+    return module_of(body, inner.graph)

@@ -1,0 +1,83 @@
+"""Rows of flex_attention, forward and backward.
+
+Batch and heads are free, as in ``attention``; a block mask is split with them where it
+has them. Tensors that a score or mask function captures are whole, since it may look up
+anything in them, and their gradients are sums over all scores, so partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.rules.attention import Heads, heads_of
+from fxpar.sharding.rules.table import row, tensors_of
+
+Words = list[list[str]]
+
+
+def _captured(*groups: Sequence[Any]) -> Words:
+    return [["_"] * x.dim() for x in tensors_of(groups)]
+
+
+def _words(q: torch.Tensor, k: torch.Tensor) -> Heads | None:
+    """Those of the tensors; a batch of one key serves all queries."""
+    found = heads_of(q, k)
+    if found is None or k.shape[0] == q.shape[0]:
+        return found
+    return replace(found, key=["_", *found.key[1:]], value=["_", *found.value[1:]])
+
+
+def _blocks(found: Heads, mask: Sequence[Any]) -> Words | None:
+    """The tensors of a block mask: of each batch and head, or of all."""
+    out = []
+    for x in tensors_of(mask):
+        sizes = [int(n) for n in x.shape[:2]]
+        if len(sizes) < 2 or any(
+            n not in (1, size) for n, size in zip(sizes, found.sizes, strict=False)
+        ):
+            return None
+        pairs = zip(found.scores, sizes, found.sizes, strict=False)
+        word = [name if n == size else "_" for name, n, size in pairs]
+        out.append([*word, *["_"] * (x.dim() - 2)])
+    return out
+
+
+def _forward(
+    q, k, v, score_mod, mask, scale, options, score_others=(), mask_others=()
+) -> Rule | None:
+    words = _words(q, k)
+    blocks = words and _blocks(words, mask)
+    if words is None or blocks is None:
+        return None
+    given = _captured(score_others, mask_others)
+    results = [words.out, words.logsumexp, words.logsumexp]
+    return words.rule(*words.inputs, *blocks, *given, results=results)
+
+
+def _backward(
+    q, k, v, out, lse, grad, grad_lse, forward, joint, mask, scale, options,
+    score_others=(), mask_others=(),
+) -> Rule | None:  # fmt: skip
+    words = _words(q, k)
+    blocks = words and _blocks(words, mask)
+    if words is None or blocks is None:
+        return None
+    grads = [words.out] * (grad is not None)
+    grads += [words.logsumexp] * (grad_lse is not None)
+    given = _captured(score_others, mask_others)
+    results = [*words.inputs, *_captured(score_others)]
+    return words.rule(
+        *words.inputs, words.out, words.logsumexp, *grads, *blocks, *given,
+        results=results,
+    )  # fmt: skip
+
+
+ROWS = {
+    "higher_order::flex_attention": row(_forward),
+    "higher_order::flex_attention_backward": row(_backward),
+}
