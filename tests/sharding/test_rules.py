@@ -39,7 +39,7 @@ UNRULED = {
     *("aten.smooth_l1_loss_backward.default", "aten.einsum.default"),
     *("aten.binary_cross_entropy_backward.default", "aten.index_put.default"),
     *("aten.as_strided.default", "aten.as_strided_copy.default"),
-    *("aten._unsafe_index_put.default", "with_effects"),
+    *("aten._unsafe_index_put.default", "higher_order::with_effects"),
     *("aten._scaled_mm_v2.default", "aten.as_strided_scatter.default"),
     *("aten._scaled_dot_product_flash_attention.default",),
 }
@@ -70,7 +70,12 @@ def op_of(key: Any) -> Any:
     if namespace in REGISTERED:
         pytest.importorskip(REGISTERED[namespace])
     name, _, overload = name.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return (
+        packet
+        if namespace == "higher_order"
+        else getattr(packet, overload or "default")
+    )
 
 
 def name_of(key: Any) -> str:
