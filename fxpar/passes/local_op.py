@@ -91,9 +91,14 @@ def _laid_out_alike(node: fx.Node, local: Local) -> bool:
     """Whether what a node reads lies in memory as in the global graph."""
     pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
     return all(
-        a is b or not isinstance(a, torch.Tensor) or a.stride() == b.stride()
+        a is b or not isinstance(a, torch.Tensor) or _lies(a) == _lies(b)
         for a, b in pairs
     )
+
+
+def _lies(x: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Where the elements of a tensor lie in its memory."""
+    return x.stride(), x.storage_offset()
 
 
 def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:

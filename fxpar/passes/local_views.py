@@ -8,6 +8,7 @@ the rule says which reshape or permutation they stood for.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ def _as_strided_scatter(
 ) -> fx.Node:
     build, whole = call.build, list(value_of(call.node.args))
     if views.as_strided_scatter(*whole) is None:
-        x = _laid_out(call, x)
-        return call.same(x, source, shape, stride, _from_start(call, offset))
+        first = _from_start(call, offset)
+        _refuse_beyond(call, shape, stride, first)
+        return call.same(_laid_out(call, x), source, shape, stride, first)
     del whole[1]
     if views.is_reshape(*whole):
         return build.call(aten.reshape.default, source, list(call.local_shape()))
@@ -123,7 +125,21 @@ def _by_strides(
     call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None
 ) -> fx.Node:
     """Any other use of strides: on the whole tensor."""
-    return call.same(_laid_out(call, x), shape, stride, _from_start(call, offset))
+    first = _from_start(call, offset)
+    _refuse_beyond(call, shape, stride, first)
+    return call.same(_laid_out(call, x), shape, stride, first)
+
+
+def _refuse_beyond(call: Call, shape: Any, stride: Any, first: int) -> None:
+    """Memory that is around a tensor is no part of its value."""
+    ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
+    if 0 not in shape and not 0 <= first <= first + sum(ends) < math.prod(
+        call.shapes[0]
+    ):
+        raise PlanError(
+            f"{call.node.name} reads memory beyond the tensor by strides",
+            fix="index or slice the tensor that owns the memory",
+        )
 
 
 def _from_start(call: Call, offset: int | None) -> int:

@@ -347,7 +347,7 @@ def _report_unknown(program: Program, strict: bool) -> None:
 
 def _called(op: Op) -> Any:
     """The op that is called: with an effect, the one it is kept in order for."""
-    in_order = op.target is torch.ops.higher_order.with_effects
+    in_order = _compat.higher_order_name(op.target) == "higher_order::with_effects"
     return op.node.args[1] if in_order else op.target
 
 

@@ -47,6 +47,29 @@ def test_linalg_that_checks_its_input_is_simulated(
     assert not any("no sharding rule" in text for text in texts)
 
 
+@pytest.mark.parametrize("offset", [0, 12])
+def test_memory_around_a_tensor_is_not_read(offset: int) -> None:
+    """A view of the middle of some memory, and strides that leave it."""
+    x = torch.arange(16.0)[8:12]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(x, (2,), (2,), offset)
+
+    with pytest.raises(PlanError, match="reads memory beyond the tensor"):
+        fxpar.plan(f, x, mesh="dp=2", in_specs=[("dp",)])
+
+
+def test_strides_count_from_where_a_tensor_begins() -> None:
+    """What is gathered begins at the start of its memory, its whole did not."""
+    x = torch.arange(16.0)[2:10]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(x, (2, 2), (1, 1), 3)
+
+    plan = fxpar.plan(f, x, mesh="dp=2", in_specs=[("dp",)])
+    torch.testing.assert_close(plan.simulate(x), f(x))
+
+
 def test_an_empty_dim_is_reduce_scattered() -> None:
     x, w = torch.randn(0, 8), torch.randn(8, 6)
     specs: dict[str, Any] = {"in_specs": [(None, "tp"), ("tp", None)]}

@@ -119,7 +119,7 @@ _add("_linalg_solve_ex", _s(_definite(2, 4), _f(2, 4, 4)), _s(_definite(), _f(4)
 
 # What keeps effects in order: a check whose result is nothing, and an op with a result
 
-_EFFECTS = torch.ops.higher_order.with_effects
+_EFFECTS = "higher_order::with_effects"
 _CHECK = torch.ops.aten._linalg_check_errors.default
 SAMPLES[_EFFECTS] = [
     _s(torch.empty(0), _CHECK, torch.zeros(4).int(), "linalg.inv", is_matrix=False),

@@ -43,6 +43,32 @@ def _add(names: str, *calls: Sample) -> None:
         SAMPLES.setdefault(key, []).extend(calls)
 
 
+# The loss of a linear layer, in chunks of the batch
+
+_X, _W, _LABELS = _f(8, 4), _f(6, 4), _i(6, 8)
+_LABELS[3] = 2
+_LOSS = "torch_nn::_linear_cross_entropy_batch_chunked"
+_HOW = (2, "balanced", torch.float64)
+
+
+def _loss(reduction: str, *wanted: bool, ignore: int = -100, given: bool) -> Sample:
+    more = (_f(6), _u(6)) if given else (None, None)
+    smoothing = 0.0
+    return _s(
+        *(_X, _W, _LABELS, *more, reduction, ignore, smoothing, *_HOW, True, *wanted)
+    )
+
+
+SAMPLES[_LOSS] = [
+    _loss("sum", True, True, True, given=True),
+    _loss("sum", True, False, False, given=False, ignore=2),
+    _loss("mean", True, True, False, given=True, ignore=2),
+]
+SAMPLES[f"{_LOSS}_no_reduction"] = [
+    _s(_X, _W, _LABELS, None, None, 2, *_HOW),
+    _s(_X, _W, _LABELS, _f(6), _u(6), -100, *_HOW),
+]
+
 # Bags: sums, means and maxima, scaled, by count, with padding
 
 _TABLE, _INDEX, _FIRST = _f(10, 8), _i(10, 12), torch.tensor([0, 3, 3, 8])
@@ -67,6 +93,8 @@ for _how in _BAGS:
         "_embedding_bag_dense_backward",
         _s(_f(4, 8), _INDEX, _bag_of, _sizes, _found, *_rest),
     )
+    _head = (_f(4, 8), _INDEX, _FIRST, _bag_of, _sizes, _found)
+    _add("_embedding_bag_backward", _s(*_head, *_rest[:3], False, *_rest[3:]))
 _of = aten._embedding_bag(_TABLE, _INDEX, _FIRST, False, 0, False, _SCALES)[1]
 _add(
     "_embedding_bag_per_sample_weights_backward",
@@ -134,7 +162,7 @@ for _name in ("sum", "mean", "max", "min", "prod"):
 
 # Distances by several norms, of batches that stretch
 
-for _p in (0.0, 1.0, 2.0, 3.0, float("inf")):
+for _p in (2.0, 0.0, 1.0, 3.0, float("inf")):
     for _x, _y in (
         (_f(4, 8), _f(6, 8)),
         (_f(2, 1, 4, 8), _f(4, 6, 8)),

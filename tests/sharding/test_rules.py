@@ -39,13 +39,16 @@ UNRULED = {
     *("aten.smooth_l1_loss_backward.default", "aten.einsum.default"),
     *("aten.binary_cross_entropy_backward.default", "aten.index_put.default"),
     *("aten.as_strided.default", "aten.as_strided_copy.default"),
-    *("aten._unsafe_index_put.default", "with_effects"),
+    *("aten._unsafe_index_put.default", "higher_order::with_effects"),
     *("aten._scaled_mm_v2.default", "aten.as_strided_scatter.default"),
     *("aten._scaled_dot_product_flash_attention.default",),
 }
 
 # Where ops of other namespaces are registered; there is no row to try without it.
-REGISTERED = {"transformers": "transformers.integrations.moe"}
+REGISTERED = {
+    "transformers": "transformers.integrations.moe",
+    "torch_nn": "torch.nn.modules.linear_cross_entropy",
+}
 
 Case = tuple[Mesh, Strategy]
 
@@ -67,7 +70,12 @@ def op_of(key: Any) -> Any:
     if namespace in REGISTERED:
         pytest.importorskip(REGISTERED[namespace])
     name, _, overload = name.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return (
+        packet
+        if namespace == "higher_order"
+        else getattr(packet, overload or "default")
+    )
 
 
 def name_of(key: Any) -> str:
@@ -224,6 +232,25 @@ WRONG = {
     "bias on every rank": ("addmv", row("m, m k, k -> m")),
     "update on every rank": ("index_add", row(added_by_every_rank)),
     "size not made local": ("full", row(sources.filled)),
+    "rows of a matrix": ("linalg_inv_ex", row("b! m n! -> b! m n!, b! ~m")),
+    "pivots of all rows": ("linalg_qr", row("b! m n! -> b! m n!, b! n! _ ~m")),
+    "rows of a system": (
+        "linalg_solve_triangular",
+        row("a! b! m n!, a! b! m k! -> a! b! m k!"),
+    ),
+    "experts of a rank": ("_grouped_mm", row("m! k!, g k! n!, g -> m! n!")),
+    "bins of a shard": ("histogram.bin_ct", row("a b -> _, _ ~a ~b")),
+    "root of a part": ("_cdist_forward", row("m! k, n! k -> m! n!")),
+    "rank of a part": ("_pdist_forward", row("m k! -> _")),
+    "a part of the segments": ("segment_reduce", row("s d!, t -> t d!")),
+    "a part of the mask": ("masked_scatter_backward", row("a b, a b -> _")),
+    "rows of what is counted": ("nonzero_static", row("a b! -> _ _")),
+    "a part of an image": (
+        "fractional_max_pool2d",
+        row("n! c! h! w, n! c! _ -> n! c! _ _, n! c! _ _"),
+    ),
+    "a bag of a rank": ("_embedding_bag", row("s! e!, i, b! -> b! e!, ~")),
+    "cut along the dim": ("as_strided_scatter", row("a! b, c! d! -> a! b")),
 }
 
 

@@ -6,6 +6,7 @@ Rows of the table may be split where one is looked up at a time (the local forms
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,30 @@ def _bag_backward(
     return make([*operands, *given], [["_", "e"]])
 
 
+def _bag_any_backward(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag_of: torch.Tensor,
+    sizes: torch.Tensor,
+    found: torch.Tensor,
+    rows: int,
+    by_count: bool,
+    mode: int,
+    sparse: bool,
+    scales: torch.Tensor | None,
+    padding: int = -1,
+) -> Rule | None:
+    """As the dense one, which it calls; a sparse gradient has no rule."""
+    if sparse:
+        return None
+    rule = _bag_backward(
+        grad, indices, bag_of, sizes, found, rows, by_count, mode, scales, padding
+    )
+    first, second, *rest = rule.operands
+    return replace(rule, operands=(first, second, ((),), *rest))
+
+
 def _bag_scales_backward(
     grad: torch.Tensor,
     weight: torch.Tensor,
@@ -93,6 +118,7 @@ ROWS = {
     aten.embedding_dense_backward.default: row(_embedding_backward, linear="0"),
     aten._embedding_bag.default: row(_bag),
     aten._embedding_bag_forward_only.default: row(_bag),
+    aten._embedding_bag_backward.default: row(_bag_any_backward, linear="0"),
     aten._embedding_bag_dense_backward.default: row(_bag_backward, linear="0"),
     aten._embedding_bag_per_sample_weights_backward.default: row(
         _bag_scales_backward, linear="0|1"

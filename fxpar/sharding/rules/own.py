@@ -45,7 +45,7 @@ def _in_order(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Rule |
 
 
 ROWS: dict[Any, Row] = {
-    torch.ops.higher_order.with_effects: row(_in_order),
+    "higher_order::with_effects": row(_in_order),
     torch.ops.aten.copy_.default: row(_write),
     "fxpar::dot": row(_dot, linear="0|1"),
     "fxpar::seeds": row("-> n!"),

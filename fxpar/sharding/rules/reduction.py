@@ -208,6 +208,50 @@ def _weighted(args: Sequence[Any], reduction: int) -> Rule:
     return Rule(rule.operands, ((),), (), rule.whole, tuple(reductions.items()))
 
 
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+    reduction: str,
+    *rest: Any,
+) -> Rule:
+    """A loss of chunks of the batch and its gradients. A mean divides by the total
+    weight, which no rank knows alone."""
+    batch = "n" if reduction == "sum" else "n!"
+    operands = _logits(batch, target, bias, classes)
+    made = [[batch, "d!"], ["c!", "d!"], ["c!"]]
+    results = [
+        words if wanted else ["_"] * len(words) + ["~n"] * (reduction == "sum")
+        for words, wanted in zip(made, rest[-3:], strict=True)
+    ]
+    return make(operands, [[], *results])
+
+
+def linear_cross_entropies(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+    *_: Any,
+) -> Rule:
+    """The loss of each sample."""
+    return make(_logits("n", target, bias, classes), [["n"]])
+
+
+def _logits(
+    batch: str,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor | None,
+) -> list[list[str]]:
+    given = [["c!"] for t in (bias, classes) if t is not None]
+    chosen = [batch, "c!"][: target.ndim]
+    return [[batch, "d!"], ["c!", "d!"], chosen, *given]
+
+
 SUM, MEAN = {"linear": "0"}, {"linear": "0", "reduce": "avg"}
 ADDED: dict[str, Any] = {"whole": False}
 MAX: dict[str, Any] = {"whole": False, "passes": ("max",)}
@@ -260,7 +304,11 @@ ROWS = {
     **rows("binary_cross_entropy_with_logits", logits_loss),
 }
 
+LINEAR_LOSS = "_linear_cross_entropy_batch_chunked"
+
 ROWS |= {
+    **rows(LINEAR_LOSS, linear_cross_entropy, "torch_nn"),
+    **rows(f"{LINEAR_LOSS}_no_reduction", linear_cross_entropies, "torch_nn"),
     **rows("sum", over_prims(**ADDED), "prims", **SUM),
     **rows("amax", over_prims(**MAX), "prims", reduce="max"),
     **rows("amin", over_prims(**MIN), "prims", reduce="min"),

@@ -188,6 +188,8 @@ def strided(
     within bounds, name the same element."""
     dims = sorted((d for d, n in enumerate(x.shape) if n != 1), key=x.stride)[::-1]
     rest = 0 if offset is None else offset - x.storage_offset()
+    if rest < 0:
+        return None
     starts = dict.fromkeys(range(x.ndim), 0)
     for d in dims:
         starts[d] = min(rest // max(x.stride(d), 1), x.shape[d] - 1)
