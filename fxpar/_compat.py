@@ -61,6 +61,13 @@ def higher_order_name(target: Any) -> str:
     return f"higher_order::{target.name()}"
 
 
+def depends_on_data(x: torch.Tensor) -> bool:
+    """Whether the shape of a fake tensor is known only once it is computed."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(x))
+
+
 def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
     """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
     device. Does nothing under Inductor's ``fallback_random``."""
@@ -91,27 +98,18 @@ def fake_mode_of(values: Any) -> Any:
     return detect_fake_mode(values)
 
 
-@contextlib.contextmanager
-def shapes_alone() -> Iterator[None]:
-    """Ops on values of the meta device give such values, whatever mode is on."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), torch.no_grad():
-        yield
-
-
-def new_fake_mode(*, scalars: bool = False) -> Any:
-    """A FakeTensorMode for tracing with static shapes. It can make symbols, which
-    ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as
-    Inductor needs to lower loops."""
+def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
+    """A FakeTensorMode for tracing with static shapes. ``symbols``: it can make some,
+    which ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as
+    Inductor needs to lower loops. All inputs must then be fakes already."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    symbols = ShapeEnv(
-        allow_scalar_outputs=scalars, allow_dynamic_output_shape_ops=False
-    )
+    if not symbols:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+    made = ShapeEnv(allow_scalar_outputs=scalars, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=symbols, static_shapes=True
+        allow_non_fake_inputs=True, shape_env=made, static_shapes=True
     )
 
 
@@ -423,16 +421,23 @@ def compile_fx(
 
 def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
     """Examples of a graph with a loop as fakes among which symbols can be made."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
     names = {higher_order_name(n.target) for graph in graphs for n in graph.nodes}
-    loops = names & {f"higher_order::{op}" for op in ("while_loop", "scan", "map_impl")}
-    if not loops or fake_mode_of(examples) is not None:
+    loops = {f"higher_order::{op}" for op in ("while_loop", "scan", "map_impl")}
+    if not names & loops:
         return examples
-    mode = new_fake_mode(scalars=True)
-    return [
-        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
-        for x in examples
-    ]
+    mode = new_fake_mode(symbols=True, scalars=True)
+
+    def fake(x: Any) -> Any:
+        if isinstance(x, FakeTensor):
+            return fake_like(x, tuple(x.shape), mode)
+        if isinstance(x, torch.Tensor):
+            return mode.from_tensor(x, static_shapes=True)
+        return x
+
+    return list(map(fake, examples))
 
 
 @contextlib.contextmanager

@@ -59,11 +59,15 @@ def op_by_op(target: Any) -> Any:
     of flex_attention, which (torch 2.13) gives gradients of captured tensors only where
     these require them as they are run."""
     if _compat.higher_order_name(target) == "higher_order::flex_attention_backward":
-        return _with_gradients
+
+        def run(*args: Any) -> Any:
+            return _with_gradients(target, *args)
+
+        return run
     return target
 
 
-def _with_gradients(*args: Any) -> Any:
+def _with_gradients(target: Any, *args: Any) -> Any:
     joint, others = args[8], args[12] if len(args) > 12 else ()
     (results,) = joint.graph.output_node().args
     wanted = [
@@ -71,9 +75,7 @@ def _with_gradients(*args: Any) -> Any:
         for x, grad in zip(others, results[5:], strict=True)
     ]
     with torch.no_grad():
-        return torch.ops.higher_order.flex_attention_backward(
-            *args[:12], tuple(wanted), *args[13:]
-        )
+        return target(*args[:12], tuple(wanted), *args[13:])
 
 
 LOCAL: dict[Any, Localizer] = {

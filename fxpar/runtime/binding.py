@@ -19,6 +19,7 @@ from fxpar.passes import ops
 from fxpar.passes.bodies import body_of, bound_body
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_flex import op_by_op
+from fxpar.passes.unroll import unroll_scans
 from fxpar.sharding.mesh import Mesh
 
 GroupOf = Callable[[tuple[str, ...]], str]
@@ -66,6 +67,8 @@ def bind(
         if node.target is torch.ops.fxpar.seeds.default:
             with build.at(node):
                 done[node] = _same_seeds(build, copy, mesh, group_of)
+    if inductor:
+        unroll_scans(new, mesh, fake_mode)
     new.lint()
     return new
 

@@ -277,7 +277,7 @@ class Calls:
         many ``rows``, and numbers that are sizes of them."""
         if not rows:
             return list(args)
-        mode, out = _compat.new_fake_mode(scalars=True), list(args)
+        mode, out = _compat.new_fake_mode(), list(args)
         for i, count in rows.items():
             x = args[i]
             out[i] = _compat.fake_like(x, (count, *x.shape[1:]), mode)

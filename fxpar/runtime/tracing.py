@@ -267,7 +267,8 @@ class Call:
 
         Raises PlanError where the program is not one graph of fixed shapes.
         """
-        mode = _compat.fake_mode_of(self.leaves) or _compat.new_fake_mode()
+        mode = _compat.fake_mode_of(self.leaves)
+        mode = mode or _compat.new_fake_mode(symbols=True)
         tensors = [self.leaves[i] for i in self.places]
         state = dict(self.program.named_parameters())
         asked = any(t.requires_grad for t in [*tensors, *state.values()])

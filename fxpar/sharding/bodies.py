@@ -144,7 +144,7 @@ class Inside:
         ends += [("result", i, self.results) for i, cut in self.ties.outputs[0] if cut]
         kind, first, _ = ends[0]
         for other, i, shapes in ends:
-            if i is not None:
+            if i is not None and first is not None:
                 self._join((kind, -1, first, 0), (other, -1, i, 0), shapes[i][0])
 
     def _keep_whole(self) -> None:

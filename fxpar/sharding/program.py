@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import RuleError
+from fxpar import _compat
+from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.bodies import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.rules import row_of
@@ -265,7 +266,8 @@ class RuleReader:
 def read(graph: fx.Graph, signature: Signature) -> Program:
     """The Program of an ATen graph with fake values on every node.
 
-    Raises RuleError if a rule does not fit its call.
+    Raises RuleError if a rule does not fit its call, PlanError on a size that depends
+    on data.
     """
     values: list[Value] = []
     ops: list[Op] = []
@@ -279,6 +281,13 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
 
     def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
         index = len(values)
+        if _compat.depends_on_data(tensor):
+            raise PlanError(
+                f"{name} ({node.target}) has a size that depends on data",
+                where=user_line(node),
+                fix="compute it outside of the compiled code; for gradients of a "
+                "while_loop, write it as a scan of a fixed number of steps",
+            )
         values.append(Value(index, name, tuple(map(int, tensor.shape)), tensor.dtype))
         uses.append([])
         value_of[node, i] = index

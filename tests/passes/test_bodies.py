@@ -50,6 +50,7 @@ def higher(plan: TracedPlan) -> list[Any]:
 SPLIT = [*(CONTROL.keys() - {"until_small"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SPLIT))
 def test_the_batch_is_split_inside(name: str) -> None:
     plan = planned(CONTROL[name])
@@ -59,6 +60,7 @@ def test_the_batch_is_split_inside(name: str) -> None:
     assert any("dp" in spec.sharded_axes for spec in node.operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONTROL.keys() - OPEN))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     plan = planned(CONTROL[name], grad=True)
@@ -107,15 +109,6 @@ def _squared(x: Tensor, w: Tensor) -> Tensor:
     return scan(step, torch.ones_like(w), x, dim=1)[0]
 
 
-def _forgotten(x: Tensor, w: Tensor) -> Tensor:
-    """The sum of the last step alone, whatever the loop began with."""
-
-    def step(total, row):
-        return row.mT @ row + total.mean() * 0, row.sum() * 1.0
-
-    return scan(step, torch.ones_like(w), x, dim=1)[0]
-
-
 def _one_branch_sums(x: Tensor, w: Tensor) -> Tensor:
     return torch.cond(
         x.sum() > 1e9, lambda x, w: x.sum((0, 1)), lambda x, w: w[0] * 2, (x, w)
@@ -152,6 +145,7 @@ def test_what_may_be_partial_inside(fn: Callable[..., Any], splits: bool) -> Non
     assert_equal(plan)
 
 
+@pytest.mark.slow
 def test_rows_of_a_map_are_split_as_such() -> None:
     plan = planned(lambda x, w: over_rows(lambda row, w: row @ w.mT @ row.mT, x, w))
     (node,) = higher(plan)
@@ -159,6 +153,7 @@ def test_rows_of_a_map_are_split_as_such() -> None:
     assert_equal(plan)
 
 
+@pytest.mark.slow
 def test_positions_inside_count_by_global_index() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         def count(x):
@@ -187,8 +182,6 @@ def test_random_numbers_inside_are_refused() -> None:
 
 # Attention
 
-HEADS = [(None, None, None), (None, "dp")]
-
 
 @pytest.mark.parametrize("use", ["batch", "heads"])
 def test_attention_by_functions_is_split(use: str) -> None:
@@ -201,6 +194,7 @@ def test_attention_by_functions_is_split(use: str) -> None:
     assert_equal(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=4"])
 def test_gradients_of_attention(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _on_cpu(monkeypatch)
@@ -218,6 +212,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(attention)
     monkeypatch.setattr(
