@@ -98,6 +98,15 @@ def fake_mode_of(values: Any) -> Any:
     return detect_fake_mode(values)
 
 
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Ops on values of the meta device give such values, whatever mode is on."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
 def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
     """A FakeTensorMode for tracing with static shapes. ``symbols``: it can make some,
     which ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as

@@ -98,7 +98,7 @@ def _laid_out_alike(node: fx.Node, local: Local) -> bool:
 
 def _lies(x: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Where the elements of a tensor lie in its memory."""
-    return x.stride(), x.storage_offset()
+    return x.stride(), int(x.storage_offset())
 
 
 def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
