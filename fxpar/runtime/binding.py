@@ -3,7 +3,7 @@
 In: the local graph, equal on all ranks. Out: the same nodes in a new graph in which
 ``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and groups are
 those of this rank. Random ops that turned out whole become Inductor's own again, so
-that what is not sharded compiles as on one device; seeds come from rank 0.
+that what is not sharded compiles as on one device; what is drawn comes from rank 0.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def bind(
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
         done[node] = copy
-        if node.target is torch.ops.fxpar.seeds.default:
+        if _draws(node):
             with build.at(node):
-                done[node] = _same_seeds(build, copy, mesh, group_of)
+                done[node] = _of_rank_0(build, copy, mesh, group_of)
     if inductor:
         unroll_scans(new, mesh, fake_mode)
     new.lint()
@@ -146,11 +146,25 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
     return target, args
 
 
-def _same_seeds(build: Builder, seeds: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
-    """Rank 0's seeds for all: generators of ranks may have drifted apart (a data loader
-    that augments, a print of a random number), masks may not."""
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws from the generator of a rank: seeds, or numbers that depend
+    on what was drawn before them, which every rank draws whole."""
+    target, value = node.target, node.meta.get("val")
+    if target is torch.ops.fxpar.seeds.default:
+        return True
+    return (
+        isinstance(target, _compat.OpOverload)
+        and target.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded in target.tags
+        and isinstance(value, torch.Tensor)
+    )
+
+
+def _of_rank_0(build: Builder, drawn: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
+    """What rank 0 drew for all: generators of ranks may have drifted apart (a data
+    loader that augments, a print of a random number), masks may not."""
     if mesh.size == 1:
-        return seeds
+        return drawn
     c10d = torch.ops._c10d_functional
     group = group_of(mesh.names)
-    return build.wait(build.call(c10d.broadcast.default, seeds, 0, group))
+    return build.wait(build.call(c10d.broadcast.default, drawn, 0, group))

@@ -127,3 +127,34 @@ def test_sums_see_every_element(size: int, dtype: torch.dtype) -> None:
     if size > 1:
         assert inputs.quick_sum(x.roll(1)) != own
         assert inputs.quick_sum(x[1:]) != own
+
+
+def categories(x: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(x.exp(), 2) + x.sum()
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    return torch.poisson(x.exp()) + x
+
+
+def drawn(which: str, seed: int) -> list[torch.Tensor]:
+    """What a rank draws whose generator stands elsewhere than others'."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed + dist.get_rank())
+    fn = {"categories": categories, "counts": counts}[which]
+    x = torch.linspace(0, 1, 32).view(4, 8)
+    run = torch.compile(fn, backend="fxpar", options={"codegen": "eager"})
+    out = [run(x), run(x)]
+    if dist.get_rank() == 0:
+        torch.manual_seed(seed)
+        out += [fn(x), fn(x)]
+    return out
+
+
+@pytest.mark.parametrize("which", ["categories", "counts"])
+def test_numbers_drawn_in_order_are_those_of_rank_0(which: str) -> None:
+    first, second = shared_pool(2).run(drawn, which, 5)
+    assert not torch.equal(first[0], first[1])
+    for mine, want, other in zip(first[:2], first[2:], second, strict=True):
+        torch.testing.assert_close(mine, want)
+        assert torch.equal(mine, other)
