@@ -89,16 +89,22 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[_Rows, int] | None:
 
 def _dim_of(node: fx.Node) -> int | None:
     """The dim along which a node may be a shift."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+    found = _DIM.get(node.target) if node.op == "call_function" else None
+    if found is None or not all(map(_is_known, (node, *node.all_input_nodes))):
         return None
-    found = _DIM.get(node.target)
-    dim = None if found is None else found(node)
+    dim = found(node)
     return dim if dim is None else dim % max(len(shape_of(node)), 1)
+
+
+def _is_known(node: Any) -> bool:
+    """Whether a node is a tensor of a size that does not depend on data."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and not _compat.depends_on_data(value)
 
 
 def _rows(node: Any, dim: int) -> _Rows | None:
     """The rows of a node along a dim; its own where nothing else is known."""
-    if not isinstance(node, fx.Node) or not shape_of(node):
+    if not _is_known(node) or not shape_of(node):
         return None
     read = _READ.get(node.target)
     if read is not None:

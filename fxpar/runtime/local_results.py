@@ -21,6 +21,7 @@ from torch import fx
 
 from fxpar import _compat
 from fxpar.errors import FxparWarning, compose
+from fxpar.passes.bodies import show_bodies
 from fxpar.runtime.names import Named
 from fxpar.runtime.step_forward import fake_of, globally
 from fxpar.runtime.summands import divided, example, linear_ways, may_grow, name_written
@@ -206,6 +207,7 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
             gm.graph.erase_node(node)
     gm.recompile()
     traced = _compat.export_forward(gm, tensors, mode)
+    show_bodies(traced.graph, traced)
     output = traced.graph.output_node()
     values: list[Any] = [None] * len(gm.graph.output_node().args[0])
     for x, desc in zip(output.args[0], output.meta["desc"], strict=True):

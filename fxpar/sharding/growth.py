@@ -40,6 +40,7 @@ from fxpar.sharding.powers import (
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.rules import row_of
 from fxpar.sharding.rules.table import evaluate, tensors_of
+from fxpar.sharding.ties import Ties, ties_of
 
 
 def growths(
@@ -82,11 +83,56 @@ def _of_call(
     tensors = [x for x in results if isinstance(x, torch.Tensor)]
     if not tensors:
         return (of_number(made, b.meta.get("val")),) * max(len(results), 1)
-    each = iter(_of_op(Call(a, b, known), len(tensors)))
+    call = Call(a, b, known)
+    ties = [_ties(node) for node in (a, b)]
+    if ties[0] is None or ties[1] is None:
+        each = iter(_of_op(call, len(tensors)))
+    else:
+        each = iter(_of_bodies(call, ties[0], ties[1], len(tensors)))
     return tuple(
         FIXED if not isinstance(x, torch.Tensor) else _bounded(next(each), x.dtype)
         for x in results
     )
+
+
+def _ties(node: fx.Node) -> Ties | None:
+    """How the tensors of a call become those of graphs that it runs."""
+    args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+    return ties_of(node.target, args, node.meta["val"])
+
+
+def _of_bodies(call: Call, once: Ties, twice: Ties, results: int) -> list[Growth]:
+    """Of the results of an op that runs graphs of its own. What a loop carries grows
+    alike in every step, or it is not known how."""
+    operands = [call.known[n][0] for n in tensor_nodes(call.a)]
+    given = [FIXED if i is None else operands[i] for i, _ in once.inputs]
+    bodies = list(zip(once.bodies, twice.bodies, strict=True))
+    for _ in range(_STEPS):
+        joined: list[Growth | None] = [None] * results
+        for (a, b), outputs in zip(bodies, once.outputs, strict=True):
+            made = growths(a.graph, b.graph, given)
+            for grown, (i, _) in zip(made, outputs, strict=True):
+                if i is not None:
+                    joined[i] = _either(joined[i], grown)
+        out = [FIXED if grown is None else grown for grown in joined]
+        carried = [_either(given[i], out[i]) for i in range(once.carried)]
+        if carried == given[: once.carried]:
+            return out
+        given[: once.carried] = carried
+    return [unknown("what a loop carries grows otherwise in each step")] * results
+
+
+# A loop's carry begins as a constant zero, say, and is what steps add from then on.
+_STEPS = 3
+
+
+def _either(one: Growth | None, other: Growth) -> Growth:
+    """Of a value that is one of two."""
+    if one is None or one.power == NOTHING:
+        return other
+    if other.power == NOTHING or one == other:
+        return one
+    return unknown("branches or steps grow unlike")
 
 
 def _bounded(found: Growth, dtype: torch.dtype) -> Growth:

@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import flex_attention
 
 from fxpar.errors import FxparWarning
 from tests.helpers import bodies
@@ -15,6 +17,12 @@ from tests.spawn import shared_pool
 pytestmark = pytest.mark.multiprocess
 
 PROGRAMS = {**bodies.CONTROL, "attention": bodies.attention}
+
+
+def scored(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Attention of one head with scores by distance, of any batch."""
+    q = (x @ w)[:, None]
+    return flex_attention(q, q, q, lambda s, b, h, i, j: s - (i - j).abs() * 0.1)
 
 
 def differ(name: str, grad: bool, **options: str) -> tuple[float, list[str]]:
@@ -74,3 +82,69 @@ def test_what_runs_whole_is_said_with_its_line() -> None:
 def test_every_program(name: str, codegen: str, plan: str) -> None:
     # torch has no backward of flex_attention on CPU.
     compared(name, name not in {*bodies.OPEN, "attention"}, codegen, plan)
+
+
+class Summed(torch.nn.Module):
+    def __init__(self, program: bodies.Program, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.program = program
+        self.weight = torch.nn.Parameter(weight, requires_grad=weight.requires_grad)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.program(x, self.weight).square()
+        return out.sum(), out.mean()
+
+
+def summed(name: str) -> list[tuple[float, float]]:
+    """(what local mode gives, what one device has) of a sum and of a mean over all that
+    a program gives, and of gradients of the weight."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    grad = name != "scored"  # torch has no backward of flex_attention on CPU
+    x = torch.randn(4, 4, 8, dtype=torch.float64 if grad else torch.float32) + 0.2
+    weight = (torch.randn(8, 8, dtype=x.dtype) * 0.4).requires_grad_(grad)
+    fn = Summed(PROGRAMS.get(name, scored), weight)
+    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
+    run = torch.compile(fn, backend="fxpar", options=options)
+    out = []
+    for i in range(2):
+        mine = run(x.chunk(2)[dist.get_rank()].clone())[i]
+        want = fn(x)[i]
+        out.append((float(mine), float(want)))
+        if grad:
+            (got,) = torch.autograd.grad(mine, fn.weight)
+            (one,) = torch.autograd.grad(want, fn.weight)
+            out.append((float(got.norm()), float(one.norm())))
+    return out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mapped",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("scored", "branches", "nested_branches")
+        ),
+    ],
+)
+def test_sums_leave_local_mode_as_means_over_ranks(name: str) -> None:
+    for rank in shared_pool(2).run(summed, name, timeout=400.0):
+        half = len(rank) // 2  # the sum first, then the mean
+        for got, want in rank[:half]:
+            assert got == pytest.approx(want / 2, rel=1e-5)
+        for got, want in rank[half:]:
+            assert got == pytest.approx(want, rel=1e-5)
+
+
+def backward_of_a_loop() -> None:
+    torch.compiler.reset()
+    x, w = torch.randn(4, 4, 8), torch.randn(8, 8, requires_grad=True)
+    run = torch.compile(bodies.repeated, backend="fxpar", options={"codegen": "eager"})
+    run(x, w).sum().backward()
+
+
+def test_the_backward_of_a_loop_of_unknown_length_is_refused() -> None:
+    for error in shared_pool(2).errors(backward_of_a_loop):
+        text = str(error)
+        assert "size that depends on data" in text and "write it as a scan" in text
