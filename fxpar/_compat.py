@@ -89,13 +89,19 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def fake_mode_of(values: Any) -> Any:
-    """The FakeTensorMode of some fake values, or None; of values on the meta device, of
-    which each op gives the shape by itself, a context that does nothing."""
+    """The FakeTensorMode of some fake values, or None."""
     from torch._guards import detect_fake_mode
 
+    return detect_fake_mode(values)
+
+
+def mode_of(values: Any) -> Any:
+    """The mode in which ops on the values of a graph are traced: their FakeTensorMode,
+    or None; of values on the meta device, of which each op gives the shape by itself, a
+    context that does nothing."""
     if any(type(value) is torch.Tensor and value.is_meta for value in values):
         return contextlib.nullcontext()
-    return detect_fake_mode(values)
+    return fake_mode_of(values)
 
 
 @contextlib.contextmanager

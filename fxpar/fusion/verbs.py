@@ -133,7 +133,7 @@ def _fake_mode(graph: fx.Graph) -> Any:
             fix="trace the graph with make_fx(..., tracing_mode='fake')",
         )
     values = [node.meta.get("val") for node in graph.nodes]
-    return _compat.fake_mode_of(values) or _compat.new_fake_mode()
+    return _compat.mode_of(values) or _compat.new_fake_mode()
 
 
 def _lay(graph: fx.Graph, inputs: Sequence[Any] | None) -> None:

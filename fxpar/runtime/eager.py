@@ -102,10 +102,9 @@ _skipped: dict[types.CodeType, _Outside] = {}
 
 @dataclass(eq=False)
 class _Seen:
-    """Of an optimizer, the ``number``-th that took a step: the ids of parameters that
-    had a gradient, and whether ranks compared them before its first step."""
+    """Of an optimizer: the ids of parameters that had a gradient, and whether ranks
+    compared them before its first step."""
 
-    number: int
     parameters: set[int] = field(default_factory=set)
     compared: bool = False
 
@@ -281,12 +280,12 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     if not local or not reduce.takes_part():
         return
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    seen = _seen.setdefault(optimizer, _Seen(len(_seen)))
+    seen = _seen.setdefault(optimizer, _Seen())
     fresh = {id(p) for p in held if p.grad is not None and id(p) not in seen.parameters}
     if not fresh:
         return
     seen.parameters |= fresh
-    named = _names_of(optimizer, held, local, seen.number)
+    named = _names_of(optimizer, held, local)
     references = [ref for watched in local for ref in watched.parameters.values()]
     ours = {id(p) for ref in references if (p := ref()) is not None}
     ours |= {id(p) for watched in local for _, p in _named(watched)}
@@ -294,21 +293,17 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         seen.compared = True
         reduce.require_equal(named)
     else:
-        sketches.note(reduce.unreduced(named, fresh))
+        sketches.note(optimizer, reduce.unreduced(named, fresh))
 
 
 def _names_of(
-    optimizer: Optimizer,
-    held: Sequence[torch.Tensor],
-    local: Sequence[_Watched],
-    number: int,
+    optimizer: Optimizer, held: Sequence[torch.Tensor], local: Sequence[_Watched]
 ) -> dict[str, torch.Tensor]:
     """Parameters of an optimizer by name; not those in shards."""
     names = {id(p): name for watched in local for name, p in _named(watched)}
     kind = type(optimizer).__name__
-    which = f" ({number + 1}. optimizer)" if number else ""
     return {
-        names.get(id(p), f"number {i} of the {kind}{which}"): p
+        names.get(id(p), f"number {i} of the {kind}"): p
         for i, p in enumerate(held)
         if not isinstance(p, DTensor)
     }

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from fxpar.errors import GradientError
 from fxpar.runtime.inputs import listed
@@ -26,26 +31,57 @@ FIX = (
     "itself goes inside `with fxpar.alone():`"
 )
 
-# What this rank noted since its last call: by name, norm and projection.
-_NOTED: dict[str, tuple[float, float]] = {}
+
+@dataclass(frozen=True)
+class _Noted:
+    """Of one step of an optimizer: two numbers of gradients by name. ``held``: what it
+    holds, as text."""
+
+    optimizer: weakref.ref[Optimizer]
+    held: str
+    sketches: dict[str, tuple[float, float]]
 
 
-def note(gradients: Mapping[str, torch.Tensor]) -> None:
-    """Let the next call compare gradients. ``gradients``: by names that mean the same
-    on all ranks."""
-    for name, gradient in gradients.items():
-        flat = gradient.detach().to_dense().flatten().to(torch.float64)
-        waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).sin()
-        _NOTED[name] = flat.norm().item(), flat.dot(waves).item()
+_noted: list[_Noted] = []  # since this rank's last call
+
+
+def note(optimizer: Optimizer, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Let the next call compare gradients. ``gradients``: by names."""
+    sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
+    if sketches:
+        _noted.append(_Noted(weakref.ref(optimizer), _held(optimizer), sketches))
+
+
+def _sketch(gradient: torch.Tensor) -> tuple[float, float]:
+    flat = gradient.detach().to_dense().flatten().to(torch.float64)
+    waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).sin()
+    return flat.norm().item(), flat.dot(waves).item()
 
 
 def word() -> str:
-    """What this rank noted, once."""
-    if not _NOTED:
+    """What this rank noted, once; not of optimizers that are gone."""
+    if not _noted:
         return ""
-    text = json.dumps(_NOTED)
-    _NOTED.clear()
-    return text
+    out: dict[str, tuple[float, float]] = {}
+    steps: Counter[str] = Counter()
+    for noted in _noted:
+        which = f"{_SEPARATOR}{noted.held} {steps[noted.held]}"
+        steps[noted.held] += 1
+        if noted.optimizer() is not None:
+            out |= {name + which: x for name, x in noted.sketches.items()}
+    _noted.clear()
+    return json.dumps(out) if out else ""
+
+
+# Behind a name: which of several optimizers, by what they hold. Ranks may have made
+# others besides.
+_SEPARATOR = "|"
+
+
+def _held(optimizer: Optimizer) -> str:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    text = " ".join(f"{p.dtype}{list(p.shape)}" for p in held)
+    return f"{type(optimizer).__name__} {zlib.crc32(text.encode()):x}"
 
 
 def compare(words: Sequence[str]) -> None:
@@ -55,11 +91,15 @@ def compare(words: Sequence[str]) -> None:
     wrong = [name for name in names if _differ([x[name] for x in noted if name in x])]
     if wrong:
         raise GradientError(
-            f"gradients of {listed(wrong)} differed between ranks at an optimizer's "
+            f"gradients of {_listed(wrong)} differed between ranks at an optimizer's "
             "step: with FXPAR_INPUTS=local each rank has those of its own part of the "
             "batch, of code that is not compiled",
             fix=FIX,
         )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return listed(dict.fromkeys(key.split(_SEPARATOR)[0] for key in keys))
 
 
 def _differ(sketches: Sequence[tuple[float, float]]) -> bool:

@@ -438,7 +438,7 @@ def test_what_goes_wrong_in_a_verb_names_the_line(
         ONE.after("hoist(all_reduce)")
     search = choose._Search.__new__(choose._Search)
     search.near, search.schedule = [], Schedule()
-    monkeypatch.setattr(search, "simulate", lambda s: ONE.after(str(s)))
+    monkeypatch.setattr(search, "timeline", lambda s: ONE.after(str(s)))
     with pytest.raises(verbs.Unexpected):  # it is no near miss
         search.attempt(Schedule.parse("hoist(all_reduce)"), "")
     assert not search.attempt(Schedule.parse("split(mm)"), "") and search.near
