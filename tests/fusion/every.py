@@ -175,7 +175,7 @@ def _reordered(node: fx.Node) -> Iterator[str]:
 
 def _regions(node: fx.Node) -> Iterator[list[fx.Node]]:
     """Sets of what a value leads to, each with what of it its nodes read."""
-    reach = _reached(node)
+    reach = _reached(node, across=True)
     seen = {frozenset[fx.Node]()}
     rest = [frozenset[fx.Node]()]
     while rest:
@@ -189,11 +189,15 @@ def _regions(node: fx.Node) -> Iterator[list[fx.Node]]:
                 yield sorted(larger)
 
 
-def _reached(node: fx.Node) -> list[fx.Node]:
-    """What is computed from a value, up to the next collectives."""
+def _reached(node: fx.Node, across: bool = False) -> list[fx.Node]:
+    """What is computed from a value, up to the next collectives. ``across``: those
+    along other axes too."""
     found, at = {node}, node.next
+    mine = set(steps.axes_of(node))
     while at.op != "output":
         stops = at.target in steps.COLLECTIVE
+        if stops and across:
+            stops = not mine.isdisjoint(steps.axes_of(at))
         if found.intersection(at.all_input_nodes) and not stops:
             found.add(at)
         at = at.next

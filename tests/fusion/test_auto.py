@@ -41,16 +41,9 @@ def test_no_line_is_better() -> None:
     held_against_every("mlp", "h100", 1)
 
 
-# A product of whole values that moves across the gather of one of them: the best takes
-# 0.89 of what auto finds.
-BEATEN = pytest.mark.xfail(reason="auto slices more than the product", strict=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["h100", "slow"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=BEATEN if n == "gradients" else ()) for n in BLOCKS]
-)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_no_schedule_of_two_lines_is_better(name: str, network: str) -> None:
     held_against_every(name, network, 2)
 
@@ -77,6 +70,7 @@ def test_what_is_chosen_changes_no_number(name: str, network: str) -> None:
         ("mlp", "slow", ["split(", "reorder(", "ring=2"]),
         ("gathered", "h100", ["ring=2", "chunks="]),
         ("twice", "h100", ["hierarchical(", "overlap("]),
+        ("gradients", "h100", ["split(", "mm_2, all_reduce_2], gather", "ring=2"]),
     ],
 )
 def test_rings_and_longer_chunks_are_found(
