@@ -69,16 +69,19 @@ def timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware, text: str) -> Time
 
 
 def fastest(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, lines: int
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, lines: int, kept: int | None = None
 ) -> tuple[float, str, int]:
     """(seconds, the schedule's text, how many graphs were timed) of the best schedule
-    of at most so many lines."""
+    of at most so many lines. ``kept``: the last line comes on top of so many of the
+    fastest schedules of one line less alone."""
     known = {form_of(graph): ""}
     best, count = (_seconds(graph, mesh, hardware, ""), ""), 1
-    now: list[tuple[str, fx.Graph]] = [("", graph)]
-    for _ in range(lines):
+    now: list[tuple[float, str, fx.Graph]] = [(best[0], "", graph)]
+    for left in reversed(range(lines)):
+        if left == 0:
+            now = sorted(now, key=lambda one: one[0])[:kept]
         then = []
-        for text, before in now:
+        for _, text, before in now:
             for line in every_line(before, mesh):
                 try:
                     after = apply(line, before, mesh, lowered=False)
@@ -90,8 +93,10 @@ def fastest(
                 if form in known:
                     continue
                 said = known[form] = f"{text}{line}\n"
-                then.append((said, after))
-                best = min(best, (_seconds(after, mesh, hardware, ""), said))
+                seconds = _seconds(after, mesh, hardware, "")
+                best = min(best, (seconds, said))
+                if left:
+                    then.append((seconds, said, after))
                 count += 1
             for line in SETTINGS:
                 more = _seconds(before, mesh, hardware, line)
