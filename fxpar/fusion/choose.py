@@ -238,7 +238,7 @@ class _Group:
 
 def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Group]:
     """Of a case, what could save most first. ``split``: all-reduces that other cases
-    split, which are not tried so here."""
+    split, which are tried so here where collectives over other axes come next alone."""
     now = state.simulated[case]
     exposed = _exposed(now)
     if not exposed:
@@ -254,8 +254,9 @@ def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Gro
     for key, nodes in alike.items():
         forms: dict[Any, list[Window]] = {}
         for node in nodes:
-            alone = node.name not in split
-            here = window(node, varies, late, both=alone)
+            alone, here = True, window(node, varies, late)
+            if node.name in split and not here.others:
+                alone, here = False, window(node, varies, late, both=False)
             forms.setdefault((here.form, alone), []).append(here)
         for form, same in forms.items():
             if form not in state.formed:
