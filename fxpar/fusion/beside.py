@@ -92,6 +92,11 @@ class Machine:
         moved = size + sum(map(nbytes_of, read)) / parts
         return float(self.hardware.streaming(moved))
 
+    def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
+        """Seconds of one of equal parts of each collective of a region."""
+        found = (node for node in region if node.target in steps.COLLECTIVE)
+        return [self.moved(node.target.__name__, node, 1 / parts) for node in found]
+
 
 def potential(node: fx.Node, machine: Machine) -> float:
     """Seconds of a collective: what running beside it could save at most."""
@@ -248,6 +253,7 @@ def _in_parts(
     """One region in chunks or in a ring."""
     kind: str = node.target.__name__
     now = machine.moved(kind, node) + sum(map(machine.work, region))
+    now += sum(machine.stages(region))
     for chunks in CHUNKS:
         taken = machine.moved(kind, node, 1 / chunks)
         least = _at_least(region, machine, chunks, chunks, taken)
@@ -267,10 +273,13 @@ def _at_least(
     region: Sequence[fx.Node], machine: Machine, parts: int, hops: int, taken: float
 ) -> float:
     """Seconds of a region in so many parts beside collectives that take so long each:
-    either runs without a break, but for the first or last part of the other."""
+    either runs without a break, but for the first or last part of the other; or the
+    longest of the collectives within the region does."""
     work = sum(machine.work(node, parts) for node in region)
     lost = machine.hardware.beside * taken
-    return max(hops * taken + work, parts * work + hops * lost + (taken - lost))
+    others = machine.stages(region, parts)
+    alone = max(hops * taken + work, parts * work + hops * lost + (taken - lost))
+    return max(alone + sum(others), parts * max(others, default=0.0) + work)
 
 
 def _dims(node: fx.Node, chunks: int = 1) -> list[int]:
@@ -317,6 +326,8 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
     for one, other in pairwise(near):
         if len(near) > 2:
             yield (one.name, other.name), [one, other]
+    for end in _beyond(node):
+        yield (end.name,), _between(node, end)
 
 
 def _near(node: fx.Node) -> list[fx.Node]:
@@ -334,9 +345,27 @@ def _near(node: fx.Node) -> list[fx.Node]:
 def _following(node: fx.Node) -> list[fx.Node]:
     found, at = {node}, node.next
     while at.op != "output":
-        if not found.isdisjoint(at.all_input_nodes):
-            if at.target in steps.COLLECTIVE:
-                break
+        reads = not found.isdisjoint(at.all_input_nodes)
+        if reads and at.target not in steps.COLLECTIVE:
             found.add(at)
         at = at.next
     return sorted(found - {node})
+
+
+def _beyond(node: fx.Node) -> list[fx.Node]:
+    """Collectives that read what is computed from a gather: in a window, over other
+    axes."""
+    found = {node, *_following(node)}
+    users = {user for one in found for user in one.users}
+    return sorted(user for user in users if user.target in steps.COLLECTIVE)
+
+
+def _between(node: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """What leads from a gather to a node, which is the last of it."""
+    behind = set(_following(node))
+    found, rest = {end}, [end]
+    while rest:
+        more = behind.intersection(rest.pop().all_input_nodes) - found
+        found |= more
+        rest += sorted(more)
+    return sorted(found)

@@ -13,7 +13,7 @@ the clock or on the rank.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,27 +23,22 @@ from torch import fx
 from fxpar import _compat
 from fxpar.errors import ScheduleError
 from fxpar.fusion.beside import Found, Machine, improved
+from fxpar.fusion.cuts import alternatives, candidates, described, lines_of
 from fxpar.fusion.later import LATER, line_of, settings_of
-from fxpar.fusion.rows import Rows, rows_of
-from fxpar.fusion.schedule import Line, Schedule
-from fxpar.fusion.sequence import Cut, Prices, at_most, cut
+from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying import varying
 from fxpar.fusion.verbs import Unexpected, apply
 from fxpar.fusion.windows import Window, shapes_of, window
 from fxpar.passes import steps
-from fxpar.passes.arithmetic import flops_of, is_view, nbytes_of, tensors_in
+from fxpar.passes.arithmetic import nbytes_of
 from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.phases import as_run
 from fxpar.passes.simulate import Timeline, simulate
-from fxpar.sharding.collectives import along
 from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 
 # A schedule that saves no more than this share of a step is not worth its name.
 _LEAST = 1e-3
-
-# What saves this share of what it costs comes near to pay.
-_NEAR = 0.5
 
 # A schedule with which a step takes no more than so many times as long comes near.
 _CLOSE = 1.25
@@ -194,36 +189,17 @@ def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
         found = {case: state.simulated[case] for case in cases}
         for case in cases:
             graph = state.graph(case) if case else state.first
-            cuts, left = _candidates(graph, state.mesh, axes, state.hardware)
+            cuts, left = candidates(graph, state.mesh, axes, state.hardware)
             state.near += left
-            for some in _alternatives(cuts):
+            for some in alternatives(cuts):
                 split.update(node.name for one in some for node in one.split)
-                lines = case + _lines(some, len(case.lines))
-                then = state.attempt(lines, _said(axes, some))
+                lines = case + lines_of(some, len(case.lines))
+                then = state.attempt(lines, described(axes, some))
                 if then is not None:
                     found[lines] = then
         few = sorted(found, key=lambda case: found[case].seconds)[:_CASES]
         cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
     return cases, split
-
-
-def _alternatives(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
-    """Sets of regions that share no reduction: for each dim those that split it first,
-    all others as far as they go together with them; and the best region alone."""
-    dims = dict.fromkeys(dim for one in cuts for dim in one.split.values())
-    out = []
-    for first in dims:
-        order = sorted(cuts, key=lambda one: first not in one.split.values())
-        taken: set[fx.Node] = set()
-        some = []
-        for one in order:
-            if taken.isdisjoint(one.split):
-                some.append(one)
-                taken.update(one.split)
-        out.append(tuple(some))
-        if len(some) > 1:
-            out.append(tuple(some[:1]))
-    return out
 
 
 def _overlapped(
@@ -262,7 +238,7 @@ class _Group:
 
 def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Group]:
     """Of a case, what could save most first. ``split``: all-reduces that other cases
-    split, which are not tried so here."""
+    split, which are tried so here where collectives over other axes come next alone."""
     now = state.simulated[case]
     exposed = _exposed(now)
     if not exposed:
@@ -278,8 +254,9 @@ def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Gro
     for key, nodes in alike.items():
         forms: dict[Any, list[Window]] = {}
         for node in nodes:
-            alone = node.name not in split
-            here = window(node, varies, late, both=alone)
+            alone, here = True, window(node, varies, late)
+            if node.name in split and not here.others:
+                alone, here = False, window(node, varies, late, both=False)
             forms.setdefault((here.form, alone), []).append(here)
         for form, same in forms.items():
             if form not in state.formed:
@@ -349,78 +326,3 @@ def _is_better(then: Timeline, now: Timeline) -> bool:
 def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:
     for node in graph.find_nodes(op="call_function", target=steps.all_reduce):
         yield steps.axes_of(node)
-
-
-def _candidates(
-    graph: fx.Graph, mesh: Mesh, axes: tuple[str, ...], hardware: Hardware
-) -> tuple[list[Cut], list[str]]:
-    """(what pays by the sum of seconds, best first; why other regions do not). Those
-    along different dims share reductions."""
-    prices = _prices(mesh, axes, hardware)
-    regions = rows_of(graph, mesh, axes, varying(graph))
-    cuts = sorted(((cut(rows, prices), rows) for rows in regions), key=_saved)
-    out = [one for one, _ in cuts if one.split and one.sliced]
-    taken = {node for one in out for node in one.split}
-    near = []
-    for one, rows in cuts:
-        work, more = at_most(rows, prices)
-        if one not in out and taken.isdisjoint(rows.reduced) and work > _NEAR * more:
-            near.append(
-                f"{'+'.join(axes)}: {len(rows.reduced)} all-reduces could be split "
-                f"and {len(rows.ops)} ops run on slices, which saves "
-                f"{work * 1e6:.4g} us of them and takes {more * 1e6:.4g} us more of "
-                f"communication"
-            )
-    return out, near
-
-
-def _saved(pair: tuple[Cut, Rows]) -> float:
-    return -pair[0].saved
-
-
-def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:
-    count = mesh.count(axes)
-
-    def collective(kind: str, value: fx.Node) -> float:
-        size = sum(map(nbytes_of, tensors_in(value.meta["val"])))
-        before = size / count if kind == "all_gather" else size
-        return float(along(kind, mesh, axes).seconds(before))
-
-    return Prices(_work(hardware), collective, 1 / count)
-
-
-def _work(hardware: Hardware) -> Callable[[fx.Node], float]:
-    """Seconds of an op beyond its launch."""
-
-    def work(op: fx.Node) -> float:
-        if is_view(op) or steps.is_step(op):
-            return 0.0
-        values = tensors_in(op.meta["val"])
-        size, dtype = sum(map(nbytes_of, values)), values[0].dtype
-        return hardware.seconds(size, flops_of(op), dtype=dtype) - hardware.launch
-
-    return work
-
-
-def _lines(cuts: Sequence[Cut], start: int) -> Schedule:
-    """Cuts as verbs: every all-reduce split, then all ops across the gathers."""
-    out: list[Line] = []
-    for found in cuts:
-        gathers = []
-        for node, dim in found.split.items():
-            number = start + len(out)
-            gathers.append(f"gather_{number}")
-            gives = f"scatter_{number}", gathers[-1]
-            out.append(Line("split", (node.name,), (("dim", dim),), gives))
-        names = tuple(op.name for op in found.sliced)
-        out.append(Line("reorder", (names, *gathers)))
-    return Schedule(tuple(out))
-
-
-def _said(axes: tuple[str, ...], cuts: Sequence[Cut]) -> str:
-    split = sum(len(found.split) for found in cuts)
-    sliced = sum(len(found.sliced) for found in cuts)
-    return (
-        f"{'+'.join(axes)}: splitting {split} all-reduces and running {sliced} ops on "
-        "slices"
-    )

@@ -144,18 +144,30 @@ def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
 
 def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
     """``drop(ag)``: a gather that nobody reads, or of which every reader takes back
-    this rank's slice."""
+    this rank's slice; one of the slices of a value equal on all ranks, which is then
+    read itself."""
     for node in nodes:
         if node.target is not steps.all_gather:
             raise refuse("drop", node, "is no all-gather")
         whole = [user for user in node.users if not _takes_back(user, node)]
-        if whole:
+        if whole and not _is_there(edit, node):
             names = ", ".join(user.name for user in whole[:3])
             raise refuse("drop", node, f"is read whole by {names}")
     for node in nodes:
         take_back(edit, node)
-        edit.erase([node])
+        if node.users:
+            edit.swap(node, node.all_input_nodes[0].all_input_nodes[0])
+        else:
+            edit.erase([node])
     return []
+
+
+def _is_there(edit: Edit, gathered: fx.Node) -> bool:
+    """Whether what is gathered are slices of a value that all ranks hold."""
+    part = gathered.all_input_nodes[0]
+    if not _takes_back(part, gathered):
+        return False
+    return edit.varies()[part.all_input_nodes[0]].isdisjoint(steps.axes_of(gathered))
 
 
 def _takes_back(user: fx.Node, gathered: fx.Node) -> bool:

@@ -2,10 +2,11 @@
 
 In: the ``Rows`` of a local graph, and seconds for ops and collectives. Out: the ops to
 run on slices and the all-reduces to split, so that the sum of seconds is least. Each
-value is either sliced or whole; an op on slices takes its share of the time; an
-all-reduce whose result is sliced is a reduce-scatter; a sliced value that anything
-reads whole is gathered once; a sum over rows on slices is all-reduced. That is a
-minimum cut between "sliced" and "whole":
+value is either sliced or whole; an op on slices takes its share of the time, a
+collective along other axes that of a slice; an all-reduce whose result is sliced is a
+reduce-scatter; a sliced value that anything reads whole is gathered once; slices of a
+whole value are to be had for nothing; a sum over rows on slices is all-reduced. That is
+a minimum cut between "sliced" and "whole":
 
     source -> op          op runs whole (its seconds)
     op -> sink            op runs on slices (its share, and what it must reduce)
@@ -38,19 +39,26 @@ _NEVER = 2**30
 @dataclass(frozen=True)
 class Cut:
     """``sliced``: ops that run on slices. ``split``: all-reduces that are split, and
-    along which dim. ``saved``: seconds."""
+    along which dim; ``kept``: those that are not, of which ops on slices read slices.
+    ``saved``: seconds."""
 
     sliced: tuple[fx.Node, ...]
     split: dict[fx.Node, int]
+    kept: dict[fx.Node, int]
     saved: float
+
+    @property
+    def starts(self) -> dict[fx.Node, int]:
+        """The all-reduces that slices begin at."""
+        return {**self.split, **self.kept}
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds. ``work(op)``: whole; ``share``: of it, on slices. ``collective(kind,
-    value)``: of a value as it is whole."""
+    """Seconds. ``work(op, share)``: of a share of an op, 1 or ``share``, which is that
+    of a slice. ``collective(kind, value)``: of a value as it is whole."""
 
-    work: Callable[[fx.Node], float]
+    work: Callable[[fx.Node, float], float]
     collective: Callable[[str, fx.Node], float]
     share: float
 
@@ -96,28 +104,35 @@ class _Network:
         return side, flow.flow_value * unit
 
 
-def cut(rows: Rows, prices: Prices) -> Cut:
-    """The best choice for one region."""
+def cut(rows: Rows, prices: Prices, *, split: bool = False) -> Cut:
+    """The best choice for one region. ``split``: of those that split every one."""
     network = _Network()
     before = 0.0
     for op in rows.ops:
-        work = prices.work(op)
+        work = prices.work(op, 1.0)
         reduces = prices.collective("all_reduce", op) if op in rows.sums else 0.0
         network.arc("sliced", op, work)
-        network.arc(op, "whole", work * prices.share + reduces)
+        network.arc(op, "whole", prices.work(op, prices.share) + reduces)
         before += work
     for value in rows.reduced:
         whole = prices.collective("all_reduce", value)
-        network.arc("sliced", value, whole)
+        may = rows.dims[value] is None or not split
+        network.arc("sliced", value, whole if may else math.inf)
         network.arc(value, "whole", prices.collective("reduce_scatter", value))
         before += whole
     for value, dim in rows.dims.items():
         _value(network, rows, value, dim, prices)
     side, after = network.sliced()
     sliced = tuple(op for op in rows.ops if op in side)
-    dims = {value: rows.dims[value] for value in rows.reduced if value in side}
-    split = {value: dim for value, dim in dims.items() if dim is not None}
-    return Cut(sliced, split, before - after)
+    read = {value for op in sliced for value in rows.ops[op]}
+    dims = {value: rows.dims[value] for value in rows.reduced}
+    known = {value: dim for value, dim in dims.items() if dim is not None}
+    return Cut(
+        sliced,
+        {value: dim for value, dim in known.items() if value in side},
+        {value: dim for value, dim in known.items() if value in read - side},
+        before - after,
+    )
 
 
 def _value(
@@ -143,7 +158,7 @@ def _value(
 def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
     """(seconds of ops that slices can save at most, seconds that collectives then take
     longer at least): all ops on slices, and gathers where something reads whole."""
-    work = sum(prices.work(op) for op in rows.ops) * (1 - prices.share)
+    work = sum(prices.work(op, 1.0) - prices.work(op, prices.share) for op in rows.ops)
     more = 0.0
     for value in rows.reduced:
         more += prices.collective("reduce_scatter", value)

@@ -3,10 +3,10 @@ collective are tried, at a price that does not grow with the program.
 
 In: a local graph with steps, one of its collectives. Out: a ``Window``, a graph by
 itself of what is computed for the collective alone, of the collective, and of what is
-computed from it up to the next ones. Its nodes have the names they have in the whole
-graph, so that lines for it are lines for that; what it reads of others are inputs which
-vary over the mesh as those do. Windows of equal ``form`` are priced once. Never changes
-the graph.
+computed from it up to the next ones, with those that go over other axes. Its nodes have
+the names they have in the whole graph, so that lines for it are lines for that; what it
+reads of others are inputs which vary over the mesh as those do. Windows of equal
+``form`` are priced once. Never changes the graph.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ _FAR, _MOST, _READERS, _REST = 200, 32, 32, 8
 # What moves collectives of parameters, which in a window all seem to be.
 _OUTSIDE = ("bucket", "prefetch")
 
+# What may stand at the end of a window.
+_MOVED = steps.COLLECTIVE - steps.MESSAGES
+
 Varies = Mapping[fx.Node, frozenset[str]]
 
 
@@ -49,6 +52,12 @@ class Window:
     @property
     def collective(self) -> fx.Node:
         return next(node for node in self.graph.nodes if node.name == self.name)
+
+    @property
+    def others(self) -> list[fx.Node]:
+        """Collectives over other axes, which read what is computed from this one."""
+        found = (node for node in self.graph.nodes if node.target in _MOVED)
+        return [node for node in found if node.name != self.name]
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -165,8 +174,9 @@ def _before(node: fx.Node, late: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _behind(node: fx.Node, late: Collection[fx.Node], most: int) -> set[fx.Node]:
-    """The collective, and what is computed from it up to the next ones. No path leads
-    out of the set and back."""
+    """The collective, and what is computed from it up to the next ones; with those of
+    them that go over other axes, since both can run at once. No path leads out of the
+    set and back."""
     found, outside, at = {node}, set[fx.Node](), node.next
     for _ in range(_FAR):
         if at.op == "output":
@@ -175,10 +185,19 @@ def _behind(node: fx.Node, late: Collection[fx.Node], most: int) -> set[fx.Node]
         if not outside.isdisjoint(read):
             outside.add(at)
         elif not found.isdisjoint(read):
-            joins = _may_join(at, node, late) and len(found) < most
-            (found if joins else outside).add(at)
+            room = (at in late) == (node in late) and len(found) < most
+            ends = at.target in _MOVED and _apart(at, steps.axes_of(node))
+            joins = _may_join(at, node, late)
+            if room and (joins or ends):
+                found.add(at)
+            if not (room and joins):
+                outside.add(at)
         at = at.next
     return found
+
+
+def _apart(at: fx.Node, axes: tuple[str, ...]) -> bool:
+    return set(axes).isdisjoint(steps.axes_of(at))
 
 
 def _may_join(at: fx.Node, node: fx.Node, late: Collection[fx.Node]) -> bool:

@@ -69,16 +69,19 @@ def timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware, text: str) -> Time
 
 
 def fastest(
-    graph: fx.Graph, mesh: Mesh, hardware: Hardware, lines: int
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, lines: int, kept: int | None = None
 ) -> tuple[float, str, int]:
     """(seconds, the schedule's text, how many graphs were timed) of the best schedule
-    of at most so many lines."""
+    of at most so many lines. ``kept``: the last line comes on top of so many of the
+    fastest schedules of one line less alone."""
     known = {form_of(graph): ""}
     best, count = (_seconds(graph, mesh, hardware, ""), ""), 1
-    now: list[tuple[str, fx.Graph]] = [("", graph)]
-    for _ in range(lines):
+    now: list[tuple[float, str, fx.Graph]] = [(best[0], "", graph)]
+    for left in reversed(range(lines)):
+        if left == 0:
+            now = sorted(now, key=lambda one: one[0])[:kept]
         then = []
-        for text, before in now:
+        for _, text, before in now:
             for line in every_line(before, mesh):
                 try:
                     after = apply(line, before, mesh, lowered=False)
@@ -90,8 +93,10 @@ def fastest(
                 if form in known:
                     continue
                 said = known[form] = f"{text}{line}\n"
-                then.append((said, after))
-                best = min(best, (_seconds(after, mesh, hardware, ""), said))
+                seconds = _seconds(after, mesh, hardware, "")
+                best = min(best, (seconds, said))
+                if left:
+                    then.append((seconds, said, after))
                 count += 1
             for line in SETTINGS:
                 more = _seconds(before, mesh, hardware, line)
@@ -175,7 +180,7 @@ def _reordered(node: fx.Node) -> Iterator[str]:
 
 def _regions(node: fx.Node) -> Iterator[list[fx.Node]]:
     """Sets of what a value leads to, each with what of it its nodes read."""
-    reach = _reached(node)
+    reach = _reached(node, across=True)
     seen = {frozenset[fx.Node]()}
     rest = [frozenset[fx.Node]()]
     while rest:
@@ -189,11 +194,15 @@ def _regions(node: fx.Node) -> Iterator[list[fx.Node]]:
                 yield sorted(larger)
 
 
-def _reached(node: fx.Node) -> list[fx.Node]:
-    """What is computed from a value, up to the next collectives."""
+def _reached(node: fx.Node, across: bool = False) -> list[fx.Node]:
+    """What is computed from a value, up to the next collectives. ``across``: those
+    along other axes too."""
     found, at = {node}, node.next
+    mine = set(steps.axes_of(node))
     while at.op != "output":
         stops = at.target in steps.COLLECTIVE
+        if stops and across:
+            stops = not mine.isdisjoint(steps.axes_of(at))
         if found.intersection(at.all_input_nodes) and not stops:
             found.add(at)
         at = at.next

@@ -14,6 +14,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import choose, lines, reorder, verbs
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.verbs import apply
+from fxpar.sharding.spec import Spec
 from tests.fusion.toys import Toy, all_gather, all_reduce
 
 c10d = torch.ops._c10d_functional
@@ -320,6 +321,23 @@ def test_a_bucket_of_two_dtypes() -> None:
 def test_a_gather_that_is_read() -> None:
     toy = Toy(lambda x: all_gather(x) + 1, ("[tp, _]", (8, 4)))
     refused(toy, "drop(all_gather_into_tensor)", "is read whole by add")
+
+
+def test_a_gather_of_what_ranks_hold_parts_of() -> None:
+    """Slices of a value that differs between ranks are not those of any whole value,
+    and slices along another dim are others."""
+    toy = Toy(lambda w: w + 1, WHOLE)
+    graph = toy.after("cut(w_1, axes=tp, dim=0) -> part, ag", lowered=False)
+    apply("drop(ag)", graph, toy.mesh)
+    given, part = (next(n for n in graph.nodes if n.name == x) for x in ("w_1", "part"))
+    spec = given.meta["fxpar_spec"]
+    given.meta["fxpar_spec"] = Spec.parse(SUMMANDS[0])
+    with pytest.raises(ScheduleError, match="is read whole by add"):
+        apply("drop(ag)", graph, toy.mesh)
+    given.meta["fxpar_spec"] = spec
+    part.args = part.args[0], 1, part.args[2]
+    with pytest.raises(ScheduleError, match="is read whole by add"):
+        apply("drop(ag)", graph, toy.mesh)
 
 
 def test_gathers_of_other_values() -> None:

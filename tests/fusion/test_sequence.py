@@ -89,7 +89,7 @@ class Random:
 
     def prices(self) -> Prices:
         return Prices(
-            lambda op: self.price("work", op),
+            lambda op, share: self.price("work", op) * share,
             lambda kind, value: self.price(kind, value),
             0.25,
         )
@@ -99,8 +99,7 @@ def seconds_of(rows: Rows, prices: Prices, sliced: frozenset[Any]) -> float | No
     """What a choice costs, by its definition; None if it cannot be."""
     total = 0.0
     for op in rows.ops:
-        work = prices.work(op)
-        total += work * prices.share if op in sliced else work
+        total += prices.work(op, prices.share if op in sliced else 1.0)
         if op in sliced and op in rows.sums:
             total += prices.collective("all_reduce", op)
     for value in rows.reduced:
@@ -123,22 +122,29 @@ def seconds_of(rows: Rows, prices: Prices, sliced: frozenset[Any]) -> float | No
     return total
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_choice_is_better(seed: int) -> None:
+def test_no_choice_is_better(seed: int, split: bool) -> None:
+    """Of all, and of those that split every all-reduce."""
     case = Random(seed)
     for rows in rows_in(case.toy):
         prices = case.prices()
-        found = cut(rows, prices)
+        found = cut(rows, prices, split=split)
+        must = {v for v in rows.reduced if split and rows.dims[v] is not None}
         things = [*rows.ops, *rows.reduced]
         if len(things) > 12:
             continue
         chosen = frozenset([*found.sliced, *found.split])
+        assert must <= chosen
+        assert chosen.isdisjoint(found.kept)
         before = seconds_of(rows, prices, frozenset())
         after = seconds_of(rows, prices, chosen)
         assert before is not None and after is not None
         assert found.saved == pytest.approx(before - after, abs=1e-6)
         for size in range(len(things) + 1):
             for some in itertools.combinations(things, size):
+                if not must.issubset(some):
+                    continue
                 other = seconds_of(rows, prices, frozenset(some))
                 assert other is None or other >= after - 1e-6
 

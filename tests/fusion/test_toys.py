@@ -410,6 +410,18 @@ def test_gathers_merge_move_and_go() -> None:
     toy.check(schedule)
 
 
+def test_a_gather_of_what_all_hold_gives_way_to_it() -> None:
+    """Who reads whole what was cut reads it as it was before."""
+    toy = Toy(lambda w: (w * 2, w + 1), ("[_, _]", (8, 4)))
+    schedule = "cut(w_1, axes=tp, dim=0) -> part, ag\nreorder([mul], ag) -> scaled\n"
+    assert gathers(toy.after(schedule, lowered=False)) == 2
+    after = toy.after(schedule + "drop(ag)", lowered=False)
+    assert gathers(after) == 1
+    add = next(node for node in after.nodes if node.name == "add")
+    assert add.args[0].op == "placeholder"
+    toy.check(schedule + "drop(ag)")
+
+
 def test_a_gather_that_is_sliced_again_goes() -> None:
     toy = Toy(sgd, GRADIENT, STATE)
     twice = SPLIT + "reorder([mul], ag) -> whole\nreorder([sub], whole)"
