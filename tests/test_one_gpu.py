@@ -41,6 +41,7 @@ def verdicts(table: list[dict[str, Any]]) -> dict[str, list[str]]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_hangs_is_ended_and_the_rest_runs(tmp_path: Path) -> None:
     """Parts that never end, lose a rank, find a mistake."""

@@ -365,7 +365,7 @@ def on_batch_and_features(net, x, y, w):
     ("inside", "plan", "like"),
     [
         (on_batch_and_features, "propagate", "ddp"),
-        (on_batch_and_features, "search", "ddp"),
+        pytest.param(on_batch_and_features, "search", "ddp", marks=pytest.mark.slow),
         (learned_and_count, "propagate", "fxpar"),
         pytest.param(learned_and_count, "search", "fxpar", marks=pytest.mark.slow),
     ],

@@ -369,7 +369,11 @@ def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["sgd", "adam", "adamw"], ["adafactor"]], ids=",".join
+    "names",
+    [
+        pytest.param(["sgd", "adam", "adamw"], id="sgd,adam,adamw"),
+        pytest.param(["adafactor"], id="adafactor", marks=pytest.mark.slow),
+    ],
 )
 def test_stock_optimizers(names: list[str]) -> None:
     want = optimized(None, names)
@@ -446,6 +450,8 @@ CHANGES: dict[str, Change] = {
     "adapters": adapt,
 }
 
+QUICK_CHANGES = {"shared", "weight_norm"}
+
 
 def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
     out = {}
@@ -461,7 +467,13 @@ def trained(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(name, marks=() if name in QUICK_CHANGES else pytest.mark.slow)
+        for name in CHANGES
+    ],
+)
 def test_unusual_parameters(change: str) -> None:
     want = changed(None, [change])[change]
     near(alike(changed, "dp=2,tp=2", [change])[change], want, rtol=1e-4)

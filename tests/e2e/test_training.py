@@ -28,8 +28,6 @@ DOUBLE = frozenset({"resnet"})
 # The rest of the table is behind the marker slow.
 QUICK = {
     ("llama", "dp=2,tp=2"),
-    ("gpt2", "a=2,b=1,c=2"),
-    ("bert", "tp=4"),
     ("resnet", "dp=4"),
 }
 QUICK_GENERATED = frozenset({"llama"})

@@ -51,7 +51,9 @@ def x() -> torch.Tensor:
     return torch.randn(N, 8, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("mode", ["propagate", "search"])
+@pytest.mark.parametrize(
+    "mode", ["propagate", pytest.param("search", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", SHIFTS)
 def test_a_shift_sends_the_rows_that_cross(name: str, mode: str, x) -> None:
     by, fn = SHIFTS[name]

@@ -113,6 +113,7 @@ def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
     assert dict(link.kinds)["all_reduce"].bandwidth == link.bandwidth
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_nodes_are_two_levels() -> None:
     env = {"LOCAL_WORLD_SIZE": "1"}
