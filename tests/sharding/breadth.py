@@ -58,8 +58,8 @@ def name_of(info: Any) -> str:
 def trial(info: Any, samples: int = 2) -> Trial:
     """Try an OpInfo. Never raises for what it finds."""
     found = Trial(name_of(info))
-    for args, kwargs in list(_samples(info, samples, found)):
-        call = _Call(info, args, kwargs)
+    for args, kwargs in list(samples_of(info, samples, found)):
+        call = OpCall(info, args, kwargs)
         try:
             plan, _ = call.plan(_Asked("x=2", (None,) * len(call.tensors)))
         except Exception as error:  # not ours: a value read, a kernel that lacks
@@ -70,7 +70,7 @@ def trial(info: Any, samples: int = 2) -> Trial:
     return found
 
 
-def _samples(info: Any, count: int, found: Trial) -> Iterator[tuple[tuple, dict]]:
+def samples_of(info: Any, count: int, found: Trial) -> Iterator[tuple[tuple, dict]]:
     dtype = next((d for d in DTYPES if d in info.dtypes), None)
     if dtype is None:
         found.refused = "no kernel on the CPU for these dtypes"
@@ -134,7 +134,7 @@ class _Asked:
         return f"{self.mesh}: {specs}; in summands: {self.summed}"
 
 
-class _Call:
+class OpCall:
     """One call of an OpInfo, to be planned for different specs of its operands."""
 
     def __init__(self, info: Any, args: tuple, kwargs: dict) -> None:
@@ -202,7 +202,7 @@ class _Call:
         return _Asked(mesh, tuple(specs), summed)
 
 
-def _compare(call: _Call, found: Trial) -> None:
+def _compare(call: OpCall, found: Trial) -> None:
     empty = found.name.split(".")[0] in EMPTY
     fixed = not empty and _is_fixed(call)
     for asked in call.asked(not any(word in found.name for word in UNSTABLE)):
@@ -224,7 +224,7 @@ def _compare(call: _Call, found: Trial) -> None:
             found.wrong.append(f"{asked}: {type(error).__name__}: {text}")
 
 
-def _is_fixed(call: _Call) -> bool:
+def _is_fixed(call: OpCall) -> bool:
     """Whether two calls give the same: the op draws no random numbers."""
     outs = []
     for seed in (0, 1):
