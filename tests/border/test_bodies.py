@@ -65,7 +65,9 @@ def compared(name: str, grad: bool, codegen: str, plan: str = "propagate") -> li
     return ranks[0][1]
 
 
-@pytest.mark.parametrize("name", ["branches", "steps"])
+@pytest.mark.parametrize(
+    "name", ["branches", pytest.param("steps", marks=pytest.mark.slow)]
+)
 def test_backward_on_two_ranks(name: str) -> None:
     assert compared(name, True, "eager") == []
 
@@ -144,6 +146,7 @@ def backward_of_a_loop() -> None:
     run(x, w).sum().backward()
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_loop_of_unknown_length_is_refused() -> None:
     for error in shared_pool(2).errors(backward_of_a_loop):
         text = str(error)

@@ -64,9 +64,8 @@ def close(got: dict, want: dict) -> None:
         assert error <= max(1e-4 * x.abs().max(), 1e-6 * largest), name
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp=4", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
 def test_loss_in_the_graph_is_the_global_mean(mesh) -> None:
     loss, gradients = loss_inside("llama", None)
     for got, grads in shared_pool(4).run(loss_inside, "llama", mesh, timeout=200.0):

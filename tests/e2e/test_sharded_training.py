@@ -400,6 +400,7 @@ def averaged(mesh: str | None) -> list[Any]:
     return [out[0], mean, loss.item(), gradients(ema.module)]
 
 
+@pytest.mark.slow
 def test_an_averaged_copy() -> None:
     near(alike(averaged, "dp=2,tp=2"), averaged(None), rtol=1e-4)
 

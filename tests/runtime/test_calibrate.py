@@ -91,6 +91,7 @@ def measure(mesh: str, quick: bool = True, limit: float = 60.0) -> Hardware:
     return calibrate.calibrate(mesh, quick=quick, limit=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
     first, second = shared_pool(4).run(measure, "dp=2", ranks=2)

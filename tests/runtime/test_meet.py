@@ -78,8 +78,15 @@ def one_is_away(direct: int, which: int) -> str:
     return "met"
 
 
-@pytest.mark.parametrize("which", [0, 3])
-@pytest.mark.parametrize("direct", [1, 8])
+@pytest.mark.parametrize(
+    ("direct", "which"),
+    [
+        (1, 0),
+        (8, 3),
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        pytest.param(8, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_does_not_come(direct: int, which: int) -> None:
     pool = shared_pool(RANKS)
     told: list[Any] = pool.run(one_is_away, direct, which)

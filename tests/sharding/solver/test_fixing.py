@@ -61,7 +61,10 @@ def test_a_strategy_costs_at_least_its_excess() -> None:
     assert tried > 200 and tight > tried / 2
 
 
-@pytest.mark.parametrize("ladder", [(1,), (4, 12), (3, 1000)])
+@pytest.mark.parametrize(
+    "ladder",
+    [(4, 12), *(pytest.param(x, marks=pytest.mark.slow) for x in ((1,), (3, 1000)))],
+)
 def test_programs_of_the_best_strategies(
     ladder: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
