@@ -77,12 +77,20 @@ def test_what_runs_whole_is_said_with_its_line() -> None:
     assert "while_loop" in text and "bodies.py" in text
 
 
+# On the CPU torch has no backward of flex_attention, and Inductor (2.13) no lowering
+# where its log-sum-exp is asked for.
+EVERY = [
+    (name, codegen)
+    for name in sorted(PROGRAMS)
+    for codegen in ("eager", "inductor")
+    if (name, codegen) != ("attention", "inductor")
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["search", "propagate", "replicate"])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
+@pytest.mark.parametrize(("name", "codegen"), EVERY)
 def test_every_program(name: str, codegen: str, plan: str) -> None:
-    # torch has no backward of flex_attention on CPU.
     compared(name, name not in {*bodies.OPEN, "attention"}, codegen, plan)
 
 
