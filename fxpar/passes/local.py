@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_op import local_like, local_op
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.steps import all_gather, all_reduce, emit, slice_, step
 from fxpar.sharding.decide import Decision, route
-from fxpar.sharding.program import Op
+from fxpar.sharding.program import Op, user_line
 from fxpar.sharding.rest import gathered_again
 from fxpar.sharding.samples import sample_dims
 from fxpar.sharding.spec import Spec
@@ -133,12 +134,21 @@ class _Localizer:
         return None
 
     def _is_split(self, spec: Spec, d: int) -> bool:
-        return not set(self.program.signature.batch).isdisjoint(spec.dims[d])
+        """Whether each rank has none but its own samples."""
+        return set(self.program.signature.batch) <= set(spec.dims[d])
 
     def _of_own_samples(self, x: fx.Node, spec: Spec, d: int) -> fx.Node:
         """Each rank's own samples from what it has of them all by its own tangents,
         put together again."""
         batch, axes = self.program.signature.batch, spec.dims[d]
+        if not isinstance(x.meta["val"], torch.Tensor):
+            raise PlanError(
+                f"{x.name} ({x.target}) makes several values of all samples, each by "
+                "gradients of one rank",
+                where=user_line(x),
+                fix="split the batch over the ranks (FXPAR_PLAN=propagate), or feed "
+                "the global batch (FXPAR_INPUTS=global)",
+            )
         if axes:
             x = step(self.build, all_gather, x, d, axes)
         x = step(self.build, slice_, x, d, batch)
