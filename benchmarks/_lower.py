@@ -8,7 +8,7 @@ from typing import Any
 
 def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
     """(decision, local graph) of a plan's program under another ``Found``."""
-    from fxpar import _compat
+    from fxpar import _torch
     from fxpar.passes.local import localize
     from fxpar.passes.regather import regather
     from fxpar.passes.resharded import insert_reshards
@@ -20,7 +20,7 @@ def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
     decision = replace(
         decision, strategies=found.strategies, settled=found.settled, edges=edges
     )
-    fake_mode = _compat.fake_mode_of([node.meta.get("val") for node in graph.nodes])
+    fake_mode = _torch.fake.fake_mode_of([node.meta.get("val") for node in graph.nodes])
     local = localize(insert_reshards(graph, decision), decision, fake_mode)
     sink_waits(local)
     regather(local)

@@ -208,7 +208,7 @@ def cases() -> list[Case]:
 
 
 def run(case: Case) -> list[dict[str, Any]]:
-    from fxpar._compat import new_fake_mode
+    from fxpar._torch.fake import new_fake_mode
 
     mesh = Mesh.parse(case.mesh)
     with new_fake_mode():

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels import interpret
 from fxpar.fusion.kernels.outline import outline
 from fxpar.fusion.kernels.program import Program, Ref
@@ -187,7 +187,7 @@ def job_of(
 
 
 def _traced(fn: Callable[..., Any], args: Sequence[torch.Tensor]) -> fx.Graph:
-    table = _compat.decompositions()
+    table = _torch.inductor.decompositions()
     made = make_fx(functionalize(fn), decomposition_table=table, tracing_mode="fake")
     graph = made(*args).graph
     graph.eliminate_dead_code()

@@ -20,7 +20,7 @@ from gpu_correct import NEAR, NEAR_BF16, template
 from gpu_here import Here, apart, fill, poisoned, same
 from gpu_programs import BF16, CASES, F32, TINY, Case, Job, Sizes
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels import launch, op, providers, run_fused
 
 c10d = torch.ops._c10d_functional
@@ -55,7 +55,7 @@ def share_files(here: Here, group: str) -> None:
 
     from triton.runtime.interpreter import interpreter_builder
 
-    store, rank, ranks = _compat.group_store(group)
+    store, rank, ranks = _torch.distributed.group_store(group)
     made = providers.shared_files(store, rank, ranks, name="try", programs=4)
     run_fused.install(group, "cpu", made)
     swap = interpreter_builder.create_atomic_cas
@@ -69,7 +69,7 @@ def share_files(here: Here, group: str) -> None:
 
 def told(here: Here, group: str, key: str, mine: str) -> list[str]:
     """What all ranks say, in order."""
-    store, rank, ranks = _compat.group_store(group)
+    store, rank, ranks = _torch.distributed.group_store(group)
     store.set(f"one_gpu/{key}/{rank}", mine)
     return [store.get(f"one_gpu/{key}/{r}").decode() for r in range(ranks)]
 
@@ -81,7 +81,7 @@ def all_say(here: Here, group: str, key: str, mine: Any) -> bool:
 
 def leave(here: Here, group: str) -> None:
     """The last one to go is who holds the store."""
-    store, rank, ranks = _compat.group_store(group)
+    store, rank, ranks = _torch.distributed.group_store(group)
     if rank:
         store.set(f"one_gpu/left/{rank}", "1")
         return

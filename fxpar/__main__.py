@@ -128,7 +128,7 @@ def _planned(args: argparse.Namespace) -> Plan:
 
 
 def _asks_for_gradients(call: Call) -> bool:
-    from fxpar._compat import tree_leaves
+    from fxpar._torch.fake import tree_leaves
     from fxpar.runtime.tracing import modules_of
 
     held = (p for m in modules_of(call.function).values() for p in m.parameters())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options, runs
 from fxpar.errors import (
     FxparError,
@@ -79,14 +79,14 @@ def fxpar(
     try:
         asked, ranks = _joined(gm, options)
         if _is_plain(asked, ranks):
-            return _compat.compile_fx(graphs.without_hints(gm), examples)
+            return _torch.aot.compile_fx(graphs.without_hints(gm), examples)
         return _called(gm, examples, asked, ranks, _Job.compile, "forward")
     except FxparError as error:
         return graphs.raiser(error)
 
 
 fxpar.reset = forget  # type: ignore[attr-defined]
-_compat.on_compile(fxpar, eager.watch)
+_torch.dynamo.on_compile(fxpar, eager.watch)
 
 
 def train_step(
@@ -249,7 +249,7 @@ class _Job:
     def compile_step(self, step: Step, rests: Mapping[int, Spec]) -> Callable[..., Any]:
         """The checked, compiled function of a traced training step."""
         if _is_plain(self.options, self.ranks):
-            return _compat.compile_fx(graphs.without_hints(step.module), step.fakes)
+            return _torch.aot.compile_fx(graphs.without_hints(step.module), step.fakes)
         job = replace(self, named=step.ends, rests=rests, writes=True)
         return job.compile(step.module, step.fakes)
 
@@ -260,14 +260,14 @@ class _Job:
 
         A failure is told to the other ranks before it is raised here.
         """
-        broken_at = _compat.graph_break_line(gm)
+        broken_at = _torch.dynamo.graph_break_line(gm)
         # The mesh may have been chosen since.
         job = replace(self, ranks=join(self.options)) if self.ranks.open else self
         step = _Parallelize(job, next_graph(), broken_at)
         if self.options.codegen == "inductor":
             random.register_lowering()
         with _told_to_others():
-            compiled = _compat.compile_fx(
+            compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
                 joint_pass=step,
@@ -300,7 +300,7 @@ class _Job:
 
 def _run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """``codegen="eager"``: the bound graph as it stands."""
-    return _compat.make_boxed(gm.forward)
+    return _torch.inductor.make_boxed(gm.forward)
 
 
 class _Parallelize:
@@ -332,12 +332,12 @@ class _Parallelize:
         if "desc" not in first.meta:
             return None
         fake_mode = (
-            _compat.fake_mode_of(
+            _torch.fake.fake_mode_of(
                 [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
             )
-            or _compat.new_fake_mode()
+            or _torch.fake.new_fake_mode()
         )
-        _compat.replace_random(gm, fake_mode)
+        _torch.inductor.replace_random(gm, fake_mode)
         self.root = gm
         name = f"graph{self.number}"
         watch = watcher(options, f"rank{ranks.rank}/{name}")
@@ -484,7 +484,7 @@ class _Parallelize:
         """Of a process group, for the ladder of kernels. On CPU, where there are none,
         as if ranks shared memory."""
         bandwidth = bandwidth_of(self.plan.mesh, group)
-        ranks, kernels = _compat.group_size(group), how == "triton"
+        ranks, kernels = _torch.distributed.group_size(group), how == "triton"
         if device.type != "cuda" or not kernels:
             return Facts(ranks, kernels, True, bandwidth)
         provider = provider_of(group, device)

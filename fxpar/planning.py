@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar._compat import default_group
+from fxpar._torch.distributed import default_group
 from fxpar.config import Options
 from fxpar.errors import DeviceError, HintError, MeshError, PlanError
 from fxpar.explain.dump import watcher

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent / "fxpar"
 # A module imports from its own part and from parts on lower levels.
 LEVELS = [
     {"errors"},
-    {"config", "_compat"},
+    {"config", "_torch"},
     {"sharding"},
     {"passes"},
     {"fusion"},
@@ -40,6 +40,9 @@ RANKLESS = {"errors", "config", "sharding", "passes", "fusion"}
 
 HEAVY = ("torch._inductor", "torch._dynamo", "transformers", "networkx", "scipy")
 HEAVY += ("sympy", "triton", "fxpar.backend", "fxpar.passes", "fxpar.fusion")
+
+# Attributes that are documented though they begin with an underscore.
+PUBLIC = {"_replace", "_fields", "_asdict"}
 
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -137,8 +140,8 @@ def private_uses(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_imports_point_one_way(path: Path) -> None:
+def upward_imports(path: Path) -> Iterator[str]:
+    """Imports of a file from its own level or above, its own part aside."""
     here = part(path)
     assert here in LEVEL, f"{name(path)}: give this part a level in test_imports.LEVELS"
     for dotted, line, deferred in imports(path):
@@ -148,16 +151,57 @@ def test_imports_point_one_way(path: Path) -> None:
         there = rest[0] if rest and rest[0] in LEVEL else "__init__"
         if there == here or LEVEL[there] < LEVEL[here]:
             continue
-        assert deferred and LAZY.get(name(path)) == there, (
-            f"{name(path)}:{line} imports {dotted}: {here} may not use {there}"
+        if not (deferred and LAZY.get(name(path)) == there):
+            yield f"{name(path)}:{line} imports {dotted}: {here} may not use {there}"
+
+
+def test_imports_point_one_way() -> None:
+    upward = [line for path in FILES for line in upward_imports(path)]
+    assert not upward, "\n".join(upward)
+
+
+def test_private_torch_names_only_in_one_place() -> None:
+    private = {
+        use for path in FILES if part(path) != "_torch" for use in private_uses(path)
+    }
+    assert not private, "move these to fxpar/_torch:\n" + "\n".join(sorted(private))
+
+
+def private_attributes(path: Path) -> Iterator[str]:
+    """Private attributes a file reads of objects whose class it does not define."""
+    own = {
+        node.attr if isinstance(node, ast.Attribute) else getattr(node, "name", "")
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        or (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
         )
+    } | {
+        node.target.id
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        if node.attr.endswith("__") or node.attr in own or node.attr in PUBLIC:
+            continue
+        names = chain(node) or [""]
+        if names[0] in ("self", "cls", "sys") or {"ops", "aten"} & set(names):
+            continue
+        yield f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_private_torch_names_only_in_compat(path: Path) -> None:
-    if name(path) != "_compat.py":
-        found = sorted(private_uses(path))
-        assert not found, "move these to fxpar/_compat.py:\n" + "\n".join(found)
+def test_private_attributes_only_in_one_place() -> None:
+    private = [
+        use
+        for path in FILES
+        if part(path) != "_torch"
+        for use in private_attributes(path)
+    ]
+    assert not private, "move these to fxpar/_torch:\n" + "\n".join(private)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if part(p) in RANKLESS], ids=name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -100,7 +100,7 @@ def missing(tree: ast.Module) -> list[str]:
     """Ops that torch 2.11 lacks, with their lines."""
     out = []
     for op, overload, line in references(tree):
-        if op.partition("::")[0] in OURS or op in _compat.NEWER:
+        if op.partition("::")[0] in OURS or op in _torch.distributed.NEWER:
             continue
         overloads = KNOWN.get(op)
         if overloads is None or (overload and overload not in overloads):
@@ -111,14 +111,14 @@ def missing(tree: ast.Module) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_2_11_has_every_op(path: Path) -> None:
     found = missing(ast.parse(path.read_text()))
-    why = f"{path.name}: guard these in fxpar/_compat.py, and name them in NEWER there"
+    why = f"{path.name}: guard these in fxpar/_torch, and name them in NEWER there"
     assert not found, "\n".join([why, *found])
 
 
 def test_what_is_said_to_be_newer_is() -> None:
     """And is there all the same, whichever torch this is."""
-    assert not [name for name in _compat.NEWER if name in KNOWN]
-    for name in _compat.NEWER:
+    assert not [name for name in _torch.distributed.NEWER if name in KNOWN]
+    for name in _torch.distributed.NEWER:
         namespace, _, op = name.partition("::")
         assert getattr(getattr(torch.ops, namespace), op).default
 

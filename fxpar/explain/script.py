@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpar import _torch
 from fxpar.errors import OptionError
 
 FORM = "give file.py:function or module.path:function, to return (module, args, kwargs)"
@@ -129,7 +130,9 @@ def first_call(path: str, arguments: Sequence[str]) -> Call:
             return wrapper
         # nn.Module.compile hands in a method that is not the user's.
         owner: Any = getattr(model, "__self__", None)
-        inplace = isinstance(owner, nn.Module) and model == owner._call_impl
+        inplace = isinstance(owner, nn.Module) and model == _torch.objects.inplace_call(
+            owner
+        )
         return catching(owner if inplace else model, model)
 
     torch.compile = compiled

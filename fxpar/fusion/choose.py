@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion.beside import Found, Machine, improved
 from fxpar.fusion.cuts import alternatives, candidates, described, lines_of
@@ -86,7 +86,7 @@ class Chosen:
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
     """The best schedule found; an empty one if none pays."""
-    with _old_objects_kept(), _compat.shapes_alone():
+    with _old_objects_kept(), _torch.fake.shapes_alone():
         state = _Search(shapes_of(graph), hardware.on(mesh), hardware)
         before = state.now
         cases, split = _sliced(state)

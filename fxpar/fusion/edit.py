@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import order
 from fxpar.fusion.varying import varying
@@ -72,7 +73,7 @@ class Edit:
         """Give a node the name that a line gives it, if no other has it."""
         self.names[name] = node
         if all(other.name != name for other in self.graph.nodes):
-            node._rename(name)
+            _torch.objects.rename(node, name)
 
     def varies(self) -> dict[fx.Node, frozenset[str]]:
         """Node -> axes it varies over."""

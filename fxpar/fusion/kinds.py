@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.passes import steps
 from fxpar.passes.bodies import all_nodes, bodies_of
@@ -90,7 +91,7 @@ def draws(node: fx.Node) -> bool:
 def _argument(node: fx.Node, name: str) -> Any:
     """An argument of an op by its name, or its default; None if it has none such."""
     target: Any = node.target
-    for i, argument in enumerate(target._schema.arguments):
+    for i, argument in enumerate(_torch.objects.schema_of(target).arguments):
         if argument.name == name:
             given = node.args[i] if i < len(node.args) else argument.default_value
             return node.kwargs.get(name, given)
@@ -99,7 +100,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def communicates(node: fx.Node) -> bool:
     """Whether ranks meet in an op that is no step, and none of ``PRODUCTS``."""
-    schema = getattr(node.target, "_schema", None)
+    schema = _torch.objects.schema_of(node.target)
     if schema is None or node.target in _SILENT:
         return False
     named = {argument.name for argument in schema.arguments} & _GROUPS
@@ -107,7 +108,7 @@ def communicates(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = _torch.objects.schema_of(node.target)
     return schema is not None and schema.is_mutable
 
 

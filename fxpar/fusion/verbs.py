@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import (
     bucket,
@@ -133,7 +133,7 @@ def _fake_mode(graph: fx.Graph) -> Any:
             fix="trace the graph with make_fx(..., tracing_mode='fake')",
         )
     values = [node.meta.get("val") for node in graph.nodes]
-    return _compat.mode_of(values) or _compat.new_fake_mode()
+    return _torch.fake.mode_of(values) or _torch.fake.new_fake_mode()
 
 
 def _lay(graph: fx.Graph, inputs: Sequence[Any] | None) -> None:

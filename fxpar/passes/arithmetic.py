@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
 
 aten = torch.ops.aten
@@ -236,8 +236,7 @@ def viewable(
 @cache
 def changes_operand(target: Any) -> bool:
     """Whether an op writes to its first operand."""
-    schema = getattr(target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return _torch.objects.is_mutable(target)
 
 
 @cache
@@ -251,7 +250,7 @@ def contracts(target: Any) -> bool:
 @cache
 def is_light(target: Any) -> bool:
     """Whether Inductor generates the op, and so can fuse it."""
-    if contracts(target) or not isinstance(target, _compat.OpOverload):
+    if contracts(target) or not isinstance(target, _torch.inductor.OpOverload):
         return False
     if changes_operand(target):
         return False

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar._compat import OpOverload
+from fxpar import _torch
+from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.rewrite import Rewriter
 from fxpar.sharding.mesh import Mesh
@@ -153,7 +154,7 @@ def _leave(
 def _owner(x: fx.Node) -> fx.Node:
     """The node whose memory a value is a view of."""
     while isinstance(x.target, OpOverload):
-        returns = x.target._schema.returns
+        returns = _torch.objects.schema_of(x.target).returns
         if not returns or returns[0].alias_info is None:
             break
         x = x.args[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes.bodies import body_of, module_of, new_body
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_call import Call, Localizer
@@ -58,7 +58,7 @@ def op_by_op(target: Any) -> Any:
     """What to call for an op outside of Inductor: the op itself, save for the backward
     of flex_attention, which (torch 2.13) gives gradients of captured tensors only where
     these require them as they are run."""
-    if _compat.higher_order_name(target) == "higher_order::flex_attention_backward":
+    if _torch.aot.higher_order_name(target) == "higher_order::flex_attention_backward":
 
         def run(*args: Any) -> Any:
             return _with_gradients(target, *args)

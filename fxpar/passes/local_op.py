@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.bodies import body_of, module_of, new_body
 from fxpar.passes.builder import Builder
@@ -80,7 +80,7 @@ def local_op(
     else:
         shapes = tuple(program.values[v].shape for v in op.tensors)
         call = Call(build, node, op.rule, operands, results, shapes)
-        if _compat.higher_order_name(node.target) in TIES:
+        if _torch.aot.higher_order_name(node.target) in TIES:
             args = _local_bodies(call, args, strategy.axes_of)
         made = local_form(call, args, kwargs)
     _check(made, op, program, results, build.mesh)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes import (
     local_flex,
     local_indexing,
@@ -43,10 +43,10 @@ def local_form(call: Call, args: Any, kwargs: Any) -> fx.Node:
     its shape argument, if its row marks one, made local."""
     target = call.node.target
     local = LOCAL.get(target)
-    if local is None and isinstance(target, _compat.OpOverload):
+    if local is None and isinstance(target, _torch.inductor.OpOverload):
         local = LOCAL.get(target.name())
     if local is None:
-        local = LOCAL.get(_compat.higher_order_name(target))
+        local = LOCAL.get(_torch.aot.higher_order_name(target))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import ops
 from fxpar.passes.bodies import body_of, bound_body
@@ -205,7 +206,7 @@ def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
 
 def _mutated(node: fx.Node) -> list[fx.Node]:
     """Arguments that the op changes in place."""
-    schema = getattr(node.target, "_schema", None)
+    schema = _torch.objects.schema_of(node.target)
     if schema is None or not schema.is_mutable:
         return []
     out: list[fx.Node] = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes.contractions import undo_views_around_matmul
 from fxpar.passes.rewrite import Rewriter, shape_of
 from fxpar.passes.shifts import find_shifts
@@ -119,13 +119,13 @@ def random_by_index(graph: fx.Graph, rewriter: Rewriter) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is _compat.inductor_seeds():
+        if node.target is _torch.inductor.inductor_seeds():
             new, rest = torch.ops.fxpar.seeds.default, node.args
-        elif node.target is _compat.inductor_random():
+        elif node.target is _torch.inductor.inductor_random():
             size, seed, mode = node.args[:3]
             new = torch.ops.fxpar.random.default
             rest = (size, seed, mode, list(size), [0] * len(size))
-        elif node.target is _compat.inductor_randint():
+        elif node.target is _torch.inductor.inductor_randint():
             low, high, size, seed = node.args[:4]
             new = torch.ops.fxpar.randint.default
             rest = (low, high, size, seed, list(size), [0] * len(size))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -250,7 +250,7 @@ def _(out):
 def register_lowering() -> None:
     """Teach Inductor the all-gather in two ops: called where one is put in a graph."""
     ours = torch.ops.fxpar
-    _compat.lower_collective(
+    _torch.inductor.lower_collective(
         ours.all_gather_into_tensor.default, ours.wait_gather.default
     )
 
@@ -292,8 +292,8 @@ def _(x, ws, dim, count, group):
     made = _joined("gather", x, ws, dim, count, group)
     if made is not None:
         return made
-    if _compat.shares_memory(x, group):
-        return _compat.fused_all_gather_matmul(x, ws, dim, group)
+    if _torch.distributed.shares_memory(x, group):
+        return _torch.distributed.fused_all_gather_matmul(x, ws, dim, group)
     c10d = torch.ops._c10d_functional
     rows = x.movedim(dim, 0).contiguous()
     whole = c10d.wait_tensor(c10d.all_gather_into_tensor(rows, count, group))
@@ -306,8 +306,8 @@ def _(x, w, op, dim, count, group):
     made = _joined("scatter", x, w, op, dim, count, group)
     if made is not None:
         return made
-    if _compat.shares_memory(x, group):
-        return _compat.fused_matmul_reduce_scatter(x, w, op, dim, group)
+    if _torch.distributed.shares_memory(x, group):
+        return _torch.distributed.fused_matmul_reduce_scatter(x, w, op, dim, group)
     c10d = torch.ops._c10d_functional
     rows = (x @ w).movedim(dim, 0).contiguous()
     mine = c10d.wait_tensor(c10d.reduce_scatter_tensor(rows, op, count, group))

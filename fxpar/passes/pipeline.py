@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import runs
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
 from fxpar.passes.bodies import show_bodies
@@ -347,13 +347,13 @@ def _report_unknown(program: Program, strict: bool) -> None:
 
 def _called(op: Op) -> Any:
     """The op that is called: with an effect, the one it is kept in order for."""
-    in_order = _compat.higher_order_name(op.target) == "higher_order::with_effects"
+    in_order = _torch.aot.higher_order_name(op.target) == "higher_order::with_effects"
     return op.node.args[1] if in_order else op.target
 
 
 def _how_to_split(program: Program, op: Op) -> str:
     """What to do about an unknown op: a rule that fits its own tensors."""
-    if not isinstance(op.target, _compat.OpOverload):
+    if not isinstance(op.target, _torch.inductor.OpOverload):
         return "keep it out of the compiled model if whole operands cost too much"
     operands, results = (
         [program.values[v].shape for v in side] for side in (op.operands, op.results)

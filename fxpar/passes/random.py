@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 
 _WORD = 0xFFFFFFFF
 _SCALE = 4.6566127342e-10  # the largest float32 that keeps 2**31 - 1 below 1
@@ -224,7 +224,7 @@ _CPP = _Stream(False, 1, _cpp_rand, _cpp_randn)
 
 @functools.cache
 def _stream(device: str) -> _Stream:
-    return _CPP if device == "cpu" else _triton(_compat.triton_random_lanes())
+    return _CPP if device == "cpu" else _triton(_torch.inductor.triton_random_lanes())
 
 
 class _Value:
@@ -288,7 +288,7 @@ class _Lowered:
 @functools.cache
 def register_lowering() -> None:
     """Teach Inductor both ops; needed before it first compiles one of them."""
-    register, pointwise, ops = _compat.inductor_lowering()
+    register, pointwise, ops = _torch.inductor.inductor_lowering()
 
     def lower(size, seed, global_size, offset, dtype, draw):
         """One realized buffer: a consumer that drew anew could index differently."""
@@ -323,7 +323,8 @@ def register_lowering() -> None:
         def draw(seed, linear):
             at = ops.index_expr(linear, torch.int32)
             bounds = [
-                _compat.inductor_integer(ops, n, torch.int64) for n in (low, high)
+                _torch.inductor.inductor_integer(ops, n, torch.int64)
+                for n in (low, high)
             ]
             return ops.randint64(seed, at, *bounds)
 

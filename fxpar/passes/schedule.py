@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import runs
 from fxpar.passes.buckets import FULL, bucket, from_inputs
 from fxpar.passes.delay import delay
@@ -51,7 +51,7 @@ def schedule(
     """Run the passes that ``disable`` does not name."""
     drop_unread(graph)
     values = [node.meta.get("val") for node in graph.nodes]
-    fake_mode = _compat.mode_of(values)
+    fake_mode = _torch.fake.mode_of(values)
     if fake_mode is None or not graph.find_nodes(op="call_function", target=WAIT):
         return
     rewriter = Rewriter(graph, fake_mode)

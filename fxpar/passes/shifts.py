@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes.rewrite import Rewriter, shape_of
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def find_shifts(graph: fx.Graph, rewriter: Rewriter) -> None:
         dim = _dim_of(node) if node.users else None
         if dim is None or not 1 < shape_of(node)[dim] <= _MOST:
             continue
-        with _compat.as_compiled():
+        with _torch.aot.as_compiled():
             by = _shift_of(node, dim)
         if by is None:
             continue
@@ -99,7 +99,7 @@ def _dim_of(node: fx.Node) -> int | None:
 def _is_known(node: Any) -> bool:
     """Whether a node is a tensor of a size that does not depend on data."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, torch.Tensor) and not _compat.depends_on_data(value)
+    return isinstance(value, torch.Tensor) and not _torch.fake.depends_on_data(value)
 
 
 def _rows(node: Any, dim: int) -> _Rows | None:
@@ -330,7 +330,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
     return (
         getattr(target, "namespace", "") in ("aten", "prims")
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and not target._schema.is_mutable
+        and not _torch.objects.is_mutable(target)
         and value.numel() <= _MOST
         and not value.dtype.is_complex
         and not target.name().startswith("aten::empty")

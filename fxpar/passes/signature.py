@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.sharding.program import Input, Output, Signature
 
 # (kind, name) -> Input; lets the caller say where inputs rest.
@@ -37,10 +37,10 @@ def read_signature(
     for node in graph.nodes:
         if node.op == "placeholder":
             desc = node.meta.get("desc")
-            kind, payload = _compat.descriptor(desc)
+            kind, payload = _torch.aot.descriptor(desc)
             if kind == "tangent":
                 tangent_of.append((len(inputs), payload))
-            index_of[_compat.bare(desc)] = len(inputs)
+            index_of[_torch.aot.bare(desc)] = len(inputs)
             inputs.append(make_input(kind, payload, node))
         elif node.op == "output":
             output = node
@@ -49,8 +49,8 @@ def read_signature(
     position_of: dict[Any, int] = {}
     descs = output.meta.get("desc") or [None] * len(output.args[0])
     for k, desc in enumerate(descs):
-        kind, payload = _compat.descriptor(desc)
-        position_of[_compat.bare(desc)] = k
+        kind, payload = _torch.aot.descriptor(desc)
+        position_of[_torch.aot.bare(desc)] = k
         of = index_of.get(payload) if kind in ("gradient", "mutation") else None
         name = inputs[of].name if of is not None else f"output_{payload}"
         outputs.append(make_output(kind, name, of))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.bodies import bodies_of, body_of, new_body
 from fxpar.passes.builder import Builder
@@ -31,7 +31,7 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     Raises PlanError if that were too many nodes."""
     build, late = Builder(graph, fake_mode, mesh), depending_on_tangents(graph)
     for node in list(graph.nodes):
-        if _compat.higher_order_name(node.target) != "higher_order::scan":
+        if _torch.aot.higher_order_name(node.target) != "higher_order::scan":
             continue
         if node not in late and not node.meta.get("autograd_backward"):
             continue

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes import ops
 from fxpar.passes.bodies import body_of, bound_body
 from fxpar.passes.builder import Builder
@@ -132,17 +132,17 @@ def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
     """
     target, value = node.target, node.meta.get("val")
     if target is torch.ops.fxpar.seeds.default:
-        return _compat.inductor_seeds(), args
+        return _torch.inductor.inductor_seeds(), args
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return target, args
     if target is torch.ops.fxpar.random.default:
         size, seed, mode, whole, _ = args
         if list(size) == list(whole):
-            return _compat.inductor_random(), (size, seed, mode)
+            return _torch.inductor.inductor_random(), (size, seed, mode)
     elif target is torch.ops.fxpar.randint.default:
         low, high, size, seed, whole, _ = args
         if list(size) == list(whole):
-            return _compat.inductor_randint(), (low, high, size, seed)
+            return _torch.inductor.inductor_randint(), (low, high, size, seed)
     return target, args
 
 
@@ -153,7 +153,7 @@ def _draws(node: fx.Node) -> bool:
     if target is torch.ops.fxpar.seeds.default:
         return True
     return (
-        isinstance(target, _compat.OpOverload)
+        isinstance(target, _torch.inductor.OpOverload)
         and target.namespace == "aten"
         and torch.Tag.nondeterministic_seeded in target.tags
         and isinstance(value, torch.Tensor)

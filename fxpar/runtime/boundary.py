@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import HintError
 from fxpar.passes import ops as _ops  # noqa: F401  (defines fxpar's ops)
 from fxpar.runtime.groups import group_of
@@ -67,7 +67,7 @@ def _(local, shape, spec, hint, mesh, summed, reduce, home):
     axes = mesh.ordered(lies.sharded_axes)
     members = mesh.group(dist.get_rank(), axes)
     parts = [torch.empty_like(local) for _ in members]
-    group = _compat.group_named(group_of(mesh, axes))
+    group = _torch.distributed.group_named(group_of(mesh, axes))
     dist.all_gather(parts, local.contiguous(), group=group)
     whole = local.new_empty(shape)
     for member, part in zip(members, parts, strict=True):
@@ -77,7 +77,7 @@ def _(local, shape, spec, hint, mesh, summed, reduce, home):
 
 @torch.library.impl("fxpar::to_local", "CompositeExplicitAutograd")
 def _(x, spec, mesh, reduce):
-    group = _compat.default_group()
+    group = _torch.distributed.default_group()
     rank = group.rank() if group is not None else 0
     part = part_of(x, Spec.parse(spec), Mesh.parse(mesh), rank)
     return part.clone(memory_format=torch.contiguous_format)

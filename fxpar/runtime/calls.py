@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, compose
 from fxpar.runtime import agree, presence, sketches
@@ -218,7 +218,7 @@ class Calls:
         axes = batch_axes(self.ranks.mesh)
         parts = self.ranks.mesh.count(axes)
         rows = {i: args[i].shape[0] * parts for i in self.local}
-        gm = _compat.copy_graph(self.gm)
+        gm = _torch.dynamo.copy_graph(self.gm)
         run = self.compile(together, gm, self._global(args, rows))
         specs = getattr(run, "results", None)
         if self.local and specs is not None:
@@ -244,7 +244,7 @@ class Calls:
                 ]
                 fed[i] = parts_of(counts, mesh, rank)
         rows = {i: parts.total for i, parts in fed.items()}
-        given, gm = self._global(args, rows), _compat.copy_graph(self.gm)
+        given, gm = self._global(args, rows), _torch.dynamo.copy_graph(self.gm)
         numbers = {i: given[i] for i in self.fed.sources if given[i] != args[i]}
         run = self.compile(together, gm, given)
         cut = self.variants.rows
@@ -277,10 +277,10 @@ class Calls:
         many ``rows``, and numbers that are sizes of them."""
         if not rows:
             return list(args)
-        mode, out = _compat.new_fake_mode(), list(args)
+        mode, out = _torch.fake.new_fake_mode(), list(args)
         for i, count in rows.items():
             x = args[i]
-            out[i] = _compat.fake_like(x, (count, *x.shape[1:]), mode)
+            out[i] = _torch.fake.fake_like(x, (count, *x.shape[1:]), mode)
         for i, (source, dim) in self.fed.sources.items():
             out[i] = out[source].shape[dim]
         return out

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.runtime.presence import Presence
 
 # Of one message; who waits longer than it should is told so by a key (``meet``).
@@ -49,7 +49,7 @@ _CHANNELS: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 
 def current() -> Channel | None:
     """None where there is nobody to speak with."""
-    group = _compat.default_group()
+    group = _torch.distributed.default_group()
     if group is None:
         return None
     channel = _CHANNELS.get(group)
@@ -59,13 +59,13 @@ def current() -> Channel | None:
 
 
 def _open(group: Any) -> Channel:
-    store, rank, size = _compat.default_store(), group.rank(), group.size()
+    store, rank, size = _torch.distributed.default_store(), group.rank(), group.size()
     # A store may outlive a process group; its next life starts new keys.
     prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
-    beside = _compat.same_store(store)
+    beside = _torch.distributed.same_store(store)
     presence = Presence(weakref.ref(group), beside, rank, size, prefix)
     presence.start()
-    own = _compat.same_store(store)
+    own = _torch.distributed.same_store(store)
     if own is not store:
         own.set_timeout(LONGEST)
     return Channel(own, rank, size, prefix, presence)

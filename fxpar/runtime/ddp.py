@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.runtime.groups import Ranks
 
@@ -21,7 +21,7 @@ _SAID: WeakSet[nn.Module] = WeakSet()
 
 def warn_around(ranks: Ranks) -> None:
     """Warn, once and on rank 0, of a wrapper around what is being compiled."""
-    wrapper = _compat.surrounding_ddp()
+    wrapper = _torch.dynamo.surrounding_ddp()
     if wrapper is None or ranks.mesh.size == 1 or ranks.rank != 0 or wrapper in _SAID:
         return
     _SAID.add(wrapper)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 
 CHUNK = 1 << 22  # numbers drawn at a time
 LANES = 16  # normal_ makes its numbers in groups of so many, the last one overlapping
@@ -29,7 +29,7 @@ UNDIVIDED = frozenset({torch.ops.aten.bernoulli_.float})
 @functools.cache
 def draw_as_one_device() -> None:
     """Let random ops on CPU DTensors give what they would on one device."""
-    _compat.on_random_op(draw)
+    _torch.dtensor.on_random_op(draw)
 
 
 def draw(
@@ -44,7 +44,7 @@ def draw(
     part, *rest = args
     if tuple(part.shape) == tuple(shape):
         return op(*args, **kwargs)
-    out = part if op._schema.name.endswith("_") else None
+    out = part if _torch.objects.schema_of(op).name.endswith("_") else None
     for low, high in _chunks(shape, math.inf if op in UNDIVIDED else CHUNK):
         made = op(part.new_empty((high - low, *shape[1:])), *rest, **kwargs)
         if out is None:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime import reduce, sketches
@@ -113,8 +113,9 @@ _seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
 
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Look after the calls of a compiled ``fn``: for ``_compat.on_compile``. Ranks that
-    wait for this one can know from now on where it is."""
+    """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
+
+    Ranks that wait for this one can know from now on where it is."""
     current()
     owner = getattr(fn, "__self__", fn)
     name = getattr(fn, "__qualname__", type(fn).__name__)
@@ -144,7 +145,7 @@ def _itself(fn: Any) -> Any:
 
 
 def _read(watched: _Watched) -> None:
-    watched.before = _compat.graph_breaks()
+    watched.before = _torch.dynamo.graph_breaks()
     try:
         watched.asked = Options.read(watched.options)
     except OptionError:
@@ -170,7 +171,10 @@ def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> 
             _tell_home(value, watched.local)
     if error is None:
         return
-    why, where = _compat.why_not_one_graph(error) or (str(error).split("\n")[0], None)
+    why, where = _torch.dynamo.why_not_one_graph(error) or (
+        str(error).split("\n")[0],
+        None,
+    )
     found = _Outside(frame.f_code.co_qualname, why, where)
     _skipped[frame.f_code] = found
     watched.outside.setdefault(found, False)
@@ -185,7 +189,7 @@ def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
     call = _calls.stack[-1]
     watched = call.watched
     if graph not in watched.whole:
-        outermost = _compat.between_graph_and_caller() <= 1
+        outermost = _torch.dynamo.between_graph_and_caller() <= 1
         watched.whole[graph] = broken_at is None and outermost
         for x in args:
             if isinstance(x, nn.Parameter):
@@ -216,8 +220,14 @@ def _settle(watched: _Watched, *, compiled: bool = True) -> None:
     backward comes, which the compiled function itself may run."""
     if not reduce.takes_part():
         return
-    if watched.group is None or watched.group() is not _compat.default_group():
-        watched.group, watched.reduced = weakref.ref(_compat.default_group()), False
+    if (
+        watched.group is None
+        or watched.group() is not _torch.distributed.default_group()
+    ):
+        watched.group, watched.reduced = (
+            weakref.ref(_torch.distributed.default_group()),
+            False,
+        )
         _explain(watched, compiled=compiled)
     _say(watched)
     if watched.reduced:
@@ -234,7 +244,7 @@ def _explain(watched: _Watched, *, compiled: bool) -> None:
             if code in _skipped:
                 watched.outside.setdefault(_skipped[code], False)
     if not compiled and not watched.outside:
-        new = _compat.graph_breaks().items() - watched.before.items()
+        new = _torch.dynamo.graph_breaks().items() - watched.before.items()
         why = next(
             (str(why).split("\n")[0] for why, _ in new), "not compiled by Dynamo"
         )
@@ -269,7 +279,7 @@ def _check_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
-@_compat.not_compiled
+@_torch.dynamo.not_compiled
 def _check(optimizer: Optimizer, *_: Any) -> None:
     """Before steps of optimizers where a model runs in local mode: gradients that are
     there for the first time are alike on all ranks.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
 from fxpar.runtime import eager, meet
@@ -124,7 +124,7 @@ def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
     for home in others:
         home.param_dtype, home.reduce_dtype = asked, reduce
     if others:
-        _compat.trace_again("fxpar: parameters take the dtype asked for")
+        _torch.dynamo.trace_again("fxpar: parameters take the dtype asked for")
 
 
 def local_inputs(
@@ -199,10 +199,10 @@ def resized(
 ) -> list[Any]:
     """Arguments with so many ``times`` the batch: the inputs in ``local`` as fakes, the
     ints in ``sizes`` multiplied."""
-    mode, out = _compat.new_fake_mode(), []
+    mode, out = _torch.fake.new_fake_mode(), []
     for i, x in enumerate(args):
         if i in local:
-            x = _compat.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
+            x = _torch.fake.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
         elif i in sizes:
             x = x * times
         out.append(x)
@@ -225,7 +225,7 @@ def require_dynamic_batch(
             fixed.append((nodes[i].name, examples[i]))
     if not fixed:
         return
-    if any(_compat.is_marked_dynamic(x) for _, x in fixed):
+    if any(_torch.dynamo.is_marked_dynamic(x) for _, x in fixed):
         name, x = fixed[0]
         raise PlanError(
             f"with FXPAR_INPUTS=local the batch size must stay open while tracing, but "
@@ -234,5 +234,5 @@ def require_dynamic_batch(
             "or feed the global batch (FXPAR_INPUTS=global)",
         )
     for _, x in fixed:
-        _compat.maybe_mark_dynamic(x, 0)
-    _compat.trace_again("fxpar: local batch dims become symbolic")
+        _torch.dynamo.maybe_mark_dynamic(x, 0)
+    _torch.dynamo.trace_again("fxpar: local batch dims become symbolic")

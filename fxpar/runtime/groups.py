@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import agree
@@ -54,10 +54,10 @@ _lives: list[_Life] = []  # the current one, if any
 
 def _life() -> _Life:
     """That of the process group there is now. An ended one's names mean nothing."""
-    world = _compat.default_group()
+    world = _torch.distributed.default_group()
     assert world is not None, "there is no process group"
     if not _lives or _lives[0].group() is not world:
-        _compat.forget_meshes()
+        _torch.distributed.forget_meshes()
         _lives[:] = [_Life(weakref.ref(world))]
     return _lives[0]
 
@@ -68,7 +68,9 @@ _alone = itertools.count()  # graphs compiled without a process group
 def next_graph() -> int:
     """Number of a graph; ranks that run the same program count alike. A new process
     group counts from 0: its ranks may have been others of the one before, or none."""
-    return next(_alone if _compat.default_group() is None else _life().graphs)
+    return next(
+        _alone if _torch.distributed.default_group() is None else _life().graphs
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def ensure_process_group(mesh: Any = None) -> int:
     ``mesh`` is compared with the environment before anything waits for other processes.
     Raises MeshError if they differ, FxparError if the environment is incomplete.
     """
-    group = _compat.default_group()
+    group = _torch.distributed.default_group()
     if group is None:
         if not launched(os.environ):
             return 1
@@ -165,7 +167,7 @@ def _start() -> None:
 def _end() -> None:
     """Leave without waiting for other ranks, which may have failed."""
     _lives.clear()
-    if _compat.default_group() is not None:
+    if _torch.distributed.default_group() is not None:
         dist.destroy_process_group()
         time.sleep(SETTLE)
 
@@ -208,7 +210,7 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
     All ranks must call this, in the same order. Raises MeshError on an unknown axis.
     """
     count = mesh.count(axes)
-    world = _compat.default_group()
+    world = _torch.distributed.default_group()
     assert world is not None, "a group needs a process group"
     if count == world.size():
         return world.group_name
@@ -218,7 +220,7 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
         for members in mesh.groups(key[1]):
             group = dist.new_group(
                 list(members),
-                timeout=_compat.group_timeout(world),
+                timeout=_torch.distributed.group_timeout(world),
                 group_desc=f"fxpar:{'+'.join(key[1])}",
             )
             if world.rank() in members:
@@ -260,7 +262,7 @@ def check_devices(device: torch.device) -> None:
 
     Raises DeviceError if ranks share one, RankMismatchError if a rank does not answer.
     """
-    world = _compat.default_group()
+    world = _torch.distributed.default_group()
     if device.type != "cuda" or world is None or _life().devices_checked:
         return
     if world.size() == 1 or "cuda:nccl" not in dist.get_backend_config(world):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.runtime.names import Named
 from fxpar.sharding.program import user_line
 
@@ -41,7 +41,7 @@ def without_unused(
 ) -> tuple[fx.GraphModule, list[int]]:
     """A copy without the numbers among its inputs that nothing reads (where in its
     memory a slice begins), and the positions of the inputs that are left."""
-    lean = _compat.copy_graph(gm)
+    lean = _torch.dynamo.copy_graph(gm)
     kept = []
     pairs = zip(placeholders(lean), examples, strict=True)
     for i, (node, x) in enumerate(pairs):

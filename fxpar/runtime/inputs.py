@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError, compose
 from fxpar.runtime import agree
@@ -260,7 +260,7 @@ def transport(device: torch.device) -> torch.device:
 
 
 def _world_size() -> int:
-    group = _compat.default_group()
+    group = _torch.distributed.default_group()
     return 1 if group is None else group.size()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.bodies import show_bodies
 from fxpar.runtime.names import Named
@@ -166,7 +166,7 @@ class _Growths:
     ) -> _Traced:
         """The ATen graph of the program without its backward. Outputs: the results,
         then the values of ``ways``."""
-        probe = _compat.copy_graph(gm)
+        probe = _torch.dynamo.copy_graph(gm)
         twins = dict(zip(gm.graph.nodes, probe.graph.nodes, strict=True))
         output = probe.graph.output_node()
         kept = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
@@ -195,7 +195,7 @@ class _Traced:
 def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
     """The functional ATen graph of a Dynamo graph on concrete shapes, whose outputs are
     those of ``gm``."""
-    mode = _compat.fake_mode_of(args) or _compat.new_fake_mode()
+    mode = _torch.fake.fake_mode_of(args) or _torch.fake.new_fake_mode()
     tensors, places = [], []
     placeholders = gm.graph.find_nodes(op="placeholder")
     for i, (node, x) in enumerate(zip(placeholders, args, strict=True)):
@@ -206,15 +206,15 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
             node.replace_all_uses_with(x)
             gm.graph.erase_node(node)
     gm.recompile()
-    traced = _compat.export_forward(gm, tensors, mode)
+    traced = _torch.aot.export_forward(gm, tensors, mode)
     show_bodies(traced.graph, traced)
     output = traced.graph.output_node()
     values: list[Any] = [None] * len(gm.graph.output_node().args[0])
     for x, desc in zip(output.args[0], output.meta["desc"], strict=True):
-        kind, place = _compat.descriptor(desc)
+        kind, place = _torch.aot.descriptor(desc)
         if kind == "output":
             values[place] = x
     output.args = (tuple(values),)
     inputs = traced.graph.find_nodes(op="placeholder")
-    given = [_compat.descriptor(node.meta["desc"])[1] for node in inputs]
+    given = [_torch.aot.descriptor(node.meta["desc"])[1] for node in inputs]
     return _Traced(traced.graph, tuple(places[i] for i in given))

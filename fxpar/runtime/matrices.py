@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fxpar import _compat
+from fxpar import _torch
 
-_ITERATE = _compat.newton_schulz()  # as torch has it
+_ITERATE = _torch.dtensor.newton_schulz()  # as torch has it
 
 
 @torch.library.custom_op("fxpar::orthogonal", mutates_args=())
@@ -40,7 +40,7 @@ def _(
 @functools.cache
 def orthogonalize_whole() -> None:
     """Let Muon see whole gradients, eagerly and in a traced step."""
-    _compat.replace_newton_schulz(functools.partial(_whole, _ITERATE))
+    _torch.dtensor.replace_newton_schulz(functools.partial(_whole, _ITERATE))
 
 
 def _whole(iterate: Callable[..., Any], gradient: Any, *settings: Any) -> Any:
@@ -53,6 +53,6 @@ def _whole(iterate: Callable[..., Any], gradient: Any, *settings: Any) -> Any:
         update = iterate(whole, *settings).contiguous()
         made = DTensor.from_local(update, mesh, everywhere, run_check=False)
         return made.redistribute(placements=lies)
-    if _compat.fake_mode_of([gradient]) is not None:
+    if _torch.fake.fake_mode_of([gradient]) is not None:
         return torch.ops.fxpar.orthogonal(gradient, *settings)
     return iterate(gradient, *settings)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.passes.ops import unreduced
 from fxpar.runtime import reduce
@@ -95,7 +95,7 @@ def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
     """One subclass per class and names, so that equal layers stay equal to Dynamo."""
     members: dict[str, Any] = {name: _property(name) for name in names}
     if issubclass(cls, nn.RNNBase):
-        members |= _compat.recurrent_members(cls)
+        members |= _torch.dynamo.recurrent_members(cls)
     if root:
         members["forward"] = _casting(members.get("forward") or cls.forward)
     members["register_parameter"] = _guarded(cls)
@@ -117,7 +117,7 @@ def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
             return x.to(dtype) if floats else x
 
         if dtype is not None:
-            args, kwargs = _compat.tree_map(cast, (args, kwargs))
+            args, kwargs = _torch.fake.tree_map(cast, (args, kwargs))
         return inner(self, *args, **kwargs)
 
     return forward
@@ -142,11 +142,11 @@ def _property(name: str) -> property:
             return _eagerly(parameter, home, rest, f"{type(self).__name__}.{name}")
         return parameter
 
-    _compat.compile_inlined_only(read)
+    _torch.dynamo.compile_inlined_only(read)
     return property(read)
 
 
-@_compat.not_compiled
+@_torch.dynamo.not_compiled
 def _eagerly(parameter: Any, home: Home, rest: Rest, name: str) -> Any:
     """The global value in code that no graph contains. There each rank of local mode
     has a gradient of its own part of the batch."""

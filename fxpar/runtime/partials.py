@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from fxpar import _compat
+from fxpar import _torch
 
 
 @functools.cache
 def complete_partials() -> None:
     """Reduce partial values before ``item()`` and after a norm."""
-    _compat.reduce_before_item()
-    _compat.reduce_norms(norm)
+    _torch.dtensor.reduce_before_item()
+    _torch.dtensor.reduce_norms(norm)
 
 
 def norm(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
@@ -128,7 +128,7 @@ class Presence:
         try:
             while not self._stop.wait(BEAT):
                 group = self.group()
-                if group is None or group is not _compat.default_group():
+                if group is None or group is not _torch.distributed.default_group():
                     return
                 del group
                 heard = self.store.add(f"{self.prefix}/asked", 0)

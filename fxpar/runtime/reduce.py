@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.runtime import agree, inputs, sketches
 from fxpar.runtime.alone import is_alone
@@ -36,7 +36,7 @@ BUCKET = 25 << 20  # bytes that are reduced at once
 def takes_part() -> bool:
     """Whether this rank's eager code is one of several ranks' now: the one place that
     decides whether gradients are reduced here."""
-    group = _compat.default_group()
+    group = _torch.distributed.default_group()
     if group is None or group.size() == 1 or is_alone():
         return False
     return dist.get_backend() != "fake"
@@ -69,7 +69,7 @@ class _Buffer:
         value = self.value()
         if value is None or value.is_inference():
             return None
-        return id(value), value._version
+        return id(value), _torch.objects.version_of(value)
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class _Reducer:
     touched: set[int] = field(default_factory=set)
     backward: int = -1  # the one that will call ``finish``
 
-    @_compat.not_compiled
+    @_torch.dynamo.not_compiled
     def finish(self) -> None:
         """The end of a backward: agree on what has changed, then make it alike.
 
@@ -121,18 +121,18 @@ class _Reducer:
 _REDUCERS: weakref.WeakKeyDictionary[Any, _Reducer] = weakref.WeakKeyDictionary()
 
 
-@_compat.not_compiled
+@_torch.dynamo.not_compiled
 def _arrived(parameter: torch.Tensor) -> None:
     """A gradient was added to: note it until the backward ends."""
-    reducer = _REDUCERS.get(_compat.default_group())
+    reducer = _REDUCERS.get(_torch.distributed.default_group())
     place = reducer.places.get(id(parameter)) if reducer else None
     if reducer is None or place is None or not takes_part():
         return
     reducer.touched.add(place)
-    backward = _compat.current_backward()
+    backward = _torch.aot.current_backward()
     if reducer.backward != backward:
         reducer.backward = backward
-        _compat.at_end_of_backward(reducer.finish)
+        _torch.aot.at_end_of_backward(reducer.finish)
 
 
 def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
@@ -142,7 +142,7 @@ def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
     ``name``: of the code, for messages. Raises RankMismatchError if a rank does not
     come, or has other parameters.
     """
-    reducer = _REDUCERS.setdefault(_compat.default_group(), _Reducer())
+    reducer = _REDUCERS.setdefault(_torch.distributed.default_group(), _Reducer())
     parameters = {
         key: p
         for prefix, module in modules.items()
@@ -179,7 +179,7 @@ def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
 
 def hook_new() -> None:
     """Watch parameters that were frozen when ``watch`` was called and are not now."""
-    reducer = _REDUCERS.get(_compat.default_group())
+    reducer = _REDUCERS.get(_torch.distributed.default_group())
     if reducer is not None and reducer.open:
         reducer.hook()
 
@@ -261,7 +261,7 @@ def unreduced(
 
 
 def _unwatched(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    reducer = _REDUCERS.get(_compat.default_group())
+    reducer = _REDUCERS.get(_torch.distributed.default_group())
     places = reducer.places if reducer is not None else {}
     return {name: p for name, p in parameters.items() if id(p) not in places}
 

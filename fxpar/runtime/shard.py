@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes import Request
@@ -296,8 +296,8 @@ def _uses(
     """The ranks, on a mesh that may be chosen here, and how the planner would use each
     parameter in the sample's call."""
     if any(p.is_meta for p in model.parameters()):
-        leaves, tree = _compat.tree_flatten(sample)
-        sample = _compat.tree_unflatten(
+        leaves, tree = _torch.fake.tree_flatten(sample)
+        sample = _torch.fake.tree_unflatten(
             [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves], tree
         )
     args, kwargs = sample
@@ -347,19 +347,19 @@ def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None
         _refuse_hidden(module, name, layout)
     for _, module in modules:
         rests = {}
-        for key, p in list(module._parameters.items()):
+        for key, p in list(_torch.objects.own_parameters(module).items()):
             if p is None:
                 continue
             lies = layout[id(p)]
             if id(p) not in made:
                 made[id(p)] = _resting(p, lies.spec, ranks)
-            module._parameters[key] = made[id(p)]
+            _torch.objects.own_parameters(module)[key] = made[id(p)]
             rests[key] = Rest(tuple(p.shape), str(lies.spec), lies.hint)
         if rests or module is model:
             adopt(module, home, rests, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)
         if isinstance(module, nn.RNNBase):
-            _compat.list_recurrent_weights(module)
+            _torch.dynamo.list_recurrent_weights(module)
     del kept
 
 
@@ -395,7 +395,7 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
 def _refuse_hidden(module: nn.Module, name: str, layout: Mapping[int, _Layout]) -> None:
     """Raise ShardError if a module keeps parameters elsewhere too."""
     for key, value in module.__dict__.items():
-        if _compat.lists_recurrent_weights(module, key):
+        if _torch.dynamo.lists_recurrent_weights(module, key):
             continue
         if key.startswith("_parameters") or key in ("_modules", "_buffers"):
             continue
@@ -415,7 +415,7 @@ def _take_parts(
 ) -> None:
     """Let ``load_state_dict`` take whole tensors, each rank its part."""
     for key in module.__dict__.get("_fxpar_rests", {}):
-        name, own = prefix + key, module._parameters[key]
+        name, own = prefix + key, _torch.objects.own_parameters(module)[key]
         given = state_dict.get(name)
         if (
             isinstance(given, torch.Tensor)

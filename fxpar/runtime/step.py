@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.alone import is_alone
 from fxpar.runtime.matrices import orthogonalize_whole
@@ -80,7 +80,7 @@ class TrainStep:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return loss_fn(model, *args, **kwargs)
 
-        self._forward = _compat.compile_as_one(forward, backend(self))
+        self._forward = _torch.dynamo.compile_as_one(forward, backend(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, detached, as it was before the update; where ``loss_fn`` gives
@@ -98,7 +98,7 @@ class TrainStep:
             with torch.enable_grad():
                 results = self._forward(*args, **kwargs)
         except Exception as error:
-            why = _compat.why_not_one_graph(error)
+            why = _torch.dynamo.why_not_one_graph(error)
             if why is None:
                 raise
             raise PlanError(
@@ -146,7 +146,7 @@ class _Stage:
         compile_step: Compile,
     ) -> None:
         self.owner, self.forward, self.compile = owner, forward, compile_step
-        mode = _compat.new_fake_mode()
+        mode = _torch.fake.new_fake_mode()
         self.examples = [fake_of(x, mode) for x in examples]
         self.reached = reached(forward, self.examples)
         self.inputs: set[Slot] = set()  # numbers of the groups that are inputs
@@ -343,7 +343,7 @@ class _Stage:
         """Whether the update was left out, which the scaler is told."""
         scaler: Any = self.owner.asked.scaler
         found = (bad > 0).float()
-        _compat.record_overflow(scaler, self.owner.optimizer, found)
+        _torch.dtensor.record_overflow(scaler, self.owner.optimizer, found)
         scaler.update()
         return bool(found.item())
 
@@ -393,6 +393,4 @@ def _part(x: Any) -> Any:
 def _as_after_a_step(optimizer: Any) -> None:
     """What ``optimizer.step()`` does beside computing: schedulers see that it was
     called, and hooks run."""
-    optimizer._opt_called = True
-    for hook in optimizer._optimizer_step_post_hooks.values():
-        hook(optimizer, (), {})
+    _torch.objects.after_step(optimizer)

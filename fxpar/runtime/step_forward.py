@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.runtime.modules import to_global_unreduced
 from fxpar.runtime.names import Named
@@ -115,7 +115,7 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
 
     Raises PlanError if the loss is no scalar, or depends on none.
     """
-    mode = _compat.new_fake_mode()
+    mode = _torch.fake.new_fake_mode()
     fakes = [fake_of(x, mode) for x in args]
     with mode, torch.enable_grad():
         for i in forward.trained:
@@ -157,8 +157,7 @@ def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
     """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
     graph. Those of ``fxpar.no_sync`` have nothing to do here."""
     for i in forward.trained:
-        hooks = list((args[i]._backward_hooks or {}).values())
-        hooks += (getattr(args[i], "_post_accumulate_grad_hooks", None) or {}).values()
+        hooks = _torch.objects.gradient_hooks(args[i])
         if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):
             raise PlanError(
                 f"parameter {forward.ends[i].name} has a hook on its gradient, which "

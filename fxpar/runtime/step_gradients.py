@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxpar import _torch
 from fxpar.errors import OptionError
 from fxpar.runtime.step_optimizer import is_number
 
@@ -111,8 +112,10 @@ def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterato
         yield
         return
     with torch.no_grad():
-        before = [(x, x.detach().clone(), x._version) for x in written]
+        before = [
+            (x, x.detach().clone(), _torch.objects.version_of(x)) for x in written
+        ]
         yield
         for x, old, version in before:
-            if x._version != version:
+            if _torch.objects.version_of(x) != version:
                 x.copy_(torch.where(bad > 0, old, x))

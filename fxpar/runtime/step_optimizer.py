@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxpar import _torch
 from fxpar.errors import PlanError
 
 # What Python computes with.
@@ -179,7 +180,7 @@ def stand_in(
     vars(made).update(vars(optimizer))
     vars(made).pop("step", None)
     hooks: OrderedDict[int, Any] = OrderedDict()
-    made._optimizer_step_pre_hooks = made._optimizer_step_post_hooks = hooks
+    _torch.objects.share_step_hooks(made, hooks)
     made.state, made.param_groups = defaultdict(dict), []
     held, position = {}, 0
     for i, group in enumerate(optimizer.param_groups):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.buckets import PHASE
 from fxpar.runtime.step_forward import End, Forward, fake_of, loss_of, spec_of
@@ -90,7 +90,7 @@ def trace(
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
-    mode, found = _compat.new_fake_mode(), _Found()
+    mode, found = _torch.fake.new_fake_mode(), _Found()
     read = _read(optimizer, places, numbers) if how.updates else {}
     more = [args[i] for i in how.held] + [torch.ones(())] * how.scaled
     fakes = [fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *more)]
@@ -118,7 +118,7 @@ def trace(
         _stamp("update")
         return [*results, *made, *([] if bad is None else [bad])]
 
-    module = _compat.trace_flat(step, fakes, mode)
+    module = _torch.aot.trace_flat(step, fakes, mode)
     _tidy(module)
     results = module.graph.output_node().args[0][found.count :][: len(found.made)]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
@@ -170,7 +170,7 @@ def _tidy(module: fx.GraphModule) -> None:
 
 def _stamp(phase: str) -> None:
     """Say of the nodes traced since the last time which phase they are of."""
-    for node in reversed(_compat.nodes_being_traced()):
+    for node in reversed(_torch.aot.nodes_being_traced()):
         custom = node.meta.get("custom") or {}
         if PHASE in custom:
             break
@@ -188,7 +188,7 @@ def _differentiate(
         results = list(fx.Interpreter(forward.module).run(*given))
         loss = loss_of(results, forward)
         _stamp("forward")
-        _compat.keep_lines_in_backward(loss)
+        _torch.aot.keep_lines_in_backward(loss)
         leaves = [given[i] for i in forward.trained]
         if calls > 1:
             loss = loss / calls
@@ -218,7 +218,7 @@ def _update(
     double, held = stand_in(optimizer, Traced(leaves, values))
     known = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
     mode = Numbers(known)
-    with torch.no_grad(), _compat.as_compiling():
+    with torch.no_grad(), _torch.aot.as_compiling():
         if clip is not None:
             trained = [given[i] for i in forward.trained]
             torch.nn.utils.clip_grad_norm_(trained, clip, foreach=False)
@@ -288,7 +288,7 @@ def _results(
 
 def _changed(x: Any, before: Any) -> bool:
     """Whether a number is another, or was written to."""
-    return x is not before or x._version > 0
+    return x is not before or _torch.objects.version_of(x) > 0
 
 
 def _end(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes.arithmetic import is_view
 from fxpar.passes.buckets import PHASE
 
@@ -38,7 +38,7 @@ def lift_writes(graph: fx.Graph) -> list[int]:
         target, value = node.args
         written.append(position[target])
         results.append(value)
-        descs.append(_compat.written_input(target.meta["desc"]))
+        descs.append(_torch.aot.written_input(target.meta["desc"]))
         node.replace_all_uses_with(value)
         results = [value if x is node else x for x in results]
         graph.erase_node(node)

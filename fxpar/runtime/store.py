@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparError
 from fxpar.passes import Request
 from fxpar.passes.bodies import body_of
@@ -43,12 +43,12 @@ _USED = 0.45
 
 def allowed() -> bool:
     """Whether torch's own caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
-    return not _compat.caches_disabled()
+    return not _torch.inductor.caches_disabled()
 
 
 def folder() -> Path:
     """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
-    return Path(_compat.cache_dir()) / "fxpar"
+    return Path(_torch.inductor.cache_dir()) / "fxpar"
 
 
 def key_of(program: Program, graph: fx.Graph, request: Request) -> str:

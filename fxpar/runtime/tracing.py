@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.spec import Spec
@@ -82,7 +82,7 @@ def _line(path: str, number: int) -> str:
 
 def _refused(error: BaseException, fn: Callable[..., Any]) -> PlanError | None:
     """What to say of a program that is not one graph; None if it is something else."""
-    kind = _compat.untraceable(error)
+    kind = _torch.aot.untraceable(error)
     if kind is None:
         return None
     what, fix = _REFUSED[kind]
@@ -111,7 +111,7 @@ class UserLines(TorchFunctionMode):
                     f'  File "{path}", line {frame.f_lineno}, in {name}\n    {code}\n',
                 )
             frame = frame.f_back
-        _compat.set_stack_trace(lines)
+        _torch.aot.set_stack_trace(lines)
         return func(*args, **(kwargs or {}))
 
 
@@ -163,10 +163,10 @@ class _Program(nn.Module):
                     name: getattr(self, keys[held.full(name)])
                     for name in held.tensor_names()
                 }
-                stack.enter_context(_compat.reparametrize(held.module, own))
+                stack.enter_context(_torch.aot.reparametrize(held.module, own))
             stack.enter_context(UserLines())
             out = self.call.fn(*args, **kwargs)
-        leaves, self.call.out_tree = _compat.tree_flatten(out)
+        leaves, self.call.out_tree = _torch.fake.tree_flatten(out)
         self.call.out_leaves = [
             TENSOR if isinstance(x, torch.Tensor) else x for x in leaves
         ]
@@ -183,7 +183,7 @@ def _apart(
     that are views of an input or of an earlier result are copied."""
 
     def base(x: torch.Tensor) -> int:
-        return id(x if x._base is None else x._base)
+        return id(_torch.objects.base_of(x))
 
     seen = {base(x) for x in inputs}
     out = []
@@ -218,7 +218,7 @@ class Call:
         self, fn: Callable[..., Any], args: tuple, kwargs: dict, grad: bool
     ) -> None:
         self.fn, self.grad = fn, grad
-        self.leaves, self.tree = _compat.tree_flatten((args, kwargs))
+        self.leaves, self.tree = _torch.fake.tree_flatten((args, kwargs))
         self.places = [
             i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)
         ]
@@ -246,7 +246,7 @@ class Call:
         named: dict[int, str] = {}
         for name, value in bound.items():
             tensors = [
-                t for t in _compat.tree_leaves(value) if isinstance(t, torch.Tensor)
+                t for t in _torch.fake.tree_leaves(value) if isinstance(t, torch.Tensor)
             ]
             for i, tensor in enumerate(tensors):
                 named.setdefault(
@@ -260,21 +260,21 @@ class Call:
         leaves = list(self.leaves)
         for i, tensor in zip(self.places, tensors, strict=True):
             leaves[i] = tensor
-        return _compat.tree_unflatten(leaves, self.tree)
+        return _torch.fake.tree_unflatten(leaves, self.tree)
 
     def trace(self) -> tuple[fx.GraphModule, Any]:
         """The traced graph on fake tensors, flat in and out, and their mode.
 
         Raises PlanError where the program is not one graph of fixed shapes.
         """
-        mode = _compat.fake_mode_of(self.leaves)
-        mode = mode or _compat.new_fake_mode(symbols=True)
+        mode = _torch.fake.fake_mode_of(self.leaves)
+        mode = mode or _torch.fake.new_fake_mode(symbols=True)
         tensors = [self.leaves[i] for i in self.places]
         state = dict(self.program.named_parameters())
         asked = any(t.requires_grad for t in [*tensors, *state.values()])
 
         def fake(x: torch.Tensor, needs_grad: bool) -> torch.Tensor:
-            made = _compat.as_fake(x, mode)
+            made = _torch.fake.as_fake(x, mode)
             differs = x.is_floating_point() or x.is_complex()
             return made.requires_grad_(needs_grad and differs)
 
@@ -289,11 +289,11 @@ class Call:
             }
             for name, buffer in self.program.named_buffers():
                 fakes[name] = fake(buffer, False)
-            stack.enter_context(_compat.reparametrize(self.program, fakes))
-            stack.enter_context(_compat.preserve_node_meta())
-            stack.enter_context(_compat.as_compiling())
+            stack.enter_context(_torch.aot.reparametrize(self.program, fakes))
+            stack.enter_context(_torch.aot.preserve_node_meta())
+            stack.enter_context(_torch.aot.as_compiling())
             try:
-                module = _compat.export_joint(
+                module = _torch.aot.export_joint(
                     stack, self.program, arguments, grad=self.grad
                 )
             except Exception as error:
@@ -301,7 +301,7 @@ class Call:
                 if refused is None:
                     raise
                 raise refused from error
-            _compat.replace_random(module, mode)
+            _torch.inductor.replace_random(module, mode)
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
         return module, mode
@@ -323,7 +323,7 @@ class Call:
 
         Raises PlanError if the arguments are not like those traced.
         """
-        leaves, tree = _compat.tree_flatten((args, kwargs))
+        leaves, tree = _torch.fake.tree_flatten((args, kwargs))
         if tree != self.tree:
             raise PlanError("the arguments are structured unlike those planned with")
         state = {
@@ -367,5 +367,5 @@ class Call:
                 mutations[declared.name] = value
         flat = iter(tensors[i] for i in sorted(tensors))
         leaves = [next(flat) if held is TENSOR else held for held in self.out_leaves]
-        result = _compat.tree_unflatten(leaves, self.out_tree)
+        result = _torch.fake.tree_unflatten(leaves, self.out_tree)
         return Outcome(result, gradients, mutations)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.fusion.later import settings_of
 from fxpar.passes import Result
@@ -164,13 +164,13 @@ def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -
     if not inductor:
         return lambda: module(*inputs)
     values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
-    compiled = _compat.compile_inner(module, values)
+    compiled = _torch.inductor.compile_inner(module, values)
     return lambda: compiled(list(inputs))
 
 
 def made_up(graph: fx.Graph) -> list[Any]:
     """Values of the shapes and kinds of a graph's inputs."""
-    with _compat.as_compiled():
+    with _torch.aot.as_compiled():
         return [_made(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")]
 
 
@@ -200,7 +200,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
     """
     times: dict[int, list[float]] = {i: [] for i in steps}
     dropped = Dropped()
-    with _compat.as_compiled(), torch.no_grad(), torch.random.fork_rng():
+    with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():
         for turn in range(WARMUP + ROUNDS):
             for i, step in steps.items():
                 if i in dropped:

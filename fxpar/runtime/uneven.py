@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.runtime.groups import group_of
 from fxpar.runtime.inputs import LOCAL_MARK
 from fxpar.runtime.names import SUMMAND_MARK
@@ -114,7 +114,7 @@ def share_of(count: torch.Tensor, parts: Parts) -> torch.Tensor:
 def _summed(x: torch.Tensor, parts: Parts) -> torch.Tensor:
     """The sum of what all ranks hold."""
     total = x.detach().clone()
-    dist.all_reduce(total, group=_compat.group_named(parts.group))
+    dist.all_reduce(total, group=_torch.distributed.group_named(parts.group))
     return total
 
 
@@ -125,7 +125,9 @@ def gather_rows(x: torch.Tensor, parts: Parts) -> torch.Tensor:
     flat[: parts.own] = x
     made = [torch.empty_like(flat) for _ in parts.counts]
     words = [each.view(-1).view(torch.uint8) for each in (flat, *made)]
-    dist.all_gather(words[1:], words[0], group=_compat.group_named(parts.group))
+    dist.all_gather(
+        words[1:], words[0], group=_torch.distributed.group_named(parts.group)
+    )
     return torch.cat([each[:n] for each, n in zip(made, parts.counts, strict=True)])
 
 

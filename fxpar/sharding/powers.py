@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpar import _torch
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.rules.table import tensors_of
 
@@ -135,8 +136,8 @@ class Call:
 
 
 def name_of(target: Any) -> str:
-    name = getattr(target, "_schema", None)
-    return str(name.name).rsplit("::", 1)[-1] if name is not None else str(target)
+    schema = _torch.objects.schema_of(target)
+    return str(target) if schema is None else str(schema.name).rsplit("::", 1)[-1]
 
 
 # Pointwise ops by what they do to a power. Numbers count as operands.

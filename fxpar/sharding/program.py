@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.bodies import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
@@ -281,7 +281,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
 
     def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
         index = len(values)
-        if _compat.depends_on_data(tensor):
+        if _torch.fake.depends_on_data(tensor):
             raise PlanError(
                 f"{name} ({node.target}) has a size that depends on data",
                 where=user_line(node),

@@ -186,7 +186,7 @@ class Spec:
         strided shard whose split factor is the number of shards the later, but more
         major, axes make.
         """
-        from fxpar._compat import Partial, Replicate, Shard, strided_shard
+        from fxpar._torch.dtensor import Partial, Replicate, Shard, strided_shard
 
         order = {name: i for i, name in enumerate(mesh.names)}
         where = {

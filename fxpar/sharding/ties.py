@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ TIES: dict[str, Callable[..., Ties]] = {
 def ties_of(target: Any, args: Sequence[Any], result: Any) -> Ties | None:
     """How a call's tensors become those of its bodies; None if that is not known, or
     some of what it takes or gives in a loop is no tensor."""
-    make = TIES.get(_compat.higher_order_name(target))
+    make = TIES.get(_torch.aot.higher_order_name(target))
     results = result if isinstance(result, (list, tuple)) else [result]
     if make is None or not all(isinstance(x, torch.Tensor) for x in results):
         return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import InputMismatchError
 from fxpar.runtime import inputs
 from tests.spawn import shared_pool
@@ -86,14 +86,14 @@ def test_a_tensor_without_dims_is_global_in_local_mode_too() -> None:
 def first_call() -> list[str]:
     """Stages that a rank came to when inputs differ at the first call."""
     torch._dynamo.reset()
-    before = _compat.compile_fx
+    before = _torch.aot.compile_fx
     came: list[str] = []
 
     def compile_fx(*args: Any, **kwargs: Any) -> Any:
         came.append("compiles")
         return before(*args, **kwargs)
 
-    _compat.compile_fx = compile_fx
+    _torch.aot.compile_fx = compile_fx
     run = torch.compile(
         lambda x: x * 2, backend="fxpar", options={"codegen": "eager", "mesh": "dp=2"}
     )
@@ -102,7 +102,7 @@ def first_call() -> list[str]:
     except InputMismatchError:
         came.append("told")
     finally:
-        _compat.compile_fx = before
+        _torch.aot.compile_fx = before
     return came
 
 

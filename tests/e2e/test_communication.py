@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 import fxpar
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.runtime.groups import group_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
@@ -141,7 +141,7 @@ def traffic(
     def counting(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
         notes: list[tuple[str, str, int]] = []
         noted.append(notes)
-        return _compat.make_boxed(lambda *args: Counted(gm, notes).run(*args))
+        return _torch.inductor.make_boxed(lambda *args: Counted(gm, notes).run(*args))
 
     def step() -> None:
         program(**batch).backward()

@@ -299,7 +299,7 @@ def test_mesh_by_default_and_from_the_environment() -> None:
 
 
 def test_one_process_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxpar import _compat
+    from fxpar import _torch
 
     given = []
 
@@ -307,7 +307,7 @@ def test_one_process_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(more)
         return gm.forward
 
-    monkeypatch.setattr(_compat, "compile_fx", compile_fx)
+    monkeypatch.setattr(_torch.aot, "compile_fx", compile_fx)
     before = len(fxpar.plans())
     program = torch.compile(made(), backend="fxpar")
     near(program(sample()), made()(sample()))

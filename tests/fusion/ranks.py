@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.stages import apply_stages
 from fxpar.passes.lockstep import gather, run_lockstep, run_stages, scatter
 from fxpar.passes.waits import sink_waits
@@ -134,7 +134,7 @@ class Case:
         graph = graphs[self.stage(rank)]
         for axis in self.mesh.names:  # groups are made by all ranks together
             group_of(self.mesh, [axis])
-        fake_mode = _compat.fake_mode_of([n.meta.get("val") for n in graph.nodes])
+        fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
 
         def group(axes: tuple[str, ...]) -> str:
             return group_of(self.mesh, axes)

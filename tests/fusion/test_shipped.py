@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxpar
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.passes import ops as _ops  # noqa: F401  (registers the ops)
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
@@ -232,7 +232,7 @@ def beside_torch() -> None:
             want = shipped._fused_matmul_reduce_scatter_fallback(x, w, op, dim, group)
             torch.testing.assert_close(mine, want)
     fake = torch.empty(1, device="meta")
-    assert not _compat.shares_memory(fake, group)
+    assert not _torch.distributed.shares_memory(fake, group)
 
 
 @pytest.mark.multiprocess

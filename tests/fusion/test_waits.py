@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes.schedule import schedule as as_run
 from fxpar.passes.waits import WAIT, sink_waits
 from fxpar.runtime.binding import bind
@@ -198,7 +198,7 @@ CHUNKS, RINGS = dict(_forms()), dict(_rings())
 
 def bound(toy: Toy, graph: fx.Graph, group: str = "tp") -> fx.Graph:
     """As rank 0 runs it."""
-    fake_mode = _compat.fake_mode_of([n.meta.get("val") for n in graph.nodes])
+    fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
     return bind(graph, toy.mesh, 0, lambda _: group, fake_mode, inductor=False)
 
 
@@ -324,7 +324,7 @@ def test_inductor_would_change_the_order(group: str, monkeypatch: Any) -> None:
     form = CHUNKS["mm, rs, 4 on 1"]
     graph = bound(form.toy, form.toy.after(form.schedule, lowered=True), group)
     as_run(graph, backward=False)
-    monkeypatch.setattr(_compat, "_name", lambda target: "")  # no wait is seen
+    monkeypatch.setattr(_torch.inductor, "_name", lambda target: "")  # no wait is seen
     assert len(exposed(code_of(graph, monkeypatch))) > form.exposed
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 
 _SIGNATURE = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.M)
 _CALL = re.compile(r"^(?:(\w+) = )?([\w.]+)\((.*)\)$")
@@ -90,7 +90,7 @@ def code_of(graph: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> str:
     inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
     stopped = pytest.raises(Exception, match="need not be compiled")
     with config.patch({"fx_graph_cache": False, "compile_threads": 1}), stopped:
-        _compat.compile_inner(fx.GraphModule(torch.nn.Module(), graph), inputs)
+        _torch.inductor.compile_inner(fx.GraphModule(torch.nn.Module(), graph), inputs)
     (code,) = codes
     return code
 

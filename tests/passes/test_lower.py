@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxpar._compat import new_fake_mode
+from fxpar._torch.fake import new_fake_mode
 from fxpar.passes.builder import Builder
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.lower import lower_steps

@@ -697,13 +697,13 @@ def step(model: nn.Module, program: Any, x: torch.Tensor) -> Step:
 def compiled_graphs(codegen: str, sharded: bool) -> tuple[Step, list[list[str]]]:
     """A step, and the ops of each graph that went to code generation. Those bound for
     Inductor run op by op as well."""
-    from fxpar import _compat
+    from fxpar import _torch
 
     graphs: list[list[str]] = []
 
     def inner(gm: fx.GraphModule, _: Any, **__: Any) -> Any:
         graphs.append([str(n.target) for n in gm.graph.nodes])
-        return _compat.make_boxed(gm.forward)
+        return _torch.inductor.make_boxed(gm.forward)
 
     model, x = masked()
     if sharded:

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar._compat import new_fake_mode
+from fxpar._torch.fake import new_fake_mode
 from fxpar.errors import PlanError
 from fxpar.passes import Request, arithmetic, parallelize
 from fxpar.passes.builder import Builder

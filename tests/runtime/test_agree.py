@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
 from fxpar.runtime import agree, presence
 from fxpar.runtime.channel import current
@@ -15,7 +15,7 @@ from tests.spawn import shared_pool
 
 
 def rank() -> int:
-    return _compat.default_group().rank()
+    return _torch.distributed.default_group().rank()
 
 
 def caught(fn, *args, **kwargs) -> str:

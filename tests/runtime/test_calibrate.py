@@ -128,7 +128,7 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
     """What a collective along two ranks gives; calibration only times it."""
     import torch.distributed as dist
 
-    from fxpar import _compat
+    from fxpar import _torch
 
     me, seen = dist.get_rank(), []
     out = torch.ops._c10d_functional.wait_tensor
@@ -140,7 +140,7 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
     x = torch.tensor([1.0, 2.0]) * (me + 1)
     probe_links._C10D = _Recording(record)
     try:
-        probe_links._RUN[kind](x, 2, _compat.default_group().group_name, me)
+        probe_links._RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
     finally:
         probe_links._C10D = torch.ops._c10d_functional
     return x.tolist(), seen[0].tolist()

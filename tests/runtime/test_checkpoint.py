@@ -225,11 +225,11 @@ def test_full_state_dict_with_optimizer_and_back() -> None:
 
 def broadcast(name: str, mesh: str, path: str) -> dict:
     """A file that only rank 0 reads."""
-    from fxpar import _compat
+    from fxpar import _torch
 
     model, _ = make(name, mesh)
     scramble(model)
-    given = torch.load(path) if _compat.default_group().rank() == 0 else {}
+    given = torch.load(path) if _torch.distributed.default_group().rank() == 0 else {}
     states.set_model_state_dict(
         model,
         given,

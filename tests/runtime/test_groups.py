@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import groups
@@ -98,7 +98,11 @@ def test_groups_along_axes() -> None:
 def sums_of_two_lives() -> list[float]:
     """A group name must not outlive the process group it was made in, nor a mesh what
     DTensor remembers of it."""
-    store, rank, size = _compat.default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, size = (
+        _torch.distributed.default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     out = []
     for life in range(2):
         ranks = groups.join(Options(mesh="dp=2,tp=2"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError
 from fxpar.runtime import inputs
@@ -87,7 +87,7 @@ def said(fn, *args) -> str:
 
 
 def compare() -> dict[str, object]:
-    me = _compat.default_group().rank()
+    me = _torch.distributed.default_group().rank()
     dp, tp = divmod(me, 2)
     out: dict[str, object] = {}
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.passes.local import localize
 from fxpar.passes.lockstep import gather, run_lockstep
 from fxpar.passes.resharded import insert_reshards
@@ -51,7 +51,7 @@ class OneOp:
     def __init__(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
         self.operands = tensors_of((args, kwargs))
-        self.mode = _compat.new_fake_mode()
+        self.mode = _torch.fake.new_fake_mode()
         self.graph = fx.Graph()
         inputs = []
         for i, x in enumerate(self.operands):

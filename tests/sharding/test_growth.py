@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.sharding.growth import Growth, growths
 
 ROWS, WIDTH = 6, 4
@@ -41,9 +41,9 @@ def grown(fn: Callable[..., Any]) -> list[Growth]:
     """Of each result of ``fn(x, y, w)``; ``w`` is no batch."""
     graphs = []
     for times in (1, 2):
-        mode = _compat.new_fake_mode()
-        fakes = [_compat.as_fake(t, mode) for t in batch(times)]
-        module = _compat.export_forward(Program(fn), fakes, mode)
+        mode = _torch.fake.new_fake_mode()
+        fakes = [_torch.fake.as_fake(t, mode) for t in batch(times)]
+        module = _torch.aot.export_forward(Program(fn), fakes, mode)
         graphs.append(module.graph)
     return growths(*graphs)
 

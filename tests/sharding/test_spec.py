@@ -116,7 +116,7 @@ def test_placements_round_trip(ndim: int) -> None:
 
 
 def test_placements_without_an_axis_order_are_refused() -> None:
-    from fxpar._compat import Replicate, Shard, strided_shard
+    from fxpar._torch.dtensor import Replicate, Shard, strided_shard
 
     placements = (strided_shard(0, 5), Shard(0), Replicate())
     with pytest.raises(SpecError, match="no axis order expresses"):

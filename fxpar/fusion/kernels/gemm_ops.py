@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import DeviceError
 from fxpar.fusion.kernels import gemm_run, launch, run_fused
 from fxpar.fusion.kernels.gemm import check
@@ -146,13 +146,13 @@ _HARDWARE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 def _hardware_of(group: str) -> str:
     """The name of what all ranks of a group run on; "" where it is not known, or not
     the same. Asked once, by all ranks."""
-    found = _compat.group_named(group)
+    found = _torch.distributed.group_named(group)
     if found not in _HARDWARE:
         try:
             name = hardware.detect().name
         except DeviceError:
             name = "unknown"
-        store, rank, ranks = _compat.group_store(group)
+        store, rank, ranks = _torch.distributed.group_store(group)
         meeting = Meeting.of(store, rank, ranks, f"fxpar/{group}/hardware")
         one = set(meeting.told(name)) == {name} and name != "unknown"
         _HARDWARE[found] = name if one else ""

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels import launch
 from fxpar.fusion.kernels.gemm import (
     ALIGNED,
@@ -260,7 +260,7 @@ def _load(provider: Provider, *calls: Call) -> None:
             made = call.function.warmup(
                 *call.args, grid=(call.programs,), **call.constants
             )
-            made._init_handles()
+            _torch.objects.load_kernel(made)
             _LOADED.add(key)
 
 
@@ -300,7 +300,7 @@ def _on_streams(
     second.wait_stream(here)
 
     def up(chunk: int) -> None:
-        if not _compat.write_on_stream(flags, chunk, 1):
+        if not _torch.distributed.write_on_stream(flags, chunk, 1):
             _flag("raise_flag", flags, chunk)()
 
     def wait(chunk: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels.program import Group, Number, Program, Ref, replaced
 from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
@@ -134,7 +134,7 @@ def op_of(name: str) -> Callable[..., Any]:
     if name in _INSTEAD:
         return _INSTEAD[name]
     if name.startswith("prims."):
-        _compat.inductor_seeds()  # Inductor registers some of them
+        _torch.inductor.inductor_seeds()  # Inductor registers some of them
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

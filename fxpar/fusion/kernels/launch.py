@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret
 from fxpar.fusion.kernels.kernel import Kernel, kernel_of
@@ -202,7 +202,7 @@ def random_of(device: str) -> str:
     """Whose random numbers compiled code draws on a kind of device."""
     if device == "cpu":
         return "cpp"
-    return f"triton_{_compat.triton_random_lanes()}"
+    return f"triton_{_torch.inductor.triton_random_lanes()}"
 
 
 def as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
@@ -304,7 +304,7 @@ def module_of(name: str, text: str) -> Any:
 
 def folder() -> Path:
     """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
-    return Path(_compat.cache_dir()) / "fxpar"
+    return Path(_torch.inductor.cache_dir()) / "fxpar"
 
 
 def keep(path: Path, text: str) -> None:

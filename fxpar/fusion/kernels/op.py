@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret, launch, run_fused
 from fxpar.fusion.kernels.ladder import FUSED
@@ -128,7 +128,7 @@ def _run(
     into: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor]:
     """The outputs that are in nothing given."""
-    with _compat.profiled(program.title):
+    with _torch.inductor.profiled(program.title):
         made = RUNNERS[how](program, inputs, numbers, group, into)
     return [x for i, x in enumerate(made) if i not in into]
 

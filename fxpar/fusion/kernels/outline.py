@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels.program import (
     Group,
     Line,
@@ -59,7 +59,7 @@ class Outline:
 
 def op_name(node: fx.Node) -> str:
     """``aten.mul.Tensor``; "getitem" for a result of several."""
-    if isinstance(node.target, _compat.OpOverload):
+    if isinstance(node.target, _torch.inductor.OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", str(node.target))
 

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparError
 
 log = logging.getLogger("fxpar")
@@ -297,7 +297,7 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
     """Symmetric memory of torch on the GPUs of a group. None, on all ranks, where there
     is one rank or several machines, where ranks share a GPU, or where one GPU does not
     reach the others; the first rank says why to the log."""
-    store, rank, ranks = _compat.group_store(group)
+    store, rank, ranks = _torch.distributed.group_store(group)
     if ranks == 1:
         return None
     meeting = Meeting.of(store, rank, ranks, f"fxpar/{group}/symmetric")
@@ -309,19 +309,19 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
     switch = False
 
     def meet(own: torch.Tensor) -> tuple[tuple[int, ...], Any, int]:
-        addresses, keep = _compat.symmetric_meet(own, group)
-        multicast = _compat.multicast_address(keep)
+        addresses, keep = _torch.distributed.symmetric_meet(own, group)
+        multicast = _torch.distributed.multicast_address(keep)
         if switch and not multicast:
             # Kernels that use one were chosen by what the first memory had.
             raise RuntimeError("larger memory has no multicast address")
         return addresses, keep, multicast
 
     def allocate(nbytes: int, number: int) -> Memory:
-        own = meeting.agreed(lambda: _compat.symmetric_empty(nbytes, device))
+        own = meeting.agreed(lambda: _torch.distributed.symmetric_empty(nbytes, device))
         own.zero_()
         addresses, keep, multicast = meeting.agreed(lambda: meet(own))
         assert addresses[rank] == own.data_ptr(), "ranks' memory is in another order"
-        tensors = partial(_compat.symmetric_tensors, keep, ranks)
+        tensors = partial(_torch.distributed.symmetric_tensors, keep, ranks)
         return Memory(addresses, own, keep, multicast, tensors)
 
     found = torch.cuda.get_device_properties(device)

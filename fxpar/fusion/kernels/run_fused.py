@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels import interpret, launch
 from fxpar.fusion.kernels.kernel import Kernel
 from fxpar.fusion.kernels.ladder import FUSED, Facts, choose
@@ -40,7 +40,7 @@ _INSTALLED: dict[tuple[str, str], Provider | None] = {}  # of names of no group
 
 def install(group: str, device: str, provider: Provider | None) -> None:
     """Say what memory the ranks of a group share, on a kind of device."""
-    found = _compat.group_named(group)
+    found = _torch.distributed.group_named(group)
     if found is None:
         _INSTALLED[group, device] = provider
     else:
@@ -49,7 +49,7 @@ def install(group: str, device: str, provider: Provider | None) -> None:
 
 def provider_of(group: str, device: torch.device) -> Provider | None:
     """What memory the ranks of a group share; None if none."""
-    found = _compat.group_named(group)
+    found = _torch.distributed.group_named(group)
     if found is None:
         return _INSTALLED.get((group, device.type))
     known, kind = _PROVIDERS.get(found), device.type
@@ -176,7 +176,10 @@ def _measured(
         return partial(launched, template, values, numbers, provider)
 
     ways = ways_of(program, facts, provider.programs)
-    where = {"device": _compat.device_name(device), "multicast": provider.multicast}
+    where = {
+        "device": _torch.version.device_name(device),
+        "multicast": provider.multicast,
+    }
     clock = by_events if device.type == "cuda" else by_clock
     try:
         way = tuned(program, ways, prepare, provider.meeting, where=where, clock=clock)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels import launch
 from fxpar.fusion.kernels.ladder import Facts, choose, rungs_of
 from fxpar.fusion.kernels.program import Program
@@ -128,7 +128,7 @@ def tuned(
 
 
 def _path(program: Program, ranks: int, where: Mapping[str, Any]) -> Path:
-    facts = [program.hash, ranks, sorted(where.items()), *_compat.versions()]
+    facts = [program.hash, ranks, sorted(where.items()), *_torch.version.versions()]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return launch.folder() / "tuned" / f"{digest}.json"
 

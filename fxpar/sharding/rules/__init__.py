@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import RuleError
 from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
@@ -84,11 +84,11 @@ def row_of(target: Any) -> Row | None:
     """The row of an op overload, the user's before the table's."""
     if target in TABLE and not _USER:
         return TABLE[target]
-    if isinstance(target, _compat.OpOverload):
+    if isinstance(target, _torch.inductor.OpOverload):
         full = target.name()
         found = _USER.get(full) or _USER.get(full.partition(".")[0])
         return found or TABLE.get(target) or TABLE.get(full)
-    return TABLE.get(target) or TABLE.get(_compat.higher_order_name(target))
+    return TABLE.get(target) or TABLE.get(_torch.aot.higher_order_name(target))
 
 
 def rule_of(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxpar import _torch
 from fxpar.sharding.factors import MONOTONE, MOVEMENT, Passage, Rule
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import Row, names, row
@@ -39,7 +40,7 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
 def _in_order(token: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Rule | None:
     """An op with an effect, such as a check that raises: all ranks do it alike, on
     whole operands. One with results could be split, for which there is no rule."""
-    if op._schema.returns:
+    if _torch.objects.schema_of(op).returns:
         return None
     return whole(token, *args, **kwargs)
 

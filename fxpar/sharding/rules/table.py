@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import RuleError
 from fxpar.sharding.factors import (
     LINEAR,
@@ -52,7 +52,9 @@ def operand_positions(args: Sequence[Any], kwargs: dict[str, Any]) -> list[list[
     """For each argument, positional then keyword, the operand indices it holds."""
     out, n = [], 0
     for arg in [*args, *kwargs.values()]:
-        tensors = [x for x in _compat.tree_leaves(arg) if isinstance(x, torch.Tensor)]
+        tensors = [
+            x for x in _torch.fake.tree_leaves(arg) if isinstance(x, torch.Tensor)
+        ]
         out.append(list(range(n, n + len(tensors))))
         n += len(tensors)
     return out
@@ -79,7 +81,7 @@ def _passages(
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Tensors of an op's arguments or result, in order."""
-    return [x for x in _compat.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return [x for x in _torch.fake.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def evaluate(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels.fuse import Fused, fuse_graph
 from fxpar.fusion.kernels.ladder import Facts
 from fxpar.passes.rewrite import Rewriter
@@ -182,7 +182,7 @@ def graph_of(fn: Callable[..., Any]) -> fx.Graph:
 
     graph = traced(fn, inputs())
     sink_waits(graph)
-    fake_mode = _compat.fake_mode_of([n.meta.get("val") for n in graph.nodes])
+    fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
     give_outputs(graph, Rewriter(graph, fake_mode))
     return graph
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.fusion.kernels import interpret, launch
 from fxpar.fusion.kernels.expressions import CASTS
 from fxpar.fusion.kernels.outline import Outline, outline
@@ -47,7 +47,7 @@ def poisoned(
 
 def traced(fn: Callable[..., Any], args: Sequence[torch.Tensor]) -> fx.Graph:
     """A function as an ATen graph with fake values."""
-    table = _compat.decompositions()
+    table = _torch.inductor.decompositions()
     made = make_fx(functionalize(fn), decomposition_table=table, tracing_mode="fake")
     graph = made(*args).graph
     graph.eliminate_dead_code()

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import DeviceError
 from fxpar.fusion.kernels import gemm_ops, gemm_run
 from fxpar.fusion.kernels.gemm import DTYPES, KINDS, Call, Epilogue
@@ -191,7 +191,7 @@ def filled(kind: str, log: list[str], broken: str = "") -> list[str]:
     with (
         mock.patch.object(torch.cuda, "current_stream", lambda _: Stream("here")),
         mock.patch.object(torch.cuda, "stream", within),
-        mock.patch.object(_compat, "write_on_stream", lambda *_: False),
+        mock.patch.object(_torch.distributed, "write_on_stream", lambda *_: False),
         mock.patch.object(gemm_run, "_flag", flagged),
     ):
         gemm_run._together(
@@ -380,8 +380,10 @@ def test_ranks_agree_on_what_they_run_on(monkeypatch: Any, devices: str) -> None
             raise DeviceError("unknown", fix="none")
         return hardware.lookup(names[here.rank])
 
-    monkeypatch.setattr(_compat, "group_store", lambda _: (store, here.rank, 2))
-    monkeypatch.setattr(_compat, "group_named", lambda _: groups[here.rank])
+    monkeypatch.setattr(
+        _torch.distributed, "group_store", lambda _: (store, here.rank, 2)
+    )
+    monkeypatch.setattr(_torch.distributed, "group_named", lambda _: groups[here.rank])
     monkeypatch.setattr(hardware, "detect", detect)
 
     def ask(rank: int) -> str:

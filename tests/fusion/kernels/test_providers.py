@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fxpar import _compat
+from fxpar import _torch
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import providers, run_fused
 from fxpar.fusion.kernels.providers import (
@@ -130,7 +130,7 @@ def test_a_provider_ends_with_its_group() -> None:
     (provider,) = virtual(1, CPU, programs=1)
     for known in (None, None):  # of the second one nothing is known again
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        name = _compat.default_group().group_name
+        name = _torch.distributed.default_group().group_name
         assert run_fused.provider_of(name, CPU) is known
         run_fused.install(name, "cpu", provider)
         assert run_fused.provider_of(name, CPU) is provider
@@ -153,7 +153,7 @@ class Gpus:
             "symmetric_meet": self.meet,
         }
         for name, fn in made.items():
-            monkeypatch.setattr(_compat, name, fn)
+            monkeypatch.setattr(_torch.distributed, name, fn)
         monkeypatch.setattr(torch.cuda, "get_device_properties", self.device)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(

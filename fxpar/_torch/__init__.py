@@ -1,0 +1,26 @@
+"""The only package that uses private torch names. Written for torch 2.13; 2.11 works.
+
+Each name is imported where it is used first, since importing fxpar must stay light.
+"""
+
+from fxpar._torch import (
+    aot,
+    distributed,
+    dtensor,
+    dynamo,
+    fake,
+    inductor,
+    objects,
+    version,
+)
+
+__all__ = [
+    "aot",
+    "distributed",
+    "dtensor",
+    "dynamo",
+    "fake",
+    "inductor",
+    "objects",
+    "version",
+]

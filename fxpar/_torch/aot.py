@@ -1,0 +1,299 @@
+"""AOTAutograd: graphs of a program with its backward, what their inputs mean."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fxpar._torch.fake import fake_like, new_fake_mode
+from fxpar._torch.inductor import (
+    _in_order,
+    _local_examples,
+    decompositions,
+)
+from fxpar._torch.version import own_version
+
+
+def higher_order_name(target: Any) -> str:
+    """``"higher_order::cond"`` for an op that runs graphs; "" for others."""
+    from torch._ops import HigherOrderOperator
+
+    if not isinstance(target, HigherOrderOperator):
+        return ""
+    return f"higher_order::{target.name()}"
+
+
+def export_joint(
+    stack: Any, module: torch.nn.Module, args: Any, *, grad: bool
+) -> fx.GraphModule:
+    """The joint (``grad``) or inference graph of a module on fake arguments, after
+    Inductor's decompositions; placeholders and output carry ``meta["desc"]``."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with torch.set_grad_enabled(grad):
+        joint = aot_export_joint_with_descriptors(
+            stack, module, args, decompositions=decompositions()
+        )
+    return joint.graph_module
+
+
+def export_forward(
+    module: torch.nn.Module, fakes: Sequence[torch.Tensor], mode: Any
+) -> fx.GraphModule:
+    """As ``export_joint``, without gradients, while a graph is being compiled or not:
+    what Dynamo traces with is left alone."""
+    from torch._guards import tracing
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(None))
+        stack.enter_context(mode)
+        return export_joint(stack, module, tuple(fakes), grad=False)
+
+
+def untraceable(error: BaseException) -> str | None:
+    """Why a program cannot be one graph of fixed shapes: it reads a "value", a "shape"
+    depends on data, it writes to a "constant" or, by an op that is not functional, to
+    a "list" of tensors. None if ``error`` says none of these."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    text = str(error)
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return "value"
+    if isinstance(error, DynamicOutputShapeException):
+        return "shape"
+    if isinstance(error, AssertionError) and "entirely functional graph" in text:
+        return "constant"
+    if isinstance(error, RuntimeError) and "non-functional tensor with a fun" in text:
+        return "list"
+    return None
+
+
+def reparametrize(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Any:
+    """Context in which a module uses ``tensors`` as its parameters and buffers."""
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    # A module that stands in two places is swapped twice: it is restored in reverse.
+    return _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
+
+
+def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
+    """What ``fn`` does with fake tensors of ``mode`` and numbers, as one ATen graph: it
+    writes in place where ``fn`` does; backward passes inside are ops of it."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode, preserve_node_meta(), enable_python_dispatcher():
+        return make_fx(fn)(*args)
+
+
+def nodes_being_traced() -> Any:
+    """The nodes traced so far, inside ``trace_flat``."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    proxies = get_proxy_mode()
+    assert proxies is not None, "nothing is being traced"
+    return proxies.tracer.graph.nodes
+
+
+def keep_lines_in_backward(result: torch.Tensor) -> None:
+    """Give what is traced of the backward of ``result`` the user's lines of the
+    forward."""
+    from torch._functorch._aot_autograd import logging_utils
+
+    if result.grad_fn is not None:
+        logging_utils.setup_stacktrace_preservation_hooks([result.grad_fn])
+
+
+def written_input(desc: Any) -> Any:
+    """The descriptor of a new value of the input that ``desc`` describes."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    return d.InputMutationAOTOutput(desc)
+
+
+def preserve_node_meta() -> Any:
+    """Context in which traced nodes take the metadata set by ``set_stack_trace``."""
+    from torch.fx import traceback
+
+    return traceback.preserve_node_meta()
+
+
+def set_stack_trace(lines: list[str]) -> None:
+    """Stack trace of the nodes traced from here on."""
+    from torch.fx import traceback
+
+    traceback.set_stack_trace(lines)
+
+
+def descriptor(desc: Any) -> tuple[str, Any]:
+    """What an AOTAutograd descriptor says: (kind, payload).
+
+    Inputs: ("parameter", name), ("buffer", name), ("input", index), ("tangent", output
+    desc), ("state", "token") of what keeps effects in order, ("state", None). Outputs:
+    ("output", index), ("gradient", input desc), ("mutation", input desc), ("state",
+    None).
+    """
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if not _is_bare(desc):
+        return "state", None
+    desc = bare(desc)
+    if isinstance(desc, d.ParamAOTInput):
+        return "parameter", desc.target
+    if isinstance(desc, d.BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, d.PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, d.TangentAOTInput):
+        return "tangent", desc.output
+    if isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput)):
+        return "state", "token"
+    if isinstance(desc, d.PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, d.GradAOTOutput):
+        return "gradient", desc.grad_of
+    if isinstance(desc, d.InputMutationAOTOutput):
+        return "mutation", desc.mutated_input
+    return "state", None
+
+
+_LOCAL = "_local_tensor"  # the one tensor of a DTensor
+
+
+def _is_bare(desc: Any) -> bool:
+    """Whether a descriptor is of a tensor, or of the tensor inside a DTensor."""
+    return getattr(desc, "attr", _LOCAL) == _LOCAL
+
+
+def bare(desc: Any) -> Any:
+    """A descriptor of a DTensor's own tensor as that of the DTensor."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    parts = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
+    return desc.base if isinstance(desc, parts) and desc.attr == _LOCAL else desc
+
+
+def compile_fx(
+    gm: fx.GraphModule,
+    examples: Any,
+    *,
+    joint_pass: Callable[[fx.GraphModule], fx.Graph | None] | None = None,
+    schedule: Callable[[fx.Graph, bool], None] | None = None,
+    inner: Callable[..., Any] | None = None,
+    key: str = "",
+    local_border: bool = False,
+) -> Callable[..., Any]:
+    """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
+
+    ``joint_pass(gm)`` returns the graph to compile instead, with the shapes one rank
+    holds; None leaves the graph. ``schedule(graph, backward)`` changes each graph that
+    is compiled (forward, backward) in place. ``inner(gm, examples)`` replaces
+    Inductor's codegen.
+    ``key`` enters Inductor's cache keys. ``local_border``: results have the shapes one
+    rank holds, so their gradients may not be forced into the shapes traced.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx as inductor
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    if joint_pass is None:
+        return cast(Callable[..., Any], inductor(gm, examples))
+    parallelize = joint_pass
+
+    class Hook(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            owner = graph.owning_module
+            new = parallelize(owner)
+            if new is not None:
+                new.set_codegen(graph._codegen)
+                owner.graph = new
+                owner.recompile()
+
+        def uuid(self) -> str:
+            return f"{own_version()}|{key}"
+
+    def compile_inner(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
+        local = _local_examples(graph.graph, given)
+        if schedule is not None:
+            schedule(graph.graph, bool(kwargs.get("is_backward")))
+            graph.recompile()
+        if inner is not None:
+            return inner(graph, local)
+        return _in_order(graph, local, **kwargs)
+
+    # A hit in AOTAutograd's cache would skip the joint pass, and with it the agreement
+    # of the ranks. Inductor's own cache, keyed by the bound graph, stays.
+    settings = {"enable_autograd_cache": False}
+    if local_border:
+        settings["guess_tangent_strides_as_outputs"] = False
+    with functorch_config.patch(settings):
+        compiled = inductor(
+            gm,
+            _with_symbols(gm, examples),
+            inner_compile=compile_inner,
+            config_patches={"joint_custom_pre_pass": Hook()},
+        )
+    return cast(Callable[..., Any], compiled)
+
+
+def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
+    """Examples of a graph with a loop as fakes among which symbols can be made."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    names = {higher_order_name(n.target) for graph in graphs for n in graph.nodes}
+    loops = {f"higher_order::{op}" for op in ("while_loop", "scan", "map_impl")}
+    if not names & loops:
+        return examples
+    mode = new_fake_mode(symbols=True, scalars=True)
+
+    def fake(x: Any) -> Any:
+        if isinstance(x, FakeTensor):
+            return fake_like(x, tuple(x.shape), mode)
+        if isinstance(x, torch.Tensor):
+            return mode.from_tensor(x, static_shapes=True)
+        return x
+
+    return list(map(fake, examples))
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Inside, ops run as in compiled code, though compiling goes on around them: on
+    real tensors, and without Python's dispatcher, for which gloo's threads would need
+    the interpreter's lock, which a wait for them holds."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
+
+
+@contextlib.contextmanager
+def as_compiling() -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` holds, as it does under Dynamo, so that
+    code takes the branches it takes when compiled."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def current_backward() -> int:
+    """Number of the backward pass that is running."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Call ``fn`` when the backward pass that is running ends, in its thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)

@@ -1,0 +1,203 @@
+"""Process groups and stores, symmetric memory, ops that communicate."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+from torch import fx
+
+# Ops that fxpar names and torch 2.11 lacks: this file defines them there.
+NEWER = ("_c10d_functional::isend", "_c10d_functional::irecv")
+
+
+def shares_memory(x: torch.Tensor, group: str) -> bool:
+    """Whether the ranks of a group can use PyTorch's fused ops on symmetric memory:
+    GPUs of one machine. Alike on all ranks of it."""
+    if x.device.type != "cuda":
+        return False
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    return group_size(group) <= local == torch.distributed.get_world_size()
+
+
+def fused_all_gather_matmul(
+    x: torch.Tensor, ws: list[torch.Tensor], dim: int, group: str
+) -> list[torch.Tensor]:
+    """What is gathered, and its products."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, ws, dim, group)
+    return [x.contiguous() for x in (whole, *products)]
+
+
+def fused_matmul_reduce_scatter(
+    x: torch.Tensor, w: torch.Tensor, op: str, dim: int, group: str
+) -> Any:
+    """This rank's part of the reduced product."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+
+    made = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, op, dim, group)
+    return made.contiguous()
+
+
+def default_group() -> Any:
+    """The default process group, or None before there is one."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.distributed_c10d._get_default_group()
+
+
+def group_size(name: str) -> int:
+    """Members of the process group of a name."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d
+    return int(found._resolve_process_group(name).size())
+
+
+def group_store(name: str) -> tuple[Any, int, int]:
+    """The key-value store of a process group, this rank in it, and its members."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d
+    group = found._resolve_process_group(name)
+    return found._get_process_group_store(group), group.rank(), group.size()
+
+
+def group_named(name: str) -> Any:
+    """The process group of a name; None if there is none."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d
+    try:
+        return found._resolve_process_group(name)
+    except (RuntimeError, ValueError, LookupError):
+        return None
+
+
+def symmetric_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a GPU (uint8) that other ranks may be let reach. Raises RuntimeError
+    where there is none."""
+    from torch.distributed import _symmetric_memory
+
+    memory: Any = _symmetric_memory
+    return memory.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def symmetric_meet(own: torch.Tensor, group: str) -> tuple[tuple[int, ...], Any]:
+    """Let the ranks of a group reach each other's memory: addresses of all ranks' as
+    they are known here, and what keeps them. Every rank calls it. Raises RuntimeError
+    where one cannot."""
+    from torch.distributed import _symmetric_memory
+
+    memory: Any = _symmetric_memory
+    handle = memory.rendezvous(own, group)
+    return tuple(handle.buffer_ptrs), (own, handle)
+
+
+def symmetric_tensors(keep: Any, ranks: int) -> list[torch.Tensor]:
+    """All ranks' memory (uint8) of what ``symmetric_meet`` keeps, as tensors here."""
+    own, handle = keep
+    return [handle.get_buffer(r, own.shape, own.dtype) for r in range(ranks)]
+
+
+def write_on_stream(words: torch.Tensor, at: int, value: int) -> bool:
+    """Write one of ``words`` (int32, on a GPU) when the current stream comes to it,
+    visibly behind all that the stream wrote. False where torch has no op for it."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers the op)
+
+    op = getattr(torch.ops.symm_mem, "stream_write_value32_", None)
+    if op is None:
+        return False
+    op(words.view(torch.uint32), at, value)
+    return True
+
+
+def multicast_address(keep: Any) -> int:
+    """Of what ``symmetric_meet`` keeps: the address through which a switch between GPUs
+    reaches all ranks' memory, 0 if there is none."""
+    _, handle = keep
+    return int(handle.multicast_ptr)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of results, which hold the meshes they were made on. Equal
+    meshes are one to them (2.13), although another process group's names mean others.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
+def default_store() -> Any:
+    """The key-value store that the default process group was started with."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def same_store(store: Any) -> Any:
+    """The same keys through a connection of its own, so that threads do not wait for
+    one another."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def group_timeout(group: Any) -> datetime.timedelta:
+    """How long a collective of a process group may take; NCCL's where there are two."""
+    devices = sorted(group._device_types, key=lambda device: device.type != "cuda")
+    for device in devices:
+        try:
+            return group._get_backend(device).options._timeout
+        except (RuntimeError, AttributeError):  # not of this machine, or a fake group
+            continue
+    return datetime.timedelta(minutes=30)
+
+
+def _define_messages() -> None:
+    """Functional sends and receives where torch has none (2.11), by the same names."""
+    import torch.distributed as dist
+
+    c10d: Any = torch.ops._c10d_functional
+    if not dist.is_available() or hasattr(c10d, "isend"):
+        return
+    lib = torch.library.Library("_c10d_functional", "FRAGMENT")
+    found: Any = dist.distributed_c10d
+
+    def noted(work: Any, tensor: torch.Tensor) -> torch.Tensor:
+        torch._C._distributed_c10d._register_work(tensor, work)
+        return tensor
+
+    def isend(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        # A copy: compiled code does not know that it must keep what is sent.
+        given = [tensor.clone(memory_format=torch.contiguous_format)]
+        work = found._resolve_process_group(group).send(given, dst, tag)
+        return noted(work, tensor.new_empty(0))
+
+    def irecv(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        work = found._resolve_process_group(group).recv([made], src, tag)
+        return noted(work, made)
+
+    def sent(tensor: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+        return tensor.new_empty(0)
+
+    def received(tensor: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    for fn, fake, peer in ((isend, sent, "dst"), (irecv, received, "src")):
+        name, rest = fn.__name__, "int tag, str group_name"
+        lib.define(f"{name}(Tensor tensor, int {peer}, {rest}) -> Tensor")
+        lib.impl(name, fn, "CompositeExplicitAutograd")
+        lib.impl(name, fake, "Meta")
+        fx.node.has_side_effect(getattr(c10d, name).default)
+    _KEPT.append(lib)
+
+
+_KEPT: list[Any] = []  # libraries: their ops last as long as they do
+
+
+_define_messages()

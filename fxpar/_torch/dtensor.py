@@ -1,0 +1,109 @@
+"""DTensor: placements, and what its ops do to shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+__all__ = ["Partial", "Replicate", "Shard"]
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """DTensor's placement for a dim that more major axes of later mesh dims split."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def on_random_op(draw: Callable[..., Any]) -> None:
+    """Let ``draw(op, args, kwargs, shape, start)`` run random ops on DTensors on CPU.
+
+    ``args[0]``: this rank's part, which begins at ``start`` of the global ``shape``.
+    """
+    from torch.distributed.tensor import _random
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Draw(TorchDispatchMode):
+        def __init__(self, more: dict[str, Any], *where: Any) -> None:
+            super().__init__()
+            self.more, self.where = more, where
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return draw(func, args, {**(kwargs or {}), **self.more}, *self.where)
+
+    class Tracker(_random.OffsetBasedRNGTracker):
+        def __init__(self) -> None:
+            self._use_distribute_region = True
+            if torch.cuda.is_available():
+                self._device = torch.device("cuda", torch.cuda.current_device())
+                self._device_handle = torch.cuda
+
+        @contextlib.contextmanager
+        def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[Any]:
+            if spec.mesh.device_type != "cpu":
+                with super()._distribute_region(spec, generator):
+                    yield
+                return
+            _, start = compute_local_shape_and_global_offset(
+                spec.shape, spec.mesh, spec.placements
+            )
+            with Draw({"generator": generator} if generator else {}, spec.shape, start):
+                yield
+
+    _random._rng_tracker = Tracker()
+
+
+def reduce_before_item() -> None:
+    """Let ``item()`` and ``bool()`` of a partial DTensor give the reduced value, where
+    torch 2.13 gives this rank's summand (pytorch issue 166638): loops that end when no
+    element is left, as in ``trunc_normal_``, must take as many rounds on every rank."""
+    from torch.distributed.tensor import DTensor
+
+    def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        partial = any(placement.is_partial() for placement in x.placements)
+        return op(x.full_tensor() if partial else x.to_local())
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def reduce_norms(norm: Callable[..., Any]) -> None:
+    """Let ``norm(x, order, dims, keepdim, dtype)`` compute norms of DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    def vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        defaults = (2.0, None, False)
+        x, order, dims, keepdim = (*args, *defaults[len(args) - 1 :])[:4]
+        return norm(x, order, dims, keepdim, kwargs.get("dtype"))
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+
+
+def record_overflow(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor
+) -> None:
+    """Tell a scaler whether gradients were not finite, 1.0 or 0.0, for ``update()``."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state["found_inf_per_device"] = {found.device: found}
+
+
+def newton_schulz() -> Callable[..., Any]:
+    """``iterate(gradient, *settings)``, by which ``torch.optim.Muon`` makes a matrix
+    orthogonal."""
+    from torch.optim import _muon
+
+    return _muon._zeropower_via_newtonschulz
+
+
+def replace_newton_schulz(iterate: Callable[..., Any]) -> None:
+    """Let ``torch.optim.Muon`` call this."""
+    from torch.optim import _muon
+
+    _muon._zeropower_via_newtonschulz = iterate

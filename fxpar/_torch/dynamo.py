@@ -1,0 +1,249 @@
+"""Dynamo: what it traces, breaks and skips, and how it is told."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def compile_as_one(fn: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    """``torch.compile`` into one graph, apart from others of the same code: Dynamo
+    counts recompilations per code object. Python's floats are constants of the graph,
+    and guarded, since what they become otherwise is read back inside it. Calls of
+    loggers are left out of it, since they would break it."""
+    import logging
+    import types
+
+    from torch._dynamo import config
+
+    own = types.FunctionType(
+        fn.__code__.replace(),
+        fn.__globals__,
+        fn.__name__,
+        fn.__defaults__,
+        fn.__closure__,
+    )
+    compiled = torch.compile(own, backend=backend, fullgraph=True)
+
+    names = ("debug", "info", "warning", "warning_once", "error", "critical", "log")
+    silent = "ignore_logging_functions"
+    if not hasattr(config, silent):
+        silent = "ignore_logger_methods"  # 2.11
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Libraries add methods to loggers when they are imported.
+        found = {getattr(logging.Logger, name, None) for name in names} - {None}
+        ignored = getattr(config, silent) | found
+        with config.patch({"specialize_float": True, silent: ignored}):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def why_not_one_graph(error: BaseException) -> tuple[str, str | None] | None:
+    """Of an error of Dynamo: what it could not trace, and at which of the user's lines;
+    None of other errors."""
+    from torch._dynamo import exc
+
+    if not isinstance(error, (exc.Unsupported, exc.UserError)):
+        return None
+    stack = getattr(error, "real_stack", None)
+    where = None
+    if stack:
+        where = f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}"
+    return str(error).splitlines()[0], where
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that compiling may consume, bodies of its regions included; parameters and
+    constants are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph)
+    for name, body in list(copy.named_children()):
+        if isinstance(body, fx.GraphModule):
+            setattr(copy, name, copy_graph(body))
+    copy.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
+    return copy
+
+
+def trace_again(reason: str) -> None:
+    """Make Dynamo, which is calling the backend, analyse the frame once more."""
+    from torch._dynamo import exc
+
+    # The first is let through from a backend, the second forgets the way it took.
+    class Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+        pass
+
+    raise Again(restart_reason=reason)
+
+
+def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo to keep a dim symbolic, if the program lets it."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
+def is_marked_dynamic(x: torch.Tensor) -> bool:
+    return hasattr(x, "_dynamo_weak_dynamic_indices")
+
+
+def graph_break_line(gm: fx.GraphModule) -> str | None:
+    """The user's line where Dynamo broke the graph that ``gm`` ends, or None."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    if not reason.user_stack:
+        return str(reason.reason).splitlines()[0]
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def surrounding_ddp() -> torch.nn.Module | None:
+    """The DistributedDataParallel whose forward is running."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def on_compile(
+    backend: Callable[..., Any],
+    watch: Callable[[Any, Any], tuple[Callable[[], Any], Callable[..., None]]],
+) -> None:
+    """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for.
+
+    It returns two callables. The first is called before each call of the compiled
+    ``fn``, and what it returns after it. The second is called with each frame that
+    Dynamo met there and could not compile, and Dynamo's error; with None for the error
+    of other frames. ``backend`` alone is told of graphs, and not of what has none.
+    Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
+    its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
+    of the batch and of a sequence, are different symbols.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import (
+        OptimizeContext,
+        innermost_backend,
+        innermost_fn,
+    )
+    from torch.fx.experimental import _config as shapes
+
+    plain = OptimizeContext.__call__
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
+
+    def call(self: Any, fn: Any) -> Any:
+        found: Any = innermost_backend(self.callback)
+        if getattr(found, "compiler_fn", found) is backend and self not in seen:
+            seen.add(self)
+            options = getattr(found, "kwargs", {}).get("options")
+            enter, met = watch(innermost_fn(fn), options)
+            whole = config._make_closure_patcher(optimize_ddp=False)
+            own = shapes._make_closure_patcher(use_duck_shape=False)
+            self.enter_exit_hooks += [enter, whole, own]
+            frames = self.callback._torchdynamo_orig_backend
+            if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
+                frames._inner_convert = _Overheard(frames._inner_convert, met)
+        return plain(self, fn)
+
+    OptimizeContext.__call__ = call  # type: ignore[method-assign]
+
+
+class _Overheard:
+    """Dynamo's conversion of frames, with what ``met`` hears of each."""
+
+    def __init__(self, convert: Any, met: Callable[..., None]) -> None:
+        self._convert, self._met = convert, met
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._convert, name)
+
+    def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
+        try:
+            converted = self._convert(frame, *args, skip=skip + 1, **how)
+        except Exception as error:
+            self._met(frame, error)
+            raise
+        self._met(frame, None)
+        return converted
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke or gave up a graph, by its reasons."""
+    from torch._dynamo.utils import counters
+
+    return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def between_graph_and_caller() -> int:
+    """How many functions stand between the graph of fxpar that is running and the call
+    of what ``torch.compile`` gave: 1 where the graph is that of the outermost one."""
+    import sys
+
+    frame, count = sys._getframe(1), 0
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        inlined = name == "inner" and file.endswith("_dynamo/external_utils.py")
+        if inlined or not _is_machinery(frame):
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def _is_machinery(frame: Any) -> bool:
+    """Whether a frame is of what calls modules and compiled graphs."""
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith(("torch._dynamo", "fxpar.")) or (
+        name == "torch.nn.modules.module"
+    )
+
+
+def recurrent_members(cls: Any) -> dict[str, Any]:
+    """What a subclass of an RNN (``nn.LSTM`` and the like) needs whose parameters are
+    properties: the list of weights that it hands to its kernel is made in each forward,
+    of what the parameters are there, and let go after it."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._flat_weights = [getattr(self, name) for name in self._flat_weights_names]
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            list_recurrent_weights(self)
+
+    def nothing(self: Any) -> None:
+        pass
+
+    names = ("flatten_parameters", "_update_flat_weights")
+    return {"forward": not_compiled(forward), **dict.fromkeys(names, nothing)}
+
+
+def not_compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` as it stands, also where Dynamo is at work; it is loaded when ``fn`` is
+    called first."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(fn)
+
+
+def compile_inlined_only(fn: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling ``fn`` by itself, where it runs under code that is not
+    compiled; in code that is compiled it is traced."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+
+
+def lists_recurrent_weights(module: torch.nn.Module, key: str) -> bool:
+    """Whether an attribute of a module is an RNN's list of its weights."""
+    return isinstance(module, torch.nn.RNNBase) and key == "_flat_weights"
+
+
+def list_recurrent_weights(module: Any) -> None:
+    """Make that list anew, of the parameters that an RNN has by now."""
+    module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]

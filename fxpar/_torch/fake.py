@@ -1,0 +1,104 @@
+"""Fake tensors, and trees of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def depends_on_data(x: torch.Tensor) -> bool:
+    """Whether the shape of a fake tensor is known only once it is computed."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(x))
+
+
+def fake_mode_of(values: Any) -> Any:
+    """The FakeTensorMode of some fake values, or None."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(values)
+
+
+def mode_of(values: Any) -> Any:
+    """The mode in which ops on the values of a graph are traced: their FakeTensorMode,
+    or None; of values on the meta device, of which each op gives the shape by itself, a
+    context that does nothing."""
+    if any(type(value) is torch.Tensor and value.is_meta for value in values):
+        return contextlib.nullcontext()
+    return fake_mode_of(values)
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Ops on values of the meta device give such values, whatever mode is on."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+def new_fake_mode(*, symbols: bool = False, scalars: bool = False) -> Any:
+    """A FakeTensorMode for tracing with static shapes. ``symbols``: it can make some,
+    which ``while_loop`` (2.13) asks for; ``scalars``: also of what a tensor holds, as
+    Inductor needs to lower loops. All inputs must then be fakes already."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if not symbols:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+    made = ShapeEnv(allow_scalar_outputs=scalars, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=made, static_shapes=True
+    )
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(tree)
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(fn, tree)
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def as_fake(x: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A detached fake of ``x`` in ``mode``; a fake one of that mode stays itself.
+
+    One on the meta device is traced as on the CPU: of a cross entropy there the joint
+    graph (2.13) has no gradients."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    x = x.detach()
+    if x.device.type == "meta":
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    if isinstance(x, FakeTensor) and x.fake_mode is mode:
+        return x
+    with mode:
+        return mode.from_tensor(x)
+
+
+def fake_like(x: torch.Tensor, shape: tuple[int, ...], mode: Any) -> torch.Tensor:
+    """A fake tensor like ``x`` in another shape, contiguous."""
+    with mode:
+        made = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return made.requires_grad_(x.requires_grad)

@@ -1,0 +1,166 @@
+"""Inductor: random numbers, decompositions, lowerings, order and caches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+
+def inductor_seeds() -> Any:
+    """Inductor's ``inductor_seeds(count, device)``."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.seeds
+
+
+def inductor_random() -> Any:
+    """Inductor's ``inductor_random(size, seed, mode)``."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.random
+
+
+def inductor_randint() -> Any:
+    """Inductor's ``inductor_randint(low, high, size, seed)``."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.randint
+
+
+def replace_random(gm: fx.GraphModule, fake_mode: Any) -> None:
+    """ATen random ops -> Inductor's seed-and-index form, seeds numbered as on one
+    device. Does nothing under Inductor's ``fallback_random``."""
+    from torch._inductor.fx_passes.joint_graph import lazy_init
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+    from torch._inductor.virtualized import V
+
+    lazy_init(None)
+    with V.set_fake_mode(fake_mode):
+        replace_random_passes(gm)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decomposition table Inductor traces with."""
+    import torch._inductor.lowering  # noqa: F401  (some decompositions call it)
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor's code for a graph of ATen ops, called with one list of arguments."""
+    return cast(Callable[..., Any], _in_order(gm, list(fakes)))
+
+
+def _in_order(gm: fx.GraphModule, fakes: list[Any], **how: Any) -> Any:
+    """Inductor's code; of a graph with collectives in the order of the graph: else
+    Inductor (2.13) moves ops to what reads them, behind waits, and waits to where that
+    frees memory, at once, so that nothing runs beside a collective."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
+    names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
+    with config.patch(dict.fromkeys(names, False)):
+        return compile_fx_inner(gm, fakes, **how)
+
+
+def _name(target: Any) -> str:
+    return str(target.name()) if isinstance(target, OpOverload) else ""
+
+
+def _local_examples(graph: fx.Graph, given: Any) -> list[Any]:
+    """Example inputs as one rank holds them. Where AOTAutograd's have that shape they
+    know better: saved activations come in the strides the forward gave them."""
+    values = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    return [
+        value
+        if isinstance(value, torch.Tensor) and value.shape != example.shape
+        else example
+        for value, example in zip(values, given, strict=True)
+    ]
+
+
+def make_boxed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` in AOTAutograd's calling convention: one list of arguments."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    return make_boxed_func(fn)
+
+
+def inductor_lowering() -> tuple[Any, Any, Any]:
+    """Inductor's (register_lowering, Pointwise, ops): what a lowering is made of."""
+    from torch._inductor.ir import Pointwise
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import ops
+
+    return register_lowering, Pointwise, ops
+
+
+def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
+    """Let Inductor treat an op that starts a collective, and the op on its result that
+    ends it, as those of its own: from one to the other it neither frees, reuses nor
+    writes the operand's buffer, and nothing reads the result."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    class Wait(ir._WaitKernel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.set_cpp_kernel_name()  # its own, not that of torch's wait
+
+    @register_lowering(launch, type_promotion_kind=None)
+    def lower_launch(x: Any, *args: Any) -> Any:
+        x = ir.ExternKernel.require_contiguous(x)
+        made: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
+        return ir.TensorBox.create(made)
+
+    @register_lowering(wait, type_promotion_kind=None)
+    def lower_wait(result: Any) -> None:
+        Wait.create_wait(wait, result)
+
+
+def inductor_integer(ops: Any, value: Any, dtype: torch.dtype) -> Any:
+    """Of an integer known when it compiles: a value of Inductor's."""
+    from torch._inductor.ops_handler import OpsHandler
+
+    # 2.11 has one op for both; in 2.13 that for indices may give it fewer bits.
+    name = "value_expr" if hasattr(OpsHandler, "value_expr") else "index_expr"
+    return getattr(ops, name)(value, dtype)
+
+
+def triton_random_lanes() -> int:
+    """How many neighbours draw from one Philox counter in Inductor's Triton kernels:
+    four where it packs them (2.13), else one (2.11)."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    packs = hasattr(TritonOverrides, "_can_use_4x_random")
+    return 4 if packs else 1
+
+
+def cache_dir() -> str:
+    """Where Inductor keeps its caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as directory
+
+    return directory()
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of this name in a profile, if one is taken."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()
+
+
+def caches_disabled() -> bool:
+    """Whether the user turned off all caches of torch."""
+    from torch._inductor import config
+
+    return bool(config.force_disable_caches)
+
+
+OpOverload = torch._ops.OpOverload

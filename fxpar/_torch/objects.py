@@ -1,0 +1,69 @@
+"""Private attributes of torch's objects: ops, tensors, nodes, modules, optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an ATen or custom op; None of other targets."""
+    return getattr(target, "_schema", None)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an op writes to an operand, by its schema."""
+    schema = schema_of(target)
+    return schema is not None and schema.is_mutable
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor was written to in place."""
+    return x._version
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``x`` is a view of; ``x`` itself if of none."""
+    return x if x._base is None else x._base
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node another name, which no other node of the graph has."""
+    node._rename(name)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Parameters of a module by name, as it holds them, submodules' left out."""
+    return module._parameters
+
+
+def inplace_call(module: nn.Module) -> Any:
+    """What ``nn.Module.compile`` compiles: the bound method that calls forward."""
+    return module._call_impl
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """Hooks on the gradient of a parameter, those after it is accumulated included."""
+    hooks = list((parameter._backward_hooks or {}).values())
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return hooks + list(after.values())
+
+
+def after_step(optimizer: torch.optim.Optimizer) -> None:
+    """Do what ``step`` does around its update: schedulers see it, post hooks run."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        hook(optimizer, (), {})
+
+
+def share_step_hooks(optimizer: torch.optim.Optimizer, hooks: Any) -> None:
+    """Let an optimizer made without its constructor have these step hooks."""
+    optimizer._optimizer_step_pre_hooks = hooks
+    optimizer._optimizer_step_post_hooks = hooks
+
+
+def load_kernel(kernel: Any) -> None:
+    """Load a compiled Triton kernel onto the current device."""
+    kernel._init_handles()
