@@ -9,11 +9,11 @@ from typing import Any
 def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
     """(decision, local graph) of a plan's program under another ``Found``."""
     from fxpar import _torch
-    from fxpar.passes.local import localize
-    from fxpar.passes.regather import regather
-    from fxpar.passes.resharded import insert_reshards
-    from fxpar.passes.waits import sink_waits
-    from fxpar.sharding.edges import connect
+    from fxpar.passes.insert_reshards import insert_reshards
+    from fxpar.passes.localize import localize
+    from fxpar.passes.reshard_after_forward import regather
+    from fxpar.passes.sink_waits import sink_waits
+    from fxpar.sharding.reshard.needed import connect
 
     decision, graph = plan.result.decision, plan.result.normalized
     edges = connect(decision.program, found.strategies, found.settled, found.mesh)
@@ -29,7 +29,7 @@ def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
 
 def timeline(local: Any, mesh: Any, machine: Any) -> Any:
     """One step of a local graph, simulated as it is run."""
-    from fxpar.passes.phases import as_run
-    from fxpar.passes.simulate import simulate
+    from fxpar.passes.forward_backward import as_run
+    from fxpar.passes.simulate_step import simulate
 
     return simulate(as_run(local), machine.on(mesh), machine)

@@ -27,7 +27,7 @@ from typing import Any
 import _common
 import numpy as np
 
-from fxpar.sharding.hardware import Hardware, lookup
+from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.solver import Edge, Problem, evaluate, solve
 
 LEVELS, BATCH = 7, 512

@@ -41,8 +41,8 @@ def median_us(fn: Any, count: int = 200) -> float:
 def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fxpar.runtime import calls
-    from fxpar.runtime.inputs import quick_sum
+    from fxpar.runtime import call_variants
+    from fxpar.runtime.check_inputs import quick_sum
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -61,14 +61,14 @@ def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     run = torch.compile(model, backend="fxpar", options=options)
     ids = torch.randint(0, 1024, (4, 64))
     ids = ids if inputs == "global" else ids.chunk(RANKS)[rank].clone()
-    meet, last = calls.meet, [[""]]
+    meet, last = call_variants.meet, [[""]]
 
     def met(word: str, what: str) -> list[str]:
         last[0] = meet(word, what)
         return last[0]
 
     def step(meets: bool) -> float:
-        calls.meet = met if meets else lambda word, what: last[0]
+        call_variants.meet = met if meets else lambda word, what: last[0]
         dist.barrier()
         begin = time.perf_counter()
         run(input_ids=ids, labels=ids).loss.backward()

@@ -50,7 +50,7 @@ class Expert:
 def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     """The Program that a search sees: moments as sums, so that they can be split."""
     from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
-    from fxpar.passes.rewrite import Rewriter
+    from fxpar.passes.rewriter import Rewriter
     from fxpar.passes.signature import read_signature
     from fxpar.runtime.tracing import Call
     from fxpar.sharding.program import read
@@ -138,7 +138,7 @@ def lie(
     """Where parameters rest under hints; axes not in ``decided`` go where they
     divide."""
     from fxpar.sharding.hints import entries
-    from fxpar.sharding.rest import at_rest
+    from fxpar.sharding.propagate.at_rest import at_rest
 
     out = {}
     for name, shape in shapes.items():
@@ -194,10 +194,10 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     """What an expert's plan costs, and the one found with the same parameters at
     rest."""
     from fxpar.errors import FxparError
+    from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
-    from fxpar.sharding.hardware import lookup
-    from fxpar.sharding.search.compare import cost_of
     from fxpar.sharding.search.formulate import Facts, formulate
+    from fxpar.sharding.search.given_strategies import cost_of
 
     machine = lookup(HARDWARE)
     on, program = machine.on(mesh), resting(program, expert.rest)
@@ -224,9 +224,9 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
 def free_search(program: Any, mesh: Any, memory: float | None) -> Any:
     """What a search without hints finds, before plans are ranked by simulation: one
     cost model for all."""
+    from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import searched
-    from fxpar.sharding.hardware import lookup
-    from fxpar.sharding.search.find import Asked
+    from fxpar.sharding.search.run_search import Asked
 
     asked = Asked(lookup(HARDWARE), SECONDS, memory, ranked=False)
     return searched(program, mesh, {}, (), asked).found
@@ -234,9 +234,9 @@ def free_search(program: Any, mesh: Any, memory: float | None) -> Any:
 
 def completed(program: Any, mesh: Any, expert: Expert, memory: float) -> Any:
     """The best plan that keeps the expert's hints."""
-    from fxpar.sharding.hardware import lookup
+    from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.hints import match
-    from fxpar.sharding.search.find import Asked, search
+    from fxpar.sharding.search.run_search import Asked, search
 
     seeds: dict[int, list[Any]] = {}
     for seed in match(program, expert.hints, mesh):

@@ -163,7 +163,7 @@ def calibrator(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from fxpar.runtime.calibrate import calibrate, describe
+    from fxpar.runtime.calibrate.measure import calibrate, describe
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

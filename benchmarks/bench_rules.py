@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.sharding import reshard
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Program, Signature, read
-from fxpar.sharding.propagate import Propagation, Seed
+from fxpar.sharding.propagate.propagation import Propagation, Seed
+from fxpar.sharding.reshard import route
 from fxpar.sharding.spec import Spec
 
 MESHES = ["dp=2,tp=4", "dp=64,tp=8", "dp=8192,tp=8"]
@@ -57,13 +57,13 @@ def test_steps_of_every_reshard(benchmark, mesh: str) -> None:
     parsed, cases = Mesh.parse(mesh), pairs()
 
     def forget() -> None:
-        for function in vars(reshard).values():
+        for function in vars(route).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
 
     def all_of_them() -> None:
         for source, target in cases:
-            reshard.steps(source, target, parsed, (65536, 65536))
+            route.steps(source, target, parsed, (65536, 65536))
 
     benchmark.pedantic(all_of_them, setup=forget, rounds=20)
 

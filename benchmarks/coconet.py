@@ -22,11 +22,11 @@ import torch
 from _common import conditions
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.verbs import apply
-from fxpar.passes.phases import as_run
-from fxpar.passes.simulate import simulate
-from fxpar.sharding.hardware import lookup
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.simulate_step import simulate
+from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

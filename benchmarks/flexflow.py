@@ -87,7 +87,7 @@ def simulations(found: Any, count: int = 1000) -> dict[str, float]:
     """Simulator calls a second, of one op changed and of everything."""
     import random
 
-    from fxpar.sharding.search.overlap import Overlap
+    from fxpar.sharding.search.simulate_choice import Overlap
 
     step, chance = Overlap(found.formulation, found.solution.choice), random.Random(0)
     nodes = [
@@ -120,8 +120,8 @@ def run(name: str, size: int, clusters: list[str], seconds: float) -> dict[str, 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     import fxpar
-    from fxpar.sharding.hardware import lookup
-    from fxpar.sharding.search.compare import cost_of
+    from fxpar.sharding.cost.hardware_table import lookup
+    from fxpar.sharding.search.given_strategies import cost_of
 
     joined = JOINED if name in RECURRENT else 1
     net, mesh = nets(STEPS // joined)[name], MESHES[size]
@@ -159,7 +159,7 @@ def chosen(
 ) -> dict[str, Any]:
     """The search's plan, the one of a few that is best in the simulator (``data``: data
     parallelism's choice), and where a walk from there leads, all lowered."""
-    from fxpar.sharding.search.polish import polish, taken, walk
+    from fxpar.sharding.search.rank_candidates import polish, taken, walk
 
     found = plan.result.decision.found
     out = {"search": facts(plan.result.decision, plan.result.local, machine)}

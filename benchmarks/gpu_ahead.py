@@ -26,10 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
-from fxpar.fusion.kernels import interpret, launch
-from fxpar.fusion.kernels.program import Program
-from fxpar.fusion.kernels.providers import Provider
-from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.kernels import interpret, run_kernels
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.symmetric_memory import Provider
 
 # Of parts of several processes, or with a group: what of them launches kernels.
 INSTEAD = {"symmetric": "gpu_ranks:templates", "alone": "gpu_ranks:decomposed"}
@@ -134,22 +134,22 @@ def compile_part(here: Here, name: str) -> None:
     module, function = INSTEAD.get(name, one_gpu.PARTS[name].run).split(":")
     run = getattr(importlib.import_module(module), function)
     quiet = Here(here.mode, here.device, here.rank, here.ranks)  # tells nobody
-    kept = launch.empty
+    kept = run_kernels.empty
     try:
         with pretending(binaries.append, here):
             run(quiet)
     finally:
-        launch.empty = kept
+        run_kernels.empty = kept
     _say(here, name, binaries)
 
 
 def compile_parts_of(here: Here, programs: list[Program]) -> None:
     """Kernels of programs as regions run them: by a template, and between
     collectives."""
-    from fxpar.fusion.kernels.kernel import kernel_of
-    from fxpar.fusion.kernels.ladder import Facts, choose
+    from fxpar.fusion.kernels.autotune import Way
+    from fxpar.fusion.kernels.implementations import Facts, choose
+    from fxpar.fusion.kernels.kernel_text import kernel_of
     from fxpar.fusion.kernels.run_fused import planned
-    from fxpar.fusion.kernels.tuning import Way
 
     binaries: list[Any] = []
     with pretending(binaries.append, here):
@@ -160,7 +160,7 @@ def compile_parts_of(here: Here, programs: list[Program]) -> None:
             compile_kernel(here, template.kernel, shared=True)
             for step in stages_of(program):
                 if isinstance(step, Part):
-                    random = launch.random_of("cuda")
+                    random = run_kernels.random_of("cuda")
                     kernel = kernel_of(step.program, random=random)
                     compile_kernel(here, kernel, shared=False)
     _say(here, f"regions of models ({len(programs)})", binaries)
@@ -168,17 +168,17 @@ def compile_parts_of(here: Here, programs: list[Program]) -> None:
 
 def compile_kernel(here: Here, kernel: Any, shared: bool) -> None:
     """As it is launched."""
-    from fxpar.fusion.kernels.program import dtype_of
+    from fxpar.fusion.kernels.region_program import dtype_of
 
     reads = [
         torch.empty(t.shape, dtype=dtype_of(t.dtype), device=here.device)
         for t in kernel.reads
     ]
-    writes = [launch.place(kernel, t, here.device) for t in kernel.writes]
+    writes = [run_kernels.place(kernel, t, here.device) for t in kernel.writes]
     addresses = [torch.empty(8, dtype=torch.int64, device=here.device)] * 2
     numbers = [1 for _ in kernel.numbers]
     given = [*(addresses if shared else ()), *reads, *writes, *numbers]
-    launch.function_of(kernel)[(kernel.programs,)](
+    run_kernels.function_of(kernel)[(kernel.programs,)](
         *given,
         *((0,) if shared else ()),
         PROGRAMS=kernel.programs,

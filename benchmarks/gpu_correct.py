@@ -29,10 +29,10 @@ from gpu_here import (
 )
 from gpu_programs import BF16, CASES, F32, ONLY_F32, PIECES, TINY, Case, Job, Sizes
 
-from fxpar.fusion.kernels import gemm_signals, interpret, launch, run_fused
-from fxpar.fusion.kernels.gemm import BIAS, Gemm, Tiles, gemm, signals_of
-from fxpar.fusion.kernels.gemm import launch as launch_gemm
-from fxpar.fusion.kernels.providers import Provider, virtual
+from fxpar.fusion.kernels import interpret, matmul_signals, run_fused, run_kernels
+from fxpar.fusion.kernels.matmul_kernel import BIAS, Gemm, Tiles, gemm, signals_of
+from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
+from fxpar.fusion.kernels.symmetric_memory import Provider, virtual
 from fxpar.fusion.kernels.templates import Template, template_of
 
 # Relative to the largest number: of float32 (exp, division and rsqrt are within
@@ -49,7 +49,7 @@ SHAPES = ((64, 4096), (37, 1000))
 
 def epilogues(here: Here) -> None:
     """Kernels without collectives, beside their programs in float64 or float32."""
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     for dtype in (F32, BF16):
         errors, wrong, masks = [], [], []
         for name in PIECES:
@@ -81,9 +81,9 @@ def epilogue(
     ]
     job = programs.job_of([fn], given)
     values = job.values(given)
-    kernel = launch.compiled(job.program, here.device.type)
+    kernel = run_kernels.compiled(job.program, here.device.type)
     assert kernel is not None, f"{name} has no kernel"
-    made = launch.run(job.program, list(values.values()), job.numbers[0])
+    made = run_kernels.run(job.program, list(values.values()), job.numbers[0])
     wide, to = programs.widened(job.program, dtype)
     raised = [programs.up(x, to) for x in values.values()]
     want = interpret.run(wide, raised, job.numbers[0])
@@ -100,7 +100,7 @@ def epilogue(
 
 def virtual_ranks(here: Here) -> None:
     """Every template on 2, 4 and 8 virtual ranks, and repeated."""
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     for ranks in here.pick((2, 4, 8), (1,)):
         playing = virtual(ranks, here.device, programs=max(1, here.programs // ranks))
         ours = streams(here, ranks)
@@ -130,7 +130,7 @@ def cases_of(ranks: int) -> dict[str, Case]:
 
 
 def template(here: Here, case: Case, job: Job, programs: int) -> Template:
-    random = launch.random_of(here.device.type)
+    random = run_kernels.random_of(here.device.type)
     return template_of(job.program, shots=case.shots, programs=programs, random=random)
 
 
@@ -182,7 +182,7 @@ def prepare(
         kernel = made.kernel
         load(
             here,
-            launch.function_of(kernel),
+            run_kernels.function_of(kernel),
             ready[-1][0],
             kernel.programs,
             PROGRAMS=kernel.programs,
@@ -247,7 +247,7 @@ def repeated(here: Here, case: Case, playing: Sequence[Provider], ours: Any) -> 
 @triton.jit(do_not_specialize=["chunk"])
 def wait_for(flags_ptr, chunk):
     """Ends when the flag of a chunk is up."""
-    gemm_signals.wait(flags_ptr + chunk)
+    matmul_signals.wait(flags_ptr + chunk)
 
 
 def matmuls(here: Here) -> None:
@@ -293,7 +293,7 @@ def matrices(here: Here, m: int, n: int, k: int, dtype: str, turn: int) -> Any:
 
 def loaded(here: Here, made: Gemm, operands: Any, *rest: Any) -> None:
     """The kernel of a matmul is compiled and loaded."""
-    function = getattr(launch.module_of(made.name, made.text), made.name)
+    function = getattr(run_kernels.module_of(made.name, made.text), made.name)
     load(
         here, function, (*operands, *rest), made.programs,
         PROGRAMS=made.programs, INTERPRETED=False,

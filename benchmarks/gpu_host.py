@@ -17,8 +17,8 @@ from gpu_memory import reduce_rms
 from gpu_programs import BF16, CASES, TINY, Case, Sizes
 from gpu_ranks import start
 
-from fxpar.fusion.kernels import launch, op, run_fused
-from fxpar.fusion.kernels.providers import virtual
+from fxpar.fusion.kernels import region_op, run_fused, run_kernels
+from fxpar.fusion.kernels.symmetric_memory import virtual
 
 ASKED = (
     "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
@@ -83,7 +83,7 @@ def calls(here: Here) -> None:
     given = programs.inputs_of(here, case, 1, 0, 0, sizes)
     (provider,) = virtual(1, here.device, programs=here.programs)
     run_fused.install(group, here.device.type, provider)
-    word = op.remember(job.program)
+    word = region_op.remember(job.program)
     values, numbers = list(job.values(given).values()), list(job.numbers[0])
 
     def region() -> Any:
@@ -108,7 +108,7 @@ def calls(here: Here) -> None:
             microseconds=scaled(host),
         )
         # In a graph the region's collective stands between kernels: load them before.
-        launch.run(job.program, values, numbers, group)
+        run_kernels.run(job.program, values, numbers, group)
         device = {name: replayed(here, run) for name, run in sides.items()}
     here.value(
         "b7 graph", device["region"] / device["parts"], "8 rows",
@@ -178,7 +178,9 @@ def compiling(here: Here) -> None:
         playing = virtual(ranks, here.device, programs=17)[:1]
         given = [programs.inputs_of(here, case, ranks, 0, 0, sizes)]
         for what in ("b8 cold", "b8 cached"):
-            launch.function_of(made.kernel).__dict__.get("device_caches", {}).clear()
+            run_kernels.function_of(made.kernel).__dict__.get(
+                "device_caches", {}
+            ).clear()
             playing[0].reserve(made.nbytes)
             begun = time.perf_counter()
             prepare(here, made, job, given, playing)

@@ -39,9 +39,9 @@ from gpu_here import (
 )
 from gpu_programs import BF16
 
-from fxpar.fusion.kernels.gemm import TILES, Gemm, Tiles, gemm, signals_of
-from fxpar.fusion.kernels.gemm import launch as launch_gemm
-from fxpar.fusion.kernels.gemm_worth import SHARE, profitable
+from fxpar.fusion.kernels.matmul_cost import SHARE, profitable
+from fxpar.fusion.kernels.matmul_kernel import TILES, Gemm, Tiles, gemm, signals_of
+from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
 
 CHUNKS = 8
 LARGE = TILES["bfloat16"][0]

@@ -33,8 +33,8 @@ from gpu_here import (
 )
 from gpu_programs import BF16, F32, RATE, Case, Job
 
-from fxpar.fusion.kernels import launch, run_fused
-from fxpar.fusion.kernels.providers import Provider, virtual
+from fxpar.fusion.kernels import run_fused, run_kernels
+from fxpar.fusion.kernels.symmetric_memory import Provider, virtual
 from fxpar.fusion.kernels.templates import Template
 from fxpar.passes import random
 
@@ -55,13 +55,13 @@ def launcher(
     here: Here, job: Job, given: Sequence[torch.Tensor]
 ) -> tuple[Callable[[], Any], list[torch.Tensor]]:
     """A program's kernel, to be called again and again, and what it writes."""
-    kernel = launch.compiled(job.program, here.device.type)
+    kernel = run_kernels.compiled(job.program, here.device.type)
     assert kernel is not None, "no kernel"
     values = job.values(given)
-    reads = [launch.as_read(values[t.name], t, here.device) for t in kernel.reads]
-    writes = [launch.place(kernel, t, here.device) for t in kernel.writes]
+    reads = [run_kernels.as_read(values[t.name], t, here.device) for t in kernel.reads]
+    writes = [run_kernels.place(kernel, t, here.device) for t in kernel.writes]
     more = [job.numbers[0][i] for i in kernel.numbers]
-    function = launch.function_of(kernel)
+    function = run_kernels.function_of(kernel)
 
     def call() -> Any:
         return function[(kernel.programs,)](
@@ -340,7 +340,7 @@ def more_programs(here: Here, ranks: int, mib: int) -> None:
 def twice(made: Template, arguments: Any) -> bool:
     """Whether two programs and some room fit a multiprocessor."""
     kernel = made.kernel
-    function = launch.function_of(kernel)
+    function = run_kernels.function_of(kernel)
     how = {"PROGRAMS": kernel.programs, "num_warps": kernel.warps}
     binary = function.warmup(*arguments, grid=(kernel.programs,), **how)
     binary._init_handles()

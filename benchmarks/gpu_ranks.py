@@ -21,7 +21,7 @@ from gpu_here import Here, apart, fill, poisoned, same
 from gpu_programs import BF16, CASES, F32, TINY, Case, Job, Sizes
 
 from fxpar import _torch
-from fxpar.fusion.kernels import launch, op, providers, run_fused
+from fxpar.fusion.kernels import region_op, run_fused, run_kernels, symmetric_memory
 
 c10d = torch.ops._c10d_functional
 PATIENCE = datetime.timedelta(seconds=60)
@@ -56,7 +56,7 @@ def share_files(here: Here, group: str) -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     store, rank, ranks = _torch.distributed.group_store(group)
-    made = providers.shared_files(store, rank, ranks, name="try", programs=4)
+    made = symmetric_memory.shared_files(store, rank, ranks, name="try", programs=4)
     run_fused.install(group, "cpu", made)
     swap = interpreter_builder.create_atomic_cas
 
@@ -100,7 +100,7 @@ def digest(x: torch.Tensor) -> str:
 
 def symmetric(here: Here) -> None:
     """Kernels that read other processes' memory, by templates and by the op."""
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     group = start(here, "gloo")
     provider = run_fused.provider_of(group, here.device)
     note = "torch's symmetric memory" if here.is_gpu else "shared files"
@@ -132,8 +132,8 @@ def symmetric(here: Here) -> None:
 
 def templates(here: Here) -> None:
     """The kernels of ``symmetric``, launched as there, by one process ahead of time."""
-    most = max(1, here.programs - providers.FREE)
-    playing = providers.virtual(2, here.device, programs=most)
+    most = max(1, here.programs - symmetric_memory.FREE)
+    playing = symmetric_memory.virtual(2, here.device, programs=most)
     for case in CASES.values():
         sizes = here.pick(Sizes(), TINY)
         job = programs.case_job(here, case, 2, sizes)
@@ -157,7 +157,7 @@ def region_ops(here: Here, group: str) -> None:
     for name in AS_REGIONS:
         case = CASES[name]
         job = programs.case_job(here, case, here.ranks, here.pick(Sizes(), TINY))
-        word = op.remember(job.program)
+        word = region_op.remember(job.program)
 
         def by_op(values: Any, job: Job = job, word: str = word) -> Any:
             given, numbers = list(values.values()), list(job.numbers[here.rank])
@@ -249,12 +249,12 @@ def whole_beside_parts(here: Here, case: Case, group: str) -> tuple[float, bool]
     """The kernel with the collective inside, beside the collective between kernels."""
     sizes = here.pick(Sizes(), TINY)
     job = programs.case_job(here, case, 1, sizes)
-    (provider,) = providers.virtual(1, here.device, programs=here.programs)
+    (provider,) = symmetric_memory.virtual(1, here.device, programs=here.programs)
     made = template(here, case, job, provider.programs)
     values = job.values(programs.inputs_of(here, case, 1, 0, 7, sizes))
     numbers = job.numbers[0]
     got = run_fused.launched(made, values, numbers, provider)
-    want = launch.run(job.program, list(values.values()), numbers, group)
+    want = run_kernels.run(job.program, list(values.values()), numbers, group)
     here.sync()
     pairs = [(got[t.name], x) for t, x in zip(job.program.outputs, want, strict=True)]
     return (

@@ -65,7 +65,7 @@ def costs(problem: Any, start: Sequence[int], seconds: float) -> dict[str, Any]:
     from numba import njit
 
     from fxpar.sharding.solver import evaluate, solve
-    from fxpar.sharding.solver.flat import cost_of, flatten
+    from fxpar.sharding.solver.flat_arrays import cost_of, flatten
     from fxpar.sharding.solver.network import build
 
     problem = replace(problem, memory=(), limit=None)
@@ -104,7 +104,7 @@ def costs(problem: Any, start: Sequence[int], seconds: float) -> dict[str, Any]:
 
 def joined(found: Any, choice: Sequence[int]) -> tuple[Any, list[int]]:
     """The problem with parameters and their gradients as one node, and a choice."""
-    from fxpar.sharding.search.moves import Moves
+    from fxpar.sharding.search.random_walk import Moves
     from fxpar.sharding.solver.problem import tie
 
     together = Moves(found, list(choice)).together
@@ -150,9 +150,9 @@ def traced(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     """Steps with overlap: [as ``overlap`` has it, lowered] of each plan."""
-    from fxpar.sharding.hardware import lookup
-    from fxpar.sharding.search.overlap import Overlap
-    from fxpar.sharding.search.polish import polish, taken, walk
+    from fxpar.sharding.cost.hardware_table import lookup
+    from fxpar.sharding.search.rank_candidates import polish, taken, walk
+    from fxpar.sharding.search.simulate_choice import Overlap
 
     found, machine = plan.result.decision.found, lookup("h100")
     form = found.formulation
@@ -179,7 +179,7 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
 
 def run(name: str, mesh: str, seconds: float) -> dict[str, Any]:
     import fxpar
-    from fxpar.sharding.search.compare import cost_of
+    from fxpar.sharding.search.given_strategies import cost_of
 
     if name == "made up":
         from tests.sharding.solver.problems import layered

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from fxpar.backend import train_step
     from fxpar.planning import plan
     from fxpar.runtime.alone import alone
-    from fxpar.runtime.boundary import constrain
-    from fxpar.runtime.graphs import plans
-    from fxpar.runtime.shard import no_sync, shard
+    from fxpar.runtime.at_rest.crossings import constrain
+    from fxpar.runtime.at_rest.shard import no_sync, shard
+    from fxpar.runtime.compiled_graph import plans
     from fxpar.sharding.rules import rule
 
 __version__ = "0.1.0"
@@ -40,12 +40,12 @@ __all__ = [
 
 _LAZY = {
     "alone": "fxpar.runtime.alone",
-    "constrain": "fxpar.runtime.boundary",
-    "no_sync": "fxpar.runtime.shard",
+    "constrain": "fxpar.runtime.at_rest.crossings",
+    "no_sync": "fxpar.runtime.at_rest.shard",
     "plan": "fxpar.planning",
-    "plans": "fxpar.runtime.graphs",
+    "plans": "fxpar.runtime.compiled_graph",
     "rule": "fxpar.sharding.rules",
-    "shard": "fxpar.runtime.shard",
+    "shard": "fxpar.runtime.at_rest.shard",
     "train_step": "fxpar.backend",
 }
 

@@ -137,7 +137,7 @@ def _asks_for_gradients(call: Call) -> bool:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from fxpar.runtime.calibrate import calibrate, describe, spawn
+    from fxpar.runtime.calibrate.measure import calibrate, describe, spawn
     from fxpar.runtime.groups import launched
     from fxpar.sharding.mesh import Mesh
 

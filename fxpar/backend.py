@@ -29,38 +29,45 @@ from fxpar.errors import (
     RankMismatchError,
 )
 from fxpar.explain.dump import report, watcher
-from fxpar.fusion.kernels.fuse import fuse_graph, say
+from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
+from fxpar.fusion.kernels.implementations import Facts
 from fxpar.fusion.kernels.interpret import device_of
-from fxpar.fusion.kernels.ladder import Facts
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
-from fxpar.fusion.later import settings_of
+from fxpar.fusion.phase_settings import settings_of
 from fxpar.passes import Request, Result, Watch, random, with_schedule
-from fxpar.passes.bodies import hold
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.delay import delay
+from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
-from fxpar.passes.schedule import DEFAULT, schedule
+from fxpar.passes.order_collectives import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, ddp, eager, graphs, inputs, presence
+from fxpar.runtime import check_inputs as inputs
+from fxpar.runtime import (
+    compiled_graph,
+    consensus,
+    inside_ddp,
+    outside_graphs,
+    presence,
+)
 from fxpar.runtime.binding import bind
-from fxpar.runtime.calls import Calls, forget, with_open_sizes
-from fxpar.runtime.choose import choices, plan_mode, planned, scheduling
+from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
+from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
-from fxpar.runtime.identity import placeholders, without_unused
+from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
-from fxpar.runtime.names import Named, name_inputs
-from fxpar.runtime.sizes import UNEVEN, UNLIKE, Together
-from fxpar.runtime.step import TrainStep
-from fxpar.runtime.step_forward import End
-from fxpar.runtime.step_gradients import Asked
-from fxpar.runtime.step_trace import Step
-from fxpar.runtime.step_writes import keep_copies, lift_writes, put_writes
-from fxpar.runtime.tune import tuned
+from fxpar.runtime.plan_once import choices, plan_mode, planned, scheduling
+from fxpar.runtime.program_identity import placeholders, without_unused
+from fxpar.runtime.train_step.forward import End
+from fxpar.runtime.train_step.gradients import Asked
+from fxpar.runtime.train_step.step import TrainStep
+from fxpar.runtime.train_step.step_writes import keep_copies, lift_writes, put_writes
+from fxpar.runtime.train_step.trace import Step
+from fxpar.runtime.tune_schedule import tuned
 from fxpar.runtime.verify import feeds_of, verify
-from fxpar.sharding.conventions import batch_axes
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 
@@ -79,14 +86,14 @@ def fxpar(
     try:
         asked, ranks = _joined(gm, options)
         if _is_plain(asked, ranks):
-            return _torch.aot.compile_fx(graphs.without_hints(gm), examples)
+            return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
         return _called(gm, examples, asked, ranks, _Job.compile, "forward")
     except FxparError as error:
-        return graphs.raiser(error)
+        return compiled_graph.raiser(error)
 
 
 fxpar.reset = forget  # type: ignore[attr-defined]
-_torch.dynamo.on_compile(fxpar, eager.watch)
+_torch.dynamo.on_compile(fxpar, outside_graphs.watch)
 
 
 def train_step(
@@ -133,7 +140,7 @@ def train_step(
                 asked, ranks = _joined(gm, options)
                 return _called(gm, examples, asked, ranks, stage, step)
             except FxparError as error:
-                return graphs.raiser(error)
+                return compiled_graph.raiser(error)
 
         return compile_forward
 
@@ -147,12 +154,12 @@ def _joined(
     """What is asked for a Dynamo graph, and this process's place on the mesh."""
     asked = Options.read(options)
     presence.set_timeout(asked.timeout)
-    homes = graphs.homes(gm)
+    homes = compiled_graph.homes(gm)
     if homes and asked.mesh is None:
         asked = replace(asked, mesh=homes[0].mesh)
     ranks = join(asked)
-    graphs.follow_dtypes(homes, asked)
-    ddp.warn_around(ranks)
+    compiled_graph.follow_dtypes(homes, asked)
+    inside_ddp.warn_around(ranks)
     return asked, ranks
 
 
@@ -174,7 +181,7 @@ def _called(
     lean, kept = without_unused(gm, examples)
     examples = [examples[i] for i in kept]
     named = name_inputs(lean.graph, examples)
-    local = graphs.local_inputs(named, examples, options)
+    local = compiled_graph.local_inputs(named, examples, options)
 
     results = LocalResults()
 
@@ -189,7 +196,7 @@ def _called(
 
     try:
         if local:
-            graphs.require_dynamic_batch(lean, examples, local)
+            compiled_graph.require_dynamic_batch(lean, examples, local)
             with _said_by_rank_0(ranks.rank):
                 results = _scaled(lean, examples, named, local, ranks.mesh)
     except PlanError:
@@ -214,9 +221,9 @@ def _scaled(
     mesh: Mesh,
 ) -> LocalResults:
     """Results of a Dynamo graph that is fed parts of the batch, as they leave."""
-    args = [graphs.hint_of(x) for x in examples]
-    sizes = graphs.batch_sizes(gm, examples, local)
-    sized = partial(graphs.resized, args, local, sizes)
+    args = [compiled_graph.hint_of(x) for x in examples]
+    sizes = compiled_graph.batch_sizes(gm, examples, local)
+    sized = partial(compiled_graph.resized, args, local, sizes)
     return scale_results(gm, named, sized, mesh.count(batch_axes(mesh)))
 
 
@@ -226,7 +233,7 @@ def _told_to_others() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        agree.abort(error)
+        consensus.abort(error)
         raise
 
 
@@ -249,7 +256,9 @@ class _Job:
     def compile_step(self, step: Step, rests: Mapping[int, Spec]) -> Callable[..., Any]:
         """The checked, compiled function of a traced training step."""
         if _is_plain(self.options, self.ranks):
-            return _torch.aot.compile_fx(graphs.without_hints(step.module), step.fakes)
+            return _torch.aot.compile_fx(
+                compiled_graph.without_hints(step.module), step.fakes
+            )
         job = replace(self, named=step.ends, rests=rests, writes=True)
         return job.compile(step.module, step.fakes)
 
@@ -280,7 +289,7 @@ class _Job:
         checks = []
         if self.writes:
             checks = [inputs.Checks(self._compared(), self.options, step.ranks).run]
-        return graphs.Compiled(
+        return compiled_graph.Compiled(
             compiled,
             [*checks, step.verify] if self.options.verify else checks,
             step.compiled_plan,
@@ -358,7 +367,7 @@ class _Parallelize:
         if options.tune:
             self.result = self._tuned(self.result, request, name, fake_mode)
         if self.job.together.kind != UNLIKE:
-            agree.agree(name, self.plan.hash, str(self.plan))
+            consensus.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         bound = bind(
             self.result.local,
@@ -385,7 +394,7 @@ class _Parallelize:
             if not local:
                 return signature
             own = self.job.results.own
-            return graphs.local_batch(signature, fed, own, mesh)
+            return compiled_graph.local_batch(signature, fed, own, mesh)
 
         mode = plan_mode(options.plan, options, name)
         return Request(
@@ -453,9 +462,9 @@ class _Parallelize:
         if self.job.together.kind == UNLIKE and mismatch is not None:
             what = f"what crosses between them: {mismatch.what}; more than sums do"
             error, fix = InputMismatchError, mismatch.fix
-        agree.agree(
+        consensus.agree(
             f"graph{self.number} is compiled",
-            agree.digest_of(text),
+            consensus.digest_of(text),
             text,
             what=what,
             fix=fix,

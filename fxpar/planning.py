@@ -25,25 +25,25 @@ from fxpar.explain.dump import watcher
 from fxpar.explain.html import render
 from fxpar.explain.text import short_seconds
 from fxpar.explain.timeline import chrome_trace
-from fxpar.fusion.later import settings_of
+from fxpar.fusion.phase_settings import settings_of
 from fxpar.passes import Request, Result, parallelize
-from fxpar.passes.bodies import module_of
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
-from fxpar.passes.phases import as_run
 from fxpar.passes.signature import read_signature
-from fxpar.passes.simulate import Timeline, simulate
-from fxpar.runtime.choose import choices, machine, plan_mode, scheduling
+from fxpar.passes.simulate_step import Timeline, simulate
+from fxpar.runtime.plan_once import choices, machine, plan_mode, scheduling
 from fxpar.runtime.tracing import Call, Outcome
-from fxpar.sharding.describe import dearest, reshards_of
-from fxpar.sharding.hardware import Hardware
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
+from fxpar.sharding.plan_facts import dearest, reshards_of
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.search.ask import alternatives, said
-from fxpar.sharding.search.find import Asked
-from fxpar.sharding.search.meshes import Auto, read_auto
-from fxpar.sharding.search.unequal import Ratios, ratios
+from fxpar.sharding.search.alternatives import alternatives, said
+from fxpar.sharding.search.mesh_candidates import Auto, read_auto
+from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 
 

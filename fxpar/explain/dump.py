@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.config import Options, write_dump
 from fxpar.errors import FxparWarning, compose
 from fxpar.explain.text import short_dtype
-from fxpar.passes.bodies import body_of
+from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 
@@ -88,7 +88,7 @@ def graph_python(graph: fx.Graph) -> str:
         "NoneType": "from types import NoneType",
         "operator": "import operator",
     }
-    lines = ["import torch", "import operator", "import fxpar.passes.ops"]
+    lines = ["import torch", "import operator", "import fxpar.passes.custom_ops"]
     lines += [known[name] for name in code.globals if name in known]
     lines += [
         f"from {obj.__module__} import {obj.__name__} as {name}"

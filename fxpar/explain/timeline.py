@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fxpar.passes.simulate import COMPUTE, Event, Timeline
+from fxpar.passes.simulate_step import COMPUTE, Event, Timeline
 
 _PROCESS = 0
 

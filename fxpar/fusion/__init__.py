@@ -1,7 +1,7 @@
 """Schedules: compute and collectives of a local graph rewritten together."""
 
+from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.pipeline_stages import apply_stages
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.stages import apply_stages
-from fxpar.fusion.verbs import apply
 
 __all__ = ["Schedule", "apply", "apply_stages"]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.edit import Edit, refuse
-from fxpar.fusion.order import arrange
-from fxpar.fusion.regions import path_outside
-from fxpar.passes import steps
+from fxpar.fusion.fuse_nodes import path_outside
+from fxpar.fusion.kept_order import arrange
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
 
@@ -62,14 +62,16 @@ def _reduced(build: Builder, nodes: Nodes) -> Any:
     """All-reduces: flat, one behind the other."""
     flat = [build.call(aten.reshape.default, n.args[0], [-1]) for n in nodes]
     joined = build.call(aten.cat.default, flat)
-    whole = steps.step(build, steps.all_reduce, joined, *nodes[0].args[1:])
+    whole = collective_nodes.step(
+        build, collective_nodes.all_reduce, joined, *nodes[0].args[1:]
+    )
     starts = _starts(nodes, nodes)
     return whole, _cutting(build, whole, 0, starts)
 
 
 def _scattered(build: Builder, nodes: Nodes) -> Any:
     """Reduce-scatters: one row per rank, in it the parts that the rank shall have."""
-    count = build.mesh.count(steps.axes_of(nodes[0]))
+    count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
     flat = []
     for node in nodes:
         x: Any = node.args[0]
@@ -80,17 +82,23 @@ def _scattered(build: Builder, nodes: Nodes) -> Any:
         flat.append(build.call(aten.reshape.default, rows, [count, -1]))
     joined = build.call(aten.cat.default, flat, 1)
     args: Any = (0, *nodes[0].args[2:])
-    whole = steps.step(build, steps.reduce_scatter, joined, *args)
+    whole = collective_nodes.step(build, collective_nodes.reduce_scatter, joined, *args)
     starts = _starts(nodes, nodes)
     return whole, _cutting(build, whole, 1, starts)
 
 
 def _collected(build: Builder, nodes: Nodes) -> Any:
     """All-gathers: one row per rank, in it what the rank had."""
-    count = build.mesh.count(steps.axes_of(nodes[0]))
+    count = build.mesh.count(collective_nodes.axes_of(nodes[0]))
     flat = [build.call(aten.reshape.default, n.args[0], [1, -1]) for n in nodes]
     joined = build.call(aten.cat.default, flat, 1)
-    whole = steps.step(build, steps.all_gather, joined, 0, steps.axes_of(nodes[0]))
+    whole = collective_nodes.step(
+        build,
+        collective_nodes.all_gather,
+        joined,
+        0,
+        collective_nodes.axes_of(nodes[0]),
+    )
     starts = _starts(nodes, [n.all_input_nodes[0] for n in nodes])
 
     def cut(node: fx.Node) -> fx.Node:
@@ -138,7 +146,7 @@ def _piece(build: Builder, x: fx.Node, dim: int, start: int, size: int) -> fx.No
 
 
 _JOIN: dict[Any, Any] = {
-    steps.all_reduce: _reduced,
-    steps.reduce_scatter: _scattered,
-    steps.all_gather: _collected,
+    collective_nodes.all_reduce: _reduced,
+    collective_nodes.reduce_scatter: _scattered,
+    collective_nodes.all_gather: _collected,
 }

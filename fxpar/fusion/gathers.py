@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.edit import Axes, Edit, refuse
-from fxpar.passes import steps
+from fxpar.fusion.schedule_edit import Axes, Edit, refuse
+from fxpar.passes import collective_nodes
 
 
 def split(edit: Edit, reduced: fx.Node, dim: int | None = None) -> list[fx.Node]:
@@ -37,8 +37,12 @@ def cut(
         raise refuse("cut", value, "is read by nobody")
     at = min(readers) if value.op == "placeholder" else value.next
     with edit.graph.inserting_before(at), edit.build.at(value):
-        part = steps.step(edit.build, steps.slice_, value, dim, axes)
-        whole = steps.step(edit.build, steps.all_gather, part, dim, axes)
+        part = collective_nodes.step(
+            edit.build, collective_nodes.slice_, value, dim, axes
+        )
+        whole = collective_nodes.step(
+            edit.build, collective_nodes.all_gather, part, dim, axes
+        )
     for reader in readers:
         reader.replace_input_with(value, whole)
     return [part, whole]
@@ -63,19 +67,31 @@ def _split(
 ) -> list[fx.Node]:
     x: Any = reduced.args[0]
     with edit.before(reduced) as build:
-        made = [steps.step(build, steps.reduce_scatter, x, dim, op, near)]
+        made = [
+            collective_nodes.step(
+                build, collective_nodes.reduce_scatter, x, dim, op, near
+            )
+        ]
         if far:
-            made.append(steps.step(build, steps.all_reduce, made[-1], op, far))
-        made.append(steps.step(build, steps.all_gather, made[-1], dim, near))
+            made.append(
+                collective_nodes.step(
+                    build, collective_nodes.all_reduce, made[-1], op, far
+                )
+            )
+        made.append(
+            collective_nodes.step(
+                build, collective_nodes.all_gather, made[-1], dim, near
+            )
+        )
     edit.swap(reduced, made[-1])
     return made
 
 
 def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
     """(axes, op) of an all-reduce of summands."""
-    if node.target is not steps.all_reduce:
+    if node.target is not collective_nodes.all_reduce:
         raise refuse(verb, node, "is no all-reduce")
-    axes, source = steps.axes_of(node), node.all_input_nodes[0]
+    axes, source = collective_nodes.axes_of(node), node.all_input_nodes[0]
     equal = [a for a in axes if a not in edit.varies()[source]]
     if equal:
         raise refuse(
@@ -113,9 +129,9 @@ def merge(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
     another gathered along the same dim becomes one over the axes of both."""
     first, *others = nodes
     for node in others:
-        if node.target in steps.MESSAGES:
+        if node.target in collective_nodes.MESSAGES:
             raise refuse("merge", node, "is a message, of which each arrives")
-        if not steps.is_step(node) or node.target is not first.target:
+        if not collective_nodes.is_step(node) or node.target is not first.target:
             raise refuse("merge", node, f"is not of the kind of {first.name}")
         if node.args == first.args:
             earlier, later = (first, node) if first < node else (node, first)
@@ -129,15 +145,20 @@ def merge(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
 
 
 def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
-    axes = (*steps.axes_of(node), *steps.axes_of(first))
-    if node.target is not steps.all_gather and node.target is not steps.all_reduce:
+    axes = (*collective_nodes.axes_of(node), *collective_nodes.axes_of(first))
+    if (
+        node.target is not collective_nodes.all_gather
+        and node.target is not collective_nodes.all_reduce
+    ):
         raise refuse("merge", node, "is neither a gather nor an all-reduce")
     if node.args[1] != first.args[1]:
         raise refuse("merge", node, "is along another dim, or of another op")
     if len(set(axes)) < len(axes):
         raise refuse("merge", node, f"is along axes of {first.name} again")
     with edit.before(node) as build:
-        made = steps.step(build, node.target, first.args[0], node.args[1], axes)
+        made = collective_nodes.step(
+            build, node.target, first.args[0], node.args[1], axes
+        )
     edit.swap(node, made)
     return made
 
@@ -147,7 +168,7 @@ def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
     this rank's slice; one of the slices of a value equal on all ranks, which is then
     read itself."""
     for node in nodes:
-        if node.target is not steps.all_gather:
+        if node.target is not collective_nodes.all_gather:
             raise refuse("drop", node, "is no all-gather")
         whole = [user for user in node.users if not _takes_back(user, node)]
         if whole and not _is_there(edit, node):
@@ -167,11 +188,13 @@ def _is_there(edit: Edit, gathered: fx.Node) -> bool:
     part = gathered.all_input_nodes[0]
     if not _takes_back(part, gathered):
         return False
-    return edit.varies()[part.all_input_nodes[0]].isdisjoint(steps.axes_of(gathered))
+    return edit.varies()[part.all_input_nodes[0]].isdisjoint(
+        collective_nodes.axes_of(gathered)
+    )
 
 
 def _takes_back(user: fx.Node, gathered: fx.Node) -> bool:
-    return user.target is steps.slice_ and user.args[1:] == gathered.args[1:]
+    return user.target is collective_nodes.slice_ and user.args[1:] == gathered.args[1:]
 
 
 def take_back(edit: Edit, gathered: fx.Node) -> None:
@@ -201,5 +224,5 @@ def sink(edit: Edit, node: fx.Node) -> list[fx.Node]:
 
 
 def _step(verb: str, node: fx.Node) -> None:
-    if not steps.is_step(node):
+    if not collective_nodes.is_step(node):
         raise refuse(verb, node, "is no collective")

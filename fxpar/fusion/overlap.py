@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion import order, sends, shipped
-from fxpar.fusion.edit import Edit, check_staged, refuse
-from fxpar.fusion.order import arrange
-from fxpar.fusion.parts import Cutter, Part, Refused, results_of
+from fxpar.fusion import fused_matmul, send_recv
+from fxpar.fusion import kept_order as order
+from fxpar.fusion.kept_order import arrange
 from fxpar.fusion.ring import Ring
-from fxpar.passes import steps
+from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
+from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
 
@@ -108,10 +109,10 @@ def overlap(
     does both (``shipped``)."""
     if fused:
         _check_alone(starts[0], chunks, dim, ring)
-        if len(starts) == 1 and starts[0].target is steps.all_gather:
-            return shipped.gather_first(edit, starts[0], ends)
-        if len(ends) == 1 and ends[0].target is steps.reduce_scatter:
-            return shipped.reduce_last(edit, starts, ends[0])
+        if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:
+            return fused_matmul.gather_first(edit, starts[0], ends)
+        if len(ends) == 1 and ends[0].target is collective_nodes.reduce_scatter:
+            return fused_matmul.reduce_last(edit, starts, ends[0])
         why = "is no gather before products, and no product before a reduce-scatter"
         raise refuse("overlap", starts[0], why, fix="leave out fused")
     if len(starts) == 1 and starts[0].target in _FIRST:
@@ -131,16 +132,16 @@ def _check_alone(node: fx.Node, *others: int | None) -> None:
 
 # What chunks may begin with, or end with; a gather that ends them is one that others
 # come before.
-_FIRST = {steps.all_gather, steps.recv}
+_FIRST = {collective_nodes.all_gather, collective_nodes.recv}
 _LAST = {
-    steps.reduce_scatter,
-    steps.all_reduce,
-    steps.permute,
-    steps.all_gather,
-    steps.send,
+    collective_nodes.reduce_scatter,
+    collective_nodes.all_reduce,
+    collective_nodes.permute,
+    collective_nodes.all_gather,
+    collective_nodes.send,
 }
 # What a ring may stand for: a gather that comes first, a reduce-scatter that is last.
-_RINGS = {steps.all_gather, steps.reduce_scatter}
+_RINGS = {collective_nodes.all_gather, collective_nodes.reduce_scatter}
 
 
 class _How:
@@ -156,11 +157,15 @@ class _How:
         ring: int | None,
     ) -> None:
         self.node, self.args, self.dim, self.ring = node, node.args[1:], dim, ring
-        self.axes = steps.axes_of(node)
+        self.axes = collective_nodes.axes_of(node)
         self.chunks = 2 if chunks is None else chunks
-        moves = node.target not in (steps.all_reduce, steps.permute, *steps.MESSAGES)
+        moves = node.target not in (
+            collective_nodes.all_reduce,
+            collective_nodes.permute,
+            *collective_nodes.MESSAGES,
+        )
         self.along: Any = node.args[1] if moves else None
-        if node.target in steps.MESSAGES:
+        if node.target in collective_nodes.MESSAGES:
             check_staged("overlap", edit, node)
         if ring is not None:
             self._check_ring(edit, chunks)
@@ -225,19 +230,21 @@ def _coming(
     if how.ring is not None:
         ring = Ring.near_first(edit.mesh, how.axes, along, how.ring)
         return ring, along, ring.held(build, x)
-    if node.target is steps.recv:
+    if node.target is collective_nodes.recv:
         dim = 0 if how.dim is None else how.dim
         _check_size(node, x, dim, chunks)
-        sends.check_buffer("overlap", node)
+        send_recv.check_buffer("overlap", node)
         shape = list(x.meta["val"].shape)
         shape[dim] //= chunks
-        messages = (sends.received(build, node, shape) for _ in range(chunks))
+        messages = (send_recv.received(build, node, shape) for _ in range(chunks))
         return Chunks(dim, chunks), dim, messages
     dim = along if how.dim is None else how.dim
     _check_size(node, x, dim, chunks)
     straight = Chunks(dim, chunks)
     gathers = (
-        steps.step(build, node.target, straight.cut(build, x, dim, i), *how.args)
+        collective_nodes.step(
+            build, node.target, straight.cut(build, x, dim, i), *how.args
+        )
         for i in range(chunks)
     )
     inside = edit.mesh.count(how.axes) if dim == along else 1
@@ -267,7 +274,7 @@ def _collective_last(
 
 def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> fx.Node:
     """The region on each part, the sums of which go from rank to rank."""
-    if how.node.target is not steps.reduce_scatter:
+    if how.node.target is not collective_nodes.reduce_scatter:
         raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
     op: Any = how.args[1]
     assert how.ring is not None
@@ -290,18 +297,18 @@ def _chunks_last(
     apart = Chunks(dim, chunks, edit.mesh.count(how.axes))
     before = after = straight
     if dim == along:
-        gathers = last.target is steps.all_gather
+        gathers = last.target is collective_nodes.all_gather
         before, after = (straight, apart) if gathers else (apart, straight)
     _check_size(last, source if before is straight else last, dim, chunks)
     pieces, skew = [], _Skew(last)
     for i in range(chunks):
         made = _pull(edit, region, source, before, i)
-        pieces.append(steps.step(build, last.target, made, *how.args))
-        if last.target is steps.send:
+        pieces.append(collective_nodes.step(build, last.target, made, *how.args))
+        if last.target is collective_nodes.send:
             order.instead(last, pieces[-1])
         skew.end()
     skew.order()
-    if last.target is steps.send:
+    if last.target is collective_nodes.send:
         return pieces[-1]  # that a message was sent is all it says
     return after.join(build, pieces, dim)
 
@@ -397,7 +404,7 @@ class _Skew:
             built.append(node)
             node = node.prev
         for made in built:
-            if made.target in steps.COLLECTIVE:
+            if made.target in collective_nodes.COLLECTIVE:
                 made.meta["fxpar_chunk"] = True
         self.chunks.append(built[::-1])
         self.last = self.anchor.prev
@@ -410,7 +417,7 @@ class _Skew:
             for k, node in enumerate(chunk):
                 late[node] = max(
                     (
-                        late[n] + (n.target in steps.COLLECTIVE)
+                        late[n] + (n.target in collective_nodes.COLLECTIVE)
                         for n in node.all_input_nodes
                         if n in late
                     ),

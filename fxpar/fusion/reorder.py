@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.edit import Edit, refuse
 from fxpar.fusion.gathers import take_back
-from fxpar.fusion.parts import Cutter, Part, Refused, results_of
-from fxpar.passes import steps
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.passes import collective_nodes
 from fxpar.sharding.program import RuleReader, tensor_nodes
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.N
             "reorder: no collective is named that nodes are to cross",
             fix="write reorder([nodes], collective)",
         )
-    if over[0].target is steps.all_reduce:
+    if over[0].target is collective_nodes.all_reduce:
         return _before_reduction(edit, nodes, *over)
     region = sorted(set(nodes))
     cutter = _cutter(edit, region, over)
@@ -49,11 +49,13 @@ def _along(gather: fx.Node) -> int:
 
 
 def _cutter(edit: Edit, region: list[fx.Node], over: tuple[fx.Node, ...]) -> Cutter:
-    axes = steps.axes_of(over[0]) if steps.is_step(over[0]) else ()
+    axes = (
+        collective_nodes.axes_of(over[0]) if collective_nodes.is_step(over[0]) else ()
+    )
     for gather in over:
-        if gather.target is not steps.all_gather:
+        if gather.target is not collective_nodes.all_gather:
             raise refuse("reorder", gather, "is no all-gather")
-        if steps.axes_of(gather) != axes:
+        if collective_nodes.axes_of(gather) != axes:
             raise refuse("reorder", gather, f"is not along {axes}, as {over[0].name}")
     return Cutter(edit.build, axes, edit.varies(), pull=frozenset(region))
 
@@ -90,8 +92,8 @@ def _gathered(
     for node in [n for n in sorted(made) if any(u not in made for u in n.users)]:
         part = made[node]
         with edit.after(part.node, node) as build:
-            args = steps.all_gather, part.node, part.dim, cutter.axes
-            gathered = steps.step(build, *args)
+            args = collective_nodes.all_gather, part.node, part.dim, cutter.axes
+            gathered = collective_nodes.step(build, *args)
             whole = _laid_out_as(build, gathered, node.meta["val"])
         node.replace_all_uses_with(whole, delete_user_cb=lambda u: u not in made)
         take_back(edit, gathered)
@@ -155,7 +157,7 @@ def _before_reduction(
 ) -> list[fx.Node]:
     if more:
         raise refuse("reorder", more[0], "is a second collective beside an all-reduce")
-    op, axes = reduced.args[1], steps.axes_of(reduced)
+    op, axes = reduced.args[1], collective_nodes.axes_of(reduced)
     varies, rules = edit.varies(), RuleReader()
     for node in nodes:
         if list(reduced.users) != [node]:
@@ -176,7 +178,9 @@ def _before_reduction(
         source = reduced.all_input_nodes[0]
         node.replace_input_with(reduced, source)
         with edit.after(node) as build:
-            after = steps.step(build, steps.all_reduce, node, op, axes)
+            after = collective_nodes.step(
+                build, collective_nodes.all_reduce, node, op, axes
+            )
         node.replace_all_uses_with(after, delete_user_cb=lambda u, a=after: u is not a)
         edit.erase([reduced])
         reduced = after

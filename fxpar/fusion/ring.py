@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpar.passes import steps
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
 from fxpar.sharding.mesh import Mesh
@@ -95,7 +95,9 @@ class Ring:
         mesh, count = build.mesh, build.mesh.count(self.axes)
         index = [mesh.index(r, self.axes) for r in mesh.group(0, self.axes)]
         sources = tuple(index.index((i - way) % count) for i in index)
-        made = steps.step(build, steps.permute, x, sources, mesh.ordered(self.axes))
+        made = collective_nodes.step(
+            build, collective_nodes.permute, x, sources, mesh.ordered(self.axes)
+        )
         made.meta["fxpar_chunk"] = True
         return made
 

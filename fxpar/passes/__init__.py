@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
 
 if TYPE_CHECKING:

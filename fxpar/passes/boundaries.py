@@ -19,7 +19,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
-from fxpar.passes.rewrite import Rewriter
+from fxpar.passes.rewriter import Rewriter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Signature, user_line
 from fxpar.sharding.spec import Spec

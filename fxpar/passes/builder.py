@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import ops
+from fxpar.passes import custom_ops
 from fxpar.sharding.mesh import Mesh
 
 # What a rewritten node keeps of the node it comes from.
@@ -87,7 +87,7 @@ class Builder:
             return base
         more = (around,) if around else ()
         node = self.graph.call_function(
-            ops.offset, (str(self.mesh), tuple(axes), stride, base, *more)
+            custom_ops.offset, (str(self.mesh), tuple(axes), stride, base, *more)
         )
         node.meta["val"] = base
         return node

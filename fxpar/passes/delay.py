@@ -21,7 +21,9 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from fxpar.passes.arithmetic import (
+from fxpar.passes.bucket_collectives import from_inputs, region_of
+from fxpar.passes.launches import KINDS, WAITS
+from fxpar.passes.op_arithmetic import (
     changes_operand,
     contracts,
     is_light,
@@ -30,9 +32,7 @@ from fxpar.passes.arithmetic import (
     tensors_in,
     viewed,
 )
-from fxpar.passes.buckets import from_inputs, region_of
-from fxpar.passes.launches import KINDS, WAITS
-from fxpar.passes.waits import is_chunk
+from fxpar.passes.sink_waits import is_chunk
 
 ours = torch.ops.fxpar
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.bodies import body_of, module_of, new_body
 from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import Call, Localizer
 
 # Where a score function has batch and head among its arguments, and a mask function.

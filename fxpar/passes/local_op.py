@@ -17,17 +17,17 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.bodies import body_of, module_of, new_body
 from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import Call
 from fxpar.passes.local_ops import local_form
-from fxpar.sharding.bodies import Inside
+from fxpar.sharding.body_rules import Inside
+from fxpar.sharding.body_ties import TIES
 from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, inside_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.ties import TIES
 
 Local = Callable[[fx.Node], Any]
 

@@ -16,9 +16,9 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes import (
+    local_custom_ops,
     local_flex,
     local_indexing,
-    local_own,
     local_shift,
     local_sizes,
     local_views,
@@ -32,7 +32,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
     **local_sizes.LOCAL,
     **local_views.LOCAL,
-    **local_own.LOCAL,
+    **local_custom_ops.LOCAL,
     **local_flex.LOCAL,
     **local_shift.LOCAL,
 }

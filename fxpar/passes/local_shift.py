@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import steps
+from fxpar.passes import collective_nodes
 from fxpar.passes.local_call import Call, Localizer
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.shifts import pieces
+from fxpar.sharding.shift_messages import pieces
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -30,7 +30,9 @@ def _shift(
             part = build.call(aten.slice.Tensor, x, dim, piece.start, piece.end)
         if piece.further:
             sources = _sources(mesh, axes, piece.further)
-            part = steps.step(build, steps.permute, part, sources, mesh.ordered(axes))
+            part = collective_nodes.step(
+                build, collective_nodes.permute, part, sources, mesh.ordered(axes)
+            )
         parts.append(part)
     moved = parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
     if fill is not None:

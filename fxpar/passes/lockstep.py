@@ -17,10 +17,10 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes import ops
-from fxpar.passes.bodies import body_of, bound_body
+from fxpar.passes import custom_ops
+from fxpar.passes.graph_bodies import body_of, bound_body
 from fxpar.passes.local_flex import op_by_op
-from fxpar.passes.post import Post, ends_of
+from fxpar.passes.simulated_messages import Post, ends_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -102,7 +102,9 @@ def _steps(
     @functools.cache
     def groups(name: str) -> list[tuple[int, ...]]:
         """Each as a tuple of places in ``ranks``."""
-        found = [g for g in mesh.groups(ops.group_axes(name)) if place.keys() & {*g}]
+        found = [
+            g for g in mesh.groups(custom_ops.group_axes(name)) if place.keys() & {*g}
+        ]
         if any(r not in place for g in found for r in g):
             raise PlanError(f"stages run other graphs, and cannot meet along {name}")
         return [tuple(place[r] for r in g) for g in found]
@@ -125,7 +127,7 @@ def _steps(
             return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
         elif node.op != "call_function":
             raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
-        elif node.target is ops.offset:
+        elif node.target is custom_ops.offset:
             env[node] = [_as_rank(node, r) for r in ranks]
         elif node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
@@ -179,7 +181,7 @@ def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
 
 
 def _as_rank(node: fx.Node, rank: int) -> int:
-    with ops.as_rank(rank):
+    with custom_ops.as_rank(rank):
         return node.target(*node.args, **node.kwargs)
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import steps
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
-from fxpar.passes.ops import group_name
-from fxpar.passes.steps import Axes
+from fxpar.passes.collective_nodes import Axes
+from fxpar.passes.custom_ops import group_name
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.steps import Step
+from fxpar.sharding.reshard.steps import Step
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -37,7 +37,7 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
     """Lower all steps of a graph, in place. What the last of a chain gives is
     contiguous, so that every view the one-device graph takes of it holds."""
     build = Builder(graph, fake_mode, mesh)
-    for chain in steps.chains(graph.nodes):
+    for chain in collective_nodes.chains(graph.nodes):
         last, made = chain[-1], chain[0].args[0]
         for node in chain:
             # Each in its own place: what stands between two of them runs between.
@@ -54,7 +54,7 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
 
 def lower_steps(build: Builder, node: fx.Node, way: Iterable[Step]) -> fx.Node:
     """The value of ``node`` after the steps of a reshard, appended; contiguous."""
-    calls = [steps.call_of(step, build.mesh) for step in way]
+    calls = [collective_nodes.call_of(step, build.mesh) for step in way]
     for target, args in calls:
         node = _LOWER[target](build, node, *args)
     return contiguous(build, node) if calls else node
@@ -202,13 +202,13 @@ def _recv(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Nod
 
 
 _LOWER: dict[Any, Callable[..., fx.Node]] = {
-    steps.slice_: _slice,
-    steps.mask: _mask,
-    steps.all_reduce: _all_reduce,
-    steps.reduce_scatter: _reduce_scatter,
-    steps.all_gather: _all_gather,
-    steps.all_to_all: _all_to_all,
-    steps.permute: _permute,
-    steps.send: _send,
-    steps.recv: _recv,
+    collective_nodes.slice_: _slice,
+    collective_nodes.mask: _mask,
+    collective_nodes.all_reduce: _all_reduce,
+    collective_nodes.reduce_scatter: _reduce_scatter,
+    collective_nodes.all_gather: _all_gather,
+    collective_nodes.all_to_all: _all_to_all,
+    collective_nodes.permute: _permute,
+    collective_nodes.send: _send,
+    collective_nodes.recv: _recv,
 }

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.contractions import undo_views_around_matmul
-from fxpar.passes.rewrite import Rewriter, shape_of
-from fxpar.passes.shifts import find_shifts
+from fxpar.passes.normalize_matmul import undo_views_around_matmul
+from fxpar.passes.normalize_shifts import find_shifts
+from fxpar.passes.rewriter import Rewriter, shape_of
 
 aten = torch.ops.aten
 

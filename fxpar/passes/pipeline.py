@@ -20,25 +20,25 @@ from torch import fx
 from fxpar import _torch
 from fxpar.config import runs
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
-from fxpar.passes.bodies import show_bodies
-from fxpar.passes.local import partition
+from fxpar.passes.graph_bodies import show_bodies
+from fxpar.passes.insert_reshards import insert_reshards
+from fxpar.passes.localize import partition
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
-from fxpar.passes.regather import regather
-from fxpar.passes.resharded import insert_reshards
-from fxpar.passes.rewrite import Rewriter, copy_of
-from fxpar.passes.waits import sink_waits
+from fxpar.passes.reshard_after_forward import regather
+from fxpar.passes.rewriter import Rewriter, copy_of
+from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.decide import Decision, decide, searched
-from fxpar.sharding.describe import describe
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_facts import describe
 from fxpar.sharding.program import Op, Program, Signature, read, user_line
-from fxpar.sharding.recall import recall
+from fxpar.sharding.recall_plan import recall
+from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.example import example
-from fxpar.sharding.search.find import Asked, Found, has_too_many_axes
-from fxpar.sharding.search.meshes import fastest, unlike
-from fxpar.sharding.search.transitions import MOST
+from fxpar.sharding.search.mesh_candidates import fastest, unlike
+from fxpar.sharding.search.run_search import Asked, Found, has_too_many_axes
 
 __all__ = ["Request", "Result", "Scheduled", "Watch", "parallelize", "with_schedule"]
 

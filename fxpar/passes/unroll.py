@@ -14,8 +14,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.bodies import bodies_of, body_of, new_body
 from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import bodies_of, body_of, new_body
 from fxpar.passes.launches import depending_on_tangents
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import ops
-from fxpar.passes.bodies import body_of, bound_body
+from fxpar.passes import custom_ops
 from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import body_of, bound_body
 from fxpar.passes.local_flex import op_by_op
 from fxpar.passes.unroll import unroll_scans
 from fxpar.sharding.mesh import Mesh
@@ -41,9 +41,9 @@ def bind(
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
         args = _with_group(args, group_of)
-        if node.target is ops.offset:
-            with ops.as_rank(rank):
-                done[node] = ops.offset(*node.args)
+        if node.target is custom_ops.offset:
+            with custom_ops.as_rank(rank):
+                done[node] = custom_ops.offset(*node.args)
             continue
         if node.target is torch.ops.fxpar.permute.default:
             with build.at(node):
@@ -76,8 +76,8 @@ def bind(
 def _with_group(args: Any, group_of: GroupOf) -> Any:
     """Arguments with symbolic group names replaced."""
     return tuple(
-        group_of(ops.group_axes(a))
-        if isinstance(a, str) and a.startswith(ops.GROUP_PREFIX)
+        group_of(custom_ops.group_axes(a))
+        if isinstance(a, str) and a.startswith(custom_ops.GROUP_PREFIX)
         else a
         for a in args
     )
@@ -111,7 +111,7 @@ def _permute(
     group: str,
 ) -> fx.Node:
     """Member i receives from ``sources[i]``: an all-to-all of one piece a rank."""
-    members = mesh.group(rank, ops.group_axes(node.args[2]))
+    members = mesh.group(rank, custom_ops.group_axes(node.args[2]))
     me = members.index(rank)
     aten = torch.ops.aten
     shape = list(x.meta["val"].shape)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
-from fxpar.runtime import agree
+from fxpar.runtime import consensus
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.search.meshes import read_auto
+from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.spec import Spec
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -268,7 +268,7 @@ def check_devices(device: torch.device) -> None:
     if world.size() == 1 or "cuda:nccl" not in dist.get_backend_config(world):
         return
     here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    texts = agree.gather("devices", "\n".join(here))
+    texts = consensus.gather("devices", "\n".join(here))
     hosts, devices = zip(*(text.split("\n") for text in texts), strict=True)
     check_sharing(hosts, devices)
     _life().devices_checked = True

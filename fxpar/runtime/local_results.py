@@ -21,12 +21,18 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
-from fxpar.passes.bodies import show_bodies
-from fxpar.runtime.names import Named
-from fxpar.runtime.step_forward import fake_of, globally
-from fxpar.runtime.summands import divided, example, linear_ways, may_grow, name_written
-from fxpar.sharding.growth import growths
-from fxpar.sharding.powers import FIXED, Growth, unknown
+from fxpar.passes.graph_bodies import show_bodies
+from fxpar.runtime.divide_summands import (
+    divided,
+    example,
+    linear_ways,
+    may_grow,
+    name_written,
+)
+from fxpar.runtime.input_names import Named
+from fxpar.runtime.train_step.forward import fake_of, globally
+from fxpar.sharding.batch_growth import growths
+from fxpar.sharding.growth_powers import FIXED, Growth, unknown
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import Result
-from fxpar.passes.bodies import module_of
+from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 
 

@@ -11,28 +11,28 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fxpar.sharding import conventions
-from fxpar.sharding.constants import make_as_read
-from fxpar.sharding.edges import Edges, Reshard, connect
+from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.partials import place_reductions
 from fxpar.sharding.program import Program
-from fxpar.sharding.propagate import Origin, Propagation, Seed, State
-from fxpar.sharding.reshard import steps
-from fxpar.sharding.rest import (
+from fxpar.sharding.propagate import conventions
+from fxpar.sharding.propagate.assign_strategies import choose
+from fxpar.sharding.propagate.at_rest import (
     gather_before_views,
     lie_as_read,
     may_lie_as_read,
     settle_at_rest,
 )
-from fxpar.sharding.search import transitions
-from fxpar.sharding.search.find import Asked, Found, begun_from, search
-from fxpar.sharding.search.polish import ranked
+from fxpar.sharding.propagate.place_reductions import place_reductions
+from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
+from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.reshard.needed import Edges, Reshard, connect
+from fxpar.sharding.reshard.route import steps
+from fxpar.sharding.reshard.steps import Step, cost
+from fxpar.sharding.search.rank_candidates import ranked
+from fxpar.sharding.search.run_search import Asked, Found, begun_from, search
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.steps import Step, cost
-from fxpar.sharding.strategies import choose
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05
@@ -65,9 +65,9 @@ def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
     shape, itemsize = value.shape, value.dtype.itemsize
     found = steps(source, target, mesh, shape, itemsize)
     axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
-    if len(axes) > transitions.MOST or all(link == Link() for link in mesh.links):
+    if len(axes) > all_pairs.MOST or all(link == Link() for link in mesh.links):
         return found
-    other = transitions.path(source, target, mesh, shape, itemsize)
+    other = all_pairs.path(source, target, mesh, shape, itemsize)
     if other is None:
         return found
     return min(

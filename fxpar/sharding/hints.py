@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.errors import HintError
-from fxpar.sharding.conventions import MODEL
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
-from fxpar.sharding.propagate import Seed
+from fxpar.sharding.propagate.conventions import MODEL
+from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.spec import Spec
 
 # Batch first, then parameters, so that where both name an axis activations keep it.

@@ -17,7 +17,7 @@ from typing import Any
 
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.saved import Saved
+from fxpar.sharding.read_plan import Saved
 from fxpar.sharding.spec import Spec
 
 FORMAT = 1

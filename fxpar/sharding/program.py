@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError, RuleError
-from fxpar.sharding.bodies import Inside, inside
+from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.rules import row_of
 from fxpar.sharding.rules.table import evaluate, tensors_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError
-from fxpar.runtime import inputs
+from fxpar.runtime import check_inputs
 from tests.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -117,16 +117,16 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_see_every_element(size: int, dtype: torch.dtype) -> None:
     x = torch.arange(size).remainder(5).to(dtype)
-    own = inputs.quick_sum(x)
-    assert own == inputs.quick_sum(x.clone())
-    assert own == inputs.quick_sum(torch.stack([x, x], dim=1)[:, 1])
+    own = check_inputs.quick_sum(x)
+    assert own == check_inputs.quick_sum(x.clone())
+    assert own == check_inputs.quick_sum(torch.stack([x, x], dim=1)[:, 1])
     for at in {0, size // 2, size - 1} if size else ():
         other = x.clone()
         other[at] = not other[at] if dtype is torch.bool else other[at] + 1
-        assert inputs.quick_sum(other) != own
+        assert check_inputs.quick_sum(other) != own
     if size > 1:
-        assert inputs.quick_sum(x.roll(1)) != own
-        assert inputs.quick_sum(x[1:]) != own
+        assert check_inputs.quick_sum(x.roll(1)) != own
+        assert check_inputs.quick_sum(x[1:]) != own
 
 
 def categories(x: torch.Tensor) -> torch.Tensor:

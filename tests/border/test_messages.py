@@ -15,12 +15,12 @@ from torch import nn
 import fxpar
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, PlanError, ScheduleError
-from fxpar.fusion.stage import failed
-from fxpar.fusion.verbs import Unexpected
+from fxpar.fusion.apply_schedule import Unexpected
+from fxpar.fusion.schedule_stage import failed
+from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
-from fxpar.sharding.hardware import lookup
 from fxpar.sharding.rules.example import example
-from fxpar.sharding.search.find import Asked, _sizes
+from fxpar.sharding.search.run_search import Asked, _sizes
 from tests.spawn import shared_pool
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import FxparWarning
-from fxpar.runtime.graphs import plans
+from fxpar.runtime.compiled_graph import plans
 from tests.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess

@@ -202,14 +202,14 @@ def broken(*_: Any) -> Any:
         made[0].args = (made[0].args[0], 0, made[0].args[-1])
         return made
 
-    from fxpar.fusion import verbs
+    from fxpar.fusion import apply
 
-    known = dict(verbs.VERBS)
-    verbs.VERBS["split"] = wrong
+    known = dict(apply.VERBS)
+    apply.VERBS["split"] = wrong
     try:
         return blocks(BY_HAND)
     finally:
-        verbs.VERBS.update(known)
+        apply.VERBS.update(known)
 
 
 @pytest.mark.multiprocess

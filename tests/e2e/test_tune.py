@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxpar
-from fxpar.runtime import tune
+from fxpar.runtime import tune_schedule
 from tests.sharding.search.test_search import machine
 from tests.spawn import shared_pool
 
@@ -68,11 +68,11 @@ def clocked(best: int, failing: Callable[[int, int, int], None]) -> Any:
     """Instead of the clock: number ``best`` is the fastest once the slowest rank
     counts, though rank 0 sees another. ``failing``: called after each step with the
     number of its schedule, the turn and the rank, may raise."""
-    rank, kept = dist.get_rank(), tune.measure
+    rank, kept = dist.get_rank(), tune_schedule.measure
     turns: Counter[int] = Counter()
     names: dict[int, int] = {}
 
-    def seconds(step: tune.Step) -> float:
+    def seconds(step: tune_schedule.Step) -> float:
         step()
         number = names[id(step)]
         turns[number] += 1
@@ -81,12 +81,12 @@ def clocked(best: int, failing: Callable[[int, int, int], None]) -> Any:
             return 1.0 + 0.1 * (number == best)
         return 2.0 - (number == best) + 0.01 * rank
 
-    def measure(steps: Mapping[int, tune.Step], name: str) -> Any:
+    def measure(steps: Mapping[int, tune_schedule.Step], name: str) -> Any:
         names.update({id(step): number for number, step in steps.items()})
-        with mock.patch.object(tune, "_seconds", seconds):
+        with mock.patch.object(tune_schedule, "_seconds", seconds):
             return kept(steps, name)
 
-    return mock.patch.object(tune, "measure", measure)
+    return mock.patch.object(tune_schedule, "measure", measure)
 
 
 def measured(hardware: str) -> list[tuple[Any, ...]]:
@@ -128,7 +128,7 @@ def test_by_the_clock(hardware: str) -> None:
 
 def alone(hardware: str) -> tuple[str, str]:
     """Where one schedule is all there is, nothing is measured."""
-    with mock.patch.object(tune, "measure", side_effect=AssertionError):
+    with mock.patch.object(tune_schedule, "measure", side_effect=AssertionError):
         _, plan = loss_of(hardware, tune=True, schedule="none")
     return plan.schedule, plan.notes[-1]
 
@@ -142,7 +142,7 @@ def test_a_given_schedule_is_not_measured_which_is_said(hardware: str) -> None:
 def failing(hardware: str, all_of_them: bool) -> tuple[str, ...]:
     """Rank 2 cannot make the code of the schedule that is predicted best, or of any;
     rank 1 fails in a step of the second, after some that were counted."""
-    kept, made = tune.runnable, itertools.count()
+    kept, made = tune_schedule.runnable, itertools.count()
 
     def runnable(*args: Any, **how: Any) -> Any:
         if dist.get_rank() == 2 and (next(made) == 0 or all_of_them):
@@ -150,10 +150,10 @@ def failing(hardware: str, all_of_them: bool) -> tuple[str, ...]:
         return kept(*args, **how)
 
     def late(number: int, turn: int, rank: int) -> None:
-        if (number, turn, rank) == (1, tune.WARMUP + 2, 1):
+        if (number, turn, rank) == (1, tune_schedule.WARMUP + 2, 1):
             raise RuntimeError("out of memory")
 
-    with mock.patch.object(tune, "runnable", runnable), clocked(1, late):
+    with mock.patch.object(tune_schedule, "runnable", runnable), clocked(1, late):
         _, plan = loss_of(hardware, tune=True)
     return plan.schedule, *plan.notes[-3:]
 
@@ -189,7 +189,7 @@ def test_if_none_is_left_all_ranks_are_told(hardware: str) -> None:
     ids=lambda x: f"{x.dtype}{list(x.shape)}",
 )
 def test_inputs_that_are_made_up(like: torch.Tensor) -> None:
-    made = tune._made(like)
+    made = tune_schedule._made(like)
     assert (made.shape, made.stride(), made.dtype) == (
         like.shape,
         like.stride(),

@@ -18,14 +18,14 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.later import settings_of
-from fxpar.fusion.verbs import Unexpected, apply
-from fxpar.fusion.windows import shapes_of
-from fxpar.passes import steps
-from fxpar.passes.phases import as_run
-from fxpar.passes.schedule import DEFAULT
-from fxpar.passes.simulate import Timeline, simulate
-from fxpar.sharding.hardware import Hardware, lookup
+from fxpar.fusion.apply_schedule import Unexpected, apply
+from fxpar.fusion.collective_window import shapes_of
+from fxpar.fusion.phase_settings import settings_of
+from fxpar.passes import collective_nodes
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.order_collectives import DEFAULT
+from fxpar.passes.simulate_step import Timeline, simulate
+from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.mesh import Mesh
 from tests.fusion.toys import Toy
 
@@ -127,7 +127,7 @@ def form_of(graph: fx.Graph) -> tuple[Any, ...]:
 def every_line(graph: fx.Graph, mesh: Mesh) -> Iterator[str]:
     """All lines for a graph; verbs refuse most."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    found = [node for node in calls if node.target in steps.COLLECTIVE]
+    found = [node for node in calls if node.target in collective_nodes.COLLECTIVE]
     for node in found:
         yield from _of_reduction(node, mesh)
         yield from (f"{verb}({node.name})" for verb in ("hoist", "sink", "drop"))
@@ -147,18 +147,18 @@ def _dims(node: fx.Node) -> range:
 
 
 def _of_reduction(node: fx.Node, mesh: Mesh) -> Iterator[str]:
-    if node.target is not steps.all_reduce:
+    if node.target is not collective_nodes.all_reduce:
         return
     for dim in _dims(node):
         yield f"split({node.name}, dim={dim})"
-        for one, other in itertools.permutations(steps.axes_of(node), 2):
+        for one, other in itertools.permutations(collective_nodes.axes_of(node), 2):
             line = f"inner={one}, outer={other}, dim={dim}"
             yield f"hierarchical({node.name}, {line})"
 
 
 def _cut(graph: fx.Graph, mesh: Mesh) -> Iterator[str]:
     for node in graph.nodes:
-        if node.op == "output" or node.target in steps.COLLECTIVE:
+        if node.op == "output" or node.target in collective_nodes.COLLECTIVE:
             continue
         for axis, dim in itertools.product(mesh.names, _dims(node)):
             yield f"cut({node.name}, axes={axis}, dim={dim})"
@@ -198,11 +198,11 @@ def _reached(node: fx.Node, across: bool = False) -> list[fx.Node]:
     """What is computed from a value, up to the next collectives. ``across``: those
     along other axes too."""
     found, at = {node}, node.next
-    mine = set(steps.axes_of(node))
+    mine = set(collective_nodes.axes_of(node))
     while at.op != "output":
-        stops = at.target in steps.COLLECTIVE
+        stops = at.target in collective_nodes.COLLECTIVE
         if stops and across:
-            stops = not mine.isdisjoint(steps.axes_of(at))
+            stops = not mine.isdisjoint(collective_nodes.axes_of(at))
         if found.intersection(at.all_input_nodes) and not stops:
             found.add(at)
         at = at.next

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpar import _torch
-from fxpar.fusion.stages import apply_stages
+from fxpar.fusion.pipeline_stages import apply_stages
 from fxpar.passes.lockstep import gather, run_lockstep, run_stages, scatter
-from fxpar.passes.waits import sink_waits
+from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.choose import Chosen, choose
+from fxpar.fusion.choose_schedule import Chosen, choose
+from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.varying import varying
-from fxpar.fusion.windows import shapes_of, window
-from fxpar.passes import steps
+from fxpar.fusion.varying_axes import varying
+from fxpar.passes import collective_nodes
 from tests.fusion.blocks import BLOCKS
 from tests.fusion.every import fastest, graph_of, hardware_of, timeline
 
@@ -117,7 +117,7 @@ def test_all_ranks_choose_alike() -> None:
 
 
 def collectives(graph: Any) -> list[Any]:
-    return [node for node in graph.nodes if node.target in steps.COLLECTIVE]
+    return [node for node in graph.nodes if node.target in collective_nodes.COLLECTIVE]
 
 
 @pytest.mark.parametrize("name", ["gathered", "gradients"])
@@ -163,7 +163,7 @@ def test_shapes_cost_what_values_do() -> None:
 
 
 def toy_after(graph: Any, text: str, toy: Any) -> Any:
-    from fxpar.fusion.verbs import apply
+    from fxpar.fusion.apply_schedule import apply
 
     return apply(text, graph, toy.mesh, lowered=False)
 

@@ -18,9 +18,9 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.fusion import stage
-from fxpar.fusion.verbs import Unexpected, apply
-from fxpar.passes import steps
+from fxpar.fusion import schedule_stage
+from fxpar.fusion.apply_schedule import Unexpected, apply
+from fxpar.passes import collective_nodes
 from tests.passes.random_programs import Case
 from tests.passes.test_fuzz import close, run
 from tests.sharding.search.test_search import machine
@@ -53,14 +53,14 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(error: Exception) -> None:
         raise error
 
-    monkeypatch.setattr(stage, "failed", failed)
+    monkeypatch.setattr(schedule_stage, "failed", failed)
 
 
 def test_a_failure_to_choose_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(*_: Any) -> None:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(stage, "choose", choose)
+    monkeypatch.setattr(schedule_stage, "choose", choose)
     x = torch.randn(4, 4)
     with pytest.warns(FxparWarning, match="no schedule is chosen: KeyError"):
         plan = fxpar.plan(torch.relu, x, mesh="dp=2", schedule="auto")
@@ -108,25 +108,25 @@ class Scheduler:
 
     def _line(self, graph: fx.Graph) -> str | None:
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        found = [n for n in calls if steps.is_step(n)]
+        found = [n for n in calls if collective_nodes.is_step(n)]
         if not found:
             return None
         kind = self.random.choice(["split", "reorder", "reorder", "overlap", "other"])
         node = self.random.choice(found)
         if kind == "split":
-            sums = [n for n in found if n.target is steps.all_reduce]
+            sums = [n for n in found if n.target is collective_nodes.all_reduce]
             if not sums:
                 return None
             node = self.random.choice(sums)
-            inner, *outer = steps.axes_of(node)
+            inner, *outer = collective_nodes.axes_of(node)
             if outer and self.random.random() < 0.5:
                 how = f"inner={inner}, outer={'_and_'.join(outer)}"
                 return f"hierarchical({node.name}, {how})"
             dim = self.random.randrange(max(node.meta["val"].dim(), 1))
             return f"split({node.name}, dim={dim})"
         if kind == "reorder":
-            over = [n for n in found if n.target is steps.all_gather]
-            over += [n for n in found if n.target is steps.all_reduce]
+            over = [n for n in found if n.target is collective_nodes.all_gather]
+            over += [n for n in found if n.target is collective_nodes.all_reduce]
             node = self.random.choice(over) if over else node
             names = ", ".join(n.name for n in self._readers(node))
             return f"reorder([{names}], {node.name})" if names else None
@@ -145,7 +145,8 @@ class Scheduler:
                 f"merge({node.name}, {other.name})",
                 f"drop({node.name})",
                 f"bucket([{node.name}, {other.name}])",
-                f"cut({self.random.choice(calls).name}, axes={steps.axes_of(node)[0]})",
+                f"cut({self.random.choice(calls).name}, "
+                f"axes={collective_nodes.axes_of(node)[0]})",
                 f"fuse([{node.name}, {self.random.choice(calls).name}])",
             ]
         )

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import lines
-from fxpar.fusion.stages import apply_stages
-from fxpar.fusion.verbs import Unexpected, apply
-from fxpar.passes import steps
+from fxpar.fusion import parse
+from fxpar.fusion.apply_schedule import Unexpected, apply
+from fxpar.fusion.pipeline_stages import apply_stages
+from fxpar.passes import collective_nodes
 from fxpar.passes.lockstep import scatter
 from fxpar.sharding.spec import Spec
 from tests.fusion.ranks import pipeline
@@ -29,7 +29,7 @@ QUICK, ALL = 80, 2000
 TRIES = 20
 
 # ``buckets`` and ``prefetch`` leave a graph as it is; ``share`` is for stages.
-ALONE = {*lines.TAKES, "chunks", "ring", "fused"} - {
+ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {
     "overlap",
     "buckets",
     "prefetch",
@@ -127,7 +127,10 @@ class Lines:
 
     def line(self, graph: fx.Graph) -> str | None:
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        self.calls, self.steps = calls, [n for n in calls if steps.is_step(n)]
+        self.calls, self.steps = (
+            calls,
+            [n for n in calls if collective_nodes.is_step(n)],
+        )
         self.inputs = graph.find_nodes(op="placeholder")
         form = self.random.choice([*sorted(ALONE), "reorder", "reorder", "as_slice"])
         made = getattr(self, f"_{form}")()
@@ -138,11 +141,11 @@ class Lines:
         return self.random.choice(found) if found else None
 
     def _split(self) -> str | None:
-        node = self._of(steps.all_reduce)
+        node = self._of(collective_nodes.all_reduce)
         return node and f"{node.name}, dim={self.random.randrange(2)}"
 
     def _hierarchical(self) -> str | None:
-        two = [n for n in self.steps if len(steps.axes_of(n)) == 2]
+        two = [n for n in self.steps if len(collective_nodes.axes_of(n)) == 2]
         return f"{self.random.choice(two).name}, inner=tp, outer=dp" if two else None
 
     def _cut(self) -> str:
@@ -150,7 +153,11 @@ class Lines:
         return f"{node.name}, axes=tp, dim={self.random.randrange(2)}"
 
     def _merge(self) -> str | None:
-        node = self._of(steps.all_gather, steps.all_reduce, steps.slice_)
+        node = self._of(
+            collective_nodes.all_gather,
+            collective_nodes.all_reduce,
+            collective_nodes.slice_,
+        )
         others = [n for n in self.steps if n is not node]
         if node is None or not others:
             return None
@@ -158,7 +165,7 @@ class Lines:
         return f"{node.name}, {self.random.choice(same or others).name}"
 
     def _drop(self) -> str | None:
-        node = self._of(steps.all_gather)
+        node = self._of(collective_nodes.all_gather)
         return node and node.name
 
     def _moved(self) -> str | None:
@@ -168,7 +175,11 @@ class Lines:
     _hoist = _sink = _moved
 
     def _reorder(self) -> str | None:
-        node = self._of(self.random.choice((steps.all_gather, steps.all_reduce)))
+        node = self._of(
+            self.random.choice(
+                (collective_nodes.all_gather, collective_nodes.all_reduce)
+            )
+        )
         names = ", ".join(n.name for n in self._readers(node)) if node else ""
         return f"[{names}], {node.name}" if node and names else None
 
@@ -188,13 +199,21 @@ class Lines:
         return f"[{', '.join([*names][:5])}]"
 
     def _bucket(self) -> str | None:
-        node = self._of(steps.all_gather, steps.all_reduce, steps.reduce_scatter)
+        node = self._of(
+            collective_nodes.all_gather,
+            collective_nodes.all_reduce,
+            collective_nodes.reduce_scatter,
+        )
         alike = [n for n in self.steps if node and n.target is node.target]
         names = {n.name for n in self.random.sample(alike, min(2, len(alike)))}
         return f"[{', '.join(sorted(names))}]" if names else None
 
     def _as_slice(self) -> str | None:
-        cut = [n for n in self.inputs if any(u.target is steps.slice_ for u in n.users)]
+        cut = [
+            n
+            for n in self.inputs
+            if any(u.target is collective_nodes.slice_ for u in n.users)
+        ]
         if not cut:
             return None
         state, given = self.random.choice(cut), [self.calls[-1]]
@@ -202,7 +221,11 @@ class Lines:
         return f"{state.name}, {self.random.choice(given).name}"
 
     def _overlapped(self, how: str) -> str | None:
-        node = self._of(steps.all_gather, steps.all_reduce, steps.reduce_scatter)
+        node = self._of(
+            collective_nodes.all_gather,
+            collective_nodes.all_reduce,
+            collective_nodes.reduce_scatter,
+        )
         if node is None:
             return None
         before = [(n.name, node.name) for n in node.all_input_nodes]

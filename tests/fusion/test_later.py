@@ -13,10 +13,10 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion import stage
-from fxpar.fusion.choose import Chosen
-from fxpar.fusion.later import line_of, settings_of
-from fxpar.passes.schedule import DEFAULT, Settings
+from fxpar.fusion import schedule_stage
+from fxpar.fusion.choose_schedule import Chosen
+from fxpar.fusion.phase_settings import line_of, settings_of
+from fxpar.passes.order_collectives import DEFAULT, Settings
 from tests.sharding.search.test_search import machine
 
 LAYERS = 4
@@ -102,7 +102,7 @@ def test_buckets_are_chosen_by_cost(
 ) -> None:
     """Where a collective takes long to begin, all gradients go together, though they
     would fill several buckets of the usual size."""
-    monkeypatch.setattr("fxpar.passes.schedule.FULL", 300)
+    monkeypatch.setattr("fxpar.passes.order_collectives.FULL", 300)
     slow(latency).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plan = planned("auto")
@@ -116,7 +116,7 @@ def test_buckets_are_chosen_by_cost(
 def test_buckets_that_take_too_much_memory_are_not_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxpar.passes.schedule.FULL", 300)
+    monkeypatch.setattr("fxpar.passes.order_collectives.FULL", 300)
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plain, others = planned("none").predicted.peak_bytes, list[str]()
@@ -126,11 +126,11 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
         others[:] = map(str, chosen.others)
         return chosen
 
-    kept = stage.choose
-    monkeypatch.setattr(stage, "choose", choose)
+    kept = schedule_stage.choose
+    monkeypatch.setattr(schedule_stage, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
     assert any("buckets(" in other for other in others)
-    monkeypatch.setattr("fxpar.fusion.choose._LITTLE", 0)
-    monkeypatch.setattr("fxpar.fusion.choose._ROOM", 0.0)
+    monkeypatch.setattr("fxpar.fusion.choose_schedule._LITTLE", 0)
+    monkeypatch.setattr("fxpar.fusion.choose_schedule._ROOM", 0.0)
     assert planned("auto").predicted.peak_bytes <= plain
     assert not any("buckets(" in other for other in others)  # nor tried by ``tune``

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import choose, lines, reorder, verbs
+from fxpar.fusion import apply_schedule, choose_schedule, parse, reorder
+from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Line, Schedule
-from fxpar.fusion.verbs import apply
 from fxpar.sharding.spec import Spec
 from tests.fusion.toys import Toy, all_gather, all_reduce
 
@@ -436,12 +436,12 @@ ONE = Toy(lambda x, w: all_reduce(x @ w) + 1, ("[_, tp]", (8, 8)), ("[tp, _]", (
 
 
 def test_every_verb_says_what_it_takes() -> None:
-    assert verbs.VERBS.keys() == lines.TAKES.keys()
-    for verb, takes in lines.TAKES.items():
+    assert apply_schedule.VERBS.keys() == parse.TAKES.keys()
+    for verb, takes in parse.TAKES.items():
         (line,) = Schedule.parse(takes.form).lines
         assert line.verb == verb
         assert set(dict(line.options)) <= set(takes.options)
-        found = inspect.signature(verbs.VERBS[verb]).parameters
+        found = inspect.signature(apply_schedule.VERBS[verb]).parameters
         assert set(takes.options) <= set(found)
 
 
@@ -451,13 +451,15 @@ def test_what_goes_wrong_in_a_verb_names_the_line(
     def broken(*_: Any) -> Any:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setitem(verbs.VERBS, "hoist", broken)
-    with pytest.raises(verbs.Unexpected, match=r"hoist\(all_reduce\): KeyError"):
+    monkeypatch.setitem(apply_schedule.VERBS, "hoist", broken)
+    with pytest.raises(
+        apply_schedule.Unexpected, match=r"hoist\(all_reduce\): KeyError"
+    ):
         ONE.after("hoist(all_reduce)")
-    search = choose._Search.__new__(choose._Search)
+    search = choose_schedule._Search.__new__(choose_schedule._Search)
     search.near, search.schedule = [], Schedule()
     monkeypatch.setattr(search, "timeline", lambda s: ONE.after(str(s)))
-    with pytest.raises(verbs.Unexpected):  # it is no near miss
+    with pytest.raises(apply_schedule.Unexpected):  # it is no near miss
         search.attempt(Schedule.parse("hoist(all_reduce)"), "")
     assert not search.attempt(Schedule.parse("split(mm)"), "") and search.near
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
+from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.ring import Ring
-from fxpar.fusion.verbs import apply
-from fxpar.passes import ops, steps
+from fxpar.passes import collective_nodes, custom_ops
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 c10d = torch.ops._c10d_functional
@@ -52,7 +52,7 @@ def scattering(count: int) -> Toy:
 
 
 def permutes(graph: Any) -> list[Any]:
-    return graph.find_nodes(op="call_function", target=steps.permute)
+    return graph.find_nodes(op="call_function", target=collective_nodes.permute)
 
 
 @pytest.mark.parametrize("ways", [1, 2])
@@ -62,7 +62,7 @@ def test_a_gather_in_a_ring(count: int, ways: int) -> None:
     schedule = f"overlap(all_gather_into_tensor, [relu, mm_1], ring={ways})"
     after = toy.after(schedule, lowered=False)
     assert len(permutes(after)) == count - 1
-    assert not after.find_nodes(op="call_function", target=steps.all_gather)
+    assert not after.find_nodes(op="call_function", target=collective_nodes.all_gather)
     toy.check(schedule)
 
 
@@ -96,7 +96,7 @@ def test_axes_in_another_order_than_the_mesh(ways: int) -> None:
     given = ("[tp+dp, _]", (8, 4)), ("[_, _]", (4, 4))
     toy = Toy(program, *given, mesh="dp=2,tp=2")
     graph = toy.after("", lowered=False)
-    (gather,) = graph.find_nodes(op="call_function", target=steps.all_gather)
+    (gather,) = graph.find_nodes(op="call_function", target=collective_nodes.all_gather)
     gather.args = (*gather.args[:2], ("tp", "dp"))
     line = f"overlap(all_gather_into_tensor, mm, ring={ways})"
     parts = toy.parts()
@@ -155,10 +155,10 @@ def test_the_graph_of_a_reduction() -> None:
 
 
 def test_an_offset_that_goes_round() -> None:
-    with ops.as_rank(2):
-        assert ops.offset("tp=4", ("tp",), 1, 3) == 5
-        assert ops.offset("tp=4", ("tp",), 1, 3, 4) == 1
-        assert ops.offset("tp=4", ("tp",), -3, 0, 4) == 2
+    with custom_ops.as_rank(2):
+        assert custom_ops.offset("tp=4", ("tp",), 1, 3) == 5
+        assert custom_ops.offset("tp=4", ("tp",), 1, 3, 4) == 1
+        assert custom_ops.offset("tp=4", ("tp",), -3, 0, 4) == 2
 
 
 SCATTER = "reduce_scatter_tensor"

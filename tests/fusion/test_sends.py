@@ -11,8 +11,8 @@ from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.explain.dump import node_text
-from fxpar.fusion import apply_stages, order, sends
-from fxpar.fusion.kinds import Region
+from fxpar.fusion import apply_stages, kept_order, send_recv
+from fxpar.fusion.node_legality import Region
 from fxpar.passes.lockstep import run_stages
 from tests.fusion.ranks import (
     CHUNKED,
@@ -310,7 +310,7 @@ def test_one_stage_alone_is_refused() -> None:
 def test_summands_in_slices_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     toys = two(lambda x, b, r: send(x), receiving)
 
-    monkeypatch.setattr(sends, "check_equal", lambda *_: None)
+    monkeypatch.setattr(send_recv, "check_equal", lambda *_: None)
     with pytest.raises(AssertionError):
         equal(toys, SHARE)
 
@@ -318,7 +318,7 @@ def test_summands_in_slices_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> N
 def test_messages_in_another_order_would_be_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(order, "check", lambda *_: None)
+    monkeypatch.setattr(kept_order, "check", lambda *_: None)
     with pytest.raises(AssertionError):
         equal(twice(), "sink(isend, stage=0)")
     with pytest.raises(PlanError, match="wait for messages that nobody sends"):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.fusion.choose import choose
-from fxpar.fusion.rows import Rows, rows_of
-from fxpar.fusion.sequence import Prices, cut
-from fxpar.fusion.varying import varying
-from fxpar.fusion.verbs import apply
-from fxpar.passes import steps
+from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.choose_schedule import choose
+from fxpar.fusion.sequence_parallel import Prices, cut
+from fxpar.fusion.sliced_dims import Rows, rows_of
+from fxpar.fusion.varying_axes import varying
+from fxpar.passes import collective_nodes
 from fxpar.sharding.mesh import Mesh
 from tests.fusion.toys import Toy, all_reduce
 from tests.sharding.search.test_search import machine
@@ -152,7 +152,14 @@ def test_no_choice_is_better(seed: int, split: bool) -> None:
 def test_it_is_split_where_that_pays() -> None:
     graph = lifted(BLOCK)
     chosen = choose(graph, BLOCK.mesh, machine())
-    assert len(chosen.graph.find_nodes(op="call_function", target=steps.all_reduce)) < 2
+    assert (
+        len(
+            chosen.graph.find_nodes(
+                op="call_function", target=collective_nodes.all_reduce
+            )
+        )
+        < 2
+    )
     assert chosen.seconds[1] < chosen.seconds[0]
     BLOCK.check(str(chosen.schedule))
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.regions import Region
-from fxpar.passes import steps
+from fxpar.fusion.fuse_nodes import Region
+from fxpar.passes import collective_nodes
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 GRADIENT = "[_, _] partial(sum: tp)", (8, 4)
@@ -84,7 +84,7 @@ MOVED = SPLIT + (
 
 
 def gathers(graph: Any) -> int:
-    return len(graph.find_nodes(op="call_function", target=steps.all_gather))
+    return len(graph.find_nodes(op="call_function", target=collective_nodes.all_gather))
 
 
 def test_adam_gathers_three() -> None:
@@ -125,7 +125,7 @@ def test_a_cast_comes_before_the_gather() -> None:
     toy = Toy(program, GRADIENT, STATE)
     schedule = SPLIT + "reorder([_to_copy_1, mul, sub, _to_copy_2], ag)"
     (gather,) = toy.after(schedule, lowered=False).find_nodes(
-        op="call_function", target=steps.all_gather
+        op="call_function", target=collective_nodes.all_gather
     )
     assert gather.meta["val"].dtype == torch.float32
     toy.check(schedule)
@@ -159,8 +159,8 @@ def test_what_is_fused_is_one_node() -> None:
     after = ADAM.after(schedule, lowered=False, permit=["m_1", "v_1"])
     regions = [n for n in after.nodes if isinstance(n.target, Region)]
     assert len(regions) == 1
-    outside = [n for n in after.nodes if steps.is_step(n)]
-    assert [n.target for n in outside] == [steps.slice_] * len(outside)
+    outside = [n for n in after.nodes if collective_nodes.is_step(n)]
+    assert [n.target for n in outside] == [collective_nodes.slice_] * len(outside)
     fused = SPLIT + "reorder([mul, sub], ag) -> w\nfuse([rs, mul, sub, w]) -> f"
     Toy(sgd, GRADIENT, STATE).check(fused)
 
@@ -378,7 +378,7 @@ def test_buckets() -> None:
         bucket([all_gather_into_tensor, all_gather_into_tensor_1]) -> ag
     """
     after = toy.after(schedule, lowered=False)
-    assert sum(steps.is_step(n) for n in after.nodes) == 3
+    assert sum(collective_nodes.is_step(n) for n in after.nodes) == 3
     toy.check(schedule)
 
 

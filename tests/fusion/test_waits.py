@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.schedule import schedule as as_run
-from fxpar.passes.waits import WAIT, sink_waits
+from fxpar.passes.order_collectives import schedule as as_run
+from fxpar.passes.sink_waits import WAIT, sink_waits
 from fxpar.runtime.binding import bind
 from tests.fusion.ranks import CHUNKED, SHARED, pipeline
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter

@@ -14,16 +14,16 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion import (
     bucket,
-    kinds,
-    order,
+    fused_matmul,
+    kept_order,
+    node_legality,
     overlap,
-    parts,
     reorder,
-    shipped,
-    varying,
+    slice_op,
+    varying_axes,
 )
-from fxpar.passes import steps
-from fxpar.passes.arithmetic import is_view
+from fxpar.passes import collective_nodes
+from fxpar.passes.op_arithmetic import is_view
 from fxpar.sharding.factors import Passage
 from fxpar.sharding.spec import Spec
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
@@ -63,14 +63,14 @@ def _any_view(patch: pytest.MonkeyPatch) -> None:
             node = node.all_input_nodes[0]
         return node
 
-    patch.setattr(shipped, "_seen", seen)
+    patch.setattr(fused_matmul, "_seen", seen)
 
 
 def _one_part_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """A ring's ranks are taken to hold the same part."""
 
-    def cutter(*args: Any, apart: Any = (), **how: Any) -> parts.Cutter:
-        return parts.Cutter(*args, **how)
+    def cutter(*args: Any, apart: Any = (), **how: Any) -> slice_op.Cutter:
+        return slice_op.Cutter(*args, **how)
 
     patch.setattr(overlap, "Cutter", cutter)
 
@@ -78,24 +78,24 @@ def _one_part_at_a_time(patch: pytest.MonkeyPatch) -> None:
 def _closed_regions(patch: pytest.MonkeyPatch) -> None:
     """What a region gives varies as what it reads."""
 
-    def read(node: fx.Node, out: varying.Varies) -> list[Any]:
+    def read(node: fx.Node, out: varying_axes.Varies) -> list[Any]:
         together = frozenset[str]().union(*(out[n] for n in node.all_input_nodes))
         return [together] * len(node.meta["val"])
 
-    patch.setattr(varying, "_of_region", read)
+    patch.setattr(varying_axes, "_of_region", read)
 
 
 def _plain_ops(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(varying, "PRODUCTS", {})
+    patch.setattr(varying_axes, "PRODUCTS", {})
 
 
 def _all_come_in(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds, "admit", _nothing)
+    patch.setattr(node_legality, "admit", _nothing)
 
 
 def _any_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(order, "_chained", lambda graph: {})
-    patch.setattr(order, "check", _nothing)
+    patch.setattr(kept_order, "_chained", lambda graph: {})
+    patch.setattr(kept_order, "check", _nothing)
 
 
 def _any_cast(patch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def _any_cast(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_is_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parts.Cutter, "_check_equal", _nothing)
+    patch.setattr(slice_op.Cutter, "_check_equal", _nothing)
 
 
 def _all_is_linear(patch: pytest.MonkeyPatch) -> None:
@@ -116,30 +116,30 @@ def _all_is_linear(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_whole(patch: pytest.MonkeyPatch) -> None:
-    class Reader(parts.RuleReader):
+    class Reader(slice_op.RuleReader):
         def __call__(self, node: fx.Node) -> Any:
             rule, known = super().__call__(node)
             return replace(rule, whole=frozenset()), known
 
-    patch.setattr(parts, "RuleReader", Reader)
+    patch.setattr(slice_op, "RuleReader", Reader)
 
 
 def _added_by_each(patch: pytest.MonkeyPatch) -> None:
-    kept = parts.Cutter._operand
+    kept = slice_op.Cutter._operand
 
     def operand(self: Any, node: fx.Node, spec: Any, known: Any) -> fx.Node:
         return kept(self, node, Spec.of(spec.dims), known)
 
-    patch.setattr(parts.Cutter, "_operand", operand)
+    patch.setattr(slice_op.Cutter, "_operand", operand)
 
 
 def _any_step(patch: pytest.MonkeyPatch) -> None:
-    def step(self: Any, node: fx.Node, known: Any) -> parts.Made:
+    def step(self: Any, node: fx.Node, known: Any) -> slice_op.Made:
         part = known[node.args[0]]
-        made = steps.step(self.build, node.target, part.node, *node.args[1:])
-        return parts.Made(made, (part.dim,))
+        made = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
+        return slice_op.Made(made, (part.dim,))
 
-    patch.setattr(parts.Cutter, "_step", step)
+    patch.setattr(slice_op.Cutter, "_step", step)
 
 
 def _one_kind(patch: pytest.MonkeyPatch) -> None:
@@ -365,10 +365,10 @@ def test_what_is_drawn_for_nobody_is_still_drawn(
 
     toy = Toy(program, ROWS, WHOLE)
     toy.check(f"drop({GATHER})")
-    monkeypatch.setattr(order, "is_free", lambda node: True)
+    monkeypatch.setattr(kept_order, "is_free", lambda node: True)
     with pytest.raises(ScheduleError, match="would not be drawn"):
         toy.after(f"drop({GATHER})")
-    monkeypatch.setattr(order, "check", _nothing)
+    monkeypatch.setattr(kept_order, "check", _nothing)
     with pytest.raises(AssertionError):
         toy.check(f"drop({GATHER})")
 
@@ -379,7 +379,7 @@ def test_attention_without_dropout_draws_nothing() -> None:
         shape = ("[_, _, _, _]", (1, 1, 4, 4))
         toy = Toy(lambda q: op(q, q, q, dropout)[0], shape)
         assert toy.before.find_nodes(op="call_function", target=op)
-        return [node for node in toy.before.nodes if kinds.draws(node)]
+        return [node for node in toy.before.nodes if node_legality.draws(node)]
 
     assert not program(0.0)
     assert len(program(0.5)) == 1

@@ -12,8 +12,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.explain.dump import node_text
-from fxpar.fusion.kinds import draws
-from fxpar.fusion.verbs import apply
+from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.node_legality import draws
 from fxpar.passes import lockstep
 from fxpar.passes.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh

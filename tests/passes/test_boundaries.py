@@ -14,7 +14,7 @@ from fxpar.passes import Request, Result, parallelize
 from fxpar.passes.boundaries import Boundaries, absorb
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import boundary as _boundary  # noqa: F401  (kernels of crossings)
+from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
 from fxpar.runtime.tracing import Call
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Signature

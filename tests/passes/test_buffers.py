@@ -18,10 +18,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
-from fxpar.fusion.kernels.fuse import fuse_graph
-from fxpar.fusion.kernels.ladder import Facts
-from fxpar.passes.schedule import Settings, schedule
-from fxpar.passes.waits import WAIT, sink_waits
+from fxpar.fusion.kernels.fuse_regions import fuse_graph
+from fxpar.fusion.kernels.implementations import Facts
+from fxpar.passes.order_collectives import Settings, schedule
+from fxpar.passes.sink_waits import WAIT, sink_waits
 from tests.fusion.test_waits import CHUNKS, RINGS, bound
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 

@@ -17,8 +17,8 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.passes.delay import _may_move, delay
-from fxpar.passes.phases import as_run
-from fxpar.passes.waits import WAIT
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.sink_waits import WAIT
 from tests.passes.test_schedule import GATHER, REDUCE, Sketch, check_equal
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxpar.errors import FxparWarning
-from fxpar.passes import lower, steps
+from fxpar.passes import collective_nodes, lower
 from fxpar.passes.lockstep import COLLECTIVES
 from tests.passes.random_programs import Case
 
@@ -103,6 +103,8 @@ def test_a_missing_reduction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         return any(c.kind == "all_reduce" for c in Case(seed).plan().collectives)
 
     seed = next(seed for seed in range(QUICK) if reduces(seed))
-    monkeypatch.setitem(lower._LOWER, steps.all_reduce, lambda build, x, *_: x)
+    monkeypatch.setitem(
+        lower._LOWER, collective_nodes.all_reduce, lambda build, x, *_: x
+    )
     with pytest.raises(AssertionError):
         run(seed)

@@ -11,7 +11,7 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.lower import lower_steps
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.reshard import steps
+from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
 from tests.sharding.every_spec import every_spec
 

@@ -19,17 +19,17 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 import fxpar
-from fxpar.passes.buckets import bucket
+from fxpar.passes.bucket_collectives import bucket
 from fxpar.passes.lockstep import run_lockstep
-from fxpar.passes.rewrite import Rewriter
-from fxpar.passes.schedule import (
+from fxpar.passes.order_collectives import (
     Settings,
     drop_unread,
     give_outputs,
     prefetch,
     schedule,
 )
-from fxpar.passes.waits import WAIT
+from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.sink_waits import WAIT
 from fxpar.sharding.mesh import Mesh
 from tests.spawn import shared_pool
 

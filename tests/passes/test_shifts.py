@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import fxpar
-from fxpar.passes.ops import shift
-from fxpar.sharding.shifts import pieces
+from fxpar.passes.custom_ops import shift
+from fxpar.sharding.shift_messages import pieces
 
 N = 16
 

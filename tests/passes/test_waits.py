@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.waits import WAIT, sink_waits
+from fxpar.passes.sink_waits import WAIT, sink_waits
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -8,8 +8,8 @@ import pytest
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
-from fxpar.runtime import agree, presence
-from fxpar.runtime.channel import current
+from fxpar.runtime import consensus, presence
+from fxpar.runtime.store_channel import current
 from tests.helpers.patience import given_up_in_round
 from tests.spawn import shared_pool
 
@@ -28,25 +28,25 @@ def caught(fn, *args, **kwargs) -> str:
 
 
 def test_one_process_agrees() -> None:
-    agree.agree("graph", "digest", "text")
-    assert agree.gather("tag", "text") == ["text"]
-    agree.abort(ValueError("nobody hears this"))
+    consensus.agree("graph", "digest", "text")
+    assert consensus.gather("tag", "text") == ["text"]
+    consensus.abort(ValueError("nobody hears this"))
 
 
 def rounds() -> list[str]:
     me, said = rank(), []
     channel = current()
     before = channel.rounds  # other tests ran in this process
-    said.append(caught(agree.agree, "graph0", "same", "plan"))
-    said.append(agree.gather("devices", f"of {me}"))
+    said.append(caught(consensus.agree, "graph0", "same", "plan"))
+    said.append(consensus.gather("devices", f"of {me}"))
     text = "a\nb\nc" if me != 2 else "a\nx\nc"
     try:
-        agree.agree("graph1", agree.digest_of(text), text)
+        consensus.agree("graph1", consensus.digest_of(text), text)
     except RankMismatchError as error:
         said.append(str(error))
-        agree.abort(error)  # which everyone was told already
-    said.append(caught(agree.agree, f"graph{3 if me == 1 else 2}", "same", "plan"))
-    said.append(caught(agree.gather, "last", "in step again"))
+        consensus.abort(error)  # which everyone was told already
+    said.append(caught(consensus.agree, f"graph{3 if me == 1 else 2}", "same", "plan"))
+    said.append(caught(consensus.gather, "last", "in step again"))
     left = [i for i in range(1, 5) if channel.has(channel.key(before + i, me))]
     return [*said, left]
 
@@ -66,7 +66,7 @@ def test_rounds() -> None:
 
 def other_errors() -> None:
     text = f"x {rank()}"
-    agree.agree(
+    consensus.agree(
         "inputs", text, text, what="inputs", fix="feed", error=InputMismatchError
     )
 
@@ -79,18 +79,18 @@ def test_the_error_is_the_callers() -> None:
 
 
 def one_fails(who: int) -> tuple[str, float, str]:
-    agree.agree("start", "", "")
+    consensus.agree("start", "", "")
     begin = time.monotonic()
     if rank() == who:
-        agree.abort(UnknownOpError("no rule for op", fix="give it one"))
+        consensus.abort(UnknownOpError("no rule for op", fix="give it one"))
         said = ""
     else:
         try:
-            agree.agree("graph", "digest", "plan", timeout=30.0)
+            consensus.agree("graph", "digest", "plan", timeout=30.0)
         except RankMismatchError as error:
             said = str(error)
-            agree.abort(error)  # as the backend does with any; must change nothing
-    return said, time.monotonic() - begin, caught(agree.agree, "next", "", "")
+            consensus.abort(error)  # as the backend does with any; must change nothing
+    return said, time.monotonic() - begin, caught(consensus.agree, "next", "", "")
 
 
 @pytest.mark.multiprocess
@@ -106,13 +106,13 @@ def test_a_rank_that_fails_stops_the_others(who: int) -> None:
 
 
 def one_is_missing(who: int) -> tuple[str, str]:
-    agree.agree("start", "", "")
+    consensus.agree("start", "", "")
     if rank() == who:
         while not given_up_in_round():
             time.sleep(0.05)
-    said = caught(agree.agree, "graph", "digest", "plan", timeout=0.2)
+    said = caught(consensus.agree, "graph", "digest", "plan", timeout=0.2)
     # The one that is late reads the verdict, and is in step again.
-    return said, caught(agree.agree, "next", "", "")
+    return said, caught(consensus.agree, "next", "", "")
 
 
 @pytest.mark.multiprocess
@@ -129,22 +129,22 @@ def test_a_missing_rank_is_named() -> None:
 
 
 def one_works() -> list[str]:
-    agree.agree("start", "", "")
+    consensus.agree("start", "", "")
     if rank() == 0:
         with presence.works("compiles"):
             time.sleep(3.0)
-    return agree.gather("the plan", f"of {rank()}", timeout=1.2)
+    return consensus.gather("the plan", f"of {rank()}", timeout=1.2)
 
 
 def fails_twice() -> list[str]:
     """A failure of every rank that all were told of, then one of a rank's own."""
-    said = [caught(agree.agree, "graph", str(rank()), "text")]
+    said = [caught(consensus.agree, "graph", str(rank()), "text")]
     if rank() == 1:
-        agree.abort(UnknownOpError("no rule for op"))
+        consensus.abort(UnknownOpError("no rule for op"))
         said.append("")
     else:
-        said.append(caught(agree.agree, "next", "", ""))
-    return [*said, caught(agree.agree, "last", "", "")]
+        said.append(caught(consensus.agree, "next", "", ""))
+    return [*said, caught(consensus.agree, "last", "", "")]
 
 
 @pytest.mark.multiprocess
@@ -163,7 +163,7 @@ def test_a_rank_that_works_is_waited_for() -> None:
 def lives() -> list[int]:
     channel = current()
     assert channel.rounds == 0
-    agree.agree("start", "", "")
+    consensus.agree("start", "", "")
     return [channel.rounds, int(current() is channel)]
 
 

@@ -17,10 +17,12 @@ import fxpar
 from fxpar.__main__ import main
 from fxpar.config import Options
 from fxpar.errors import MeshError
-from fxpar.passes import arithmetic
-from fxpar.runtime import calibrate, fit, groups, probe_links, probes
-from fxpar.sharding import collectives
-from fxpar.sharding.hardware import Hardware, Peak, lookup
+from fxpar.passes import op_arithmetic
+from fxpar.runtime import groups
+from fxpar.runtime.calibrate import fit_curves, probe_device, probe_network
+from fxpar.runtime.calibrate import measure as calibrate
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.mesh import Link, Mesh
 from tests.spawn import shared_pool
 
@@ -37,7 +39,7 @@ def test_a_peak_is_found_again() -> None:
     for m, k, n in [*((2**i,) * 3 for i in range(4, 13)), (2048, 2048, 16)]:
         flops, least = 2.0 * m * k * n, float(min(m, k, n))
         points.append((flops, least, noisy(flops / true.rate(flops, least))))
-    found = fit.fit_peak(points)
+    found = fit_curves.fit_peak(points)
     assert found.flops == pytest.approx(5e11, rel=0.1)
     assert found.half_flops == pytest.approx(2e6, rel=0.5)
     assert found.half_dim == pytest.approx(40, rel=0.3)
@@ -53,7 +55,7 @@ def test_a_link_is_found_again(kind: str, sizes: tuple[int, ...]) -> None:
         for n in sizes
         for i in range(4, 14)
     ]
-    found = fit.fit_collective(kind, points)
+    found = fit_curves.fit_collective(kind, points)
     link = Link(found.bandwidth, found.latency, found.overhead)
     assert found.bandwidth == pytest.approx(2e9, rel=0.15)
     for n, nbytes, seconds in points:
@@ -73,17 +75,17 @@ def test_one_outlier_does_not_decide() -> None:
         for i in range(4, 14)
     ]
     points[-3] = (2, points[-3][1], 2 * points[-3][2])
-    found = fit.fit_collective("all_reduce", points)
+    found = fit_curves.fit_collective("all_reduce", points)
     assert found.bandwidth == pytest.approx(2e9, rel=0.3)
     assert found.latency == pytest.approx(1e-4, rel=0.3)
 
 
 def test_groups_are_inside_nodes_or_between_them() -> None:
     mesh = Mesh.parse("node=2,device=4")
-    assert not probe_links._crosses(mesh, ["device"], 4)
-    assert probe_links._crosses(mesh, ["node"], 4)
+    assert not probe_network._crosses(mesh, ["device"], 4)
+    assert probe_network._crosses(mesh, ["node"], 4)
     with pytest.raises(MeshError, match="node\\+device lie partly") as error:
-        probe_links._crosses(mesh, ["node", "device"], 4)
+        probe_network._crosses(mesh, ["node", "device"], 4)
     assert "node=2,device=4" in (error.value.fix or "")
 
 
@@ -138,11 +140,13 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
         return seen[-1]
 
     x = torch.tensor([1.0, 2.0]) * (me + 1)
-    probe_links._C10D = _Recording(record)
+    probe_network._C10D = _Recording(record)
     try:
-        probe_links._RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
+        probe_network._RUN[kind](
+            x, 2, _torch.distributed.default_group().group_name, me
+        )
     finally:
-        probe_links._C10D = torch.ops._c10d_functional
+        probe_network._C10D = torch.ops._c10d_functional
     return x.tolist(), seen[0].tolist()
 
 
@@ -171,12 +175,12 @@ def test_what_is_timed_is_the_collective(kind: str, results: list) -> None:
     assert [out for _, out in outcomes] == results
 
 
-def probe(mesh: str = "dp=1", **suite: object) -> probes.Probe:
+def probe(mesh: str = "dp=1", **suite: object) -> probe_device.Probe:
     """A probe of the quick suite, but for ``suite``."""
     ranks = groups.join(Options(mesh=mesh))
-    made = dataclasses.replace(probes._SUITES["quick"], **suite)
+    made = dataclasses.replace(probe_device._SUITES["quick"], **suite)
 
-    class Some(probes.Probe):
+    class Some(probe_device.Probe):
         suite = made
 
     return Some(torch.device("cpu"), ranks, time.monotonic() + 60, False)
@@ -188,7 +192,7 @@ def test_families_are_measured_forward_and_backward() -> None:
         attended=((1, 2, 8, 4), (2, 2, 16, 8), (2, 2, 32, 8)),
         families=("float32",),
     )
-    found = dict(probes.families(some))
+    found = dict(probe_device.families(some))
     assert list(found) == [
         "float32 convolution",
         "float32 convolution backward",
@@ -200,7 +204,10 @@ def test_families_are_measured_forward_and_backward() -> None:
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(probes._convolved, (2, 3, 4, 8, 3)), (probes._attended, (2, 3, 16, 8))],
+    [
+        (probe_device._convolved, (2, 3, 4, 8, 3)),
+        (probe_device._attended, (2, 3, 16, 8)),
+    ],
 )
 def test_flops_are_those_of_a_local_graph(make, shape) -> None:
     """What calibration divides by is what a simulation multiplies with."""
@@ -209,17 +216,21 @@ def test_flops_are_those_of_a_local_graph(make, shape) -> None:
     )
     graph = fxpar.plan(op, *operands, mesh="dp=1", grad=True).result.local
     counted = [
-        (arithmetic.flops_of(n), arithmetic.least_of(n), arithmetic.family_of(n.target))
+        (
+            op_arithmetic.flops_of(n),
+            op_arithmetic.least_of(n),
+            op_arithmetic.family_of(n.target),
+        )
         for n in graph.nodes
-        if n.op == "call_function" and arithmetic.contracts(n.target)
+        if n.op == "call_function" and op_arithmetic.contracts(n.target)
     ]
-    name = "attention" if make is probes._attended else "convolution"
+    name = "attention" if make is probe_device._attended else "convolution"
     assert counted == [(flops, least, name), (late_flops, least, f"{name} backward")]
 
 
 def test_operands_are_not_those_of_the_last_call() -> None:
     x, seen = torch.zeros(1 << 24), []
-    call = probes._in_turn(lambda y: seen.append(y), x)
+    call = probe_device._in_turn(lambda y: seen.append(y), x)
     for _ in range(3):
         call()
     assert seen[0].data_ptr() == seen[2].data_ptr() != seen[1].data_ptr()
@@ -229,12 +240,12 @@ def test_operands_are_not_those_of_the_last_call() -> None:
 def test_ranks_that_take_turns_are_timed_together(monkeypatch) -> None:
     """What counts is when the last rank is done, not what each takes by itself."""
     some, clock = probe(), [0.0]
-    monkeypatch.setattr(probes.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(probe_device.time, "perf_counter", lambda: clock[0])
 
     def other_rank() -> None:
         clock[0] += 1.0
 
-    monkeypatch.setattr(probes.Probe, "_meet", lambda self: other_rank())
+    monkeypatch.setattr(probe_device.Probe, "_meet", lambda self: other_rank())
     assert some._time(lambda: None, 1) == 0.0
     assert some._time(lambda: None, 1, meet=True) == 1.0
 
@@ -245,10 +256,10 @@ def test_ranks_that_take_turns_are_timed_together(monkeypatch) -> None:
 def test_what_a_collective_takes_from_kernels(monkeypatch, together, lost) -> None:
     some = probe("dp=1")
     times = iter([0.02, 3.0, 2.0, together])  # a product, the collective, work, both
-    monkeypatch.setattr(probes.Probe, "median", lambda self, fn: next(times))
-    monkeypatch.setattr(probe_links, "local_ranks", lambda size: size)
+    monkeypatch.setattr(probe_device.Probe, "median", lambda self, fn: next(times))
+    monkeypatch.setattr(probe_network, "local_ranks", lambda size: size)
     ranks = types.SimpleNamespace(mesh=Mesh.parse("dp=2"), group=lambda axes: "g")
-    found = probe_links.beside(dataclasses.replace(some, ranks=ranks))
+    found = probe_network.beside(dataclasses.replace(some, ranks=ranks))
     assert found == pytest.approx(lost)
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError
-from fxpar.runtime import inputs
+from fxpar.runtime import check_inputs
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.names import Named
+from fxpar.runtime.input_names import Named
 from fxpar.sharding.mesh import Mesh
 from tests.spawn import shared_pool
 
@@ -42,15 +42,15 @@ def sample(dtype: torch.dtype, size: int = 131) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_checksum_sees_every_byte_and_its_place(dtype: torch.dtype) -> None:
     x = sample(dtype)
-    own = inputs.checksum(x)
-    assert own == inputs.checksum(x.clone())
-    assert own == inputs.checksum(torch.stack([x, x], dim=1)[:, 1])
+    own = check_inputs.checksum(x)
+    assert own == check_inputs.checksum(x.clone())
+    assert own == check_inputs.checksum(torch.stack([x, x], dim=1)[:, 1])
     last, swapped = x.clone(), x.clone()
     last.view(torch.uint8)[-1] ^= 1
     at = next(i for i in range(len(x)) if x[i] != x[i + 1])
     swapped[at], swapped[at + 1] = x[at + 1], x[at]
     shorter = x[:-1]
-    seen = {inputs.checksum(y).item() for y in (x, last, swapped, shorter, x[1:])}
+    seen = {check_inputs.checksum(y).item() for y in (x, last, swapped, shorter, x[1:])}
     assert len(seen) == 5
 
 
@@ -58,20 +58,22 @@ def test_checksum_of_patterns_differs() -> None:
     x = torch.arange(1.0, 65.0, dtype=torch.float64)
     near = [x, -x, x.flip(0), x.roll(1), x + 2**-46, x.view(8, 8).T, x.float()]
     near += [torch.zeros(64), torch.zeros(63), torch.ones(64), -torch.zeros(64)]
-    assert len({inputs.checksum(y).item() for y in near}) == len(near)
-    assert inputs.checksum(torch.zeros(0)) == 0
-    assert inputs.checksum(torch.ones(())) == inputs.checksum(torch.ones(1, 1))
+    assert len({check_inputs.checksum(y).item() for y in near}) == len(near)
+    assert check_inputs.checksum(torch.zeros(0)) == 0
+    assert check_inputs.checksum(torch.ones(())) == check_inputs.checksum(
+        torch.ones(1, 1)
+    )
 
 
 def test_checksum_goes_by_chunks(monkeypatch) -> None:
     x = sample(torch.float32, 1000)
-    whole = inputs.checksum(x)
-    monkeypatch.setitem(inputs._CHUNK, "cpu", 64)
-    assert inputs.checksum(x) == whole
+    whole = check_inputs.checksum(x)
+    monkeypatch.setitem(check_inputs._CHUNK, "cpu", 64)
+    assert check_inputs.checksum(x) == whole
 
 
 def test_one_process_has_nothing_to_compare() -> None:
-    inputs.check_same([("x", "input", torch.ones(2))], Mesh.parse("dp=1"))
+    check_inputs.check_same([("x", "input", torch.ones(2))], Mesh.parse("dp=1"))
 
 
 def said(fn, *args) -> str:
@@ -92,7 +94,7 @@ def compare() -> dict[str, object]:
     out: dict[str, object] = {}
 
     def check(name: str, *fed: tuple) -> None:
-        out[name] = said(inputs.check_same, list(fed), MESH)
+        out[name] = said(check_inputs.check_same, list(fed), MESH)
 
     same = ("same", "input", torch.ones(3, dtype=torch.bfloat16))
     bias = nn.Parameter(torch.full([3], float(me)))
@@ -124,10 +126,10 @@ def compare() -> dict[str, object]:
     named = [Named("weight", "parameter"), Named("x", "input"), Named("n", "input")]
     for mode in ("global", "local"):
         ranks = Ranks(MESH, me)
-        checks = inputs.Checks(named, Options(inputs=mode), ranks)
+        checks = check_inputs.Checks(named, Options(inputs=mode), ranks)
         out[mode] = said(checks.run, [torch.ones(1), torch.ones(2) * dp, 3])
         whole = torch.ones(2) * dp
-        setattr(whole, inputs.LOCAL_MARK, False)
+        setattr(whole, check_inputs.LOCAL_MARK, False)
         out[mode + " whole"] = said(checks.run, [torch.ones(1), whole, 3])
     return out
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime import meet, presence
+from fxpar.runtime import meeting, presence
 from tests.helpers.patience import given_up_at_call
 from tests.spawn import shared_pool
 
@@ -23,9 +23,9 @@ RANKS = 4
 
 def words(direct: int, same: bool) -> list[list[str]]:
     """What this rank heard in three calls."""
-    meet.DIRECT = direct
+    meeting.DIRECT = direct
     rank = dist.get_rank()
-    return [meet.meet(f"{n}" if same else f"{n} of {rank}", "it") for n in range(3)]
+    return [meeting.meet(f"{n}" if same else f"{n} of {rank}", "it") for n in range(3)]
 
 
 @pytest.mark.parametrize("direct", [1, 8])
@@ -38,17 +38,17 @@ def test_all_hear_the_same(direct: int) -> None:
 
 def one_fails(direct: int, which: int) -> tuple[str, list[str]]:
     """What the others are told, and the words of the call after it."""
-    meet.DIRECT = direct
-    meet.meet("before", "it")
+    meeting.DIRECT = direct
+    meeting.meet("before", "it")
     told = "failed itself"
     if dist.get_rank() == which:
-        meet.fail("no memory")
+        meeting.fail("no memory")
     else:
         try:
-            meet.meet("now", "it")
+            meeting.meet("now", "it")
         except RankMismatchError as error:
             told = str(error)
-    return told, meet.meet("after", "it")
+    return told, meeting.meet("after", "it")
 
 
 @pytest.mark.parametrize("which", [0, 2])
@@ -63,14 +63,14 @@ def test_a_rank_that_fails(direct: int, which: int) -> None:
 
 def one_is_away(direct: int, which: int) -> str:
     """What each rank is told, where one comes only after the others gave it up."""
-    meet.DIRECT = direct
+    meeting.DIRECT = direct
     presence.set_timeout(1.0)
-    meet.meet("before", "it")
+    meeting.meet("before", "it")
     if dist.get_rank() == which:
         while not given_up_at_call():
             time.sleep(0.3)
     try:
-        meet.meet("now", "the call")
+        meeting.meet("now", "the call")
     except RankMismatchError as error:
         return str(error)
     finally:

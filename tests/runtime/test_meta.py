@@ -80,13 +80,13 @@ def fill(how: str, dtype: torch.dtype, model: nn.Module) -> dict[str, torch.Tens
 
 
 def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
-    from fxpar.runtime import draws
+    from fxpar.runtime.at_rest import init_random
 
-    before, draws.CHUNK = draws.CHUNK, chunk
+    before, init_random.CHUNK = init_random.CHUNK, chunk
     try:
         return fill(how, dtype, on_meta(lambda: Flat().to(dtype), mesh))
     finally:
-        draws.CHUNK = before
+        init_random.CHUNK = before
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from fxpar.errors import (
     OptionError,
     ShardError,
 )
-from fxpar.runtime.shard import is_sharded
+from fxpar.runtime.at_rest.shard import is_sharded
 from tests.spawn import shared_pool
 
 multiprocess = pytest.mark.multiprocess

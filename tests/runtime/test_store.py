@@ -17,13 +17,13 @@ import fxpar
 from fxpar.explain.dump import graph_text
 from fxpar.passes import Request, Result
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import agree, choose, store
+from fxpar.runtime import consensus, plan_once, plan_store
 from fxpar.runtime.tracing import Call
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.search.find import Asked
-from fxpar.sharding.search.meshes import candidates
+from fxpar.sharding.search.mesh_candidates import candidates
+from fxpar.sharding.search.run_search import Asked
 from tests.sharding.search.test_search import batch, machine
 
 SECONDS = 5.0
@@ -73,7 +73,7 @@ def planned(
     signature = read_signature(module.graph, declare)
     asked = asked or Asked(machine(), SECONDS)
     request = Request(Mesh.parse(mesh), signature, {}, asked)
-    return choose.planned(module.graph, mode, change(request), rank, "g", keep=keep)
+    return plan_once.planned(module.graph, mode, change(request), rank, "g", keep=keep)
 
 
 def files(disk: Path) -> list[Path]:
@@ -164,7 +164,7 @@ def test_other_versions_count(
     if version == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99")
     else:
-        monkeypatch.setattr(store, "own_version", lambda: "another")
+        monkeypatch.setattr(plan_store, "own_version", lambda: "another")
     planned()
     assert len(searches) == 2 and len(files(disk)) == 2
 
@@ -175,13 +175,13 @@ def test_fxpars_version_is_that_of_its_code(
     package = tmp_path / "fxpar"
     (package / "runtime").mkdir(parents=True)
     (package / "a.py").write_text("x = 1")
-    monkeypatch.setattr(store, "__file__", str(package / "runtime" / "store.py"))
-    store.own_version.cache_clear()
-    first = store.own_version()
+    monkeypatch.setattr(plan_store, "__file__", str(package / "runtime" / "store.py"))
+    plan_store.own_version.cache_clear()
+    first = plan_store.own_version()
     (package / "a.py").write_text("x = 2")
-    store.own_version.cache_clear()
-    assert store.own_version() != first
-    store.own_version.cache_clear()
+    plan_store.own_version.cache_clear()
+    assert plan_store.own_version() != first
+    plan_store.own_version.cache_clear()
 
 
 def truncated(text: str) -> str:
@@ -204,18 +204,18 @@ def without_digest(text: str) -> str:
 
 def anothers(text: str) -> str:
     data = json.loads(text) | {"key": "f" * 64}
-    return json.dumps(data | {"digest": store._digest(data)})
+    return json.dumps(data | {"digest": plan_store._digest(data)})
 
 
 def no_plan(text: str) -> str:
     data = json.loads(text) | {"plan": {"mesh": "dp=2"}}
-    return json.dumps(data | {"digest": store._digest(data)})
+    return json.dumps(data | {"digest": plan_store._digest(data)})
 
 
 def no_mesh(text: str) -> str:
     data = json.loads(text)
     data["plan"]["mesh"] = "nonsense"
-    return json.dumps(data | {"digest": store._digest(data)})
+    return json.dumps(data | {"digest": plan_store._digest(data)})
 
 
 @pytest.mark.parametrize(
@@ -261,20 +261,20 @@ def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
     key, (path,) = "1" * 64, files(disk)
 
     def kept(seconds: float, **how: Any) -> None:
-        store.save(key, plan, replace(found, **how), seconds)
+        plan_store.save(key, plan, replace(found, **how), seconds)
 
     late = replace(found.solution, gap=0.1)
     kept(10.0, solution=late, took=1.0)  # ended early, unproved
-    assert store.load(key, 1.0) is None
+    assert plan_store.load(key, 1.0) is None
     kept(10.0, solution=late, took=9.0)
-    assert store.load(key, 20.0) is None
-    loaded = store.load(key, 10.0)
+    assert plan_store.load(key, 20.0) is None
+    loaded = plan_store.load(key, 10.0)
     assert loaded is not None and loaded.hash == plan.hash
     assert "not proved, searched 10 s" in loaded.notes[-1]
     kept(10.0, took=9.0, rivals=found.predicted / 2)  # another mesh may be better
-    assert store.load(key, 20.0) is None
+    assert plan_store.load(key, 20.0) is None
     kept(10.0)
-    assert store.load(key, 20.0) is not None
+    assert plan_store.load(key, 20.0) is not None
     assert path.exists() and not list(disk.glob("*.new"))
 
 
@@ -301,7 +301,7 @@ def test_other_ranks_follow_rank_0s_links(
         told.append(text)
         return [told[0]]
 
-    monkeypatch.setattr(agree, "gather", gather)
+    monkeypatch.setattr(consensus, "gather", gather)
     change = open_mesh if opened else resting
     mine = planned(mesh="dp=4" if opened else "dp=2,tp=2", change=change)
     count = len(searches)

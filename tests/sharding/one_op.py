@@ -18,11 +18,10 @@ from torch import fx
 from torch.utils import _pytree
 
 from fxpar import _torch
-from fxpar.passes.local import localize
+from fxpar.passes.insert_reshards import insert_reshards
+from fxpar.passes.localize import localize
 from fxpar.passes.lockstep import gather, run_lockstep
-from fxpar.passes.resharded import insert_reshards
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.edges import connect
 from fxpar.sharding.factors import (
     Rule,
     Strategy,
@@ -32,6 +31,7 @@ from fxpar.sharding.factors import (
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature, read
+from fxpar.sharding.reshard.needed import connect
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 

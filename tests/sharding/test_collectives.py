@@ -9,10 +9,10 @@ import math
 import numpy as np
 import pytest
 
-from fxpar.sharding import collectives
 from fxpar.sharding import mesh as meshes
-from fxpar.sharding.collectives import KINDS, along, bound, seconds
-from fxpar.sharding.hardware import lookup
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.collectives import KINDS, along, bound, seconds
+from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Mesh
 
 Link = functools.partial(meshes.Link, overhead=0.0)
@@ -208,7 +208,7 @@ def test_an_unknown_kind_is_an_error() -> None:
 
 
 def test_steps_of_reshards_are_of_these_kinds_and_send_as_much() -> None:
-    from fxpar.sharding import steps
+    from fxpar.sharding.reshard import steps
 
     for step in vars(steps).values():
         if isinstance(step, type) and getattr(step, "kind", "") and not step.local:

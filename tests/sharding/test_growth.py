@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpar import _torch
-from fxpar.sharding.growth import Growth, growths
+from fxpar.sharding.batch_growth import Growth, growths
 
 ROWS, WIDTH = 6, 4
 

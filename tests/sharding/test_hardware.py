@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from fxpar.errors import DeviceError, OptionError
-from fxpar.sharding import hardware
-from fxpar.sharding.hardware import BUILT_IN, Hardware, Level, Measured, Peak, lookup
+from fxpar.sharding.cost import hardware_table
+from fxpar.sharding.cost.hardware_table import (
+    BUILT_IN,
+    Hardware,
+    Level,
+    Measured,
+    Peak,
+    lookup,
+)
 from fxpar.sharding.mesh import Link, Mesh
 
 DOCS = Path(__file__).parents[2] / "docs" / "hardware.md"
@@ -255,20 +262,20 @@ def test_devices_are_known_by_name(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     if name:
-        assert hardware.detect().name == name
+        assert hardware_table.detect().name == name
         return
     with pytest.raises(DeviceError, match=re.escape(device)) as error:
-        hardware.detect()
+        hardware_table.detect()
     fix = error.value.fix or ""
     assert "FXPAR_HARDWARE" in fix and "python -m fxpar calibrate" in fix
 
 
 def test_without_a_gpu_it_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hardware.detect() is lookup("cpu")
+    assert hardware_table.detect() is lookup("cpu")
 
 
 def test_the_docs_list_every_built_in() -> None:
     page = DOCS.read_text()
     assert [h.name for h in BUILT_IN if f"| `{h.name}` |" not in page] == []
-    assert hardware.FORMAT in page
+    assert hardware_table.FORMAT in page

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from fxpar.errors import SpecError
-from fxpar.sharding.hardware import lookup
+from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.reshard import bytes_moved, price, steps
-from fxpar.sharding.search.transitions import path
+from fxpar.sharding.reshard.all_pairs import path
+from fxpar.sharding.reshard.route import bytes_moved, price, steps
+from fxpar.sharding.reshard.steps import AllGather, Step, cost
 from fxpar.sharding.spec import Spec
-from fxpar.sharding.steps import AllGather, Step, cost
 from tests.sharding.every_spec import every_spec
 
 LARGE = 4096  # size of a dim at which bandwidth decides

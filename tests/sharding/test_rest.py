@@ -13,7 +13,12 @@ from torch import nn
 import fxpar
 from fxpar.sharding.factors import Strategy, operand_spec
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.rest import at_rest, derived, gather_before_views, resting
+from fxpar.sharding.propagate.at_rest import (
+    at_rest,
+    derived,
+    gather_before_views,
+    resting,
+)
 from fxpar.sharding.spec import Spec
 
 DP = Mesh.parse("dp=4")

@@ -13,15 +13,15 @@ import torch
 import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
 
 from fxpar.errors import PlanError
-from fxpar.passes import ops, random  # noqa: F401  (register fxpar's own)
+from fxpar.passes import custom_ops, random  # noqa: F401  (register fxpar's own)
 from fxpar.passes.local_ops import LOCAL
-from fxpar.runtime import matrices  # noqa: F401  (registers an op)
+from fxpar.runtime.at_rest import matrix_optimizers  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Passage, Rule, Strategy, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules import TABLE, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
+from fxpar.sharding.rules.row_builders import keys
 from fxpar.sharding.rules.table import row
-from fxpar.sharding.rules.words import keys
 from tests.sharding import samples_core, samples_linalg, samples_nn, samples_points
 from tests.sharding.one_op import OneOp, is_expressible
 

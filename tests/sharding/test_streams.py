@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fxpar.sharding.streams import Simulation, Task
+from fxpar.sharding.cost.streams import Simulation, Task
 
 AXES = ("a", "b", "c")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.fusion.kernels.choices import CHOICES
+from fxpar.fusion.kernels.concat import CHOICES
 from fxpar.fusion.kernels.expressions import (
     DTYPES,
     SUMS,
@@ -27,8 +27,14 @@ from fxpar.fusion.kernels.expressions import (
     expression,
     kind_of,
 )
-from fxpar.fusion.kernels.index import VIEWS, Map, broadcast, strided, view_map
-from fxpar.fusion.kernels.needs import (
+from fxpar.fusion.kernels.index_arithmetic import (
+    VIEWS,
+    Map,
+    broadcast,
+    strided,
+    view_map,
+)
+from fxpar.fusion.kernels.placement import (
     FILLED,
     IOTA,
     RANDOM,
@@ -38,7 +44,13 @@ from fxpar.fusion.kernels.needs import (
     Place,
     formed,
 )
-from fxpar.fusion.kernels.program import (
+from fxpar.fusion.kernels.reductions import (
+    CannotEmit,
+    Space,
+    reduction_behind,
+    space_of,
+)
+from fxpar.fusion.kernels.region_program import (
     Line,
     Number,
     Program,
@@ -46,12 +58,6 @@ from fxpar.fusion.kernels.program import (
     Tensor,
     contiguous,
     short,
-)
-from fxpar.fusion.kernels.reductions import (
-    CannotEmit,
-    Space,
-    reduction_behind,
-    space_of,
 )
 
 

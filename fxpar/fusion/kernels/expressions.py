@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpar.fusion.kernels.program import Line, dtype_of
+from fxpar.fusion.kernels.region_program import Line, dtype_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")

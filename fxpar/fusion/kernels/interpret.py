@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.fusion.kernels.program import Group, Number, Program, Ref, replaced
-from fxpar.passes import ops as _ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.fusion.kernels.region_program import Group, Number, Program, Ref, replaced
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
 
 # Made of no operand: they need to be told where.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS
-from fxpar.fusion.kernels.program import Line, Program
+from fxpar.fusion.kernels.region_program import Line, Program
 
 # Elements of a row that one block may hold.
 LONGEST = 16384

@@ -19,14 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fxpar import _torch
-from fxpar.fusion.kernels import interpret, launch
-from fxpar.fusion.kernels.kernel import Kernel
-from fxpar.fusion.kernels.ladder import FUSED, Facts, choose
-from fxpar.fusion.kernels.program import Program
-from fxpar.fusion.kernels.providers import Provider, Unshared, symmetric
+from fxpar.fusion.kernels import interpret, run_kernels
+from fxpar.fusion.kernels.autotune import Run, Way, by_clock, by_events, tuned, ways_of
+from fxpar.fusion.kernels.implementations import FUSED, Facts, choose
+from fxpar.fusion.kernels.kernel_text import Kernel
 from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.symmetric_memory import Provider, Unshared, symmetric
 from fxpar.fusion.kernels.templates import Template, template_of
-from fxpar.fusion.kernels.tuning import Run, Way, by_clock, by_events, tuned, ways_of
 
 log = logging.getLogger("fxpar")
 
@@ -73,7 +73,7 @@ def run(
     Raises FxparError where no kernel starts, or where an earlier one missed a rank."""
     made = fused(program, inputs, numbers, group, into or {}, rung)
     if made is None:
-        return launch.run(program, inputs, numbers, group, into)
+        return run_kernels.run(program, inputs, numbers, group, into)
     return made
 
 
@@ -87,7 +87,7 @@ def fused(
 ) -> list[torch.Tensor] | None:
     """The program's outputs by one kernel with its collectives inside, else None."""
     device = interpret.device_of(tensors)
-    if not group or not launch.has_kernels(device):
+    if not group or not run_kernels.has_kernels(device):
         return None
     kind = device.type
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -95,7 +95,7 @@ def fused(
     provider = provider_of(group, device)
     if provider is None:
         return None
-    alone = launch.alone_of(program, tensors, device)
+    alone = run_kernels.alone_of(program, tensors, device)
     known, key = _TEMPLATES.setdefault(provider, {}), (program, rung, alone)
     if key not in known:
         if rung == "measured":
@@ -106,7 +106,7 @@ def fused(
     template = known[key]
     if template is None:
         return None
-    values = dict(zip(launch.names_of(program), tensors, strict=True))
+    values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
     into = into or {}
     targets = {program.outputs[i].name: x for i, x in into.items()} if into else {}
     try:
@@ -164,12 +164,12 @@ def _measured(
     table = _by_table(program, facts, provider.programs, "")
     if provider.meeting is None:
         return known.setdefault(program, table)
-    alone = launch.alone_of(program, tensors, device)
-    values = dict(zip(launch.names_of(program), tensors, strict=True))
+    alone = run_kernels.alone_of(program, tensors, device)
+    values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
 
     def prepare(way: Way) -> Run:
         if way.rung == "nccl":
-            return partial(launch.run, program, tensors, numbers, group)
+            return partial(run_kernels.run, program, tensors, numbers, group)
         template = planned(program, way, device.type, alone)
         if template is None:
             raise RuntimeError(f"there is no kernel for {way}")
@@ -208,7 +208,7 @@ def planned(
                 shots=shots,
                 switch=switch,
                 programs=way.programs,
-                random=launch.random_of(device),
+                random=run_kernels.random_of(device),
                 alone=alone,
             )
         except CannotEmit as error:
@@ -233,13 +233,13 @@ def launched(
     kernel = template.kernel
     given, writes = prepared(template, values, numbers, provider, targets)
     # Nobody asks for memory while the kernel waits: what sums need is there again.
-    spare = [torch.empty_like(x[0]) for x in launch.parts_of(kernel, writes)]
+    spare = [torch.empty_like(x[0]) for x in run_kernels.parts_of(kernel, writes)]
     how = {"launch_cooperative_grid": provider.cooperative}
-    launch.call(kernel, given, template.region, **how)
+    run_kernels.call(kernel, given, template.region, **how)
     del spare
     if provider.device == CPU:  # the kernel is done
         provider.check()
-    return launch.named(kernel, writes)
+    return run_kernels.named(kernel, writes)
 
 
 def prepared(
@@ -252,9 +252,9 @@ def prepared(
     """Arguments of the kernel, and those of them that it writes. All memory is there
     then: none is asked for while a kernel waits for others."""
     kernel, device = template.kernel, provider.device
-    reads = [launch.as_read(values[t.name], t, device) for t in kernel.reads]
-    writes = launch.places(kernel, reads, targets or {}, device)
-    more = launch.given_numbers(kernel, values, numbers)
+    reads = [run_kernels.as_read(values[t.name], t, device) for t in kernel.reads]
+    writes = run_kernels.places(kernel, reads, targets or {}, device)
+    more = run_kernels.given_numbers(kernel, values, numbers)
     space = provider.workspace(template.nbytes)
     shared = space.buffers, space.signals
     return (*shared, *reads, *writes, *more, provider.rank), writes
@@ -262,7 +262,7 @@ def prepared(
 
 def start(kernel: Kernel, given: Sequence[Any]) -> None:
     """Launch a kernel on the current stream, where others may run beside it."""
-    launch.call(kernel, given, None)
+    run_kernels.call(kernel, given, None)
 
 
-named = launch.named
+named = run_kernels.named

@@ -31,7 +31,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fxpar.fusion.kernels.cut import Cut, cut, row_major
 from fxpar.fusion.kernels.emit import (
     Body,
     Sink,
@@ -43,7 +42,7 @@ from fxpar.fusion.kernels.emit import (
     pointer_source,
 )
 from fxpar.fusion.kernels.expressions import DTYPES
-from fxpar.fusion.kernels.kernel import (
+from fxpar.fusion.kernels.kernel_text import (
     Kernel,
     function,
     is_wide,
@@ -51,10 +50,11 @@ from fxpar.fusion.kernels.kernel import (
     phase,
     warps_of,
 )
-from fxpar.fusion.kernels.program import Program, Tensor, dtype_of
-from fxpar.fusion.kernels.providers import region_number
 from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
-from fxpar.fusion.kernels.stages import Move
+from fxpar.fusion.kernels.region_program import Program, Tensor, dtype_of
+from fxpar.fusion.kernels.split_at_collectives import Move
+from fxpar.fusion.kernels.split_fused import Cut, cut, row_major
+from fxpar.fusion.kernels.symmetric_memory import region_number
 
 # Elements of the least block that parts of ranks are cut into: a warp's, 128 bits each.
 _LEAST = 128

@@ -17,13 +17,13 @@ from fxpar.sharding.factors import Rule, parse_rule
 from fxpar.sharding.rules import (
     attention,
     convolution,
+    custom_op_rules,
     embedding,
     flex,
     indexing,
     linalg,
     matmul,
     normalization,
-    own,
     pointwise,
     reduction,
     slicing,
@@ -50,7 +50,7 @@ TABLE: dict[Any, Row] = {
         flex,
         sources,
         statistics,
-        own,
+        custom_op_rules,
     )
     for op, row in module.ROWS.items()
 }

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.rules.row_builders import Word, aligned, make, rows, words_of
 from fxpar.sharding.rules.table import row
-from fxpar.sharding.rules.words import Word, aligned, make, rows, words_of
 
 aten = torch.ops.aten
 

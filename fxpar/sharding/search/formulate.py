@@ -25,19 +25,21 @@ from typing import Any
 
 import numpy as np
 
+from fxpar.sharding.cost import fused_work
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.liveness import lifetimes
 from fxpar.sharding.factors import Strategy
-from fxpar.sharding.hardware import Hardware
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program, backward_ops
-from fxpar.sharding.propagate import Seed
-from fxpar.sharding.rest import gathered_again
-from fxpar.sharding.search import space, transitions, work
-from fxpar.sharding.search.lifetimes import lifetimes
-from fxpar.sharding.search.lying import allowed, lying
-from fxpar.sharding.search.memory import Entry, entries
-from fxpar.sharding.search.nodes import End, Node, Pool
-from fxpar.sharding.search.rows import Places, rows
-from fxpar.sharding.shifts import moved_rows
+from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.search import op_strategies
+from fxpar.sharding.search.memory_entries import Entry, entries
+from fxpar.sharding.search.memory_rows import Places, rows
+from fxpar.sharding.search.value_specs import allowed, lying
+from fxpar.sharding.search.variables import End, Node, Pool
+from fxpar.sharding.shift_messages import moved_rows
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
 
@@ -74,7 +76,7 @@ class _Builder:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.facts = facts
         self.backward = backward_ops(program)
-        self.regions = work.Regions(program, self.backward)
+        self.regions = fused_work.Regions(program, self.backward)
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -109,9 +111,12 @@ class _Builder:
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
-                found = space.strategies(op.rule, self.mesh)
+                found = op_strategies.strategies(op.rule, self.mesh)
                 rows = [
-                    [self.pool.number(s) for s in space.specs(op.rule, strategy)]
+                    [
+                        self.pool.number(s)
+                        for s in op_strategies.specs(op.rule, strategy)
+                    ]
                     for strategy in found
                 ]
                 self.columns[key] = found, np.array(rows).reshape(len(found), -1)
@@ -126,10 +131,10 @@ class _Builder:
         op, mine = self.program.ops[index], self.regions.works[index]
         key = (op.rule, mine, moved_rows(op))
         if key not in self.prices:
-            found = space.strategies(op.rule, self.mesh)
+            found = op_strategies.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
-                    work.seconds(op, mine, strategy, self.mesh, self.hardware)
+                    fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
                     for strategy in found
                 ]
             )
@@ -167,7 +172,7 @@ class _Builder:
         targets, j = np.unique(need, return_inverse=True)
         key = (sources.tobytes(), targets.tobytes(), value.shape, value.dtype.itemsize)
         if key not in self.matrices:
-            self.matrices[key] = transitions.matrix(
+            self.matrices[key] = all_pairs.matrix(
                 [pool[n] for n in sources],
                 [pool[n] for n in targets],
                 self.mesh,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpar.sharding.solver import highs
-from fxpar.sharding.solver.flat import Flat, cost_of, fits, usage_of
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 
 class Answer(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fxpar.sharding.solver.flat import Flat, cost_of, fits, usage_of
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 from fxpar.sharding.solver.network import Network
 from fxpar.sharding.solver.problem import (
     Infeasible,

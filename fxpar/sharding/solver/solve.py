@@ -15,20 +15,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fxpar.sharding.solver import (
-    columns,
-    feasible,
-    fixing,
-    messages,
+    column_generation,
+    crossover,
+    infeasibility,
+    lagrangian,
+    message_passing,
     milp,
-    mix,
-    prices,
-    window,
+    neighborhood_search,
+    reduced_cost_fixing,
 )
-from fxpar.sharding.solver.flat import Flat, fits, flatten
+from fxpar.sharding.solver.exact_reductions import reduce
+from fxpar.sharding.solver.flat_arrays import Flat, fits, flatten
 from fxpar.sharding.solver.network import Network, build
 from fxpar.sharding.solver.problem import Infeasible, Problem, Solution, tie
 from fxpar.sharding.solver.progress import Search, inside, named, offer, project
-from fxpar.sharding.solver.reduce import reduce
 
 # A gap below this is rounding.
 EXACT = 1e-9
@@ -65,7 +65,7 @@ def solve(
 
     Raises Infeasible if nothing is allowed or nothing that fits was found.
     """
-    messages.warm()
+    message_passing.warm()
     search = Search(problem, seconds, tolerance)
     search.enough = enough
     certify = seconds / 4 if certify_seconds is None else certify_seconds
@@ -102,7 +102,7 @@ def resolve(
 
     Raises Infeasible as ``solve`` does.
     """
-    messages.warm()
+    message_passing.warm()
     search = Search(problem, seconds, EXACT)
     net = build(problem, fixed)
     flat = flatten(net)
@@ -111,7 +111,7 @@ def resolve(
     if milp.variables(flat) > _SMALL:
         choice = project(net, flat, start.choice)
         pinned = [i for i in fixed if start.choice[i] != fixed[i]]
-        found = window.around(flat, choice, pinned, search.deadline, seed)
+        found = neighborhood_search.around(flat, choice, pinned, search.deadline, seed)
         offer(search, net, flat, found)
         search.note("windows")
     if search.choice is not None:
@@ -138,9 +138,9 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     unary, off = flat.unary, 0.0
     if len(flat.room):
         until = time.perf_counter() + min(certify, 0.5 * search.left())
-        priced = prices.raise_prices(flat, until, target=search.cost)
+        priced = lagrangian.raise_prices(flat, until, target=search.cost)
         _take(search, net, flat, priced)
-        unary = prices.priced_unary(flat, priced.prices)
+        unary = lagrangian.priced_unary(flat, priced.prices)
         off = float(priced.prices @ flat.room)
         search.note("prices")
     if search.choice is None and len(flat.room):
@@ -150,7 +150,7 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     if size > _SMALL and not search.closed():
         until = time.perf_counter() + 0.4 * search.left()
         choice = inside(search, net, flat)
-        better, bound = fixing.solve_near(
+        better, bound = reduced_cost_fixing.solve_near(
             flat, unary, off, choice, until, search.tolerance
         )
         search.raise_bound(bound)
@@ -170,15 +170,15 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
         search.note("windows")
 
 
-def _take(search: Search, net: Network, flat: Flat, priced: prices.Priced) -> None:
+def _take(search: Search, net: Network, flat: Flat, priced: lagrangian.Priced) -> None:
     """What prices have brought, and mixtures of the choices met."""
     search.raise_bound(priced.bound)
     offer(search, net, flat, priced.choice)
-    search.prices = prices.named(flat, priced.prices)
+    search.prices = lagrangian.named(flat, priced.prices)
     choice = inside(search, net, flat)
     if choice is not None and not search.closed():
         until = time.perf_counter() + 0.05 * search.left()
-        offer(search, net, flat, mix.mix(flat, choice, priced.met, until))
+        offer(search, net, flat, crossover.mix(flat, choice, priced.met, until))
 
 
 def _repeats(problem: Problem) -> bool:
@@ -211,8 +211,8 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     unary = flat.unary
     if len(flat.room):
         until = time.perf_counter() + 0.5 * search.left()
-        begin = prices.prices_at(flat, known)
-        priced = prices.raise_prices(
+        begin = lagrangian.prices_at(flat, known)
+        priced = lagrangian.raise_prices(
             flat,
             until,
             target=search.cost,
@@ -221,11 +221,13 @@ def _layered(search: Search, net: Network, seed: int) -> None:
             tolerance=max(1e-6, search.tolerance),
         )
         _take(search, net, flat, priced)
-        unary = prices.priced_unary(flat, priced.prices)
+        unary = lagrangian.priced_unary(flat, priced.prices)
         search.note("prices")
     else:
         until = time.perf_counter() + 0.95 * search.left()
-        choice, bound = fixing.pass_pruned(flat, search.cost, until, search.tolerance)
+        choice, bound = reduced_cost_fixing.pass_pruned(
+            flat, search.cost, until, search.tolerance
+        )
         search.raise_bound(bound)
         offer(search, net, flat, choice)
         search.note("messages")
@@ -249,7 +251,7 @@ def _mixed(
     if not len(tied.room):
         return ()
     until = time.perf_counter() + 0.1 * search.left()
-    priced = columns.generate(tied, until, prices.prices_at(tied, known))
+    priced = column_generation.generate(tied, until, lagrangian.prices_at(tied, known))
     flat = flatten(net)
     others = []
     for choice in priced.met[:_MIXED]:
@@ -258,17 +260,17 @@ def _mixed(
     best = inside(search, net, flat)
     if best is not None:
         until = time.perf_counter() + 0.1 * search.left()
-        best = mix.mix(flat, best, others, until, mix.layers(flat, to))
+        best = crossover.mix(flat, best, others, until, crossover.layers(flat, to))
         offer(search, net, flat, best)
         until = time.perf_counter() + 0.15 * search.left()
-        offer(search, net, flat, window.combine(flat, best, others, until))
+        offer(search, net, flat, neighborhood_search.combine(flat, best, others, until))
     search.note("layers mixed")
-    return prices.named(tied, priced.prices)
+    return lagrangian.named(tied, priced.prices)
 
 
 def _pass(search: Search, net: Network, flat: Flat, share: float) -> None:
     until = time.perf_counter() + share * search.left()
-    choice, _, bound = messages.pass_messages(flat, until)
+    choice, _, bound = message_passing.pass_messages(flat, until)
     search.raise_bound(bound)
     offer(search, net, flat, choice)
 
@@ -277,7 +279,7 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     """Look for any choice that fits, or a proof that there is none."""
     assert search.problem.limit is not None
     until = time.perf_counter() + 0.3 * search.left()
-    found = feasible.least_excess(flat, until)
+    found = infeasibility.least_excess(flat, until)
     if found.choice is not None:
         search.nearest = net.expand(named(flat, found.choice))
         search.offer(search.nearest)
@@ -297,10 +299,10 @@ def _improve(
     choice = inside(search, net, flat)
     if choice is None:
         return
-    state = messages.start(flat)
+    state = message_passing.start(flat)
     until = time.perf_counter() + 0.1 * search.left()
-    messages.converge(state, unary, until, patience=10)
-    choice, _ = window.improve(
+    message_passing.converge(state, unary, until, patience=10)
+    choice, _ = neighborhood_search.improve(
         flat,
         choice,
         search.deadline,

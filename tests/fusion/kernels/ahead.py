@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
-from fxpar.fusion.kernels.kernel import Kernel, kernel_of
-from fxpar.fusion.kernels.launch import function_of
-from fxpar.fusion.kernels.program import Tensor
+from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
+from fxpar.fusion.kernels.region_program import Tensor
+from fxpar.fusion.kernels.run_kernels import function_of
 from tests.fusion.kernels import samples
 from tests.fusion.kernels.interpreted import outlined, traced
 

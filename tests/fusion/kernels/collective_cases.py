@@ -32,17 +32,17 @@ from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import (
+    device_functions,
     interpret,
-    launch,
-    library,
-    providers,
     run_fused,
+    run_kernels,
+    symmetric_memory,
     templates,
 )
-from fxpar.fusion.kernels.ladder import RANKS
-from fxpar.fusion.kernels.program import Program
-from fxpar.fusion.kernels.providers import Provider, Workspace, shared_files
-from fxpar.fusion.kernels.stages import Move, stages_of
+from fxpar.fusion.kernels.implementations import RANKS
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
+from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, shared_files
 from tests.fusion.kernels.interpreted import (
     apart,
     outlined,
@@ -339,7 +339,7 @@ def kernels(found: Job, given: Sequence[torch.Tensor], rank: int) -> Any:
 def break_it(mode: str, rank: int, provider: Provider) -> None:
     """Poison workspaces, and let ranks be late: before they give, and, the last one,
     before it reads. Then break what MODE says."""
-    take, wait = provider.workspace, library.barrier
+    take, wait = provider.workspace, device_functions.barrier
     late = LATE[mode]
 
     def poisoned_space(nbytes: int) -> Workspace:
@@ -368,13 +368,13 @@ def break_it(mode: str, rank: int, provider: Provider) -> None:
 
     interpreter_builder.create_atomic_cas = patient_swap
     provider.workspace = poisoned_space  # type: ignore[method-assign]
-    library.barrier = slow_barrier
+    device_functions.barrier = slow_barrier
 
 
 def run_rank(jobs: dict[str, Job], rank: int, ranks: int, mode: str, path: str) -> None:
     """All cases, in rounds."""
     store = torch.distributed.FileStore(f"{path}.store", ranks)
-    providers._LEAST = 1 << 10  # so that it has to grow
+    symmetric_memory._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
     run_fused.install(GROUP, "cpu", provider)
     break_it(mode, rank, provider)
@@ -394,7 +394,7 @@ def run_rank(jobs: dict[str, Job], rank: int, ranks: int, mode: str, path: str) 
         out["ways"] = sorted(ways.items())
     provider.barrier()
     assert provider._memory is not None
-    pads = 4 * (providers.HEAD + ranks * PROGRAMS)
+    pads = 4 * (symmetric_memory.HEAD + ranks * PROGRAMS)
     out["signals"] = int(provider._memory.own[:pads].count_nonzero())
     torch.save(out, f"{path}.{rank}")
 
@@ -402,7 +402,7 @@ def run_rank(jobs: dict[str, Job], rank: int, ranks: int, mode: str, path: str) 
 def lost(found: Job, rank: int, provider: Provider) -> list[str]:
     """What is raised by two calls for which the last rank does not come."""
     provider.barrier()
-    library.SPINS = tl.constexpr(LOST)
+    device_functions.SPINS = tl.constexpr(LOST)
     out = []
     for turn in (1, 2):
         if rank < provider.ranks - 1:
@@ -459,7 +459,7 @@ def compared(jobs: dict[str, Job], ranks: int, path: str) -> dict[str, Any]:
 
 
 def main(path: str, *what: str) -> None:
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     round_as_devices()
     torch.set_num_threads(1)
     out = {}

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.fusion.kernels.fuse import Fused, fuse_graph
-from fxpar.fusion.kernels.ladder import Facts
-from fxpar.passes.rewrite import Rewriter
-from fxpar.passes.schedule import give_outputs
-from fxpar.passes.waits import sink_waits
+from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
+from fxpar.fusion.kernels.implementations import Facts
+from fxpar.passes.order_collectives import give_outputs
+from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.sink_waits import sink_waits
 
 c10d = torch.ops._c10d_functional
 GROUP = "0"
@@ -240,7 +240,7 @@ def _of_two(graphs: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from fxpar.fusion.kernels import run_fused
-    from fxpar.fusion.kernels.providers import shared_files
+    from fxpar.fusion.kernels.symmetric_memory import shared_files
 
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -24,9 +24,16 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
-from fxpar.fusion.kernels import gemm_signals
-from fxpar.fusion.kernels.gemm import BIAS, Epilogue, Gemm, Tiles, gemm, signals_of
-from fxpar.fusion.kernels.gemm import launch as launch_gemm
+from fxpar.fusion.kernels import matmul_signals
+from fxpar.fusion.kernels.matmul_kernel import (
+    BIAS,
+    Epilogue,
+    Gemm,
+    Tiles,
+    gemm,
+    signals_of,
+)
+from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
 from tests.fusion.kernels.interpreted import apart, ulps
 
 PROGRAMS = 3
@@ -244,7 +251,7 @@ def list_tiles(
 ):  # fmt: skip
     """The tile of each turn, one program for each."""
     turn = tl.program_id(0)
-    chunk, row, col = gemm_signals.tile_of(
+    chunk, row, col = matmul_signals.tile_of(
         turn, rank, CHUNKS, HIGH, WIDE, BAND, BACKWARD
     )
     tl.store(out_ptr + turn * 3, chunk)

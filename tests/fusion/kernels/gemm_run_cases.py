@@ -31,10 +31,16 @@ import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
-from fxpar.fusion import shipped  # noqa: F401  (its ops run by kernels)
-from fxpar.fusion.kernels import gemm_run, launch, library, providers, run_fused
-from fxpar.fusion.kernels.gemm import BIAS
-from fxpar.fusion.kernels.providers import Provider, shared_files
+from fxpar.fusion import fused_matmul as _fused_matmul  # noqa: F401  (its ops run)
+from fxpar.fusion.kernels import (
+    device_functions,
+    matmul_run,
+    run_fused,
+    run_kernels,
+    symmetric_memory,
+)
+from fxpar.fusion.kernels.matmul_kernel import BIAS
+from fxpar.fusion.kernels.symmetric_memory import Provider, shared_files
 from tests.fusion.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 
 GROUP, PROGRAMS, ROUNDS = "group", 3, 3
@@ -132,13 +138,13 @@ def made_of(case: Case, g: Given, provider: Provider) -> list[torch.Tensor]:
         if case.dim is not None:
             return ours.gather_matmul(g.x, g.ws, case.dim, provider.ranks, GROUP)
         bound = (BIAS, [[b] for b in g.biases]) if case.bias else None
-        whole, products = gemm_run.gather_matmul(provider, g.x, g.ws, bound)
+        whole, products = matmul_run.gather_matmul(provider, g.x, g.ws, bound)
         return [whole, *products]
     (w,) = g.ws
     if case.dim is not None:
         made = ours.matmul_scatter(g.x, w, op, case.dim, provider.ranks, GROUP)
     else:
-        made = gemm_run.matmul_scatter(provider, g.x, w, mean=case.mean)
+        made = matmul_run.matmul_scatter(provider, g.x, w, mean=case.mean)
     return [made]
 
 
@@ -160,7 +166,7 @@ class Breaking:
         self.last = self.rank == self.ranks - 1
         self.begun, self.sent, self.ended = calls
         self.polls = 0
-        self.together, self.take = gemm_run._together, provider.workspace
+        self.together, self.take = matmul_run._together, provider.workspace
         swap = interpreter_builder.create_atomic_cas
 
         def patient_swap(*args: Any) -> Any:
@@ -170,8 +176,8 @@ class Breaking:
 
         interpreter_builder.create_atomic_cas = patient_swap
         if mode == "wrong_order":
-            gemm_run._ring = gemm_run._back
-        gemm_run._together = self.run  # type: ignore[assignment]
+            matmul_run._ring = matmul_run._back
+        matmul_run._together = self.run  # type: ignore[assignment]
         provider.workspace = self.space  # type: ignore[method-assign]
 
     def late(self, where: str) -> None:
@@ -259,7 +265,7 @@ def run_rank(
     jobs: dict[str, Case], rank: int, ranks: int, mode: str, path: str
 ) -> None:
     store = torch.distributed.FileStore(f"{path}.store", ranks)
-    providers._LEAST = 1 << 10  # so that it has to grow
+    symmetric_memory._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
     run_fused.install(GROUP, "cpu", provider)
     calls = torch.from_file(f"{path}.calls", True, 3 * ranks, dtype=torch.int32)
@@ -278,7 +284,7 @@ def run_rank(
             out[f"{name}:{turn}"] = got
     assert provider._memory is not None
     provider.barrier()
-    pads = 4 * (providers.HEAD + ranks * PROGRAMS)
+    pads = 4 * (symmetric_memory.HEAD + ranks * PROGRAMS)
     out["signals"] = int(provider._memory.own[:pads].count_nonzero())
     torch.save(out, f"{path}.{rank}")
 
@@ -288,7 +294,7 @@ def fails(case: Case, rank: int, turn: int, mode: str, provider: Provider) -> st
     if mode == "failing":
         return ""
     provider.barrier()
-    library.SPINS = tl.constexpr(LOST)
+    device_functions.SPINS = tl.constexpr(LOST)
     if rank == provider.ranks - 1:
         return ""
     try:
@@ -340,10 +346,10 @@ def compared(jobs: dict[str, Case], ranks: int, path: str) -> dict[str, Any]:
 
 
 def main(path: str, *what: str) -> None:
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     round_as_devices()
     torch.set_num_threads(1)
-    launch.folder()  # imports what processes need
+    run_kernels.folder()  # imports what processes need
     out = {}
     for run in what:
         mode, ranks, *names = run.split(":")

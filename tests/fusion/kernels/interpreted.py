@@ -21,14 +21,14 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
-from fxpar.fusion.kernels import interpret, launch
+from fxpar.fusion.kernels import interpret, run_kernels
 from fxpar.fusion.kernels.expressions import CASTS
-from fxpar.fusion.kernels.outline import Outline, outline
-from fxpar.fusion.kernels.program import Line, Program, Ref, dtype_of
 from fxpar.fusion.kernels.reductions import CAST, space_of
-from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.kernels.region_program import Line, Program, Ref, dtype_of
+from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.trace_region import Outline, outline
 from fxpar.passes import random
-from fxpar.passes.arithmetic import is_view
+from fxpar.passes.op_arithmetic import is_view
 from tests.fusion.kernels import samples
 from tests.fusion.kernels.random_regions import region
 
@@ -123,11 +123,11 @@ def compared(
     if want is None:
         want = made
     try:
-        got = launch.run(program, inputs, found.numbers)
+        got = run_kernels.run(program, inputs, found.numbers)
     except Exception as error:  # of Triton, in many forms
         return {"kernel": False, "raised": repr(error)[-300:]}
     parts = [s for s in stages_of(program) if isinstance(s, Part)]
-    kernels = [launch.compiled(part.program, "cpu") for part in parts]
+    kernels = [run_kernels.compiled(part.program, "cpu") for part in parts]
     strides = [
         x.stride() == t.stride for x, t in zip(got, program.outputs, strict=True)
     ]
@@ -262,10 +262,10 @@ def run_alone() -> dict[str, Any]:
     found, order = outlined(traced(fn, given))
     inputs = [given[k] for k in order]
     numbers = frozenset(t.name for t in found.program.inputs if not t.shape)
-    with mock.patch.object(launch, "alone_of", lambda *_: numbers):
+    with mock.patch.object(run_kernels, "alone_of", lambda *_: numbers):
         case = compared(found, inputs, None)
     (part,) = stages_of(found.program)
-    kernel = launch.compiled(part.program, "cpu", numbers)
+    kernel = run_kernels.compiled(part.program, "cpu", numbers)
     read = {t.name for t in kernel.reads}
     case["given"] = len(numbers) == 2 == len(kernel.alone) and not numbers & read
     return {"adamw": case}
@@ -273,7 +273,7 @@ def run_alone() -> dict[str, Any]:
 
 def run_streams() -> dict[str, Any]:
     """Random numbers of each device's code."""
-    from fxpar.fusion.kernels.kernel import kernel_of
+    from fxpar.fusion.kernels.kernel_text import kernel_of
 
     program = outlined(one_op_graph("fxpar.random.default", *_DRAW)[0])[0].program
     out = {}
@@ -284,7 +284,7 @@ def run_streams() -> dict[str, Any]:
             kernel = kernel_of(program, random=name)
             got = torch.full(samples.FULL, float("nan"))
             offset = (3, 0, 24)
-            launch.function_of(kernel)[(kernel.programs,)](
+            run_kernels.function_of(kernel)[(kernel.programs,)](
                 torch.tensor(seed), got, *offset, PROGRAMS=kernel.programs
             )
             linear = random._linear(samples.FULL, (6, 5, 48), offset, got.device)
@@ -314,7 +314,7 @@ def run_seam() -> dict[str, Any]:
     """A template's kernel: what is before a collective writes to a buffer, what is
     behind it reads the sum of two, in one function."""
     from fxpar.fusion.kernels.emit import Sink, Source, emit_body, masked
-    from fxpar.fusion.kernels.kernel import function, phase
+    from fxpar.fusion.kernels.kernel_text import function, phase
     from tests.fusion.kernels.fused_graphs import fused
 
     def both_sides(x: Any, w: Any, r: Any) -> Any:
@@ -342,7 +342,7 @@ def run_seam() -> dict[str, Any]:
     text = function("both", names, lines, "two phases")
     draw = torch.Generator().manual_seed(2)
     given = {n: torch.randn(ROWS, WIDTH, generator=draw) for n in names}
-    kernel = launch.module_of("both", text).both
+    kernel = run_kernels.module_of("both", text).both
     kernel[(2,)](*given.values(), PROGRAMS=2)
     sent = interpret.run(first.program, [given[f"{first.program.inputs[0].name}_ptr"]])[
         0
@@ -357,7 +357,7 @@ def run_seam() -> dict[str, Any]:
 
 
 def main(path: str, *what: str) -> None:
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     round_as_devices()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

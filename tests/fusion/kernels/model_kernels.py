@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from fxpar.fusion.kernels import launch, templates
-from fxpar.fusion.kernels.program import Program
+from fxpar.fusion.kernels import run_kernels, templates
 from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.region_program import Program
 from tests.fusion.kernels import collective_cases as cases
 from tests.fusion.kernels.interpreted import apart, poisoned
 from tests.fusion.kernels.model_regions import programs_of, value_of, ways_of
@@ -82,7 +82,7 @@ def plain(job: Any) -> float:
 
 
 def main(path: str, ranks: str, *files: str) -> None:
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     torch.set_num_threads(1)
     cases.inputs_of, cases.SECONDS = inputs_of, 1500
     count = int(ranks)

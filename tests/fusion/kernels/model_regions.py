@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxpar
 from fxpar import backend
-from fxpar.fusion.kernels import launch
-from fxpar.fusion.kernels.fuse import Fused, fuse_graph
-from fxpar.fusion.kernels.grow import after
-from fxpar.fusion.kernels.ladder import FUSED
-from fxpar.fusion.kernels.outline import Outline
-from fxpar.fusion.kernels.program import Program, Tensor, dtype_of
-from fxpar.fusion.kernels.stages import MOVES, Part, stages_of
-from fxpar.passes.buckets import REGION
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
+from fxpar.fusion.kernels.implementations import FUSED
+from fxpar.fusion.kernels.region_program import Program, Tensor, dtype_of
+from fxpar.fusion.kernels.select_region import after
+from fxpar.fusion.kernels.split_at_collectives import MOVES, Part, stages_of
+from fxpar.fusion.kernels.trace_region import Outline
+from fxpar.passes.bucket_collectives import REGION
 from fxpar.sharding.mesh import Mesh
 from tests.fusion.kernels.interpreted import compared, poisoned
 from tests.models import build_loss
@@ -136,7 +136,7 @@ def ways_of(program: Program) -> dict[str, Any]:
 
 
 def main(path: str, mesh: str, *names: str) -> None:
-    launch.empty = poisoned
+    run_kernels.empty = poisoned
     os.environ.setdefault("FXPAR_PLAN", "propagate")
     os.environ.setdefault("FXPAR_SCHEDULE", "none")
     mesh, _, step = mesh.partition(" ")

@@ -14,9 +14,9 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import backend, fusion
-from fxpar.fusion.kernels import fuse
-from fxpar.fusion.kernels.fuse import Fused, fuse_graph
-from fxpar.runtime import graphs
+from fxpar.fusion.kernels import fuse_regions
+from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
+from fxpar.runtime import compiled_graph
 from fxpar.sharding.plan import Plan
 from tests.fusion.kernels.fused_graphs import GROUP, ROWS, WIDTH, all_reduce, facts
 from tests.fusion.kernels.test_grow import lines, ops
@@ -81,7 +81,7 @@ def test_what_no_kernel_can_have_is_told(found: bool, caplog: Any) -> None:
     assert "cumsum" in first and "no form in a generated kernel" in first
     assert "add" in second and "together with its collective" in second
     with caplog.at_level(logging.WARNING, "fxpar"):
-        fuse.say(made, "graph", 0)
+        fuse_regions.say(made, "graph", 0)
     assert first in caplog.text
 
 
@@ -132,7 +132,7 @@ def run(schedule: str) -> tuple[torch.Tensor, list[list[str]], str]:
     finally:
         backend.fuse_graph = kept
     assert model.up.weight.grad is not None
-    plan = graphs.plans()[-1]
+    plan = compiled_graph.plans()[-1]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         plan.save(file.name)
         assert Plan.load(file.name).regions == plan.regions

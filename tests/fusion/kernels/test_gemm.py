@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from fxpar.fusion.kernels.gemm import (
+from fxpar.fusion.kernels.matmul_cost import Verdict, profitable
+from fxpar.fusion.kernels.matmul_kernel import (
     BIAS,
     KINDS,
     TILES,
@@ -23,9 +24,8 @@ from fxpar.fusion.kernels.gemm import (
     gemm,
     tiles_of,
 )
-from fxpar.fusion.kernels.gemm_worth import Verdict, profitable
-from fxpar.fusion.kernels.launch import module_of
 from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.run_kernels import module_of
 from tests.fusion.kernels.ahead import TYPES, _usage
 
 triton = pytest.importorskip("triton")

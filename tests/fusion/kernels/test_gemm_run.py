@@ -23,11 +23,11 @@ import torch
 
 from fxpar import _torch
 from fxpar.errors import DeviceError
-from fxpar.fusion.kernels import gemm_ops, gemm_run
-from fxpar.fusion.kernels.gemm import DTYPES, KINDS, Call, Epilogue
-from fxpar.fusion.kernels.providers import virtual
-from fxpar.passes.ops import JOINED
-from fxpar.sharding import hardware
+from fxpar.fusion.kernels import matmul_ops, matmul_run
+from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Call, Epilogue
+from fxpar.fusion.kernels.symmetric_memory import virtual
+from fxpar.passes.custom_ops import JOINED
+from fxpar.sharding.cost import hardware_table
 from tests.fusion.kernels.ahead import TYPES, _usage
 from tests.fusion.kernels.interpreted import apart
 
@@ -192,9 +192,9 @@ def filled(kind: str, log: list[str], broken: str = "") -> list[str]:
         mock.patch.object(torch.cuda, "current_stream", lambda _: Stream("here")),
         mock.patch.object(torch.cuda, "stream", within),
         mock.patch.object(_torch.distributed, "write_on_stream", lambda *_: False),
-        mock.patch.object(gemm_run, "_flag", flagged),
+        mock.patch.object(matmul_run, "_flag", flagged),
     ):
-        gemm_run._together(
+        matmul_run._together(
             provider,  # type: ignore[arg-type]
             noted("meet"),
             copies,
@@ -246,14 +246,14 @@ def test_all_is_loaded_and_there_before_the_first_launch() -> None:
     (provider,) = virtual(1, torch.device("cpu"), programs=4)
     x, w = torch.zeros(32, 16), torch.zeros(16, 8)
     starts = (
-        gemm_run.prepared_gather(provider, x, [w]),
-        gemm_run.prepared_scatter(provider, x, w),
+        matmul_run.prepared_gather(provider, x, [w]),
+        matmul_run.prepared_scatter(provider, x, w),
     )
     for start in starts:
         with (
-            mock.patch.object(gemm_run, "_load") as load,
-            mock.patch.object(gemm_run.launch, "empty") as empty,
-            mock.patch.object(gemm_run, "_together") as together,
+            mock.patch.object(matmul_run, "_load") as load,
+            mock.patch.object(matmul_run.launch, "empty") as empty,
+            mock.patch.object(matmul_run, "_together") as together,
             mock.patch.object(Call, "__call__"),
         ):
             start()
@@ -269,9 +269,9 @@ def test_small_kernels_compile(name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fxpar.fusion.kernels import gemm_signals
+    from fxpar.fusion.kernels import matmul_signals
 
-    function = getattr(gemm_signals, name)
+    function = getattr(matmul_signals, name)
     signs, constants, order = {
         "meet": (
             {"signals_ptr": "*i64", "rank": "i32"},
@@ -291,7 +291,7 @@ def test_small_kernels_compile(name: str) -> None:
         "add_up": (
             dict.fromkeys(("slots_ptr", "own_ptr", "out_ptr"), f"*{TYPES['bfloat16']}")
             | {"rank": "i32"},
-            {"COUNT": 1 << 20, "RANKS": 8, "DIVISOR": 1, "BLOCK": gemm_run._BLOCK},
+            {"COUNT": 1 << 20, "RANKS": 8, "DIVISOR": 1, "BLOCK": matmul_run._BLOCK},
             set[str](),
         ),
     }[name]
@@ -331,9 +331,9 @@ def test_streams_of_one_gpu_play_ranks(kind: str) -> None:
         starts: list[Any] = []
         for provider, x, w in zip(playing, xs, ws, strict=True):
             if kind == "gather":
-                starts.append(gemm_run.prepared_gather(provider, x, [w]))
+                starts.append(matmul_run.prepared_gather(provider, x, [w]))
             else:
-                starts.append(gemm_run.prepared_scatter(provider, x, w))
+                starts.append(matmul_run.prepared_scatter(provider, x, w))
         torch.cuda.synchronize(device)
         got = []
         for stream, start in zip(streams, starts, strict=True):
@@ -359,7 +359,7 @@ def test_streams_of_one_gpu_play_ranks(kind: str) -> None:
 def test_grids_leave_room_for_what_they_wait_for() -> None:
     for kind, dtype in itertools.product(KINDS, DTYPES):
         given = kind, 8192, 4096, 1024, 8, dtype
-        made = gemm_run._made(
+        made = matmul_run._made(
             *given, programs=116, b_stride=(4096, 1), epilogue=Epilogue(), signals=True
         )
         assert made.programs <= 116
@@ -378,17 +378,17 @@ def test_ranks_agree_on_what_they_run_on(monkeypatch: Any, devices: str) -> None
     def detect() -> Any:
         if names[here.rank] == "?":
             raise DeviceError("unknown", fix="none")
-        return hardware.lookup(names[here.rank])
+        return hardware_table.lookup(names[here.rank])
 
     monkeypatch.setattr(
         _torch.distributed, "group_store", lambda _: (store, here.rank, 2)
     )
     monkeypatch.setattr(_torch.distributed, "group_named", lambda _: groups[here.rank])
-    monkeypatch.setattr(hardware, "detect", detect)
+    monkeypatch.setattr(hardware_table, "detect", detect)
 
     def ask(rank: int) -> str:
         here.rank = rank
-        return gemm_ops._hardware_of("g")
+        return matmul_ops._hardware_of("g")
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(ask, range(2), timeout=60))
@@ -404,5 +404,5 @@ def test_on_cpu_the_parts_run() -> None:
     x, w = torch.zeros(4096, 64), torch.zeros(64, 64)
     assert JOINED["gather"](x, [w], 0, 2, "g") is None
     assert JOINED["scatter"](x, w, "sum", 0, 2, "g") is None
-    with mock.patch.object(gemm_ops.launch, "has_kernels", lambda _: True):
+    with mock.patch.object(matmul_ops.launch, "has_kernels", lambda _: True):
         assert JOINED["gather"](x, [w], 0, 2, "g") is None

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from fxpar.fusion.kernels import gemm_ops
-from fxpar.fusion.kernels.gemm import KINDS
-from fxpar.fusion.kernels.gemm_worth import (
+from fxpar.fusion.kernels import matmul_ops
+from fxpar.fusion.kernels.matmul_cost import (
     LEAST_ROWS,
     MARGIN,
     Verdict,
     never,
     profitable,
 )
-from fxpar.fusion.kernels.providers import FREE
+from fxpar.fusion.kernels.matmul_kernel import KINDS
+from fxpar.fusion.kernels.symmetric_memory import FREE
 
 pytest.importorskip("triton")
 
@@ -85,6 +85,6 @@ def test_sums_are_paid_for_by_a_scatter_alone() -> None:
 
 def test_the_rung_of_known_hardware() -> None:
     given = "gather", 8192, 2304, 8192, 8, 0, "bfloat16"
-    assert gemm_ops.rung_of(*given, 116, "h100").name == "signals"
-    assert gemm_ops.rung_of("gather", 1024, *given[2:], 116, "h100").name == "chunks"
-    assert gemm_ops.rung_of(*given, 116, "v100-dgx2").name == "chunks"
+    assert matmul_ops.rung_of(*given, 116, "h100").name == "signals"
+    assert matmul_ops.rung_of("gather", 1024, *given[2:], 116, "h100").name == "chunks"
+    assert matmul_ops.rung_of(*given, 116, "v100-dgx2").name == "chunks"

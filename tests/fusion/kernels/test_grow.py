@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.kernels import launch
-from fxpar.fusion.kernels.fuse import Fused, drop_double_permutes, fuse_graph
-from fxpar.fusion.kernels.kernel import kernel_of
-from fxpar.fusion.kernels.outline import op_name
-from fxpar.fusion.kernels.stages import Part, stages_of
-from fxpar.passes.buckets import REGION
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.fuse_regions import Fused, drop_double_permutes, fuse_graph
+from fxpar.fusion.kernels.kernel_text import kernel_of
+from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.trace_region import op_name
+from fxpar.passes.bucket_collectives import REGION
 from tests.fusion.kernels.fused_graphs import (
     ELSEWHERE,
     GRAPHS,
@@ -127,7 +127,7 @@ def test_a_kernel_writes_over_what_it_reads_in_that_order_alone() -> None:
         (part,) = [s for s in stages_of(program) if isinstance(s, Part)]
         kernel = kernel_of(part.program)
         pairs = zip(kernel.writes, over, strict=True)
-        return [launch.fits(kernel, reads, t, reads[i]) for t, i in pairs]
+        return [run_kernels.fits(kernel, reads, t, reads[i]) for t, i in pairs]
 
     r, g, x = apart = [torch.zeros(ROWS, WIDTH) for _ in range(3)]
     assert fits(in_place, apart, 0, 2) == [True, True]

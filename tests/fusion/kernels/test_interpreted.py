@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fxpar.fusion.kernels.needs import KNOWN
+from fxpar.fusion.kernels.placement import KNOWN
 from tests.fusion.kernels import samples
 
 ROOT = Path(__file__).parents[3]

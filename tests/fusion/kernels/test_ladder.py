@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxpar.fusion.kernels import ladder
-from fxpar.fusion.kernels.ladder import Facts, Rung, choose
-from fxpar.fusion.kernels.program import Program
+from fxpar.fusion.kernels import implementations
+from fxpar.fusion.kernels.implementations import Facts, Rung, choose
+from fxpar.fusion.kernels.region_program import Program
 from tests.fusion.kernels.collective_cases import all_gather, all_reduce, reduce_scatter
 from tests.fusion.kernels.interpreted import outlined, traced
 
@@ -48,12 +48,12 @@ def by_size(ranks: int, **facts: Any) -> list[str]:
     return [on(reduced(ranks, nbytes), **facts).name for nbytes in SIZES]
 
 
-@pytest.mark.parametrize("ranks", ladder.RANKS)
+@pytest.mark.parametrize("ranks", implementations.RANKS)
 def test_more_bytes_never_take_fewer_steps(ranks: int) -> None:
     """From one shot to two to NCCL; to NCCL right behind the bound, and not before."""
     names = by_size(ranks)
     assert names == sorted(names, key=ORDER.index)
-    most = ladder.MOST["all_reduce"]
+    most = implementations.MOST["all_reduce"]
     assert names == [
         "nccl" if nbytes > most else name
         for nbytes, name in zip(SIZES, names, strict=True)
@@ -65,13 +65,15 @@ def test_more_bytes_never_take_fewer_steps(ranks: int) -> None:
 
 def test_what_makes_one_shot_dear() -> None:
     """It reads all ranks' values: more of them, or a slower link, end it earlier."""
-    shots = {ranks: by_size(ranks).count("one_shot") for ranks in ladder.RANKS}
+    shots = {ranks: by_size(ranks).count("one_shot") for ranks in implementations.RANKS}
     assert shots[2] >= shots[4] > shots[8] > 0
     links = [by_size(8, bandwidth=b).count("one_shot") for b in (4e11, 1e11, 2.5e10)]
     assert links[0] > links[1] > links[2] > 0
-    fast = on(reduced(8, ladder.ONE_SHOT), bandwidth=1e15)
+    fast = on(reduced(8, implementations.ONE_SHOT), bandwidth=1e15)
     assert fast.name == "one_shot"
-    assert on(reduced(8, ladder.ONE_SHOT + 16), bandwidth=1e15).name == "two_shot"
+    assert (
+        on(reduced(8, implementations.ONE_SHOT + 16), bandwidth=1e15).name == "two_shot"
+    )
 
 
 @pytest.mark.parametrize("ranks", [3, 16])
@@ -127,16 +129,19 @@ def test_the_docs_say_what_is() -> None:
                 for nbytes in (most, most + KIB)
             ]
             assert found == [bool(word), False], (ranks, name)
-    assert f"| `BARRIER` | {ladder.BARRIER * 1e6:.1f} us |" in page
-    assert f"`TRIPS` = {ladder.TRIPS} of {ladder.TRIP * 1e6:.2f} us" in page
-    assert f"| `ONE_SHOT` | {ladder.ONE_SHOT // KIB} KiB |" in page
-    assert f"| `IN_SWITCH` | {ladder.IN_SWITCH // MIB} MiB |" in page
-    most = dict.fromkeys(f"{n // MIB} MiB" for n in ladder.MOST.values())
+    assert f"| `BARRIER` | {implementations.BARRIER * 1e6:.1f} us |" in page
+    assert (
+        f"`TRIPS` = {implementations.TRIPS} of {implementations.TRIP * 1e6:.2f} us"
+        in page
+    )
+    assert f"| `ONE_SHOT` | {implementations.ONE_SHOT // KIB} KiB |" in page
+    assert f"| `IN_SWITCH` | {implementations.IN_SWITCH // MIB} MiB |" in page
+    most = dict.fromkeys(f"{n // MIB} MiB" for n in implementations.MOST.values())
     assert f"| `MOST` | {', '.join(most)} |" in page
 
 
 def test_both_collectives_of_an_update() -> None:
-    most = ladder.MOST["reduce_scatter_tensor"]
+    most = implementations.MOST["reduce_scatter_tensor"]
     count = most // 8 // 4
     assert on(scattered(8, count)).name == "one_shot"
     assert on(scattered(8, count + 4)).name == "nccl"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import launch, run_fused
-from fxpar.fusion.kernels.kernel import Kernel, kernel_of
-from fxpar.fusion.kernels.program import Program, Tensor
-from fxpar.fusion.kernels.providers import Unshared, virtual
+from fxpar.fusion.kernels import run_fused, run_kernels
+from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
+from fxpar.fusion.kernels.region_program import Program, Tensor
+from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
 from tests.fusion.kernels import samples
 from tests.fusion.kernels.fused_graphs import GRAPHS, fused
 from tests.fusion.kernels.interpreted import outlined, traced
@@ -30,10 +30,10 @@ def test_a_kernel_that_does_not_start_is_named(monkeypatch) -> None:
     problem = RuntimeError("out of resource: shared memory\nmore")
     function = mock.MagicMock()
     function.__getitem__.return_value.side_effect = problem
-    monkeypatch.setattr(launch, "function_of", lambda _: function)
-    monkeypatch.setattr(launch, "LINES", {program.hash: "model.py:7, y = f(x)"})
+    monkeypatch.setattr(run_kernels, "function_of", lambda _: function)
+    monkeypatch.setattr(run_kernels, "LINES", {program.hash: "model.py:7, y = f(x)"})
     with pytest.raises(FxparError) as error:
-        launch.call(kernel, (), program)
+        run_kernels.call(kernel, (), program)
     assert error.value.__cause__ is problem
     text = str(error.value)
     assert program.title in text and "out of resource: shared memory" in text
@@ -43,18 +43,18 @@ def test_a_kernel_that_does_not_start_is_named(monkeypatch) -> None:
 
 def test_lines_of_regions_are_known() -> None:
     (program,) = fused(GRAPHS["epilogue"])[1].programs
-    assert program.hash in launch.LINES
+    assert program.hash in run_kernels.LINES
 
 
 def test_what_is_read_begins_at_16_bytes() -> None:
     """Triton makes other code elsewhere; ranks are to run the same."""
     t = Tensor("x", (8,), (1,), "float32")
     whole = torch.arange(12.0)
-    assert launch.as_read(whole[4:], t, CPU).data_ptr() == whole[4:].data_ptr()
-    read = launch.as_read(whole[1:9], t, CPU)
+    assert run_kernels.as_read(whole[4:], t, CPU).data_ptr() == whole[4:].data_ptr()
+    read = run_kernels.as_read(whole[1:9], t, CPU)
     assert read.data_ptr() % 16 == 0 and torch.equal(read, whole[1:9])
     one = Tensor("x", (), (), "float32")
-    assert launch.as_read(whole[1], one, CPU).data_ptr() == whole[1].data_ptr()
+    assert run_kernels.as_read(whole[1], one, CPU).data_ptr() == whole[1].data_ptr()
 
 
 def test_what_is_written_begins_at_16_bytes() -> None:
@@ -63,8 +63,8 @@ def test_what_is_written_begins_at_16_bytes() -> None:
     whole = torch.zeros(12)
     for first, fits in ((4, True), (1, False)):
         target = whole[first : first + 8]
-        assert launch.fits(kernel, [torch.ones(8)], t, target) == fits
-        (written,) = launch.places(kernel, [torch.ones(8)], {t.name: target}, CPU)
+        assert run_kernels.fits(kernel, [torch.ones(8)], t, target) == fits
+        (written,) = run_kernels.places(kernel, [torch.ones(8)], {t.name: target}, CPU)
         assert (written.data_ptr() == target.data_ptr()) == fits
 
 
@@ -78,18 +78,18 @@ def test_numbers_on_the_cpu_are_no_tensors_elsewhere() -> None:
         for t in program.inputs
         for d in ["meta" if t.shape else "cpu"]
     ]
-    alone = launch.alone_of(program, inputs, torch.device("meta"))
+    alone = run_kernels.alone_of(program, inputs, torch.device("meta"))
     assert alone == {t.name for t in program.inputs if not t.shape} and len(alone) == 2
-    assert not launch.alone_of(program, given, CPU)
+    assert not run_kernels.alone_of(program, given, CPU)
     kernel = kernel_of(program, alone=alone)
     assert not alone & {t.name for t in kernel.reads}
     values = {name: torch.tensor(0.1, dtype=torch.float64) for name in alone}
-    assert launch.given_numbers(kernel, values, ()) == [0.1, 0.1]
+    assert run_kernels.given_numbers(kernel, values, ()) == [0.1, 0.1]
 
 
 def test_such_a_kernel_compiles() -> None:
     pytest.importorskip("triton")
-    if launch.has_kernels(CPU):
+    if run_kernels.has_kernels(CPU):
         pytest.skip("Triton is an interpreter here")
     from tests.fusion.kernels.ahead import RANDOM, compile_ahead
 
@@ -105,10 +105,10 @@ def test_such_a_kernel_compiles() -> None:
 def test_without_room_collectives_run_between_kernels(monkeypatch) -> None:
     (program,) = fused(GRAPHS["prologue"])[1].programs
     (provider,) = virtual(1, CPU, programs=2)
-    monkeypatch.setattr(launch, "has_kernels", lambda _: True)
+    monkeypatch.setattr(run_kernels, "has_kernels", lambda _: True)
     monkeypatch.setattr(run_fused, "provider_of", lambda *_: provider)
     monkeypatch.setattr(run_fused, "planned", lambda *_: mock.Mock())
-    monkeypatch.setattr(launch, "run", lambda *_: ["by itself"])
+    monkeypatch.setattr(run_kernels, "run", lambda *_: ["by itself"])
 
     def none(*_: Any) -> Any:
         raise Unshared("no room")

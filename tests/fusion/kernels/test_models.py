@@ -16,11 +16,11 @@ from unittest import mock
 
 import pytest
 
-from fxpar.fusion.kernels import launch
-from fxpar.fusion.kernels.kernel import kernel_of
-from fxpar.fusion.kernels.program import Program
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.kernel_text import kernel_of
 from fxpar.fusion.kernels.reductions import CannotEmit
-from fxpar.fusion.kernels.stages import Part, stages_of
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.templates import template_of
 from tests.e2e.test_training import Run, compare, train
 from tests.fusion.kernels.ahead import RANDOM, Compiled, compile_ahead
@@ -153,7 +153,9 @@ def test_training_interpreted(codegen: str) -> None:
 
 def train_counting(name: str, options: dict[str, str]) -> tuple[Run, int]:
     """As ``train``, and how often a kernel was launched."""
-    with mock.patch.object(launch, "function_of", wraps=launch.function_of) as asked:
+    with mock.patch.object(
+        run_kernels, "function_of", wraps=run_kernels.function_of
+    ) as asked:
         return train(name, options, 2), asked.call_count
 
 

@@ -11,15 +11,21 @@ import pytest
 import torch
 
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import op
-from fxpar.fusion.kernels.index import Map, broadcast, permuted, sliced, strided
-from fxpar.fusion.kernels.program import Program, contiguous
+from fxpar.fusion.kernels import region_op
+from fxpar.fusion.kernels.index_arithmetic import (
+    Map,
+    broadcast,
+    permuted,
+    sliced,
+    strided,
+)
 from fxpar.fusion.kernels.reductions import (
     Reduction,
     reduction_behind,
     reduction_of,
 )
-from fxpar.fusion.kernels.stages import Move, Part, stages_of
+from fxpar.fusion.kernels.region_program import Program, contiguous
+from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
 from tests.fusion.kernels import samples
 from tests.fusion.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
 from tests.fusion.kernels.interpreted import outlined, traced
@@ -151,24 +157,24 @@ def test_a_sum_that_is_rounded_on_the_way_is_no_sum() -> None:
 
 
 def test_a_program_is_found_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(op.launch, "folder", lambda: tmp_path)
-    monkeypatch.setattr(op, "_KNOWN", {})
+    monkeypatch.setattr(region_op.launch, "folder", lambda: tmp_path)
+    monkeypatch.setattr(region_op, "_KNOWN", {})
     program = outlined(traced(lambda x: x * 3 + 1, [ONE]))[0].program
-    name = op.remember(program)
-    op._KNOWN.clear()
-    assert op.lookup(name) == program
-    op._KNOWN.clear()
+    name = region_op.remember(program)
+    region_op._KNOWN.clear()
+    assert region_op.lookup(name) == program
+    region_op._KNOWN.clear()
     for file in tmp_path.rglob("*.json"):
         file.write_text(file.read_text().replace("mul", "add"))
     with pytest.raises(FxparError, match="is not known"):
-        op.lookup(name)
+        region_op.lookup(name)
     with pytest.raises(FxparError, match="fix: compile again"):
-        op.lookup("0123456789abcdef")
+        region_op.lookup("0123456789abcdef")
 
 
 def test_a_profile_calls_a_region_by_its_ops() -> None:
     found, order = outlined(traced(lambda x, y: torch.tanh(x + y) * 2, inputs()[::2]))
-    name = op.remember(found.program)
+    name = region_op.remember(found.program)
     given = [inputs()[::2][i] for i in order]
     with torch.profiler.profile() as profile:
         torch.ops.fxpar.region(given, [], name, "", "interpret")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import FxparError
-from fxpar.fusion.kernels import providers, run_fused
-from fxpar.fusion.kernels.providers import (
+from fxpar.fusion.kernels import run_fused, symmetric_memory
+from fxpar.fusion.kernels.symmetric_memory import (
     HEAD,
     Provider,
     Unshared,
@@ -72,7 +72,7 @@ def test_halves_are_used_in_turn_and_grow() -> None:
 
 def test_files_leave_no_names(monkeypatch) -> None:
     token = uuid.uuid4()
-    monkeypatch.setattr(providers.uuid, "uuid4", lambda: token)
+    monkeypatch.setattr(symmetric_memory.uuid, "uuid4", lambda: token)
     provider = shared_files(dist.HashStore(), 0, 1, name="alone")
     space = provider.workspace(1 << 10)
     assert space.buffers[0] == space.own.data_ptr()
@@ -157,7 +157,7 @@ class Gpus:
         monkeypatch.setattr(torch.cuda, "get_device_properties", self.device)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(
-            providers, "_machine", lambda: self.machines[self.here.rank]
+            symmetric_memory, "_machine", lambda: self.machines[self.here.rank]
         )
 
     def fail(self, what: str) -> None:
@@ -190,7 +190,7 @@ def test_ranks_share_symmetric_memory(monkeypatch) -> None:
     """Grids fit the smallest device, and leave some of it to others."""
     gpus = Gpus(monkeypatch)
     made = gpus.run()
-    assert [p.programs for p in made] == [78 - providers.FREE] * 2
+    assert [p.programs for p in made] == [78 - symmetric_memory.FREE] * 2
     assert all(p.cooperative for p in made)
     spaces = gpus.run(lambda rank: made[rank].workspace(10))
     assert not any(space.own.any() for space in spaces)
@@ -235,7 +235,7 @@ def test_memory_that_grows_keeps_its_multicast_address(monkeypatch) -> None:
     gpus.multicast = [7 << 20, 9 << 20]
     made = gpus.run()
     assert all(p.multicast for p in made)
-    large = 4 * providers._LEAST
+    large = 4 * symmetric_memory._LEAST
     with mock.patch.object(gpus, "multicast", [7 << 20, 0]):
         grown = gpus.run(lambda rank: made[rank].workspace(large))
     assert all(isinstance(error, Unshared) for error in grown)
@@ -251,14 +251,14 @@ def test_where_one_rank_has_no_multicast_address_none_uses_it(monkeypatch) -> No
     gpus.multicast = [7 << 20, 0]
     made = gpus.run()
     assert not any(p.multicast for p in made)
-    large = gpus.run(lambda rank: made[rank].workspace(4 * providers._LEAST))
-    assert all(space.own.numel() >= 4 * providers._LEAST for space in large)
+    large = gpus.run(lambda rank: made[rank].workspace(4 * symmetric_memory._LEAST))
+    assert all(space.own.numel() >= 4 * symmetric_memory._LEAST for space in large)
 
 
 def test_a_machine_is_known_by_when_it_was_started() -> None:
-    assert providers._machine() == providers._machine() != ""
+    assert symmetric_memory._machine() == symmetric_memory._machine() != ""
     if Path("/proc/sys/kernel/random/boot_id").exists():
-        assert providers._machine().count("-") == 4
+        assert symmetric_memory._machine().count("-") == 4
 
 
 def used(provider: Provider, monkeypatch: Any, stream: Any) -> None:

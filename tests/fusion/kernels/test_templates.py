@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from fxpar.fusion.kernels import run_fused
-from fxpar.fusion.kernels.launch import function_of
-from fxpar.fusion.kernels.program import Tensor
-from fxpar.fusion.kernels.providers import virtual
 from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.region_program import Tensor
+from fxpar.fusion.kernels.run_kernels import function_of
+from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.fusion.kernels import collective_cases as cases
 from tests.fusion.kernels.ahead import RANDOM, TYPES, _usage

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fxpar.fusion.kernels import launch, tuning
-from fxpar.fusion.kernels.ladder import Facts, choose
-from fxpar.fusion.kernels.program import Program
-from fxpar.fusion.kernels.providers import Meeting, Unshared
-from fxpar.fusion.kernels.tuning import Run, Way, fastest, tuned, ways_of
+from fxpar.fusion.kernels import autotune, run_kernels
+from fxpar.fusion.kernels.autotune import Run, Way, fastest, tuned, ways_of
+from fxpar.fusion.kernels.implementations import Facts, choose
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 from tests.fusion.kernels.fused_graphs import GRAPHS, fused
 
 ONE, TWO, NCCL = Way("one_shot", 8), Way("two_shot", 8), Way("nccl", 8)
@@ -103,7 +103,7 @@ def test_nothing_runs_anywhere() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(launch, "folder", lambda: tmp_path)
+    monkeypatch.setattr(run_kernels, "folder", lambda: tmp_path)
     return tmp_path / "tuned"
 
 
@@ -137,13 +137,13 @@ def test_the_first_ranks_file_counts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of other machines have other files, or none."""
-    kept = tuning._kept
+    kept = autotune._kept
     here = threading.local()
 
     def of_rank(path: Path) -> str:
         return kept(path) if here.rank == 0 else ""
 
-    monkeypatch.setattr(tuning, "_kept", of_rank)
+    monkeypatch.setattr(autotune, "_kept", of_rank)
     times = {ONE: 3.0, TWO: 1.0, NCCL: 2.0}
     ran, prepare, clock = clocks(times, times)
     p = program()

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 import fxpar
+from fxpar.sharding.cost import fused_work
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
-from fxpar.sharding.search import space, transitions, work
-from fxpar.sharding.search.find import Asked, search
+from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.search import op_strategies
+from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.spec import Spec
 from tests.passes.random_programs import Case
 from tests.sharding.search.test_search import machine
@@ -57,9 +59,9 @@ class Everything:
         self.makers: dict[int, End] = {}
         self.readers: dict[int, list[End]] = {v.index: [] for v in program.values}
         for op in program.ops:
-            found = space.strategies(op.rule, mesh)
+            found = op_strategies.strategies(op.rule, mesh)
             self.axes["op", op.index] = len(found)
-            rows = [space.specs(op.rule, strategy) for strategy in found]
+            rows = [op_strategies.specs(op.rule, strategy) for strategy in found]
             for i, v in enumerate(op.tensors):
                 end = End(("op", op.index), [row[i] for row in rows])
                 if i < len(op.operands):
@@ -104,7 +106,7 @@ class Everything:
         axes last."""
         shape, found = self.program.values[v].shape, {}
         specs = [Spec.of([()] * len(shape))]
-        for order in space.orders(self.mesh):
+        for order in op_strategies.orders(self.mesh):
             these = [[()] * len(shape)]
             for axis in order:
                 these += [
@@ -130,11 +132,13 @@ class Everything:
         place = {axis: i for i, axis in enumerate(self.axes)}
         total = np.zeros(tuple(self.axes.values()))
         hardware = machine()
-        works = work.Regions(self.program, backward_ops(self.program)).works
+        works = fused_work.Regions(self.program, backward_ops(self.program)).works
         for op in self.program.ops:
-            found = space.strategies(op.rule, self.mesh)
+            found = op_strategies.strategies(op.rule, self.mesh)
             mine = works[op.index]
-            seconds = [work.seconds(op, mine, s, self.mesh, hardware) for s in found]
+            seconds = [
+                fused_work.seconds(op, mine, s, self.mesh, hardware) for s in found
+            ]
             total = total + _along(np.array(seconds), [place["op", op.index]], total)
         for value in self.program.values:
             if self.readers[value.index]:
@@ -160,7 +164,7 @@ class Everything:
         self, v: int, a: End, b: End, place: dict[Any, int], total: np.ndarray
     ) -> Any:
         value = self.program.values[v]
-        table = transitions.matrix(
+        table = all_pairs.matrix(
             a.specs, b.specs, self.mesh, value.shape, value.dtype.itemsize
         )
         if a.axis is not None and a.axis == b.axis:

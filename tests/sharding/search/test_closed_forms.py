@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
+from fxpar.sharding.cost.fused_work import flops_of
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak
 from fxpar.sharding.decide import searched
-from fxpar.sharding.describe import describe
-from fxpar.sharding.hardware import Hardware, Level, Measured, Peak
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.search.find import Asked, Found
-from fxpar.sharding.search.work import flops_of
+from fxpar.sharding.plan_facts import describe
+from fxpar.sharding.search.run_search import Asked, Found
 
 ITEM = (
     2  # products are bfloat16, of which the machine has another rate than of the rest

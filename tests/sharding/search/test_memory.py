@@ -13,20 +13,20 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar.passes.phases import as_run
-from fxpar.passes.simulate import simulate
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.simulate_step import simulate
+from fxpar.sharding.cost.fused_work import Regions
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.cost.liveness import lifetimes
+from fxpar.sharding.cost.memory_report import footprint
 from fxpar.sharding.decide import Decision, decide
-from fxpar.sharding.footprint import footprint
-from fxpar.sharding.hardware import lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
-from fxpar.sharding.rest import at_rest
-from fxpar.sharding.search.compare import cost_of
-from fxpar.sharding.search.find import Asked, search
+from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.search.formulate import Facts, Formulation, formulate
-from fxpar.sharding.search.lifetimes import lifetimes
-from fxpar.sharding.search.memory import MOMENTS
-from fxpar.sharding.search.work import Regions
+from fxpar.sharding.search.given_strategies import cost_of
+from fxpar.sharding.search.memory_entries import MOMENTS
+from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.solver import evaluate
 from tests.models import NAMES, build_loss
 
@@ -284,7 +284,7 @@ def test_a_search_counts_what_its_plan_tells() -> None:
     plan = fxpar.plan(
         Two(64, 4), torch.randn(64, 64), mesh="dp=2", mode="replicate", grad=True
     )
-    from fxpar.sharding.edges import connect
+    from fxpar.sharding.reshard.needed import connect
 
     program = found.formulation.program
     edges = connect(program, found.strategies, found.settled, found.mesh)

@@ -11,11 +11,10 @@ import torch
 
 import fxpar
 from fxpar.errors import HintError, MeshError, PlanError
-from fxpar.sharding.hardware import Hardware, Level, lookup
+from fxpar.sharding.cost.hardware_table import Hardware, Level, lookup
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.search import find
-from fxpar.sharding.search.find import Asked, search
-from fxpar.sharding.search.meshes import (
+from fxpar.sharding.search import run_search
+from fxpar.sharding.search.mesh_candidates import (
     Auto,
     candidates,
     fastest,
@@ -23,6 +22,7 @@ from fxpar.sharding.search.meshes import (
     read_auto,
     unlike,
 )
+from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.solver import solve
 from tests.sharding.search.test_search import batch, machine, mlp, program_of
 from tests.sharding.solver.problems import layered
@@ -93,7 +93,7 @@ def test_nodes_may_be_smaller_than_the_hardware_has_them() -> None:
 
 
 def test_in_local_mode_every_axis_is_one_of_the_batch() -> None:
-    from fxpar.sharding.conventions import batch_axes
+    from fxpar.sharding.propagate.conventions import batch_axes
 
     for mesh in candidates(8, lookup("cpu"), local=True):
         assert batch_axes(mesh) == mesh.names
@@ -189,7 +189,7 @@ def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) 
         given.append(enough)
         return solve(*args, enough=enough, **how)
 
-    monkeypatch.setattr(find, "solve", watched)
+    monkeypatch.setattr(run_search, "solve", watched)
     program = program_of(mlp(), batch(), mesh="dp=4")
     launching = replace(machine(), launch=1e-3)
     asked = Asked(launching, enough=5.0)

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 import fxpar
 import fxpar.planning
 from fxpar.errors import PlanError
-from fxpar.passes.local import localize
-from fxpar.passes.phases import as_run
-from fxpar.passes.resharded import insert_reshards
-from fxpar.passes.simulate import simulate
-from fxpar.passes.waits import sink_waits
-from fxpar.sharding.edges import connect
-from fxpar.sharding.hardware import BUILT_IN
-from fxpar.sharding.search import space
-from fxpar.sharding.search.compare import cost_of
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.insert_reshards import insert_reshards
+from fxpar.passes.localize import localize
+from fxpar.passes.simulate_step import simulate
+from fxpar.passes.sink_waits import sink_waits
+from fxpar.sharding.cost.hardware_table import BUILT_IN
+from fxpar.sharding.reshard.needed import connect
+from fxpar.sharding.search import op_strategies
 from fxpar.sharding.search.decode import decode
+from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.solver import Infeasible, evaluate
 
 
@@ -79,7 +79,7 @@ def at_random(rng: random.Random, plan: fxpar.planning.TracedPlan) -> tuple[int,
     found = plan.result.decision.found
     while True:
         strategies = [
-            rng.choice(space.strategies(op.rule, found.mesh))
+            rng.choice(op_strategies.strategies(op.rule, found.mesh))
             for op in found.formulation.program.ops
         ]
         with contextlib.suppress(Infeasible, PlanError):

@@ -20,20 +20,21 @@ import fxpar
 from fxpar.errors import FxparWarning, HintError, PlanError
 from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops)
 from fxpar.sharding import decide
+from fxpar.sharding.cost.fused_work import Regions
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
 from fxpar.sharding.decide import duration
-from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import backward_ops, is_view
-from fxpar.sharding.reshard import price
-from fxpar.sharding.search import find, transitions
-from fxpar.sharding.search.ask import alternatives
-from fxpar.sharding.search.compare import cost_of
-from fxpar.sharding.search.find import Asked, search
+from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.reshard.route import price
+from fxpar.sharding.search import run_search
+from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import Facts, formulate
+from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.layers import repeated
-from fxpar.sharding.search.overlap import Overlap
-from fxpar.sharding.search.polish import taken
-from fxpar.sharding.search.work import Regions
+from fxpar.sharding.search.rank_candidates import taken
+from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.passes.random_programs import Case
@@ -272,11 +273,11 @@ def test_what_is_not_alike_is_not_tied() -> None:
 @pytest.mark.parametrize("shape", [(8, 16), (64, 8, 32)])
 def test_paths_cost_what_matrices_say(mesh: str, shape: tuple[int, ...]) -> None:
     on, rng = machine().on(Mesh.parse(mesh)), random.Random(0)
-    pool = [transitions._spec(node) for node in transitions._nodes(on, len(shape))]
+    pool = [all_pairs._spec(node) for node in all_pairs._nodes(on, len(shape))]
     for _ in range(40):
         a, b = rng.choice(pool), rng.choice(pool)
-        seconds = transitions.matrix([a], [b], on, shape, 4)[0, 0]
-        way = transitions.path(a, b, on, shape, 4)
+        seconds = all_pairs.matrix([a], [b], on, shape, 4)[0, 0]
+        way = all_pairs.path(a, b, on, shape, 4)
         assert way is not None and (not way or way[-1].spec == b)
         assert duration(way, a, on, shape, 4) == pytest.approx(seconds)
 
@@ -287,10 +288,10 @@ def test_on_like_links_prices_are_those_of_reshard(mesh: str) -> None:
     two routes for these, and a path may be cheaper."""
     on, rng = Mesh.parse(mesh), random.Random(1)
     for shape in ((8, 8), (2**14, 2**14)):
-        pool = [transitions._spec(node) for node in transitions._nodes(on, 2)]
+        pool = [all_pairs._spec(node) for node in all_pairs._nodes(on, 2)]
         for _ in range(40):
             a, b = rng.choice(pool), rng.choice(pool)
-            seconds = transitions.matrix([a], [b], on, shape, 4)[0, 0]
+            seconds = all_pairs.matrix([a], [b], on, shape, 4)[0, 0]
             assert seconds <= price(a, b, on, shape, 4) * (1 + 1e-9)
             assert seconds >= price(a, b, on, shape, 4) * 0.8
 
@@ -298,24 +299,24 @@ def test_on_like_links_prices_are_those_of_reshard(mesh: str) -> None:
 def test_a_gather_over_slow_links_goes_by_the_fast_ones() -> None:
     on = lookup("h100").on(Mesh.parse("dp=8,tp=8"))
     source, whole = Spec("dp", None), Spec(None, None)
-    way = transitions.path(source, whole, on, (8192, 8192), 4)
+    way = all_pairs.path(source, whole, on, (8192, 8192), 4)
     assert [str(step) for step in way or ()] == [
         "slice tp on 0",
         "all_gather dp+tp on 0",
     ]
-    assert transitions.path(source, whole, Mesh.parse("dp=8,tp=8"), (8192, 8192), 4)
-    alike = transitions.path(source, whole, Mesh.parse("dp=8,tp=8"), (8192, 8192), 4)
+    assert all_pairs.path(source, whole, Mesh.parse("dp=8,tp=8"), (8192, 8192), 4)
+    alike = all_pairs.path(source, whole, Mesh.parse("dp=8,tp=8"), (8192, 8192), 4)
     assert [str(step) for step in alike or ()] == ["all_gather dp on 0"]
 
 
 def test_other_reductions_have_paths_too() -> None:
     on = machine().on(Mesh.parse("dp=2,tp=2"))
     most = Spec(None, "tp", partial={"dp": "max"})
-    (step,) = transitions.path(most, Spec("dp", "tp"), on, (8, 8), 4) or ()
+    (step,) = all_pairs.path(most, Spec("dp", "tp"), on, (8, 8), 4) or ()
     assert str(step) == "reduce_scatter dp on 0 (max)"
     summed = Spec(None, "tp", partial={"dp": "sum"})
-    assert transitions.path(most, summed, on, (8, 8), 4) is None
-    assert np.isfinite(transitions.matrix([most], [summed], on, (8, 8), 4)).all()
+    assert all_pairs.path(most, summed, on, (8, 8), 4) is None
+    assert np.isfinite(all_pairs.matrix([most], [summed], on, (8, 8), 4)).all()
 
 
 # The cost model
@@ -442,7 +443,7 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
     far = replace(
         best, solution=replace(best.solution, cost=2 * best.solution.cost, gap=0.5)
     )
-    began = find.begun_from(far, Asked(slow), [best.strategies])
+    began = run_search.begun_from(far, Asked(slow), [best.strategies])
     assert began.solution.cost == pytest.approx(best.solution.cost)
     assert began.solution.gap < 1e-3
     # And decide asks for it.

@@ -16,12 +16,12 @@ import fxpar
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, MeshError
 from fxpar.explain.dump import report
-from fxpar.sharding.describe import reshards_of
-from fxpar.sharding.hardware import Hardware, Level, Peak, lookup
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.search.find import Asked, search
-from fxpar.sharding.search.unequal import Step, cut, note, shares, step_of
+from fxpar.sharding.plan_facts import reshards_of
+from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.unequal_shards import Step, cut, note, shares, step_of
 
 ROOT = Path(__file__).parents[3]
 

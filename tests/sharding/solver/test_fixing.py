@@ -14,11 +14,11 @@ from fxpar.sharding.solver import (
     Infeasible,
     Problem,
     evaluate,
-    fixing,
-    messages,
-    prices,
+    lagrangian,
+    message_passing,
+    reduced_cost_fixing,
 )
-from fxpar.sharding.solver.flat import Flat, flatten
+from fxpar.sharding.solver.flat_arrays import Flat, flatten
 from fxpar.sharding.solver.network import Network, build
 from tests.sharding.solver.problems import brute, small
 
@@ -47,9 +47,9 @@ def above(bound: float, best: float) -> bool:
 def test_a_strategy_costs_at_least_its_excess() -> None:
     tried = tight = 0
     for problem, net, flat, _ in cases(memory=False):
-        state = messages.start(flat)
+        state = message_passing.start(flat)
         until = time.perf_counter() + 1.0
-        _, before = messages.converge(state, flat.unary, until, patience=4)
+        _, before = message_passing.converge(state, flat.unary, until, patience=4)
         for place, i in enumerate(flat.nodes.tolist()):
             for k, name in enumerate(net.names[i].tolist()):
                 excess = float(state.excess[flat.at[place] + k])
@@ -68,14 +68,16 @@ def test_a_strategy_costs_at_least_its_excess() -> None:
 def test_programs_of_the_best_strategies(
     ladder: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixing, "_LADDER", ladder)
+    monkeypatch.setattr(reduced_cost_fixing, "_LADDER", ladder)
     solved = 0
     for problem, net, flat, best in cases(memory=True):
         now = time.perf_counter()
-        priced = prices.raise_prices(flat, now + 0.05)
-        unary = prices.priced_unary(flat, priced.prices)
+        priced = lagrangian.raise_prices(flat, now + 0.05)
+        unary = lagrangian.priced_unary(flat, priced.prices)
         off = float(priced.prices @ flat.room)
-        choice, bound = fixing.solve_near(flat, unary, off, None, now + 5.0)
+        choice, bound = reduced_cost_fixing.solve_near(
+            flat, unary, off, None, now + 5.0
+        )
         assert not above(bound, best), problem
         if choice is not None:
             names = {int(i): int(k) for i, k in zip(flat.nodes, choice, strict=True)}
@@ -92,7 +94,7 @@ def test_messages_without_hopeless_strategies(slack: float) -> None:
     for problem, _, flat, best in cases(memory=False):
         upper = best + slack * abs(best)
         until = time.perf_counter() + 1.0
-        choice, bound = fixing.pass_pruned(flat, upper, until, 1e-9)
+        choice, bound = reduced_cost_fixing.pass_pruned(flat, upper, until, 1e-9)
         assert not above(bound, best), problem
         assert choice is None or (choice < flat.size).all()
         closed += bound >= best - 1e-6 * (1 + abs(best))
@@ -107,12 +109,12 @@ def test_what_rounding_leaves_nothing_of_is_proved(
     def nothing(*args: object, **how: object) -> None:
         raise Infeasible("nothing is left")
 
-    monkeypatch.setattr(fixing, "reduce", nothing)
+    monkeypatch.setattr(reduced_cost_fixing, "reduce", nothing)
     closed = 0
     for _, _, flat, best in cases(memory=False):
         upper = best + 0.5 * abs(best)  # not proved before the reduction
         until = time.perf_counter() + 1.0
-        choice, bound = fixing.pass_pruned(flat, upper, until, 1e-9)
+        choice, bound = reduced_cost_fixing.pass_pruned(flat, upper, until, 1e-9)
         assert choice is not None
         closed += bound == upper
     assert closed > 20
@@ -120,7 +122,7 @@ def test_what_rounding_leaves_nothing_of_is_proved(
 
 def test_excess_is_of_the_costs_it_was_made_with() -> None:
     for _, _, flat, best in cases(memory=False):
-        state = messages.start(flat)
+        state = message_passing.start(flat)
         state.sweep(flat.unary, 3)
         least = np.minimum.reduceat(state.excess, flat.at[:-1])
         assert least == pytest.approx(0.0, abs=1e-9) and math.isfinite(best)

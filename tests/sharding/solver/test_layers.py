@@ -16,14 +16,14 @@ from fxpar.sharding.solver import (
     Infeasible,
     Live,
     Problem,
-    columns,
+    column_generation,
+    crossover,
     evaluate,
-    mix,
-    prices,
+    lagrangian,
+    neighborhood_search,
     solve,
-    window,
 )
-from fxpar.sharding.solver.flat import Flat, cost_of, fits, flatten, usage_of
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
 from tests.sharding.solver.problems import brute, layered, small
 
@@ -52,7 +52,7 @@ def test_cuts_cost_what_their_choices_cost() -> None:
         order = random.permutation(np.flatnonzero(a != b))
         place = np.full(len(a), len(order))
         place[order] = np.arange(len(order))
-        costs = mix.cut_costs(flat, a, b, place, len(order))
+        costs = crossover.cut_costs(flat, a, b, place, len(order))
         for mark in range(len(order) + 1):
             right = cost_of(flat, np.where(place < mark, b, a))
             assert costs[mark] == pytest.approx(right)
@@ -75,7 +75,7 @@ def chain(layers: int) -> Problem:
 
 def test_a_backward_is_of_the_layer_of_its_forward() -> None:
     problem = chain(5)
-    found = mix.layers(flatten(build(problem)), problem.tied).tolist()
+    found = crossover.layers(flatten(build(problem)), problem.tied).tolist()
     forward, backward = found[1:6], found[7:][::-1]
     assert forward == backward
     assert forward in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0])
@@ -84,7 +84,7 @@ def test_a_backward_is_of_the_layer_of_its_forward() -> None:
 
 def test_layers_of_a_chain_are_in_order() -> None:
     problem = layered(4, 3, 2)
-    found = mix.layers(flatten(build(problem)), problem.tied)
+    found = crossover.layers(flatten(build(problem)), problem.tied)
     assert found.tolist() in (
         [k // 3 for k in range(12)],
         [3 - k // 3 for k in range(12)],
@@ -105,7 +105,7 @@ def test_a_mixture_is_the_best_cut_between_layers(limit: float) -> None:
     problem = layered(8, 2, 3, limit=limit, noise=0.2)
     flat = flatten(build(problem))
     cheap, least = ends(problem, flat)
-    layer = mix.layers(flat, problem.tied)
+    layer = crossover.layers(flat, problem.tied)
     assert fits(flat, usage_of(flat, least)) and not fits(flat, usage_of(flat, cheap))
     cuts = [
         np.where(layer < mark, a, b)
@@ -113,7 +113,7 @@ def test_a_mixture_is_the_best_cut_between_layers(limit: float) -> None:
         for a, b in ((cheap, least), (least, cheap))
     ]
     best = min(cost_of(flat, c) for c in cuts if fits(flat, usage_of(flat, c)))
-    mixed = mix.mix(flat, least, [cheap], soon(), layer)
+    mixed = crossover.mix(flat, least, [cheap], soon(), layer)
     assert fits(flat, usage_of(flat, mixed))
     assert cost_of(flat, mixed) <= best + 1e-9
     assert best < cost_of(flat, least)
@@ -127,7 +127,9 @@ def test_a_cut_has_two_sides() -> None:
     apart = 0.5 * (1 - np.eye(2))
     memory = tuple(Live(k, 0, 9, usage) for k in range(4))
     flat = flatten(build(Problem(costs, edges, (apart,), memory, 2.0)))
-    mixed = mix.mix(flat, np.zeros(4, int), [np.ones(4, int)], soon(), np.arange(4))
+    mixed = crossover.mix(
+        flat, np.zeros(4, int), [np.ones(4, int)], soon(), np.arange(4)
+    )
     assert mixed.tolist() == [0, 0, 1, 1]
 
 
@@ -139,8 +141,8 @@ def test_others_are_mixed_though_the_best_known_choice_meets_none() -> None:
     edges = tuple(Edge(k, k + 1, 0) for k in range(3))
     flat = flatten(build(Problem(costs, edges, (ways,), memory, 3.0)))
     choice, *others = (np.full(4, way) for way in (known, 0, 1))
-    assert cost_of(flat, mix.mix(flat, choice, others[:1], soon())) == 12.0
-    assert cost_of(flat, mix.mix(flat, choice, others, soon())) == 7.0
+    assert cost_of(flat, crossover.mix(flat, choice, others[:1], soon())) == 12.0
+    assert cost_of(flat, crossover.mix(flat, choice, others, soon())) == 7.0
 
 
 def test_combined_choices_are_the_best_of_all_combinations() -> None:
@@ -152,7 +154,7 @@ def test_combined_choices_are_the_best_of_all_combinations() -> None:
         best = min(fitting, default=math.inf)
         if cost_of(flat, a) == math.inf:
             continue
-        found = window.combine(flat, a, [b], soon())
+        found = neighborhood_search.combine(flat, a, [b], soon())
         fitted = fits(flat, usage_of(flat, a))
         if found is None:
             assert best == math.inf or (fitted and best >= cost_of(flat, a) - 1e-9)
@@ -166,11 +168,11 @@ def test_combined_choices_are_the_best_of_all_combinations() -> None:
 
 def test_what_is_combined_are_the_first_of_the_others() -> None:
     """The best come first."""
-    count = window._COMBINED
+    count = neighborhood_search._COMBINED
     problem = Problem((np.arange(count + 2.0)[::-1],))
     flat = flatten(build(problem))
     others = [np.array([k]) for k in range(1, count + 2)]
-    found = window.combine(flat, np.array([0]), others, soon())
+    found = neighborhood_search.combine(flat, np.array([0]), others, soon())
     assert found is not None and found.tolist() == [count]
 
 
@@ -184,7 +186,7 @@ def test_prices_of_columns_prove_no_more_than_is_true() -> None:
         flat = flatten(build(problem))
         if not len(flat.room) or not len(flat.size):
             continue
-        priced = columns.generate(flat, soon(), np.zeros(len(flat.room)))
+        priced = column_generation.generate(flat, soon(), np.zeros(len(flat.room)))
         assert (priced.prices >= 0).all()
         assert priced.bound <= best + 1e-9 * (1 + abs(best)), seed
         if priced.choice is not None:
@@ -192,7 +194,7 @@ def test_prices_of_columns_prove_no_more_than_is_true() -> None:
             assert priced.cost == pytest.approx(cost_of(flat, priced.choice))
             assert priced.cost >= best - 1e-9 * (1 + abs(best))
             equal += priced.cost <= best + 1e-9 * (1 + abs(best))
-        slow = prices.raise_prices(flat, time.perf_counter() + 0.05)
+        slow = lagrangian.raise_prices(flat, time.perf_counter() + 0.05)
         scale = 1e-3 * (1 + abs(best))
         met, tight = met + 1, tight + (priced.bound >= slow.bound - scale)
     assert met > 20 and tight > 0.9 * met and equal > met / 2
@@ -203,9 +205,9 @@ def test_choices_that_fit_and_that_do_not_come_in_turn_the_best_first() -> None:
     problem = Problem((costs,), (), (), (Live(0, 0, 1, usage),), 5.0)
     flat = flatten(build(problem))
     met = [np.array([k]) for k in range(4)]
-    turns = prices.in_turn(flat, np.array([1.0]), met)
+    turns = lagrangian.in_turn(flat, np.array([1.0]), met)
     assert [int(choice[0]) for choice in turns] == [2, 3, 1, 0]
-    turns = prices.in_turn(flat, np.array([0.0]), met)
+    turns = lagrangian.in_turn(flat, np.array([0.0]), met)
     assert [int(choice[0]) for choice in turns] == [1, 0, 2, 3]
 
 
@@ -227,9 +229,9 @@ def test_some_layers_are_one_way_and_the_rest_the_other(
     without: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if without == "mix":
-        monkeypatch.setattr(mix, "mix", lambda flat, choice, *rest: choice)
+        monkeypatch.setattr(crossover, "mix", lambda flat, choice, *rest: choice)
     if without == "combine":
-        monkeypatch.setattr(window, "combine", lambda *rest: None)
+        monkeypatch.setattr(neighborhood_search, "combine", lambda *rest: None)
     problem = knapsack(10)
     found = solve(problem, 10.0)
     one = next(note for note in found.notes if note.name == "layers as one")

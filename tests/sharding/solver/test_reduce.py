@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fxpar.sharding.solver import Edge, Live, Problem, evaluate
-from fxpar.sharding.solver.flat import Flat, cost_of, fits, flatten, usage_of
+from fxpar.sharding.solver.exact_reductions import reduce
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
-from fxpar.sharding.solver.reduce import reduce
 from tests.sharding.solver.problems import brute
 
 
@@ -68,7 +68,7 @@ def test_what_differs_is_not_shared(differs: str, limited: bool) -> None:
 def test_what_is_alike_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
-    module = importlib.import_module("fxpar.sharding.solver.reduce")
+    module = importlib.import_module("fxpar.sharding.solver.exact_reductions")
     made, real = [], module._undominated
     monkeypatch.setattr(
         module, "_undominated", lambda *given: made.append(1) or real(*given)

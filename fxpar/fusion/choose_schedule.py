@@ -1,0 +1,333 @@
+"""Chooses a schedule for a local graph by cost.
+
+In: a local graph with steps, the hardware. Out: a ``Chosen``: the schedule, the graph
+after it, what a step is predicted to take before and after, and near misses with the
+reason. What lies in slices comes from ``sequence``, which is exact for the sum of
+seconds, once for each dim that could be split; the best by simulation are kept. For
+each of these ``beside`` finds lines for every kind of collective, in a window around
+it, and the whole step is simulated again. A schedule is taken if the step is not slower
+with it, memory deciding between equals. All ranks choose alike: nothing here depends on
+the clock or on the rank.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import ScheduleError
+from fxpar.fusion.apply_schedule import Unexpected, apply
+from fxpar.fusion.collective_window import Window, shapes_of, window
+from fxpar.fusion.overlap_candidates import Found, Machine, improved
+from fxpar.fusion.phase_settings import LATER, line_of, settings_of
+from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.sliced_regions import alternatives, candidates, described, lines_of
+from fxpar.fusion.varying_axes import varying
+from fxpar.passes import collective_nodes
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.launches import depending_on_tangents
+from fxpar.passes.op_arithmetic import nbytes_of
+from fxpar.passes.simulate_step import Timeline, simulate
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.mesh import Mesh
+
+# A schedule that saves no more than this share of a step is not worth its name.
+_LEAST = 1e-3
+
+# A schedule with which a step takes no more than so many times as long comes near.
+_CLOSE = 1.25
+
+# Chunks are tried where collectives of one kind are waited for half of this share of a
+# step, buckets where all are for all of it.
+_TRIED = 0.01
+
+# In graphs of more nodes neither is tried.
+_LARGE = 10_000
+
+# So many ways to slice are kept for what comes after, besides the best and the plain.
+_CASES = 3
+
+# A step that takes no longer than this share of what its windows say is as said.
+_AS_SAID = 1.005
+
+# What is tried of forward and backward, each on top of what was taken before.
+_SETTINGS: tuple[dict[str, int], ...] = (
+    {"bucket": 4 << 20},
+    {"bucket": 16 << 20},
+    {"bucket": 64 << 20},
+    {"ahead": 2},
+    {"ahead": 4},
+)
+
+# By what buckets and gathers under way may raise a step's peak memory at most: a share
+# of it, or bytes that are little to any device.
+_ROOM, _LITTLE = 0.1, 8 << 20
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """``seconds``: of a step, before and after; ``peak``: bytes of memory. ``near``:
+    what was thought of and left, and why. ``others``: schedules that were simulated and
+    not taken, the fastest first."""
+
+    schedule: Schedule
+    graph: fx.Graph
+    seconds: tuple[float, float]
+    peak: tuple[int, int]
+    near: tuple[str, ...] = ()
+    others: tuple[Schedule, ...] = ()
+
+
+def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
+    """The best schedule found; an empty one if none pays."""
+    with _old_objects_kept(), _torch.fake.shapes_alone():
+        state = _Search(shapes_of(graph), hardware.on(mesh), hardware)
+        before = state.now
+        cases, split = _sliced(state)
+        if len(graph.nodes) <= _LARGE:
+            _overlapped(state, cases, split)
+            _by_phase(state)
+    return Chosen(
+        state.schedule,
+        apply(state.schedule, graph, state.mesh),
+        (before.seconds, state.now.seconds),
+        (before.peak_bytes, state.now.peak_bytes),
+        tuple(dict.fromkeys(state.near)),
+        state.others(),
+    )
+
+
+@contextmanager
+def _old_objects_kept() -> Iterator[None]:
+    """Collect garbage among new objects alone: candidates are many, each a graph, and
+    what is there before is larger than all of them."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Search:
+    """The schedule so far, and how long a step takes with it. ``simulated``: of each
+    that may be tried on the mesh."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
+        self.first, self.mesh, self.hardware = graph, mesh, hardware
+        self.machine = Machine(mesh, hardware)
+        self.near: list[str] = []
+        self.simulated: dict[Schedule, Timeline] = {}
+        self.formed: dict[Any, tuple[Window, Found]] = {}
+        self._lowered = (Schedule(), fx.Graph())
+        self.schedule = Schedule()
+        self.now = self.simulated[self.schedule] = self.timeline(self.schedule)
+
+    def others(self) -> tuple[Schedule, ...]:
+        """All that were simulated but the one taken, and those that need much more
+        memory than it, the fastest first."""
+        most = _with_room(self.now)
+        found = sorted(self.simulated, key=lambda s: self.simulated[s].seconds)
+        fits = (s for s in found if self.simulated[s].peak_bytes <= most)
+        return tuple(s for s in fits if s != self.schedule)
+
+    def graph(self, schedule: Schedule) -> fx.Graph:
+        """After some lines, communication as steps."""
+        return apply(schedule, self.first, self.mesh, lowered=False)
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """A step as it would run. Raises ScheduleError."""
+        if schedule in self.simulated:
+            return self.simulated[schedule]
+        lines = tuple(line for line in schedule.lines if line.verb not in LATER)
+        if self._lowered[0].lines != lines or not self.simulated:
+            some = Schedule(lines)
+            self._lowered = some, apply(some, self.first, self.mesh, lowered=True)
+        run = as_run(self._lowered[1], settings=settings_of(schedule))
+        return simulate(run, self.mesh, self.hardware)
+
+    def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
+        """Take a schedule if a step is better with it than with the one so far; else
+        note why not. None if it is refused."""
+        try:
+            then = self.timeline(schedule)
+        except Unexpected:
+            raise
+        except ScheduleError as error:
+            self.near.append(f"{what}: {error.what}")
+            return None
+        self.simulated[schedule] = then
+        if not self.take(schedule, then) and then.seconds < _CLOSE * self.now.seconds:
+            self.near.append(
+                f"{what} would take {then.seconds * 1e3:.4g} ms a step instead of "
+                f"{self.now.seconds * 1e3:.4g} ms, and {then.peak_bytes} bytes instead "
+                f"of {self.now.peak_bytes}"
+            )
+        return then
+
+    def take(self, schedule: Schedule, then: Timeline) -> bool:
+        """Whether a step is better with a schedule, which is then the one so far."""
+        if not _is_better(then, self.now):
+            return False
+        self.schedule, self.now = schedule, then
+        return True
+
+
+def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
+    """What may lie in slices, for all axes: the best schedules, the plain one too; and
+    the all-reduces that were split in any."""
+    cases, split = [Schedule()], set[str]()
+    for axes in dict.fromkeys(_reduced_along(state.first)):
+        found = {case: state.simulated[case] for case in cases}
+        for case in cases:
+            graph = state.graph(case) if case else state.first
+            cuts, left = candidates(graph, state.mesh, axes, state.hardware)
+            state.near += left
+            for some in alternatives(cuts):
+                split.update(node.name for one in some for node in one.split)
+                lines = case + lines_of(some, len(case.lines))
+                then = state.attempt(lines, described(axes, some))
+                if then is not None:
+                    found[lines] = then
+        few = sorted(found, key=lambda case: found[case].seconds)[:_CASES]
+        cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
+    return cases, split
+
+
+def _overlapped(
+    state: _Search, cases: Sequence[Schedule], split: Collection[str]
+) -> None:
+    """Products in chunks beside their collectives, and rings, on top of each case; the
+    one that is predicted to be best is simulated first."""
+    found = []
+    for case in cases:
+        groups = _groups(state, case, split)
+        saved = sum(group.saved for group in groups)
+        found.append((state.simulated[case].seconds - saved, case, groups))
+    for predicted, case, groups in sorted(found, key=lambda f: f[0]):
+        if not groups or predicted >= state.now.seconds * (1 - _LEAST):
+            continue
+        every = Schedule(tuple(line for g in groups for line in g.lines.lines))
+        then = state.attempt(case + every, f"{len(groups)} kinds beside compute")
+        if then is not None and then.seconds <= _AS_SAID * predicted:
+            continue
+        schedule = case
+        for group in groups:
+            before = state.simulated[schedule].seconds
+            then = state.attempt(schedule + group.lines, group.said)
+            if then is not None and then.seconds < before:
+                schedule += group.lines
+
+
+@dataclass(frozen=True)
+class _Group:
+    """``lines`` for all windows of one form, which save so many seconds."""
+
+    lines: Schedule
+    saved: float
+    said: str
+
+
+def _groups(state: _Search, case: Schedule, split: Collection[str]) -> list[_Group]:
+    """Of a case, what could save most first. ``split``: all-reduces that other cases
+    split, which are tried so here where collectives over other axes come next alone."""
+    now = state.simulated[case]
+    exposed = _exposed(now)
+    if not exposed:
+        return []
+    graph = state.graph(case)
+    varies, late = varying(graph), depending_on_tangents(graph)
+    least = _TRIED * now.seconds / 2
+    alike: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (
+            node.target in collective_nodes.COLLECTIVE
+            and exposed.get(_key(node), 0.0) > least
+        ):
+            alike.setdefault(_key(node), []).append(node)
+    out = []
+    for key, nodes in alike.items():
+        forms: dict[Any, list[Window]] = {}
+        for node in nodes:
+            alone, here = True, window(node, varies, late)
+            if node.name in split and not here.others:
+                alone, here = False, window(node, varies, late, both=False)
+            forms.setdefault((here.form, alone), []).append(here)
+        for form, same in forms.items():
+            if form not in state.formed:
+                most = exposed[key] / len(nodes)
+                small = least / len(same) / 2
+                how = {"split": form[1]}
+                new = improved(same[0], state.machine, min(small, most), **how)
+                state.formed[form] = same[0], new
+            first, best = state.formed[form]
+            if best.lines:
+                lines = Schedule()
+                for here in same:
+                    lines += here.renamed(best.lines, first, f"of_{here.name}")
+                said = f"{len(same)} of {best.lines.lines[-1]}"
+                out.append(_Group(lines, best.seconds * len(same), said))
+    return sorted(out, key=lambda group: -group.saved)
+
+
+def _key(node: fx.Node) -> tuple[Any, ...]:
+    """Kind, axes and bytes of a collective, as of an event."""
+    read = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    size = max(map(nbytes_of, read))
+    return node.target.__name__, collective_nodes.axes_of(node), size
+
+
+def _exposed(now: Timeline) -> dict[tuple[Any, ...], float]:
+    """Seconds that collectives are waited for, by kind, axes and bytes."""
+    of = {event.name: event for event in now.events if event.axes}
+    out: dict[tuple[Any, ...], float] = {}
+    for event in now.events:
+        if event.of is not None:
+            begun = of[event.of]
+            key = begun.kind, begun.axes, begun.bytes
+            out[key] = out.get(key, 0.0) + event.duration
+    return out
+
+
+def _by_phase(state: _Search) -> None:
+    """Sizes of buckets and gathers under way, where communication is waited for. More
+    hold more: a step may not need much more memory for it."""
+    most = _with_room(state.now)
+    room = most - state.now.peak_bytes
+    for change in _SETTINGS:
+        if state.now.exposed_seconds < _TRIED * state.now.seconds:
+            return
+        settings = replace(settings_of(state.schedule), **change)
+        if settings.bucket is not None:
+            settings = replace(settings, gathers=min(settings.bucket, room))
+        others = [line for line in state.schedule.lines if line.verb not in LATER]
+        schedule = Schedule(tuple(others)) + line_of(settings)
+        then = state.timeline(schedule)
+        if then.peak_bytes <= most:
+            state.simulated[schedule] = then
+            state.take(schedule, then)
+
+
+def _with_room(now: Timeline) -> int:
+    """Bytes that a step may take at most instead."""
+    return now.peak_bytes + max(int(_ROOM * now.peak_bytes), _LITTLE)
+
+
+def _is_better(then: Timeline, now: Timeline) -> bool:
+    saved = 1 - then.seconds / now.seconds if now.seconds else 0.0
+    return saved > _LEAST or (saved >= -_LEAST and then.peak_bytes < now.peak_bytes)
+
+
+def _reduced_along(graph: fx.Graph) -> Iterator[tuple[str, ...]]:
+    for node in graph.find_nodes(
+        op="call_function", target=collective_nodes.all_reduce
+    ):
+        yield collective_nodes.axes_of(node)

@@ -1,0 +1,209 @@
+"""A collective and the compute around it, cut out of a graph: where lines for that
+collective are tried, at a price that does not grow with the program.
+
+In: a local graph with steps, one of its collectives. Out: a ``Window``, a graph by
+itself of what is computed for the collective alone, of the collective, and of what is
+computed from it up to the next ones, with those that go over other axes. Its nodes have
+the names they have in the whole graph, so that lines for it are lines for that; what it
+reads of others are inputs which vary over the mesh as those do. Windows of equal
+``form`` are priced once. Never changes the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.schedule import Argument, Line, Schedule
+from fxpar.passes import collective_nodes
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.op_arithmetic import tensors_in
+from fxpar.passes.simulate_step import simulate
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+# So many nodes before and behind a collective are looked at, and so many taken at most
+# before it, behind a gather, and behind any other.
+_FAR, _MOST, _READERS, _REST = 200, 32, 32, 8
+
+# What moves collectives of parameters, which in a window all seem to be.
+_OUTSIDE = ("bucket", "prefetch")
+
+# What may stand at the end of a window.
+_MOVED = collective_nodes.COLLECTIVE - collective_nodes.MESSAGES
+
+Varies = Mapping[fx.Node, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Window:
+    """``graph``: in which the collective is called ``name``."""
+
+    graph: fx.Graph
+    name: str
+
+    @property
+    def collective(self) -> fx.Node:
+        return next(node for node in self.graph.nodes if node.name == self.name)
+
+    @property
+    def others(self) -> list[fx.Node]:
+        """Collectives over other axes, which read what is computed from this one."""
+        found = (node for node in self.graph.nodes if node.target in _MOVED)
+        return [node for node in found if node.name != self.name]
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for windows in which equal lines do the same, but for names."""
+        place = {node: i for i, node in enumerate(self.graph.nodes)}
+
+        def said(node: fx.Node) -> Any:
+            args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{place[n]}")
+            values = tensors_in(node.meta.get("val"))
+            shapes = tuple((tuple(v.shape), v.stride(), v.dtype) for v in values)
+            target = "" if node.op == "placeholder" else str(node.target)
+            varies = node.meta.get("fxpar_spec") if node.op == "placeholder" else None
+            return target, str(args), shapes, varies, node.name == self.name
+
+        return tuple(map(said, self.graph.nodes))
+
+    def after(self, lines: Schedule, name: str, mesh: Mesh) -> Window:
+        """With lines done to it, around another collective."""
+        return Window(apply(lines, self.graph, mesh, lowered=False), name)
+
+    def seconds(self, lines: Schedule, mesh: Mesh, hardware: Hardware) -> float:
+        """Of the window by itself, after some lines. Raises ScheduleError."""
+        lowered = apply(lines, self.graph, mesh, lowered=True)
+        found = simulate(as_run(lowered, disable=_OUTSIDE), mesh, hardware)
+        return found.seconds
+
+    def renamed(self, lines: Schedule, other: Window, suffix: str) -> Schedule:
+        """Lines for another window of this form, as lines for this. What lines give is
+        called by ``suffix`` too, so that no two windows' results have one name."""
+        pairs = zip(other.graph.nodes, self.graph.nodes, strict=True)
+        names = {theirs.name: mine.name for theirs, mine in pairs}
+        given = {name for line in lines.lines for name in line.gives}
+        names |= {name: f"{name}_{suffix}" for name in given}
+
+        def named(argument: Argument) -> Argument:
+            if isinstance(argument, str):
+                return names.get(argument, argument)
+            if isinstance(argument, tuple):
+                return tuple(names.get(name, name) for name in argument)
+            return argument
+
+        def line(old: Line) -> Line:
+            arguments = tuple(map(named, old.arguments))
+            gives = tuple(names[name] for name in old.gives)
+            return replace(old, arguments=arguments, gives=gives)
+
+        return Schedule(tuple(map(line, lines.lines)))
+
+
+def shapes_of(graph: fx.Graph) -> fx.Graph:
+    """A copy whose values are on the meta device, on which ops cost least: of what is
+    tried, shapes are all that is asked for."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = made = new.node_copy(node, copies.__getitem__)
+        made.args, made.kwargs = fx.node.map_aggregate((made.args, made.kwargs), _moved)
+        if "val" in node.meta:
+            made.meta["val"] = fx.node.map_aggregate(node.meta["val"], _moved)
+    return new
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, torch.Tensor):
+        size, stride = tuple(map(int, value.shape)), value.stride()
+        return torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+    return value
+
+
+def window(
+    node: fx.Node, varies: Varies, late: Collection[fx.Node], *, both: bool = True
+) -> Window:
+    """Around one collective. ``late``: nodes of the backward, which one of the forward
+    does not hold. ``both``: what reads it is tried too, as it is of a gather."""
+    most = _READERS if both or node.target is collective_nodes.all_gather else _REST
+    members = sorted(_before(node, late) | _behind(node, late, most))
+    inside = set(members)
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for member in members:
+        for read in member.all_input_nodes:
+            if read not in inside and read not in made:
+                made[read] = _given(graph, read, len(made), varies)
+    for member in members:
+        made[member] = graph.node_copy(member, made.__getitem__)
+    read = [m for m in members if any(user not in inside for user in m.users)]
+    graph.output(tuple(made[m] for m in read))
+    return Window(graph, made[node].name)
+
+
+def _given(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.Node:
+    """An input that varies over the mesh as a node does."""
+    made = graph.placeholder(f"given_{i}")
+    made.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+    rank = next((v.dim() for v in tensors_in(node.meta.get("val"))), 0)
+    partial = dict.fromkeys(sorted(varies[node]), "sum")
+    made.meta["fxpar_spec"] = Spec.of([()] * rank, partial)
+    return made
+
+
+def _before(node: fx.Node, late: Collection[fx.Node]) -> set[fx.Node]:
+    """The collective, and what is computed for it alone since those before."""
+    found, at = {node}, node.prev
+    for _ in range(_FAR):
+        if at.op in ("root", "placeholder"):
+            break
+        alone = bool(at.users) and found.issuperset(at.users)
+        if alone and _may_join(at, node, late) and len(found) < _MOST:
+            found.add(at)
+        at = at.prev
+    return found
+
+
+def _behind(node: fx.Node, late: Collection[fx.Node], most: int) -> set[fx.Node]:
+    """The collective, and what is computed from it up to the next ones; with those of
+    them that go over other axes, since both can run at once. No path leads out of the
+    set and back."""
+    found, outside, at = {node}, set[fx.Node](), node.next
+    for _ in range(_FAR):
+        if at.op == "output":
+            break
+        read = at.all_input_nodes
+        if not outside.isdisjoint(read):
+            outside.add(at)
+        elif not found.isdisjoint(read):
+            room = (at in late) == (node in late) and len(found) < most
+            ends = at.target in _MOVED and _apart(at, collective_nodes.axes_of(node))
+            joins = _may_join(at, node, late)
+            if room and (joins or ends):
+                found.add(at)
+            if not (room and joins):
+                outside.add(at)
+        at = at.next
+    return found
+
+
+def _apart(at: fx.Node, axes: tuple[str, ...]) -> bool:
+    return set(axes).isdisjoint(collective_nodes.axes_of(at))
+
+
+def _may_join(at: fx.Node, node: fx.Node, late: Collection[fx.Node]) -> bool:
+    same = (at in late) == (node in late)
+    return (
+        same
+        and at.op == "call_function"
+        and at.target not in collective_nodes.COLLECTIVE
+    )

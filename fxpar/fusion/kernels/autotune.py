@@ -1,0 +1,174 @@
+"""The fastest way to run a region, measured on all ranks alike.
+
+In: a program, the ways there are to run it, in the order that a table would take them,
+and what runs one. Out: one of them, the same on every rank. A kernel that waits for
+other ranks must not be timed by a tuner of each rank's own: two that try different
+configurations wait for each other for ever. Here all ranks run the same way at the same
+time, a way takes as long as its slowest rank, and all compute from the same figures.
+What fails on one rank is left out on all.
+
+What was found is kept in files beside Inductor's caches, by all it depends on: the
+program (its shapes and dtypes with it), the ranks, the device, how ranks are connected,
+and the versions of torch and Triton. The first rank's file counts, so that ranks with
+other files, or none, do as it does. Without a GPU nothing is measured: the first way is
+the table's (``ladder``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpar import _torch
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.implementations import Facts, choose, rungs_of
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
+
+# Launches timed together, so that those of the clock do not count; times that is done,
+# after some that are not counted.
+LAUNCHES, ROUNDS, WARMUP = 20, 5, 3
+
+# The table's way stands unless another is faster by this share.
+LEAST = 0.03
+
+
+@dataclass(frozen=True)
+class Way:
+    """``rung``: of the ladder. ``programs``: the largest grid; ``warps``: of a program,
+    0 for as many as the kernel asks for."""
+
+    rung: str
+    programs: int
+    warps: int = 0
+
+
+# Runs a way once, as often as it is called.
+Run = Callable[[], Any]
+# Seconds that a run takes on this rank.
+Clock = Callable[[Run], float]
+
+
+def ways_of(program: Program, facts: Facts, programs: int) -> tuple[Way, ...]:
+    """What is tried, the table's choice first: each rung that the program can have, by
+    all programs that run at a time and by half as many, and with twice the warps."""
+    first = choose(program, facts).name
+    names = dict.fromkeys([first, *rungs_of(program, facts)])
+    out: dict[Way, None] = {}
+    for name in names:
+        if name == "nccl":
+            out[Way(name, programs)] = None
+            continue
+        for grid, warps in ((programs, 0), (max(1, programs // 2), 0), (programs, 16)):
+            out[Way(name, grid, warps)] = None
+    return tuple(out)
+
+
+def fastest(
+    ways: Sequence[Way], prepare: Callable[[Way], Run], meeting: Meeting, clock: Clock
+) -> tuple[Way, dict[str, float]]:
+    """The way whose slowest rank is the fastest, and the seconds of each that all ranks
+    could run. ``prepare``: compiles one. Raises Unshared on all ranks if there is none.
+    """
+    seconds: dict[int, float] = {}
+    for i, way in enumerate(ways):
+        try:
+            run = meeting.agreed(partial(_told, prepare, way))
+            mine = meeting.agreed(partial(_told, clock, run))
+        except Unshared:
+            continue
+        seconds[i] = max(map(float, meeting.told(repr(mine))))
+    if not seconds:
+        raise Unshared("no way to run it could be measured on all ranks")
+    best, table = min(seconds, key=seconds.__getitem__), min(seconds)
+    if seconds[best] > (1 - LEAST) * seconds[table]:
+        best = table
+    return ways[best], {str(ways[i]): each for i, each in seconds.items()}
+
+
+def _told(fn: Callable[[Any], Any], x: Any) -> Any:
+    """``fn(x)``; whatever it raises is something to tell the others."""
+    try:
+        return fn(x)
+    except Exception as error:
+        raise RuntimeError(str(error)) from error
+
+
+def tuned(
+    program: Program,
+    ways: Sequence[Way],
+    prepare: Callable[[Way], Run],
+    meeting: Meeting,
+    *,
+    where: Mapping[str, Any],
+    clock: Clock,
+) -> Way:
+    """``fastest``, kept: found once for a program and ``where`` (the device, links).
+
+    Raises Unshared on all ranks.
+    """
+    path = _path(program, meeting.ranks, where)
+    known = _read(meeting.told(_kept(path))[0])
+    if known is not None and known in ways:
+        return known
+    way, seconds = fastest(ways, prepare, meeting, clock)
+    if meeting.rank == 0:
+        text = json.dumps({"way": asdict(way), "seconds": seconds}, indent=1)
+        run_kernels.keep(path, text)
+    return way
+
+
+def _path(program: Program, ranks: int, where: Mapping[str, Any]) -> Path:
+    facts = [program.hash, ranks, sorted(where.items()), *_torch.version.versions()]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return run_kernels.folder() / "tuned" / f"{digest}.json"
+
+
+def _kept(path: Path) -> str:
+    """A file's text, "" if there is none."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _read(text: str) -> Way | None:
+    try:
+        return Way(**json.loads(text)["way"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def by_clock(run: Run) -> float:
+    """Seconds of a run that the host waits for, as on CPU; the median of some."""
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def by_events(run: Run) -> float:
+    """Seconds of a launch on the current stream of a GPU, the median of some."""
+    for _ in range(WARMUP):
+        run()
+    found = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(LAUNCHES):
+            run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / LAUNCHES)
+    return statistics.median(found)

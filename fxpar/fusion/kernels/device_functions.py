@@ -1,0 +1,171 @@
+"""What generated kernels call: functions of Triton's language that it lacks.
+
+Nothing here needs a GPU's own library or assembler, so all of it also runs in Triton's
+interpreter. In: values of a block. Out: values of the same block, in float32.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from fxpar.fusion.kernels import symmetric_memory
+from fxpar.fusion.kernels.multimem import switch_sum  # noqa: F401  (in texts)
+
+HEAD = tl.constexpr(symmetric_memory.HEAD)
+# Questions until a rank counts as lost: of some microsecond each on a GPU, so some ten
+# minutes (not measured), as long as NCCL waits; in the interpreter a minute or so.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SPINS = tl.constexpr(1 << 20 if _INTERPRETED else 1 << 29)
+SCALE = tl.constexpr(4.6566127342e-10)  # the largest that keeps 2**31 - 1 below 1
+
+
+@triton.jit
+def tanh(x):
+    """By the sigmoid; near zero, where that cancels, by its series."""
+    s = x * x
+    series = 0.13333333333333333 + s * (-0.05396825396825397 + s * 0.021869488536155203)
+    series = x * (1.0 + s * (-0.3333333333333333 + s * series))
+    return tl.where(s < 0.0625, series, 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0)
+
+
+@triton.jit
+def sigmoid(x):
+    """``1 / (1 + exp(-x))``."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def sign(x):
+    """1, -1 or 0; of NaN 0, as torch has it."""
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
+
+
+@triton.jit
+def _ordered(bits):
+    """Bits of a float32 as an integer in the order of the numbers, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def amax(x):
+    """The largest number of a block; NaN if there is one, as torch has it: as an
+    integer that comes behind infinity."""
+    bits = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True))
+    return _ordered(tl.max(_ordered(bits), 0)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amin(x):
+    """The smallest number of a block; NaN, here before minus infinity, if there is
+    one."""
+    bits = tl.where(x != x, -0x400000, x.to(tl.int32, bitcast=True))
+    return _ordered(tl.min(_ordered(bits), 0)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _uniform(word):
+    """31 bits of a Philox word as a number in [0, 1)."""
+    x = word.to(tl.int32, bitcast=True)
+    return tl.where(x < 0, -x - 1, x) * SCALE
+
+
+@triton.jit
+def rand_cpp(seed, index):
+    """Numbers of Inductor's C++: half the seed, and a counter for each element."""
+    at = tl.cast(index, tl.uint32)
+    zero = at * 0
+    word, _, _, _ = tl.philox(seed & 0xFFFFFFFF, at, zero, zero, zero)
+    return (word & 0x7FFFFFFF).to(tl.float32) * SCALE
+
+
+@triton.jit
+def rand_triton_1(seed, index):
+    """Numbers of Inductor's Triton up to torch 2.12: a counter for each element."""
+    at = tl.cast(index, tl.uint32)
+    zero = at * 0
+    word, _, _, _ = tl.philox(seed, at, zero, zero, zero)
+    return _uniform(word)
+
+
+@triton.jit
+def rand_triton_4(seed, index):
+    """Numbers of Inductor's Triton from torch 2.13: four neighbours share a counter."""
+    at = tl.cast(index, tl.uint32)
+    lane = at & 3
+    zero = at * 0
+    a, b, c, d = tl.philox(seed, at >> 2, zero, zero, zero)
+    low = tl.where(lane == 0, a, b)
+    high = tl.where(lane == 2, c, d)
+    return _uniform(tl.where(lane < 2, low, high))
+
+
+@triton.jit
+def peer(buffers, rank, offset, dtype: tl.constexpr):
+    """Where ``offset`` bytes into the buffer of a rank are, as a pointer to ``dtype``.
+    ``buffers``: pointer to the addresses of all ranks' buffers; offsets are multiples
+    of 16 bytes."""
+    place = tl.load(buffers + rank) + offset
+    return tl.multiple_of(place.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def patience(signals, rank):
+    """How often a kernel may ask in vain, over all its barriers: not at all if an
+    earlier one gave up."""
+    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+    return tl.where(tl.load(own) == 0, SPINS, 0)
+
+
+@triton.jit
+def _swap(
+    places, live, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, left
+):
+    """At each of the places that are ``live``, put ``new`` where ``old`` is, once it
+    is; all are asked at once. Give up after ``left`` questions, at least one. Where
+    ``old`` never was, and the questions that are left."""
+    tries = tl.maximum(left, 1)
+    waits = live
+    value = live * 0 + new
+    while (tl.max(waits, 0) != 0) & (tries > 0):
+        # What was found is not changed again: none of the places is ever -1.
+        wanted = tl.where(waits != 0, old, -1)
+        found = tl.atomic_cas(places, wanted, value, sem=order, scope="sys")
+        waits = tl.where(found != old, waits, 0)
+        tries -= 1
+    return waits, tl.minimum(left, tries)
+
+
+@triton.jit
+def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, left):
+    """Wait for the program of the same number on every rank: what each wrote before is
+    then seen by all. Gives up after ``left`` questions (``patience``), says so for the
+    host, and returns how many are left: then what follows computes with anything.
+
+    ``signals``: pointer to the addresses of all ranks' pads, which are zero at first:
+    a head (``providers.HEAD``), and of each program one int32 for each rank that
+    signals. A signal is raised from 0 to 1 by its sender and lowered by its receiver,
+    so the pads are zero again in the end. Each rank is a thread's, so that of any
+    number of ranks it takes one round trip to the others' memory and one to the own
+    (``ladder.TRIPS``). Grids must be equal on all ranks, and all their programs run at
+    a time. It is the handshake of torch's symmetric memory (CUDASymmetricMemory),
+    without assembler.
+    """
+    tl.debug_barrier()  # what all threads wrote comes before what one releases
+    first = HEAD + tl.program_id(0) * RANKS
+    lane = tl.arange(0, triton.next_power_of_2(RANKS))
+    live = (lane < RANKS).to(tl.int32)
+    other = tl.minimum(lane, RANKS - 1)
+    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+    pads = tl.load(signals + other).to(tl.pointer_type(tl.int32))
+    before = left
+    deaf, left = _swap(pads + (first + rank), live, 0, 1, "release", left)
+    mute, left = _swap(own + first + other, live, 1, 0, "acquire", left)
+    missed = tl.max(tl.maximum(deaf, mute) * (RANKS - lane), 0)
+    if (missed != 0) & (before > 0):
+        tl.store(own, RANKS + 1 - missed)  # the first of them, plus one
+        tl.store(own + 1, REGION)
+    tl.debug_barrier()
+    return left

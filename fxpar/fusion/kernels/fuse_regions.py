@@ -1,0 +1,278 @@
+"""Regions of a graph become single ops, in place.
+
+In: the graph of a forward or a backward after ``passes.schedule``. Out: the graph in
+which each region that pays is one ``fxpar::region``; and a ``Fused``, which says what
+was done and what nearly was. A region pays if it moves fewer bytes through memory than
+the kernels that Inductor would make of it. Kernels compute in float32 with the graph's
+casts: what the graph rounds they round, and what else has fewer bits has so in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fxpar.config import write_dump
+from fxpar.errors import compose
+from fxpar.fusion.fuse_nodes import arrange
+from fxpar.fusion.kernels import region_op as _op
+from fxpar.fusion.kernels import run_kernels
+from fxpar.fusion.kernels.implementations import Facts, Rung, choose
+from fxpar.fusion.kernels.in_place_results import writes_of
+from fxpar.fusion.kernels.kernel_text import kernel_of
+from fxpar.fusion.kernels.memory_traffic import bytes_of
+from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.select_region import (
+    WAITS,
+    Miss,
+    Region,
+    collectives,
+    grow,
+    results_of,
+    under_way,
+)
+from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.trace_region import op_name
+from fxpar.passes.bucket_collectives import region_of
+from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.program import user_line
+
+log = logging.getLogger("fxpar")
+
+OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
+
+
+@dataclass(frozen=True)
+class Fused:
+    """``programs``: one for each region, in order. ``before``, ``after``: bytes read
+    and written by what became regions. ``near``: near misses as text; ``left``: what a
+    schedule wanted in a region and is in none. ``rungs``: how each region runs."""
+
+    programs: tuple[Program, ...] = ()
+    before: int = 0
+    after: int = 0
+    near: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+
+    def __str__(self) -> str:
+        alike = len({p.hash for p in self.programs})
+        return (
+            f"{len(self.programs)} regions ({alike} different), "
+            f"{self.before} -> {self.after} bytes in memory"
+        )
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Of each different region: how often, what, how it runs and why so."""
+        found = Counter(
+            f"{program.title}: {rung.name}: {rung.why}"
+            for program, rung in zip(self.programs, self.rungs, strict=True)
+        )
+        return tuple(f"{count} x {text}" for text, count in found.items())
+
+
+@dataclass
+class _Log:
+    left: dict[fx.Node, str]
+    programs: list[Program] = field(default_factory=list)
+    before: int = 0
+    after: int = 0
+    near: dict[str, None] = field(default_factory=dict)
+    rungs: list[Rung] = field(default_factory=list)
+
+
+def fuse_graph(
+    graph: fx.Graph,
+    *,
+    facts_of: Callable[[str], Facts],
+    dump: str | Path | None = None,
+    found: bool = True,
+    tune: bool = False,
+) -> Fused:
+    """Make regions of a graph. ``facts_of``: what is known of a process group, by which
+    each gets a rung of the ladder. ``dump``: a directory for programs and their kernels
+    as text. ``found``: whether there are other regions than those of the schedule.
+    ``tune``: whether rungs are measured, when regions first run."""
+    log = _Log(
+        dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
+    )
+    if not found and not log.left:
+        return Fused()
+    drop_double_permutes(graph)
+    done: set[str] = set()
+    while True:
+        # The graph changes with every region.
+        start = next((n for n in collectives(graph) if n.name not in done), None)
+        if start is None:
+            break
+        done.add(start.name)
+        region = _region(start, facts_of, log) if found or region_of(start) else None
+        if region is not None:
+            log.programs.append(region.outline.program)
+            rung = log.rungs[-1]
+            replace(graph, region, "measured" if tune and rung.is_fused else rung.name)
+    left = tuple(_told(Miss(n, n, why)) for n, why in log.left.items())
+    fused = Fused(
+        tuple(log.programs),
+        log.before,
+        log.after,
+        tuple(log.near),
+        left,
+        tuple(log.rungs),
+    )
+    if dump is not None:
+        _write(fused, Path(dump))
+    return fused
+
+
+def _region(
+    start: fx.Node, facts_of: Callable[[str], Facts], log: _Log
+) -> Region | None:
+    """That of a collective, if it pays or a schedule wants it."""
+    region, misses = grow(start, lambda group: facts_of(group).ranks)
+    log.near |= {_told(miss): None for miss in misses}
+    log.left |= {miss.node: miss.why for miss in misses if miss.node in log.left}
+    if region is None:
+        return None
+    found = region.outline
+    before, after = bytes_of(region)
+    rung = choose(found.program, facts_of(found.group))
+    other = under_way(region) if rung.is_fused else None
+    if other is not None:
+        rung = Rung("nccl", f"{other.name} runs beside it, and could keep it waiting")
+    why = ""
+    if after >= before:
+        why = f"in one kernel it would move {after} bytes, in several {before}"
+    elif rung.name == "nccl":
+        why = f"its collective would run between kernels: {rung.why}"
+    if why and not region_of(start):
+        log.near[_told(Miss(start, start, why))] = None
+        return None
+    log.rungs.append(rung)
+    log.before += before
+    log.after += after
+    for node in region.members:
+        log.left.pop(node, None)
+    return region
+
+
+def asked_for(graph: fx.Graph) -> list[fx.Node]:
+    """What a schedule wants in a region with a collective that is here, without waits
+    and views. (A backward repeats some of a forward's nodes without it.)"""
+    here = {region_of(node) for node in collectives(graph)} - {None}
+    return [
+        node
+        for node in graph.nodes
+        if region_of(node) in here and op_name(node) not in WAITS and not is_view(node)
+    ]
+
+
+def say(fused: Fused, name: str, debug: int) -> None:
+    """To the log: what was done, loud from ``FXPAR_DEBUG=1`` on; from 2 on also every
+    near miss. What a schedule asked for in vain is always loud."""
+    for text in fused.left:
+        log.warning("%s: %s", name, text)
+    level = logging.WARNING if debug else logging.INFO
+    if fused.programs or debug:
+        log.log(level, "%s: %s", name, fused)
+    for text in fused.lines:
+        log.log(level, "%s: %s", name, text)
+    for text in fused.near:
+        log.log(logging.WARNING if debug >= 2 else logging.DEBUG, "%s: %s", name, text)
+
+
+def replace(graph: fx.Graph, region: Region, how: str) -> None:
+    """Put one op in place of a region."""
+    members = list(region.members)
+    _views_outside(graph, members)
+    assert tuple(results_of(members)) == region.outputs
+    inside = set(members)
+    writes = writes_of(members, region.outputs)
+    left = [n for n in region.outputs if n not in writes]
+    with graph.inserting_before(members[0]):
+        made = _call(graph, region, writes, how)
+        made.meta = {
+            key: value
+            for key, value in region.collective.meta.items()
+            if key in ("stack_trace", "custom", "partitioner_tag")
+        }
+        made.meta["val"] = [n.meta["val"] for n in left]
+        for i, node in enumerate(left):
+            taken = graph.call_function(operator.getitem, (made, i))
+            taken.meta = dict(node.meta)
+            node.replace_all_uses_with(
+                taken, delete_user_cb=lambda user: user not in inside
+            )
+    for node in (*writes.values(), *reversed(members)):
+        graph.erase_node(node)
+    arrange(graph)
+
+
+def _call(
+    graph: fx.Graph, region: Region, writes: Mapping[fx.Node, fx.Node], how: str
+) -> fx.Node:
+    """The op of a region; one that changes operands if there is something to write."""
+    found = region.outline
+    name = _op.remember(found.program)
+    run_kernels.LINES.setdefault(name, user_line(region.collective))
+    rest = list(found.numbers), name, found.group, how
+    if not writes:
+        return graph.call_function(OP, (list(found.inputs), *rest))
+    into = [write.args[0] for write in writes.values()]
+    which = [region.outputs.index(node) for node in writes]
+    return graph.call_function(OP_, (list(found.inputs), into, which, *rest))
+
+
+def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:
+    """Others read copies of views that stand outside, so that no view is a result."""
+    inside = set(members)
+    for node in reversed(members):
+        if is_view(node) and any(u not in inside for u in node.users):
+            with graph.inserting_after(node):
+                copy = graph.node_copy(node)
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(
+                copy, delete_user_cb=lambda user: user not in inside
+            )
+
+
+def drop_double_permutes(graph: fx.Graph) -> None:
+    """A permute of a permute that gives the tensor as it was is that tensor."""
+    permute = torch.ops.aten.permute.default
+    for node in graph.find_nodes(op="call_function", target=permute):
+        inner = node.args[0]
+        if inner.target is permute:
+            rank = len(node.args[1])
+            dims = [inner.args[1][d % rank] % rank for d in node.args[1]]
+            if dims == list(range(rank)):
+                node.replace_all_uses_with(inner.args[0])
+    graph.eliminate_dead_code(lambda n: n.target is not permute)
+
+
+def _told(miss: Miss) -> str:
+    """A near miss as text."""
+    what = f"near miss: {miss.node.name} ({op_name(miss.node)})"
+    if miss.node is not miss.collective:
+        what += f" is not fused with {miss.collective.name}"
+    else:
+        what += " is not fused"
+    return compose(f"{what}: {miss.why}", where=user_line(miss.node))
+
+
+def _write(fused: Fused, folder: Path) -> None:
+    """Every program, and the kernels of its parts, as text."""
+    for program in fused.programs:
+        write_dump(folder / f"region_{program.hash}.txt", f"{program}\n")
+        for step in stages_of(program):
+            if isinstance(step, Part):
+                kernel = kernel_of(step.program)
+                path = folder / f"region_{program.hash}_{kernel.name}.py"
+                write_dump(path, kernel.text)

@@ -1,0 +1,158 @@
+"""How a program's collectives run: in its kernel or between kernels.
+
+In: the program, and facts of its group that are alike on all ranks. Out: a ``Rung`` and
+why it is not a better one. Sizes are a table. It asks no device and no clock, so ranks
+decide alike.
+
+Figures are of 8 H100 with NVLink, reported by others: one shot beats two shot up to
+about 130 KB and NCCL up to about 400 KB (kraken, pull request 6); NCCL's own symmetric
+kernels gain 1.7 times at 2 MiB and 1.1 at 32 MiB (Megatron, pull request 5596). None
+was measured with these kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fxpar.fusion.kernels.region_program import Program, dtype_of
+from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
+
+DTYPES = ("float32", "bfloat16")
+RANKS = (1, 2, 4, 8)
+ALIGNED = 16  # bytes that a thread reads at a time
+
+# Of a barrier: round trips one after the other, to the others' signals and to the own,
+# of however many ranks; and seconds of one, half of what makes one shot and two shot of
+# 8 ranks equal at 130 KB, where a barrier took as many.
+TRIPS, TRIP = 2, 0.85e-6
+BARRIER = TRIPS * TRIP
+# Bytes of an all-reduce's operand, or of all ranks' parts together, up to which a
+# kernel that waits inside is taken; beyond, NCCL's protocols fill the link. A quarter
+# of what the figures above allow, until these kernels are measured.
+MOST = {
+    "all_reduce": 2 << 20,
+    "reduce_scatter_tensor": 4 << 20,
+    "all_gather_into_tensor": 4 << 20,
+}
+# The same where a switch sums up: 1.6 times NCCL's speed at 8 MiB, 1.2 at 32 MiB (vLLM,
+# pull request 42324).
+IN_SWITCH = 8 << 20
+# An all-reduce in one shot reads ranks - 1 times its bytes: no gain over NCCL beyond.
+ONE_SHOT = 400 << 10
+
+
+@dataclass(frozen=True)
+class Facts:
+    """``ranks`` of the group; ``kernels``: whether generated kernels run; ``shared``:
+    whether they reach other ranks' memory; ``bandwidth``: of the link, bytes/s one way;
+    ``multicast``: whether that memory has an address through which a switch sums up.
+    """
+
+    ranks: int
+    kernels: bool
+    shared: bool
+    bandwidth: float = 4e11
+    multicast: bool = False
+
+
+# Rungs that a template runs: the shots of an all-reduce, and whether a switch sums up.
+FUSED = {"multimem": (2, True), "two_shot": (2, False), "one_shot": (1, False)}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """``name``: of ``FUSED`` (in the kernel), "nccl" (between kernels) or "interpret".
+    ``why``: as text."""
+
+    name: str
+    why: str
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a template runs it."""
+        return self.name in FUSED
+
+
+def choose(program: Program, facts: Facts) -> Rung:
+    """The rung of a program with collectives."""
+    if not facts.kernels:
+        return Rung("interpret", "no generated kernel runs on this device")
+    if not facts.shared:
+        return Rung("nccl", "kernels do not reach other ranks' memory")
+    if facts.ranks not in RANKS or facts.ranks != program.ranks:
+        return Rung("nccl", f"there are no templates for {facts.ranks} ranks")
+    moves = [step for step in stages_of(program) if isinstance(step, Move)]
+    for move in moves:
+        why = _why_not(program, move, facts)
+        if why:
+            return Rung("nccl", why)
+    if [move.kind for move in moves] != ["all_reduce"]:
+        return Rung("one_shot", "every part is read once by who needs it")
+    return _shots(nbytes_of(program, moves[0]), facts)
+
+
+def nbytes_of(program: Program, move: Move) -> int:
+    """Of the whole value of a collective."""
+    values = program.values[move.operand], program.values[move.result]
+    return max(v.count * dtype_of(v.dtype).itemsize for v in values)
+
+
+def rungs_of(program: Program, facts: Facts) -> tuple[str, ...]:
+    """All that a program can have, whatever its size: what a tuner may try."""
+    if not facts.kernels:
+        return ("interpret",)
+    moves = [step for step in stages_of(program) if isinstance(step, Move)]
+    known = facts.shared and facts.ranks in RANKS and facts.ranks == program.ranks
+    if not known or any(_why_never(program, move) for move in moves):
+        return ("nccl",)
+    if [move.kind for move in moves] != ["all_reduce"] or facts.ranks <= 2:
+        return ("one_shot", "nccl")
+    switch = ("multimem",) if facts.multicast else ()
+    return ("one_shot", "two_shot", *switch, "nccl")
+
+
+def _why_not(program: Program, move: Move, facts: Facts) -> str:
+    """Why a collective does not run in a kernel; "" if it does."""
+    why = _why_never(program, move)
+    if why:
+        return why
+    nbytes, most = nbytes_of(program, move), MOST[move.kind]
+    if move.kind == "all_reduce" and facts.multicast and facts.ranks > 2:
+        most = IN_SWITCH
+    if nbytes > most:
+        return f"{move.operand} has {nbytes} bytes, more than NCCL is slower for"
+    return ""
+
+
+def _why_never(program: Program, move: Move) -> str:
+    """Why it does not, whatever its size."""
+    value, result = program.values[move.operand], program.values[move.result]
+    if value.dtype not in DTYPES:
+        return f"{move.operand} is of {value.dtype}, not of {' or '.join(DTYPES)}"
+    op = move.line.args[1]
+    if "gather" not in move.kind and op != "sum":
+        return f"{move.operand} is reduced by {op}, not by sum"
+    part = min(value.count, result.count) * dtype_of(value.dtype).itemsize
+    if part % ALIGNED:
+        return f"parts of {part} bytes are no multiple of {ALIGNED}"
+    return ""
+
+
+def _shots(nbytes: int, facts: Facts) -> Rung:
+    """Of an all-reduce: reading everything costs (ranks - 1) S / B, two shots
+    2 (ranks - 1) / ranks S / B and one more barrier."""
+    if facts.ranks <= 2:
+        return Rung("one_shot", "two shots carry no less between two ranks")
+    most = min(ONE_SHOT, _equal(facts.ranks, facts.bandwidth))
+    if nbytes <= most:
+        return Rung("one_shot", f"{nbytes} bytes, up to {most} another barrier is dear")
+    why = f"{nbytes} bytes, from {most} on one shot reads too much"
+    if facts.multicast:
+        return Rung("multimem", f"{why}, and the switch sums up")
+    return Rung("two_shot", why)
+
+
+def _equal(ranks: int, bandwidth: float) -> int:
+    """Bytes at which one shot and two shot take equally long."""
+    return math.floor(BARRIER * bandwidth / ((ranks - 1) * (1 - 2 / ranks)))

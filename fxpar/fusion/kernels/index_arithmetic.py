@@ -1,0 +1,157 @@
+"""Where an element of one tensor lies in another: index arithmetic of views.
+
+An element is named by its number in row-major order. A ``Map`` gives the number (or
+the place in memory) in what is read, from the number in what is made: a sum of terms
+``number // divide % modulus * multiply``, one for each run of dims that stay together.
+In: shapes, strides and arguments of views. Out: maps, and their text. No tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxpar.fusion.kernels.region_program import Line, contiguous
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Map:
+    """``terms``: (divide, modulus or None, multiply), from the outermost dim in."""
+
+    terms: tuple[tuple[int, int | None, int], ...]
+    offset: int = 0
+
+    @property
+    def is_identity(self) -> bool:
+        return self.terms == ((1, None, 1),) and not self.offset
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every element is made of one."""
+        return not self.terms
+
+    def text(self, of: str) -> str:
+        """As an expression of the number ``of``."""
+        parts = []
+        for divide, modulus, multiply in self.terms:
+            part = of
+            part += f" // {divide}" if divide != 1 else ""
+            part += f" % {modulus}" if modulus is not None else ""
+            parts.append(part + (f" * {multiply}" if multiply != 1 else ""))
+        if self.offset or not parts:
+            parts.append(str(self.offset))
+        return " + ".join(parts)
+
+
+IDENTITY = Map(((1, None, 1),))
+
+
+def strided(shape: Shape, strides: Shape, offset: int = 0) -> Map:
+    """Element of ``shape`` -> ``offset`` + sum of its indices times ``strides``."""
+    runs: list[list[int]] = []  # divide, size, multiply; from the inside out
+    divide, total = 1, math.prod(shape)
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        last = runs[-1] if runs else None
+        if last and last[0] * last[1] == divide and last[2] * last[1] == stride:
+            last[1] *= size
+        else:
+            runs.append([divide, size, stride])
+        divide *= size
+    terms = [
+        (divide, None if divide * size == total else size, multiply)
+        for divide, size, multiply in reversed(runs)
+        if multiply
+    ]
+    return Map(tuple(terms), offset)
+
+
+def broadcast(source: Shape, target: Shape) -> Map:
+    """Element of ``target`` -> the one of ``source`` that fills it."""
+    strides = contiguous(tuple(source))
+    shown = [0 if n == 1 else s for n, s in zip(source, strides, strict=True)]
+    return strided(target, [0] * (len(target) - len(source)) + shown)
+
+
+def permuted(source: Shape, dims: Shape) -> Map:
+    """Element of the permuted tensor -> that of ``source``."""
+    strides = contiguous(tuple(source))
+    dims = [d % len(source) for d in dims]
+    return strided([source[d] for d in dims], [strides[d] for d in dims])
+
+
+def sliced(source: Shape, dim: int, start: int, made: Shape, step: int = 1) -> Map:
+    """Element of a slice of shape ``made`` that begins at ``start`` -> ``source``'s."""
+    strides = list(contiguous(tuple(source)))
+    offset = start * strides[dim]
+    strides[dim] *= step
+    return strided(made, strides, offset)
+
+
+def selected(source: Shape, dim: int, index: int) -> Map:
+    """Element of ``source`` at one index of ``dim`` -> that of ``source``."""
+    strides = list(contiguous(tuple(source)))
+    offset = index % source[dim] * strides.pop(dim)
+    return strided([n for i, n in enumerate(source) if i != dim], strides, offset)
+
+
+# Views that keep the order of elements.
+SAME_ORDER = frozenset(
+    {
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten._unsafe_view.default",
+        "aten.unsqueeze.default",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.alias.default",
+        "aten.detach.default",
+        "aten.clone.default",
+        "aten.lift_fresh_copy.default",
+        "getitem",
+    }
+)
+
+VIEWS = SAME_ORDER | {
+    "aten.expand.default",
+    "aten.permute.default",
+    "aten.transpose.int",
+    "aten.t.default",
+    "aten.slice.Tensor",
+    "aten.select.int",
+}
+
+
+def view_map(line: Line, source: Shape) -> Map:
+    """The map of a view of a tensor of shape ``source``."""
+    if line.op in SAME_ORDER:
+        return IDENTITY if line.count != 1 else Map(())
+    if line.op == "aten.expand.default":
+        return broadcast(source, line.shape)
+    rank, args = len(source), line.args
+    if line.op == "aten.permute.default":
+        return permuted(source, args[1])
+    if line.op in ("aten.transpose.int", "aten.t.default"):
+        dims = list(range(rank))
+        a, b = args[1:3] if line.op == "aten.transpose.int" else (0, rank - 1)
+        dims[a], dims[b] = dims[b], dims[a]
+        return permuted(source, dims)
+    dim = (args[1] if len(args) > 1 else 0) % rank
+    if line.op == "aten.select.int":
+        return selected(source, dim, args[2])
+    start, step = slice_start(args, source[dim])
+    return sliced(source, dim, start, line.shape, step)
+
+
+def slice_start(args: Sequence[object], size: int, at: int = 2) -> tuple[int, int]:
+    """First index and step of a slice, whose start is argument ``at``."""
+    given = args[at] if len(args) > at else None
+    step = args[at + 2] if len(args) > at + 2 else 1
+    start = 0 if given is None else given
+    assert isinstance(start, int) and isinstance(step, int)
+    return min(max(start + size if start < 0 else start, 0), size), step

@@ -1,0 +1,179 @@
+"""When a matmul with signals is worth it, predicted.
+
+In: sizes, the group's ranks, figures of the link and the device. Out: a ``Verdict`` on
+three forms: the collective and then the matmul; chunk by chunk, as PyTorch's fused ops
+(``symm_mem::fused_all_gather_matmul``, ``symm_mem::fused_matmul_reduce_scatter``); and
+one kernel with signals (``gemm``). Asks no device, no rank and no clock, so that ranks
+decide alike. Nothing here was measured with these kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fxpar.fusion.kernels.implementations import BARRIER
+from fxpar.fusion.kernels.matmul_kernel import TILES, check, tiles_of
+from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.region_program import dtype_of
+
+# What is taken for granted, not measured: the share of the library's speed that this
+# kernel reaches, and by how much it must win.
+SHARE = 0.9
+MARGIN = 1.05
+# Rows below which launches and tiles that do not fill eat what is hidden: torch's own
+# fused matmuls begin there, too (_fused_all_gather_matmul_native).
+LEAST_ROWS = 2048
+# Seconds until a matmul that was launched behind another fills the device, and of a
+# copy between devices, beside its bytes. Estimates.
+LAUNCH = 3e-6
+COPY = 3e-6
+# Bytes/s of an H100's memory.
+MEMORY = 3e12
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Seconds of the collective and the matmul, predicted: ``serial``, one after the
+    other; ``chunked``, chunk by chunk; ``overlapped``, in the kernel with signals.
+    ``why``: as text."""
+
+    pays: bool
+    why: str
+    serial: float
+    overlapped: float
+    chunked: float = math.inf
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Of a matmul with its collective, seconds: ``moving`` all chunks, ``summing`` what
+    came, ``rest``: matmuls of further weights. ``speed``: flops/s of the library on
+    one multiprocessor."""
+
+    ranks: int
+    rows: int  # of a chunk
+    n: int
+    k: int
+    dtype: str
+    speed: float
+    units: int
+    moving: float
+    summing: float
+    rest: int = 0  # columns
+
+
+def profitable(
+    kind: str,
+    m: int,
+    n: int,
+    k: int,
+    ranks: int,
+    link: float,
+    peak: float,
+    *,
+    dtype: str = "bfloat16",
+    programs: int = 132,
+    units: int = 0,
+    rest: int = 0,
+    memory: float = MEMORY,
+) -> Verdict:
+    """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
+    rank computes it, m over all chunks. ``link``: bytes/s one way; ``peak``: flops/s
+    that the library reaches; ``memory``: bytes/s that the device's streams at.
+    ``units``: multiprocessors, as many as ``programs`` if 0;
+    ``rest``: columns of further weights of a gather, which a kernel with signals
+    leaves for later.
+
+    The collective moves (ranks - 1) / ranks of A's or the product's bytes. Programs go
+    in waves of tiles, and a wave of a gather waits for the last chunk it reads; a
+    scatter is the same backwards in time. All is hidden from n (gather) or k (scatter)
+    of peak * bytes of an element / (2 * link) on, for many ranks. Chunk by chunk, each
+    chunk's tiles fill the device or do not.
+    """
+    size = dtype_of(dtype).itemsize
+    moved = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
+    collective, matmul = moved / link, 2.0 * m * (n + rest) * k / peak
+    serial = collective + matmul
+    why = never(kind, m, n, k, ranks, dtype)
+    if why:
+        return Verdict(False, why, serial, serial)
+    units = units or programs
+    moving = collective + (ranks - 1) * COPY
+    summing = 0.0 if kind == "gather" else (1 + 1 / ranks) * m * n * size / memory
+    work = _Work(
+        ranks, m // ranks, n, k, dtype, peak / units, units, moving, summing, rest
+    )
+    overlapped, chunked = _signals(work, programs), _chunked(work, kind)
+    name, free = ("n", n) if kind == "gather" else ("k", k)
+    least = math.ceil(peak * size * (ranks - 1) / ranks / (2 * link))
+    why = (
+        f"{serial / overlapped:.2f} times as fast as one after the other, "
+        f"{chunked / overlapped:.2f} as chunk by chunk: {collective * 1e6:.0f} us to "
+        f"move beside {matmul * 1e6:.0f} us to compute; {name} = {free}, all is hidden "
+        f"from {least}"
+    )
+    pays = min(serial, chunked) >= MARGIN * overlapped
+    return Verdict(pays, why, serial, overlapped, chunked)
+
+
+def never(kind: str, m: int, n: int, k: int, ranks: int, dtype: str) -> str:
+    """Why it does not pay, whatever the device and the link; "" if it may."""
+    if ranks < 2:
+        return "one rank has nothing to move"
+    try:
+        check(kind, m, n, k, ranks, dtype)
+    except CannotEmit as error:
+        return str(error)
+    if m < LEAST_ROWS:
+        return f"{m} rows: below {LEAST_ROWS} tiles and launches cost what is hidden"
+    return ""
+
+
+def _signals(work: _Work, programs: int) -> float:
+    """Seconds of the kernel with signals: its programs go in waves of tiles. Chunks but
+    the own arrive one by one, evenly."""
+    m = work.rows * work.ranks
+    tiles = tiles_of(m, work.n, work.k, work.ranks, work.dtype, programs)
+    each = tiles.count(work.rows, work.n)
+    turn = 2.0 * tiles.rows * tiles.columns * work.k / (work.speed * SHARE)
+    now, count = 0.0, each * work.ranks
+    grid = min(count, programs)
+    for first in range(0, count, grid):
+        chunk = (min(first + grid, count) - 1) // each
+        now = max(now, chunk * work.moving / (work.ranks - 1)) + turn
+    later = 2.0 * m * work.rest * work.k / (work.speed * work.units)
+    return BARRIER + now + later + work.summing
+
+
+def _chunked(work: _Work, kind: str) -> float:
+    """Seconds of PyTorch's ops: on two streams in turn, a gather copies a chunk and
+    multiplies it, a scatter multiplies and copies one. Copies go one at a time, and so
+    do matmuls. The own chunk is the first to be multiplied, or the last."""
+    compute = LAUNCH + _filled(work, work.n)
+    if work.rest:
+        compute += LAUNCH + _filled(work, work.rest)
+    copy = work.moving / (work.ranks - 1)
+    streams, engine, device = [0.0, 0.0], 0.0, 0.0
+    if kind == "gather":
+        device = streams[0] = compute
+        for step in range(1, work.ranks):
+            at = step % 2
+            engine = max(engine, streams[at]) + copy
+            device = streams[at] = max(device, engine) + compute
+        return BARRIER + device
+    for step in range(1, work.ranks):
+        at = step % 2
+        device = max(device, streams[at]) + compute
+        engine = streams[at] = max(engine, device + BARRIER) + copy
+    return max(max(device, streams[0]) + compute, engine) + BARRIER + work.summing
+
+
+def _filled(work: _Work, columns: int) -> float:
+    """Seconds of the library's matmul of one chunk: full waves of the better of the two
+    largest tiles; smaller ones do not reach its speed."""
+    return min(
+        math.ceil(tiles.count(work.rows, columns) / work.units)
+        * (2.0 * tiles.rows * tiles.columns * work.k / work.speed)
+        for tiles in TILES[work.dtype][:2]
+    )

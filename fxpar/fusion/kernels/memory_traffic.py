@@ -1,0 +1,121 @@
+"""Bytes through memory of a region, in one kernel and in those Inductor would make.
+
+In: a region and its graph. Out: two numbers. The model counts tensors read and written
+by each kernel once: Inductor makes one of all there is before a collective, one of all
+behind it, and one more for every sum along columns; the collective reads its operand
+and writes its result. One kernel for all reads its inputs and writes its outputs. What
+a collective moves through buffers of its own is left out on both sides. What others
+could have computed in the same kernel as the region must now be written for them and
+read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from fxpar.fusion.kernels.expressions import SUMS
+from fxpar.fusion.kernels.in_place_results import writes_of
+from fxpar.fusion.kernels.reductions import reduction_of
+from fxpar.fusion.kernels.region_program import dtype_of
+from fxpar.fusion.kernels.select_region import Region, is_heavy
+from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
+from fxpar.passes.op_arithmetic import changes_operand, is_light, is_view, nbytes_of
+
+
+def bytes_of(region: Region) -> tuple[int, int]:
+    """(bytes of several kernels, bytes of one)."""
+    program = region.outline.program
+    size = {
+        name: value.count * dtype_of(value.dtype).itemsize
+        for name, value in program.values.items()
+        if value.dtype != "tuple"
+    }
+    moved = {
+        name
+        for step in stages_of(program)
+        if isinstance(step, Move)
+        for name in (step.operand, step.result)
+    }
+    before = sum(size[name] for name in moved)
+    after = sum(t.nbytes for t in program.inputs)
+    for step in stages_of(program):
+        if isinstance(step, Part):
+            before += _of_part(step, moved)
+    writes = writes_of(region.members, region.outputs)
+    for node in region.outputs:
+        nbytes = nbytes_of(node.meta["val"])
+        # In place is what Inductor writes, too.
+        kept, read_again = (True, False) if node in writes else _readers(region, node)
+        before += nbytes * kept
+        after += nbytes * (1 + read_again)
+    return before, after
+
+
+def _of_part(part: Part, moved: Iterable[str]) -> int:
+    """What Inductor's kernels for a part read, and write for a collective."""
+    program = part.program
+    total = sum(t.nbytes for t in program.inputs)
+    total += sum(t.nbytes for t in program.outputs if t.name in moved)
+    lines = {line.name: line for line in program.lines}
+    inputs = {t.name: t for t in program.inputs}
+    for line in program.lines:
+        if line.op not in SUMS:
+            continue
+        source = program.values[line.refs[0]].shape
+        if reduction_of(line.name, line.args, source).kind == "row":
+            continue
+        seen: set[str] = set()
+        rest = list(line.refs)
+        while rest:
+            name = rest.pop()
+            if name not in seen:
+                seen.add(name)
+                rest += lines[name].refs if name in lines else ()
+        total += sum(inputs[name].nbytes for name in seen if name in inputs)
+    return total
+
+
+def _readers(region: Region, node: fx.Node) -> tuple[bool, bool]:
+    """Of a result: whether it is in memory in any case, and whether some read it that
+    could have been in a kernel with it."""
+    inside = set(region.members)
+    kept = read_again = False
+    rest, seen = [node], set()
+    while rest:
+        at = rest.pop()
+        for user in at.users:
+            if user in inside and not is_view(user) or user in seen:
+                continue
+            seen.add(user)
+            if is_view(user):
+                rest.append(user)
+            elif _could_join(region, user):
+                read_again = True
+            else:
+                kept = True
+    return kept, read_again
+
+
+def _could_join(region: Region, user: fx.Node) -> bool:
+    """Whether Inductor could compute a reader in the kernel that makes what it reads:
+    it is light, and waits for nothing else that takes time."""
+    if changes_operand(user.target):
+        return True  # written to in place
+    if user.op == "output" or is_heavy(user) or not is_light(user.target):
+        return False
+    first = region.members[0]
+    inside = set(region.members)
+    rest, seen = [user], {user}
+    while rest:
+        at = rest.pop()
+        if at in inside or at.op == "placeholder" or at < first:
+            continue
+        if is_heavy(at):
+            return False
+        for read in at.all_input_nodes:
+            if read not in seen:
+                seen.add(read)
+                rest.append(read)
+    return True

@@ -1,0 +1,224 @@
+"""Where in a kernel each value of a program is needed.
+
+In: a program without collectives, and the space its kernel runs over. Out: ``Needs``:
+for every value the places at which it is needed, found backwards from the outputs. A
+value that a view shows in another order is needed at other places than its neighbours;
+a sum of a row once a row. It writes no text but that of places (``emit`` writes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fxpar.fusion.kernels.concat import CHOICES, Choice, choices_of
+from fxpar.fusion.kernels.expressions import BY_COLUMN, OPS, SUMS, kind_of
+from fxpar.fusion.kernels.index_arithmetic import (
+    VIEWS,
+    Map,
+    broadcast,
+    strided,
+    view_map,
+)
+from fxpar.fusion.kernels.reductions import (
+    CannotEmit,
+    Reduction,
+    Space,
+    reduction_behind,
+    reduction_of,
+)
+from fxpar.fusion.kernels.region_program import Line, Program, Ref, Tensor
+
+# Made of no operand, at any place.
+FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
+RANDOM = "fxpar.random.default"
+SEED = "prims.inductor_lookup_seed.default"
+IOTA = "prims.iota.default"
+
+KNOWN = frozenset(OPS) | VIEWS | set(SUMS) | CHOICES | FILLED | {RANDOM, SEED, IOTA}
+
+# Places at which one value may be needed.
+_MOST_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """The number of an element as it is known in the kernel: ``text``. ``mask``: what
+    says which lanes count. ``block``: whether lanes differ. ``define``: lines that make
+    it, if it is not there from the start."""
+
+    text: str
+    mask: str = ""
+    block: bool = True
+    define: tuple[str, ...] = ()
+    parent: str = ""
+
+
+ZERO = Place("0", block=False)
+
+# One of the parts that a value is made of: the name of the mask that says where ("" if
+# everywhere), what (a value, or a number), and at which place it is needed.
+Part = tuple[str, Any, Place | None]
+
+
+class Needs:
+    """``needed``: by value, the names of places; ``places``: by name; ``chosen``: by
+    value and place, the parts it is made of; ``sums``: outputs summed over blocks.
+
+    Making one raises CannotEmit.
+    """
+
+    def __init__(self, program: Program, space: Space) -> None:
+        self.program, self.space = program, space
+        mask = "" if space.is_whole else "live"
+        self.at = Place("at", mask)
+        self.row = Place("row", block=False) if space.columns else None
+        self.places = {p.text: p for p in (self.at, ZERO)}
+        self.derived: dict[tuple[str, Map], Place] = {}
+        if self.row is not None:
+            col = Place("col", mask)
+            self.places |= {"row": self.row, "col": col}
+            if space.rows > 1:
+                by_row = Map(((space.columns, None, 1),))
+                by_column = Map(((1, space.columns, 1),))
+                self.derived = {("at", by_row): self.row, ("at", by_column): col}
+        self.needed: dict[str, dict[str, None]] = {}
+        self.chosen: dict[tuple[str, str], list[Part]] = {}
+        self.sums: dict[str, Reduction] = {}
+        self._outputs()
+        for line in reversed(program.lines):
+            for place in list(self.needed.get(line.name, {})):
+                self._operands(line, self.places[place])
+
+    def derive(self, place: Place, to: Map) -> Place:
+        """The place that a map makes of one."""
+        if to.is_identity:
+            return place
+        if to.is_constant and not to.offset:
+            return ZERO
+        key = place.text, to
+        if key not in self.derived:
+            name = f"at_{len(self.places)}"
+            line = f"{name} = {to.text(place.text)}"
+            mask = "" if to.is_constant else place.mask
+            block = place.block and not to.is_constant
+            made = Place(name, mask, block, (line,), place.text)
+            self.places[name] = self.derived[key] = made
+        return self.derived[key]
+
+    def _need(self, name: str, place: Place) -> None:
+        at = self.needed.setdefault(name, {})
+        at[place.text] = None
+        self.places.setdefault(place.text, place)
+        if len(at) > _MOST_PLACES:
+            raise CannotEmit(name, "is needed in too many orders")
+
+    def _outputs(self) -> None:
+        for t in self.program.outputs:
+            value, space = reduction_behind(self.program, t.name), self.space
+            if value is not None:
+                source = self.program.values[value.refs[0]]
+                found = reduction_of(value.name, value.args, source.shape)
+                if found.kind == "column" or found.kind == "all" and space.rows != 1:
+                    self.sums[t.name] = self._summed(value, found)
+                    self._need(value.refs[0], self.at)
+                    continue
+            self._need(t.name, self.place_of(t))
+
+    def _summed(self, line: Line, found: Reduction) -> Reduction:
+        over = found.rows * found.columns
+        alike = found.kind == "all" or found.columns == self.space.columns
+        if line.op not in BY_COLUMN:
+            raise CannotEmit(line.name, f"{line.op} of more than a row")
+        if over != self.space.count or not alike or kind_of(line.dtype) != "float":
+            raise CannotEmit(line.name, "sums up what is not the kernel's")
+        return found
+
+    def place_of(self, t: Tensor) -> Place:
+        """Where an output is written, that is not summed over blocks."""
+        if t.count == self.space.count:
+            return self.at if t.count > 1 else ZERO
+        if self.row is not None and t.count == self.space.rows:
+            return self.row
+        raise CannotEmit(t.name, "has neither all elements nor one a row")
+
+    def _operands(self, line: Line, place: Place) -> None:
+        """Say where a line's operands are needed for its value at ``place``."""
+        if kind_of(line.dtype) is None and line.dtype != "tuple":
+            raise CannotEmit(line.name, f"is of dtype {line.dtype}")
+        if line.op in SUMS:
+            self._row_operand(line, place)
+        elif line.op in VIEWS:
+            (source,) = line.refs
+            shape = self.program.values[source].shape
+            row = self.program.values[source].dtype == "tuple"
+            to = place if row else self.derive(place, view_map(line, shape))
+            self._need(source, to)
+        elif line.op in CHOICES:
+            shapes = {n: self.program.values[n].shape for n in line.refs}
+            self.chosen[line.name, place.text] = [
+                self._choose(part, place, line)
+                for part in formed(line, choices_of, line, shapes)
+            ]
+        elif line.op == SEED:
+            self.needed.setdefault(line.refs[0], {})
+        elif line.op == RANDOM:
+            self._need(line.refs[0], ZERO)
+        elif line.op in OPS:
+            for name in line.refs:
+                shape = self.program.values[name].shape
+                self._need(name, self.derive(place, broadcast(shape, line.shape)))
+        elif line.op not in FILLED and line.op != IOTA:
+            raise CannotEmit(line.name, f"{line.op} has no form in a generated kernel")
+
+    def _row_operand(self, line: Line, place: Place) -> None:
+        source = self.program.values[line.refs[0]].shape
+        found = reduction_of(line.name, line.args, source)
+        here = Space(found.rows * found.columns, found.columns)
+        one = place == ZERO or place is self.at or place.text == "row"
+        whole = found.kind != "column" and self.space.columns and here == self.space
+        if not whole or not (place.text == "row" or found.rows == 1 and one):
+            raise CannotEmit(
+                line.name, "is reduced, and needed elsewhere in the kernel"
+            )
+        self._need(line.refs[0], self.at)
+
+    def _choose(self, part: Choice, place: Place, line: Line) -> Part:
+        """(mask or "", what, where) of one of the parts that a line is made of."""
+        conditions = []
+        for dim, low, high in part.ranges:
+            unit = [0] * len(line.shape)
+            unit[dim] = 1
+            index = strided(line.shape, unit).text(place.text)
+            if low > 0:
+                conditions.append(f"({index} >= {low})")
+            if high < line.shape[dim]:
+                conditions.append(f"({index} < {high})")
+        mask = place.mask
+        if conditions:
+            mask = f"in_{len(self.places)}"
+            both = [place.mask] if place.mask else []
+            define = (f"{mask} = {' & '.join([*both, *conditions])}",)
+            self.places[mask] = Place(mask, "", place.block, define, place.text)
+        condition = mask if conditions else ""
+        if not isinstance(part.source, Ref):
+            return condition, part.source, None
+        if not conditions:
+            where = self.derive(place, part.to)
+        else:
+            name = f"at_{len(self.places)}"
+            text = f"{name} = {part.to.text(place.text)}"
+            where = Place(name, mask, place.block, (text,), mask)
+            self.places[name] = where
+        self._need(part.source.name, where)
+        return condition, part.source, where
+
+
+def formed(line: Line, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)``; that there is no form of something is said of the line."""
+    try:
+        return fn(*args)
+    except LookupError as error:
+        why = error.args[0] if error.args else line.op
+        raise CannotEmit(line.name, f"there is no form of {why}") from None

@@ -1,0 +1,154 @@
+"""``fxpar::region``: a whole region of a graph as one op.
+
+In a graph: tensors, numbers, the hash of a program, the name of a process group, and
+how to run it (a key of ``RUNNERS``). Out: the program's outputs, new tensors;
+``region_`` writes some of them to tensors it is given instead, which the program may
+read. The program is looked up by its hash: programs are known to the process that made
+them, and kept in files beside Inductor's caches, for a process that compiles nothing
+because it found the compiled graph there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fxpar import _torch
+from fxpar.errors import FxparError
+from fxpar.fusion.kernels import interpret, run_fused, run_kernels
+from fxpar.fusion.kernels.implementations import FUSED
+from fxpar.fusion.kernels.region_program import Program, dtype_of
+
+_KNOWN: dict[str, Program] = {}
+
+Runner = Callable[..., list[torch.Tensor]]
+
+# How a region runs: op by op; by kernels with the collective between them; by one on a
+# rung of the ladder, which is chosen when it runs ("triton") or was before; by what is
+# measured to be the fastest.
+RUNNERS: dict[str, Runner] = {
+    "interpret": interpret.run,
+    "nccl": run_kernels.run,
+    "triton": run_fused.run,
+    **{rung: partial(run_fused.run, rung=rung) for rung in (*FUSED, "measured")},
+}
+
+
+def remember(program: Program) -> str:
+    """Make a program known; returns its hash. Where the disk refuses, it is known to
+    this process alone."""
+    if program.hash not in _KNOWN:
+        _KNOWN[program.hash] = program
+        with contextlib.suppress(OSError):
+            run_kernels.keep(_path(program.hash), program.text)
+    return program.hash
+
+
+def lookup(name: str) -> Program:
+    """The program of a hash. Raises FxparError if nobody knows it."""
+    if name not in _KNOWN:
+        try:
+            found = Program.parse(_path(name).read_text())
+        except (OSError, ValueError, KeyError, TypeError):
+            found = None
+        if found is None or found.hash != name:
+            raise FxparError(
+                f"region {name} of a compiled graph is not known",
+                fix="compile again: set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 once",
+            )
+        _KNOWN[name] = found
+    return _KNOWN[name]
+
+
+def _path(name: str) -> Path:
+    return run_kernels.folder() / "programs" / f"{name}.json"
+
+
+torch.library.define(
+    "fxpar::region",
+    "(Tensor[] inputs, int[] numbers, str program, str group, str how) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+torch.library.define(
+    "fxpar::region_",
+    "(Tensor[] inputs, Tensor(a!)[] into, int[] which, int[] numbers, str program, "
+    "str group, str how) -> Tensor[]",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+@torch.library.impl("fxpar::region", "CompositeExplicitAutograd")
+def region(
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    program: str,
+    group: str,
+    how: str,
+) -> list[torch.Tensor]:
+    """Run a region."""
+    return _run(lookup(program), inputs, numbers, group, how, {})
+
+
+@torch.library.impl("fxpar::region_", "CompositeExplicitAutograd")
+def region_(
+    inputs: Sequence[torch.Tensor],
+    into: Sequence[torch.Tensor],
+    which: Sequence[int],
+    numbers: Sequence[int],
+    program: str,
+    group: str,
+    how: str,
+) -> list[torch.Tensor]:
+    """Run a region; output ``which[i]`` is written to ``into[i]``."""
+    targets = dict(zip(which, into, strict=True))
+    return _run(lookup(program), inputs, numbers, group, how, targets)
+
+
+@torch.library.impl("fxpar::region_", "Functionalize")
+def _(*_: object) -> list[torch.Tensor]:
+    # Inductor takes an op that writes and returns lists only if it has this.
+    raise FxparError(
+        "regions are made of graphs that are functional already",
+        fix="run the compiled function, do not trace it again",
+    )
+
+
+def _run(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    group: str,
+    how: str,
+    into: Mapping[int, torch.Tensor],
+) -> list[torch.Tensor]:
+    """The outputs that are in nothing given."""
+    with _torch.inductor.profiled(program.title):
+        made = RUNNERS[how](program, inputs, numbers, group, into)
+    return [x for i, x in enumerate(made) if i not in into]
+
+
+@torch.library.register_fake("fxpar::region")
+def _(inputs, numbers, program, group, how):
+    return _empty(inputs, program, ())
+
+
+@torch.library.register_fake("fxpar::region_")
+def _(inputs, into, which, numbers, program, group, how):
+    return _empty(inputs, program, which)
+
+
+def _empty(
+    inputs: Sequence[torch.Tensor], program: str, without: Sequence[int]
+) -> list[torch.Tensor]:
+    device = interpret.device_of(inputs)
+    return [
+        torch.empty_strided(t.shape, t.stride, dtype=dtype_of(t.dtype), device=device)
+        for i, t in enumerate(lookup(program).outputs)
+        if i not in without
+    ]

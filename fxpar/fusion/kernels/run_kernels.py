@@ -1,0 +1,330 @@
+"""A program run by its generated kernels, with its collectives between them.
+
+In: a program, tensors, numbers, the name of the process group. Out: new tensors. Each
+part between collectives is one kernel, compiled once per process; its source is kept as
+a file beside Inductor's caches, where a debugger and Triton find it. Collectives run as
+functional ops. On CPU kernels run in Triton's interpreter if TRITON_INTERPRET is set
+(it is read when Triton is first imported), else the program is interpreted op by op; so
+is a part that no kernel can have. That choice depends on shapes, dtypes and the device
+alone, so that it is one on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpar import _torch
+from fxpar.errors import FxparError
+from fxpar.fusion.kernels import interpret
+from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
+from fxpar.fusion.kernels.reductions import CannotEmit
+from fxpar.fusion.kernels.region_program import (
+    Program,
+    Tensor,
+    contiguous,
+    dtype_of,
+    replaced,
+)
+from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
+
+ALIGNED = 16  # bytes of the widest load
+
+
+def run(
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    numbers: Sequence[int] = (),
+    group: str = "",
+    into: Mapping[int, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """The program's outputs, as ``interpret.run`` gives them. Raises FxparError where
+    Triton or the device takes no kernel."""
+    device, into = interpret.device_of(inputs), into or {}
+    if not has_kernels(device):
+        return interpret.run(program, inputs, numbers, group, into)
+    values = dict(zip(names_of(program), inputs, strict=True))
+    alone = alone_of(program, inputs, device)
+    steps = stages_of(program)
+    last = max((i for i, s in enumerate(steps) if isinstance(s, Part)), default=0)
+    targets = {program.outputs[i].name: x for i, x in into.items()}
+    for i, step in enumerate(steps):
+        if isinstance(step, Move):
+            values[step.result] = move(step, values[step.operand], group)
+            continue
+        kernel = compiled(step.program, device.type, alone)
+        if kernel is None:
+            values |= _interpreted(step.program, values, numbers)
+            continue
+        # What an earlier part overwrites could be read by a later one.
+        here = targets if i == last else {}
+        values |= run_kernel(kernel, values, numbers, device, here, program)
+    return interpret.results(program, values, inputs, into)
+
+
+@cache
+def names_of(program: Program) -> tuple[str, ...]:
+    """Of its inputs."""
+    return tuple(t.name for t in program.inputs)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether generated kernels run on a device, here."""
+    return device.type == "cuda" or device.type == "cpu" and _interprets()
+
+
+def _interprets() -> bool:
+    """Whether Triton was imported as an interpreter: its own functions are then that
+    kind, too."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    import triton.language as tl
+
+    return type(tl.rand).__name__ == "InterpretedFunction"
+
+
+_NONE: frozenset[str] = frozenset()
+_CPU = torch.device("cpu")
+
+
+def alone_of(
+    program: Program, inputs: Sequence[torch.Tensor], device: torch.device
+) -> frozenset[str]:
+    """Inputs that are numbers on the CPU, while kernels run elsewhere: they are given
+    as floats, since copies would wait for the device."""
+    if device == _CPU or not any(x.is_cpu for x in inputs):
+        return _NONE
+    return frozenset(
+        t.name
+        for t, x in zip(program.inputs, inputs, strict=True)
+        if x.is_cpu and not t.shape and dtype_of(t.dtype).is_floating_point
+    )
+
+
+def move(step: Move, operand: torch.Tensor, group: str) -> torch.Tensor:
+    """A collective, waited for."""
+    args = replaced(step.line.args[1:], lambda _: group)
+    moved = interpret.op_of(step.line.op)(operand.contiguous(), *args)
+    return torch.ops._c10d_functional.wait_tensor(moved)
+
+
+def _interpreted(
+    part: Program, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """What a part makes, by name, without a kernel."""
+    made = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
+    return dict(zip((t.name for t in part.outputs), made, strict=True))
+
+
+def run_kernel(
+    kernel: Kernel,
+    values: Mapping[str, torch.Tensor],
+    numbers: Sequence[int],
+    device: torch.device,
+    targets: Mapping[str, torch.Tensor],
+    region: Program,
+) -> dict[str, torch.Tensor]:
+    """What a kernel makes, by name; at ``targets`` where that is safe."""
+    reads = [as_read(values[t.name], t, device) for t in kernel.reads]
+    writes = places(kernel, reads, targets, device)
+    more = given_numbers(kernel, values, numbers)
+    call(kernel, (*reads, *writes, *more), region)
+    return named(kernel, writes)
+
+
+def given_numbers(
+    kernel: Kernel, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
+) -> list[float]:
+    """The last arguments of a kernel."""
+    alone: list[float] = [values[name].item() for name in kernel.alone]
+    return [*alone, *(numbers[i] for i in kernel.numbers)]
+
+
+def named(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a kernel wrote, by name, with parts of sums added up."""
+    sums = kernel.sums
+    return {
+        t.name: summed(x, t) if t.name in sums else x
+        for t, x in zip(kernel.writes, writes, strict=True)
+    }
+
+
+def parts_of(kernel: Kernel, writes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of what a kernel writes, parts of sums."""
+    if not kernel.sums:
+        return []
+    pairs = zip(kernel.writes, writes, strict=True)
+    return [x for t, x in pairs if t.name in kernel.sums]
+
+
+# The user's line of a region, by its hash, where this process compiled it.
+LINES: dict[str, str | None] = {}
+
+
+def call(
+    kernel: Kernel, given: Sequence[Any], region: Program | None, **how: Any
+) -> None:
+    """Launch a kernel on the current stream. Raises FxparError, naming the region,
+    where Triton does not compile it or the device does not take it."""
+    try:
+        function_of(kernel)[(kernel.programs,)](
+            *given, PROGRAMS=kernel.programs, num_warps=kernel.warps, **how
+        )
+    except Exception as error:  # of Triton and of the device, in many forms
+        title = region.title if region else kernel.name
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise FxparError(
+            f"the generated kernel {kernel.name} of {title} did not run: "
+            f"{type(error).__name__}: {first}",
+            where=LINES.get(region.hash) if region else None,
+            fix='compile with options={"fuse": "none"}, and report the kernel: its '
+            f"source is in {folder() / 'kernels'}",
+        ) from error
+
+
+@cache
+def compiled(
+    program: Program, device: str, alone: frozenset[str] = _NONE
+) -> Kernel | None:
+    """The kernel of a part on a kind of device; None if there can be none. ``alone``:
+    inputs that are given as numbers."""
+    try:
+        return kernel_of(program, random=random_of(device), alone=alone)
+    except CannotEmit:
+        return None
+
+
+def random_of(device: str) -> str:
+    """Whose random numbers compiled code draws on a kind of device."""
+    if device == "cpu":
+        return "cpp"
+    return f"triton_{_torch.inductor.triton_random_lanes()}"
+
+
+def as_read(x: torch.Tensor, t: Tensor, device: torch.device) -> torch.Tensor:
+    """In the strides that the kernel was made for, where it runs, and from a multiple
+    of 16 bytes on: else Triton makes other code, and all ranks are to run the same."""
+    if x.device != device:
+        x = x.to(device)
+    if (x.stride() != t.stride or x.data_ptr() % ALIGNED) and x.numel() > 1:
+        return torch.empty_strided(
+            t.shape, t.stride, dtype=x.dtype, device=device
+        ).copy_(x)
+    return x
+
+
+def places(
+    kernel: Kernel,
+    reads: Sequence[torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Memory for what a kernel writes: where it is to be, if it can be."""
+    if not targets:
+        return [place(kernel, t, device) for t in kernel.writes]
+    return [
+        targets[t.name]
+        if t.name in targets and fits(kernel, reads, t, targets[t.name])
+        else place(kernel, t, device)
+        for t in kernel.writes
+    ]
+
+
+def fits(
+    kernel: Kernel, reads: Sequence[torch.Tensor], t: Tensor, target: torch.Tensor
+) -> bool:
+    """Whether a kernel can write an output over ``target``: of what lies there it reads
+    each element for that same element alone, in the loop that writes it."""
+    loop = kernel.loops.get(t.name)
+    if loop is None or target.stride() != t.stride or t.name in kernel.sums:
+        return False
+    if target.data_ptr() % ALIGNED:
+        return False
+    memory = target.untyped_storage().data_ptr()
+    return all(
+        kernel.loops.get(read.name) == loop
+        and (x.data_ptr(), x.stride(), x.dtype)
+        == (target.data_ptr(), target.stride(), target.dtype)
+        for read, x in zip(kernel.reads, reads, strict=True)
+        if x.untyped_storage().data_ptr() == memory
+    )
+
+
+def place(kernel: Kernel, t: Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for an output, or for the parts of one."""
+    if t.name in kernel.sums:
+        return empty((kernel.programs, t.count), (t.count, 1), torch.float32, device)
+    return empty(t.shape, t.stride, dtype_of(t.dtype), device)
+
+
+def empty(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Where a kernel writes; tests put NaNs there."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
+    """An output of the parts that programs wrote of it."""
+    made = parts.sum(0).to(dtype_of(t.dtype)).view(t.shape)
+    if t.stride == contiguous(t.shape):
+        return made
+    return empty(t.shape, t.stride, made.dtype, made.device).copy_(made)
+
+
+def function_of(kernel: Kernel) -> Any:
+    """The kernel as a function of Triton."""
+    return getattr(module_of(kernel.name, kernel.text), kernel.name)
+
+
+@cache
+def module_of(name: str, text: str) -> Any:
+    """A source text as a module. Triton reads the source of a function again from the
+    file it stands in."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = folder() / "kernels" / f"{name}_{digest}.py"
+    try:
+        keep(path, text)
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="fxpar_")) / path.name
+        path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"fxpar_kernels.{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def folder() -> Path:
+    """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
+    return Path(_torch.inductor.cache_dir()) / "fxpar"
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file, unless it is there: in one step, since other ranks read it. Raises
+    OSError."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.read_text() == text:
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise

@@ -1,0 +1,428 @@
+"""What belongs into one kernel with a collective.
+
+From a collective a region grows down, through its wait, over all pointwise ops, views
+and reductions of rows, to the next contraction, collective or op that a kernel cannot
+have; and up, over what is computed for the region alone. A reduce-scatter's may go on
+through the all-gather of what is made of its result, as an optimizer's step does. A
+region is convex, and never makes the collective wait for work it could have run beside:
+what stands behind a later contraction is left out. Where a schedule's line ``fuse``
+made a region, that one is what grows, and nothing else; then it may wait.
+
+In: a graph after ``passes.schedule``. Out: members, and near misses: what ended a
+region although it might have been in it, and why. The graph is only read. Shapes,
+dtypes and the order of nodes decide, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion.kernels.emit import emit_body
+from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS, kind_of
+from fxpar.fusion.kernels.index_arithmetic import SAME_ORDER
+from fxpar.fusion.kernels.placement import KNOWN
+from fxpar.fusion.kernels.reductions import CAST, LONGEST, CannotEmit, reduction_of
+from fxpar.fusion.kernels.split_at_collectives import (
+    MOVES,
+    REDUCE_SCATTER,
+    WAIT,
+    Part,
+    stages_of,
+)
+from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
+from fxpar.passes.bucket_collectives import region_of
+from fxpar.passes.op_arithmetic import (
+    changes_operand,
+    contracts,
+    is_light,
+    is_view,
+    tensors_in,
+)
+
+REGION = "fxpar.region.default"
+_OWN_GATHER = "fxpar.all_gather_into_tensor.default"
+_OWN_WAIT = "fxpar.wait_gather.default"
+_STARTS = MOVES | {_OWN_GATHER}
+WAITS = frozenset({WAIT, _OWN_WAIT})
+
+# Attempts to leave out what the emitter refuses.
+_ATTEMPTS = 40
+
+
+@dataclass(frozen=True)
+class Miss:
+    """``node`` is not in the region of ``collective``, because of ``why``."""
+
+    collective: fx.Node
+    node: fx.Node
+    why: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """``members`` and ``outputs``, those that others read, in graph order."""
+
+    collective: fx.Node
+    members: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    outline: Outline
+
+
+def collectives(graph: fx.Graph) -> list[fx.Node]:
+    """Where regions may begin, in graph order."""
+    return [n for n in graph.nodes if op_name(n) in _STARTS]
+
+
+def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]:
+    """The region around a collective, None if there is nothing to put into it, and
+    what was left out."""
+    banned: dict[fx.Node, str] = {}
+    for _ in range(_ATTEMPTS):
+        growth = _Growth(collective, banned)
+        growth.misses = [Miss(collective, n, why) for n, why in banned.items()]
+        if not growth.run():
+            return None, growth.misses
+        members = growth.trimmed()
+        if not any(op_name(n) not in _STARTS | WAITS for n in members):
+            return None, growth.misses
+        outputs = results_of(members)
+        found = outline(members, outputs, ranks_of)
+        wrong = _refused(found)
+        if wrong is None:
+            region = Region(collective, tuple(members), tuple(outputs), found)
+            return region, growth.misses
+        node = found.names.get(wrong.line)
+        if node is None or node in banned or op_name(node) in _STARTS | WAITS:
+            return None, [*growth.misses, Miss(collective, collective, wrong.why)]
+        banned[node] = wrong.why
+    return None, growth.misses
+
+
+def _refused(found: Outline) -> CannotEmit | None:
+    """Why kernels cannot have a program."""
+    for step in stages_of(found.program):
+        if isinstance(step, Part):
+            try:
+                emit_body(step.program)
+            except CannotEmit as error:
+                return error
+    return None
+
+
+def under_way(region: Region) -> fx.Node | None:
+    """A collective that has begun, and is not waited for yet, when a region runs: where
+    the last of what it reads is made. If the region's kernel waits inside, the two can
+    keep each other's programs out on different GPUs, for ever."""
+    inside, first = set(region.members), region.members[0]
+    at = max([first.prev, *region.outline.inputs])
+    for node in before(at):
+        waits = [u for u in _waits(node) if u.args[0] is node]  # not what it sends
+        late = not waits or min(waits) > at
+        begun = bool(waits) or op_name(node) in _STARTS  # also an exchange, a message
+        if begun and node not in inside and late:
+            return node
+    return None
+
+
+def _waits(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if op_name(u) in WAITS]
+
+
+def before(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and those in front of it, from the last on."""
+    while node.op != "root":
+        yield node
+        node = node.prev
+
+
+def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
+    """Members that others read: where a view is read, what it looks at; the view can be
+    taken outside."""
+    inside = set(members)
+    found = set()
+    for node in members:
+        if op_name(node) == _OWN_WAIT or all(u in inside for u in node.users):
+            continue
+        while is_view(node) and node.args[0] in inside:
+            node = node.args[0]
+        found.add(node)
+    return [n for n in members if n in found]
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether an op is worth running beside a collective, or is one itself."""
+    op = op_name(node)
+    return op in _STARTS or op == REGION or contracts(node.target)
+
+
+@dataclass
+class _Growth:
+    """``members``: with the number of collectives done when they run. ``counts``: of
+    elements, by that number; ``columns``: of a row, where rows are reduced."""
+
+    collective: fx.Node
+    banned: dict[fx.Node, str]
+    members: dict[fx.Node, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    columns: dict[int, int] = field(default_factory=dict)
+    ends: set[fx.Node] = field(default_factory=set)
+    tainted: set[fx.Node] = field(default_factory=set)
+    misses: list[Miss] = field(default_factory=list)
+    soon: dict[fx.Node, bool] = field(default_factory=dict)
+    border: fx.Node | None = None  # the first heavy op behind the wait
+    asked: str | None = None  # the region of a schedule
+
+    def run(self) -> bool:
+        """Grow; False if the collective itself cannot be in a region."""
+        start = self.collective
+        waits = _waits(start)
+        value = start.meta.get("val")
+        if len(waits) != 1 or not isinstance(value, torch.Tensor):
+            return False
+        self.asked = region_of(start)
+        beside = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
+        if beside is not None and self.asked is None:
+            if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
+                self._miss(start, f"it runs beside {beside.name}")
+            return False
+        self.counts[0] = _count(start.all_input_nodes[0])
+        self._add_move(start, waits[0], 0)
+        if self.asked is None:
+            self.border = next((n for n in after(waits[0]) if is_heavy(n)), None)
+        for node in after(start):
+            if node not in self.members:
+                self._down(node)
+        self._up()
+        return True
+
+    def _add_move(self, start: fx.Node, wait: fx.Node, stage: int) -> None:
+        own = op_name(start) == _OWN_GATHER
+        self.members[start] = stage + own
+        self.members[wait] = stage + 1
+        self.counts[stage + 1] = _count(start)
+
+    def _miss(self, node: fx.Node, why: str) -> None:
+        self.misses.append(Miss(self.collective, node, why))
+
+    def _down(self, node: fx.Node) -> None:
+        """Take in a node behind the collective, or know that it is outside."""
+        read = node.all_input_nodes
+        ended = len(read) == 1 and read[0] in self.ends and op_name(node) == CAST
+        if ended and not _dtypes(node) and node not in self.banned:
+            self.members[node] = self.members[read[0]]
+            self.ends.add(node)
+            return
+        if any(n in self.tainted or n in self.ends for n in read):
+            self.tainted.add(node)
+            return
+        inside = [n for n in read if n in self.members]
+        if not inside:
+            return
+        if region_of(node) != self.asked:
+            self.tainted.add(node)
+            return
+        if self._second_move(node):
+            return
+        stage = max(self.members[n] for n in inside)
+        why = self._why_not(node, stage)
+        if why is None:
+            self.members[node] = stage
+            return
+        self.tainted.add(node)
+        if why:
+            self._miss(node, why)
+
+    def _second_move(self, node: fx.Node) -> bool:
+        """The gather that ends a reduce-scatter's region."""
+        if op_name(self.collective) != REDUCE_SCATTER or 2 in self.counts:
+            return False
+        waits = _waits(node)
+        gathers = "all_gather_into_tensor" in op_name(node)
+        if not gathers or len(waits) != 1 or node in self.banned:
+            return False
+        if node.args[2] != self.collective.args[3]:
+            return False
+        beside = any(is_heavy(n) for n in between(node, waits[0]))
+        if beside and self.asked is None:
+            return False
+        self._add_move(node, waits[0], 1)
+        return True
+
+    def _why_not(self, node: fx.Node, stage: int) -> str | None:
+        """Why a node behind the collective is no member; "" if that is no miss."""
+        op = op_name(node)
+        if node.op == "output" or is_heavy(node) or node in self.banned:
+            return ""
+        if changes_operand(node.target):
+            return ""
+        if op not in KNOWN:
+            return f"{op} has no form in a generated kernel"
+        wrong = _dtypes(node)
+        if wrong:
+            return wrong
+        late = [n for n in node.all_input_nodes if not self._is_soon(n)]
+        if late:
+            return f"the collective would wait for {late[0].name}"
+        if op in SUMS:
+            return self._why_not_reduced(node, stage)
+        if op == "getitem":
+            return None if node.args[0] in self.members else ""
+        if is_view(node) and op not in SAME_ORDER and op != "aten.expand.default":
+            why = f"{op} shows it in another order"
+            return why if _is_computed_with(node) else ""
+        count, columns = self.counts[stage], self.columns.get(stage)
+        if _count(node) == count or columns and _count(node) * columns == count:
+            return None
+        return "" if is_view(node) else "it has another number of elements"
+
+    def _why_not_reduced(self, node: fx.Node, stage: int) -> str | None:
+        """Of a reduction; takes note of the rows it reduces."""
+        source = node.args[0].meta["val"].shape
+        try:
+            found = reduction_of(node.name, node.args, source)
+        except CannotEmit as error:
+            return error.why
+        if math.prod(source) != self.counts[stage]:
+            return "it reduces another number of elements"
+        if found.kind != "row" and op_name(node) not in BY_COLUMN:
+            return "it reduces more than rows"
+        if found.kind != "all":
+            columns = self.columns.get(stage, found.columns)
+            if columns != found.columns:
+                return f"it reduces rows of {found.columns}, others of {columns}"
+            if not 1 < columns <= LONGEST:
+                return f"a row has {columns} elements"
+            self.columns[stage] = columns
+        if found.kind != "row":
+            self.ends.add(node)
+        return None
+
+    def _is_soon(self, node: fx.Node) -> bool:
+        """Whether a value is there, or light to make, before the next heavy op."""
+        stack = [node]
+        while stack:
+            at = stack[-1]
+            if at in self.soon:
+                stack.pop()
+                continue
+            border = self.border
+            known = at in self.members or at.op == "placeholder"
+            if known or border is None or at < border:
+                self.soon[at] = True
+            elif is_heavy(at):
+                self.soon[at] = False
+            else:
+                rest = [n for n in at.all_input_nodes if n not in self.soon]
+                if rest:
+                    stack += rest
+                    continue
+                self.soon[at] = all(self.soon[n] for n in at.all_input_nodes)
+            stack.pop()
+        return self.soon[node]
+
+    def _up(self) -> None:
+        """Take in what is computed for members alone."""
+        last = max(self.members)
+        node = last.prev
+        while node.op != "root" and node.op != "placeholder":
+            users = node.users
+            if (
+                node not in self.members
+                and users
+                and all(u in self.members for u in users)
+            ):
+                self._absorb(node)
+            node = node.prev
+
+    def _absorb(self, node: fx.Node) -> None:
+        stages = {self._read_at(node, u) for u in node.users}
+        if node in self.banned or len(stages) != 1 or is_heavy(node):
+            return
+        if region_of(node) != self.asked:
+            return
+        (stage,) = stages
+        op = op_name(node)
+        if node.op != "call_function" or node in self.tainted:
+            return
+        if op not in KNOWN:
+            if is_light(node.target) and _count(node) * 2 > self.counts[stage]:
+                self._miss(node, f"{op} has no form in a generated kernel")
+            return
+        if _dtypes(node) or _count(node) > self.counts[stage]:
+            return
+        if op in SUMS:
+            why = self._why_not_reduced(node, stage)
+            if why or node in self.ends:
+                self.ends.discard(node)
+                return
+        self.members[node] = stage
+
+    def _read_at(self, node: fx.Node, user: fx.Node) -> int:
+        """How many collectives are done when ``user`` reads ``node``."""
+        return 0 if user is self.collective else self.members[user]
+
+    def trimmed(self) -> list[fx.Node]:
+        """Members in order, without views at the border: those cost nothing there."""
+        members = sorted(self.members)
+        inside = set(members)
+        for node in members:
+            given = is_view(node) or op_name(node) == "getitem"
+            if given and not any(n in inside for n in node.all_input_nodes):
+                inside.discard(node)
+        for node in reversed(members):
+            if (
+                node in inside
+                and is_view(node)
+                and not any(u in inside for u in node.users)
+            ):
+                inside.discard(node)
+        return [n for n in members if n in inside]
+
+
+def after(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes behind one."""
+    node = node.next
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes between two."""
+    for node in after(first):
+        if node is last:
+            return
+        yield node
+
+
+def _is_computed_with(value: fx.Node) -> bool:
+    """Whether light ops read a value or a view of it."""
+    return any(
+        _is_computed_with(u) if is_view(u) else is_light(u.target) for u in value.users
+    )
+
+
+def _count(node: fx.Node) -> int:
+    return max(
+        (math.prod(t.shape) for t in tensors_in(node.meta.get("val"))), default=0
+    )
+
+
+def _dtypes(node: fx.Node) -> str:
+    """Why a kernel cannot have what a node makes or reads, or nothing."""
+    for value in tensors_in(node.meta.get("val")):
+        name = str(value.dtype).removeprefix("torch.")
+        if kind_of(name) is None:
+            return f"it is of dtype {name}"
+    for read in node.all_input_nodes:
+        for value in tensors_in(read.meta.get("val")):
+            name = str(value.dtype).removeprefix("torch.")
+            if kind_of(name) is None and not (name == "float64" and value.numel() == 1):
+                return f"it reads {name}"
+    return ""

@@ -1,0 +1,204 @@
+"""Nodes of a bound graph as a program.
+
+In: nodes of a graph after ``passes.schedule``, in order, and which of them others read.
+Out: an ``Outline``: the program, and what it is to be given: nodes, numbers, the name
+of the group. What differs between ranks or between layers that are alike becomes a
+number or is left out: where a slice of random numbers begins, which seed, devices, the
+group. Nothing in the graph changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.fusion.kernels.region_program import (
+    Group,
+    Line,
+    Number,
+    Program,
+    Ref,
+    Tensor,
+    contiguous,
+)
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+prims = torch.ops.prims
+
+# Passed on to an op when a program runs, or of no consequence in it.
+_LEFT_OUT = frozenset({"device", "layout", "pin_memory"})
+
+# A gather on CPU, as ``passes.schedule.give_outputs`` leaves it, is a plain one again.
+_OWN_GATHER = "fxpar.all_gather_into_tensor.default"
+_OWN_WAIT = "fxpar.wait_gather.default"
+_INSTEAD = {
+    _OWN_GATHER: "_c10d_functional.all_gather_into_tensor.default",
+    _OWN_WAIT: "_c10d_functional.wait_tensor.default",
+}
+
+
+@dataclass(frozen=True)
+class Outline:
+    """``inputs`` and ``outputs``: nodes, in the program's order. ``names``: nodes by
+    the names of their lines."""
+
+    program: Program
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    numbers: tuple[int, ...]
+    group: str
+    names: Mapping[str, fx.Node]
+
+
+def op_name(node: fx.Node) -> str:
+    """``aten.mul.Tensor``; "getitem" for a result of several."""
+    if isinstance(node.target, _torch.inductor.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def outline(
+    members: Sequence[fx.Node],
+    outputs: Collection[fx.Node],
+    ranks_of: Callable[[str], int],
+) -> Outline:
+    """The program of ``members``, of which ``outputs`` are read by others.
+    ``ranks_of``: the size of a group."""
+    return _Outliner(set(members)).outline(members, outputs, ranks_of)
+
+
+@dataclass
+class _Outliner:
+    members: set[fx.Node]
+    known: dict[fx.Node, str] = field(default_factory=dict)
+    inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    group: str = ""
+    used: dict[str, int] = field(default_factory=dict)
+    names: dict[str, fx.Node] = field(default_factory=dict)
+
+    def outline(
+        self,
+        members: Sequence[fx.Node],
+        outputs: Collection[fx.Node],
+        ranks_of: Callable[[str], int],
+    ) -> Outline:
+        for node in members:
+            self._line(node)
+        given = [n for n in members if n in outputs]
+        results = tuple(_dense(tensor_of(self.known[n], n.meta["val"])) for n in given)
+        program = Program(
+            tuple(self.inputs.values()),
+            tuple(self.lines),
+            results,
+            len(self.numbers),
+            ranks_of(self.group) if self.group else 1,
+        )
+        return Outline(
+            program,
+            tuple(self.inputs),
+            tuple(given),
+            tuple(self.numbers),
+            self.group,
+            self.names,
+        )
+
+    def _line(self, node: fx.Node) -> None:
+        op = op_name(node)
+        args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
+        named = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
+        if named or op == _OWN_GATHER:
+            self.group, args = args[-1], (*args[:-1], Group())
+        pairs = tuple(
+            (k, self._argument(v)) for k, v in kwargs.items() if k not in _LEFT_OUT
+        )
+        encoded = tuple(self._argument(a) for a in args)
+        op = {"prims.inductor_random.default": "fxpar.random.default"}.get(op, op)
+        op = _INSTEAD.get(op, op)
+        made = node.args[0] if op_name(node) == _OWN_WAIT else node
+        assert isinstance(made, fx.Node)
+        value = made.meta["val"]
+        name = self._name(op)
+        tensor = value if isinstance(value, torch.Tensor) else None
+        shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
+        dtype = _text(tensor.dtype) if tensor is not None else "tuple"
+        self.lines.append(Line(name, op, encoded, pairs, shape, dtype))
+        self.known[made] = name
+        self.names[name] = made
+
+    def _name(self, op: str) -> str:
+        word = op.split(".")[1] if "." in op else op
+        word = word.strip("_")
+        count = self.used[word] = self.used.get(word, -1) + 1
+        return f"{word}_{count}" if count else word
+
+    def _number(self, x: int) -> Number:
+        self.numbers.append(int(x))
+        return Number(len(self.numbers) - 1)
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            if x not in self.known:
+                name = f"in{len(self.inputs)}"
+                self.inputs[x] = tensor_of(name, x.meta["val"])
+                self.known[x] = name
+            return Ref(self.known[x])
+        if isinstance(x, (tuple, list)):
+            return tuple(self._argument(part) for part in x)
+        return x
+
+
+def tensor_of(name: str, value: torch.Tensor) -> Tensor:
+    """A fake tensor as data."""
+    shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    return Tensor(name, shape, stride, _text(value.dtype))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """An output has a place for every element."""
+    spread = any(n > 1 and not s for n, s in zip(t.shape, t.stride, strict=True))
+    return dataclasses.replace(t, stride=contiguous(t.shape)) if spread else t
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+Recast = Callable[[fx.Node, Callable[[int], Number]], tuple[tuple[Any, ...], Any]]
+
+
+def _as_it_is(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
+    return node.args, node.kwargs
+
+
+def _draw(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
+    """Where the slice begins differs between ranks."""
+    size, seed, mode, whole, offset = node.args
+    return (size, seed, mode, whole, [number(x) for x in offset]), {}
+
+
+def _draw_whole(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
+    """Inductor's own op, which compiled draws as ours does."""
+    size, seed, mode = node.args
+    return (size, seed, mode, size, [0] * len(size)), {}
+
+
+def _seed(node: fx.Node, number: Any) -> tuple[tuple[Any, ...], Any]:
+    """Which seed differs between layers."""
+    seeds, index = node.args
+    return (seeds, number(index)), {}
+
+
+_RECAST: dict[str, Recast] = {
+    "fxpar.random.default": _draw,
+    "prims.inductor_random.default": _draw_whole,
+    "prims.inductor_lookup_seed.default": _seed,
+}

@@ -1,0 +1,375 @@
+"""How a product could run beside its own collective: ways of ``overlap``, best first.
+
+In: a window around one collective. Out: the lines with which the window is simulated
+to be fastest. Tried are, along each dim, chunks in all numbers of ``CHUNKS`` that
+divide, rings in one direction and in both, with the product next to the collective, or
+with all from the one before it on; an all-reduce also as a reduce-scatter and a gather,
+each with ways of its own. What no way of a kind can beat is not tried: a lower bound of
+its seconds comes of the sizes alone. Never changes the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.apply_schedule import Unexpected
+from fxpar.fusion.collective_window import Window
+from fxpar.fusion.schedule import Argument, Line, Schedule
+from fxpar.passes import collective_nodes
+from fxpar.passes.op_arithmetic import (
+    contracts,
+    flops_of,
+    is_view,
+    least_of,
+    nbytes_of,
+    tensors_in,
+)
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.mesh import Mesh
+
+# In so many chunks a product may run.
+CHUNKS = (2, 3, 4, 6, 8, 12, 16)
+
+# Regions of more nodes behind a gather run in chunks up to their first products alone.
+_LONG = 12
+
+# What a way saves less than this share of a window is not worth to be tried.
+_LEAST = 1e-3
+
+_BOTH_WAYS, _ONE_WAY = (("ring", 2),), (("ring", 1),)
+
+_LAST = (
+    collective_nodes.reduce_scatter,
+    collective_nodes.all_reduce,
+    collective_nodes.permute,
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """``line``: a verb of a window. ``least``: seconds that what it chunks, and its
+    collective, take at least instead of ``now``."""
+
+    line: Line
+    least: float
+    now: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """``lines`` save so many ``seconds`` of a window, by its simulation."""
+
+    lines: Schedule
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What prices are for."""
+
+    mesh: Mesh
+    hardware: Hardware
+
+    def moved(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
+        """Seconds of a collective of a share of what ``node`` moves."""
+        size = sum(map(nbytes_of, tensors_in(node.all_input_nodes[0].meta["val"])))
+        curve = along(kind, self.mesh, collective_nodes.axes_of(node))
+        return float(curve.seconds(size * share))
+
+    def work(self, node: fx.Node, parts: int = 1) -> float:
+        """Seconds, at least, of one of equal parts of an op."""
+        values = tensors_in(node.meta.get("val"))
+        if is_view(node) or collective_nodes.is_step(node) or not values:
+            return 0.0
+        size = sum(map(nbytes_of, values)) / parts
+        if contracts(node.target):
+            flops, least = flops_of(node) / parts, least_of(node)
+            taken = self.hardware.seconds(size, flops, least, values[0].dtype)
+            return float(taken)
+        read = [v for n in node.all_input_nodes for v in tensors_in(n.meta.get("val"))]
+        moved = size + sum(map(nbytes_of, read)) / parts
+        return float(self.hardware.streaming(moved))
+
+    def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
+        """Seconds of one of equal parts of each collective of a region."""
+        found = (node for node in region if node.target in collective_nodes.COLLECTIVE)
+        return [self.moved(node.target.__name__, node, 1 / parts) for node in found]
+
+
+def potential(node: fx.Node, machine: Machine) -> float:
+    """Seconds of a collective: what running beside it could save at most."""
+    return machine.moved(node.target.__name__, node)
+
+
+def improved(window: Window, machine: Machine, least: float, *, split: bool) -> Found:
+    """The lines with which a window is fastest, and what they save; none if they save
+    no more than ``least`` seconds. ``split``: whether to try an all-reduce in two."""
+    mesh, hardware = machine.mesh, machine.hardware
+    base = window.seconds(Schedule(), mesh, hardware)
+    found = _best(window, machine, base, least)
+    node = window.collective
+    if node.target is not collective_nodes.all_reduce:
+        return found
+    if len(collective_nodes.axes_of(node)) > 1:
+        nested = _nested(window, machine, base, max(least, found.seconds))
+        found = nested if nested.lines else found
+    if not split:
+        return found
+    more = potential(node, machine)
+    for dim in _dims(node):
+        if more - found.seconds <= least:
+            break
+        gives = "scattered", "gathered"
+        lines = Schedule((Line("split", (node.name,), (("dim", dim),), gives),))
+        try:
+            then = window.after(lines, "scattered", mesh)
+            seconds = then.seconds(Schedule(), mesh, hardware)
+            first = _best(then, machine, seconds, least)
+            then = then.after(first.lines, "gathered", mesh)
+            now = seconds - first.seconds
+            second = _best(then, machine, now, least)
+        except Unexpected:
+            raise
+        except ScheduleError:
+            continue
+        saved = base - now + second.seconds
+        if saved > max(found.seconds, least):
+            found = Found(lines + first.lines + second.lines, saved)
+    return found
+
+
+def _nested(window: Window, machine: Machine, base: float, least: float) -> Found:
+    """An all-reduce in a step for the inner axes and one for the outer, which go over
+    links of their own: chunks pass through one behind the other."""
+    node, found = window.collective, Found(Schedule(), least)
+    starts = list(_starts(node))
+    ways: list[tuple[float, Schedule]] = []
+    for inner, outer in _halves(collective_nodes.axes_of(node)):
+        for dim in _dims(node, machine.mesh.count(inner)):
+            said = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
+            gives = "scattered", "reduced", "gathered"
+            options = (*said, ("dim", dim))
+            first = Line("hierarchical", (node.name,), options, gives)
+            now = potential(node, machine)
+            alone = sum(_hops(node, machine, inner, outer, 1))
+            ways.append((now - alone, Schedule((first,))))
+            for (start, region), chunks in product(starts, CHUNKS):
+                hops = _hops(node, machine, inner, outer, chunks)
+                work = sum(machine.work(n) for n in region)
+                part = sum(machine.work(n, chunks) for n in region)
+                passes = max(max(hops), part) * (chunks - 1) + sum(hops) + part
+                for along_dim in _dims(node, chunks):
+                    how = (("chunks", chunks), ("dim", along_dim))
+                    second = Line("overlap", (start, "gathered"), how)
+                    ways.append((now + work - passes, Schedule((first, second))))
+    for saves, lines in sorted(ways, key=lambda way: -way[0]):
+        if saves <= found.seconds:
+            break
+        try:
+            taken = window.seconds(lines, machine.mesh, machine.hardware)
+        except Unexpected:
+            raise
+        except ScheduleError:
+            continue
+        if base - taken > found.seconds:
+            found = Found(lines, base - taken)
+    return found
+
+
+def _hops(
+    node: fx.Node,
+    machine: Machine,
+    inner: tuple[str, ...],
+    outer: tuple[str, ...],
+    chunks: int,
+) -> tuple[float, float, float]:
+    """Seconds of each of the three collectives of a chunk."""
+    mesh = machine.mesh
+    size = sum(map(nbytes_of, tensors_in(node.meta["val"]))) / chunks
+    part = size / mesh.count(inner)
+    return (
+        float(along("reduce_scatter", mesh, inner).seconds(size)),
+        float(along("all_reduce", mesh, outer).seconds(part)),
+        float(along("all_gather", mesh, inner).seconds(part)),
+    )
+
+
+def _halves(
+    axes: tuple[str, ...],
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(inner, outer): all ways to part axes."""
+    for size in range(1, len(axes)):
+        for inner in combinations(axes, size):
+            yield inner, tuple(axis for axis in axes if axis not in inner)
+
+
+def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
+    """The best one line."""
+    found = Found(Schedule(), 0.0)
+    tried: set[Line] = set()
+    slower_both_ways = False
+    least = max(least, _LEAST * base)
+    for way in sorted(_ways(window, machine), key=lambda way: way.least - way.now):
+        if way.now - way.least <= max(found.seconds, least):
+            break
+        if way.line in tried:
+            continue
+        tried.add(way.line)
+        if way.line.options == _ONE_WAY and slower_both_ways:
+            continue
+        try:
+            lines = Schedule((way.line,))
+            taken = window.seconds(lines, machine.mesh, machine.hardware)
+        except Unexpected:
+            raise
+        except ScheduleError:
+            continue
+        if way.line.options == _BOTH_WAYS and taken >= base:
+            slower_both_ways = True
+        if base - taken > max(found.seconds, least):
+            found = Found(lines, base - taken)
+    return found
+
+
+def _ways(window: Window, machine: Machine) -> Iterator[Way]:
+    node = window.collective
+    if node.target is collective_nodes.all_gather:
+        for ends, region in _ends(node):
+            names: Argument = ends[0] if len(ends) == 1 else ends
+            yield from _in_parts(node, (node.name, names), region, machine)
+    elif node.target in _LAST:
+        for start, region in _starts(node):
+            yield from _in_parts(node, (start, node.name), region, machine)
+
+
+def _in_parts(
+    node: fx.Node,
+    arguments: tuple[Argument, ...],
+    region: Sequence[fx.Node],
+    machine: Machine,
+) -> Iterator[Way]:
+    """One region in chunks or in a ring."""
+    kind: str = node.target.__name__
+    now = machine.moved(kind, node) + sum(map(machine.work, region))
+    now += sum(machine.stages(region))
+    for chunks in CHUNKS:
+        taken = machine.moved(kind, node, 1 / chunks)
+        least = _at_least(region, machine, chunks, chunks, taken)
+        for dim in _dims(node, chunks):
+            options = (("chunks", chunks), ("dim", dim))
+            yield Way(Line("overlap", arguments, options), least, now)
+    if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
+        count = machine.mesh.count(collective_nodes.axes_of(node))
+        share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
+        taken = machine.moved("permute", node, share)
+        least = _at_least(region, machine, count, count - 1, taken)
+        for ring in (_BOTH_WAYS, _ONE_WAY):
+            yield Way(Line("overlap", arguments, ring), least, now)
+
+
+def _at_least(
+    region: Sequence[fx.Node], machine: Machine, parts: int, hops: int, taken: float
+) -> float:
+    """Seconds of a region in so many parts beside collectives that take so long each:
+    either runs without a break, but for the first or last part of the other; or the
+    longest of the collectives within the region does."""
+    work = sum(machine.work(node, parts) for node in region)
+    lost = machine.hardware.beside * taken
+    others = machine.stages(region, parts)
+    alone = max(hops * taken + work, parts * work + hops * lost + (taken - lost))
+    return max(alone + sum(others), parts * max(others, default=0.0) + work)
+
+
+def _dims(node: fx.Node, chunks: int = 1) -> list[int]:
+    """The dims of a collective that so many chunks divide, on both of its sides."""
+    sides = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
+    pairs = enumerate(zip(*sides, strict=True))
+    return [d for d, sizes in pairs if all(n and n % chunks == 0 for n in sizes)]
+
+
+def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
+    """(a product, what lies between it and the collective, both ends included)."""
+    before = _leading(node)
+    for i, start in enumerate(reversed(before)):
+        if contracts(start.target):
+            yield start.name, before[len(before) - 1 - i :]
+
+
+def _leading(node: fx.Node) -> list[fx.Node]:
+    """What is computed for a collective alone, in order."""
+    found, at = {node}, node.prev
+    while at.op == "call_function":
+        if at.users and found.issuperset(at.users):
+            if at.target in collective_nodes.COLLECTIVE:
+                break
+            found.add(at)
+        at = at.prev
+    return sorted(found - {node})
+
+
+def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
+    """(what reads a gather at last, all that lies between)."""
+    near = _near(node)
+    if near:
+        yield tuple(n.name for n in near), near
+    if len(near) > 1:
+        for one in near:
+            yield (one.name,), [one]
+    region = _following(node)
+    inside = set(region)
+    last = [n for n in region if any(u not in inside for u in n.users)]
+    products = any(contracts(n.target) for n in region)
+    if products and last and last != near and len(region) <= _LONG:
+        yield tuple(n.name for n in last), region
+    for one, other in pairwise(near):
+        if len(near) > 2:
+            yield (one.name, other.name), [one, other]
+    for end in _beyond(node):
+        yield (end.name,), _between(node, end)
+
+
+def _near(node: fx.Node) -> list[fx.Node]:
+    """The products that read what is gathered, through views alone."""
+    ends, rest = set[fx.Node](), list(node.users)
+    while rest:
+        user = rest.pop()
+        if contracts(user.target):
+            ends.add(user)
+        elif user.op == "call_function" and is_view(user):
+            rest += user.users
+    return sorted(ends)
+
+
+def _following(node: fx.Node) -> list[fx.Node]:
+    found, at = {node}, node.next
+    while at.op != "output":
+        reads = not found.isdisjoint(at.all_input_nodes)
+        if reads and at.target not in collective_nodes.COLLECTIVE:
+            found.add(at)
+        at = at.next
+    return sorted(found - {node})
+
+
+def _beyond(node: fx.Node) -> list[fx.Node]:
+    """Collectives that read what is computed from a gather: in a window, over other
+    axes."""
+    found = {node, *_following(node)}
+    users = {user for one in found for user in one.users}
+    return sorted(user for user in users if user.target in collective_nodes.COLLECTIVE)
+
+
+def _between(node: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """What leads from a gather to a node, which is the last of it."""
+    behind = set(_following(node))
+    found, rest = {end}, [end]
+    while rest:
+        more = behind.intersection(rest.pop().all_input_nodes) - found
+        found |= more
+        rest += sorted(more)
+    return sorted(found)

@@ -1,0 +1,203 @@
+"""What a line of a schedule may say: the kinds of arguments that each verb takes.
+
+In: a line, and the graph it is for. Out: the nodes and numbers that the verb is called
+with. ``TAKES`` is the one table of them; a line that says anything else is refused
+here, with the line, what is wrong and the form it has, so that verbs check only what
+depends on the graph. Never changes the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from textwrap import shorten
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.schedule import Argument, Line
+from fxpar.fusion.schedule_edit import Edit
+
+
+class _Unfit(Exception):
+    """An argument is of another kind."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``said``: what it is, as errors say it. ``read``: gives the value that a verb is
+    called with, or raises ``_Unfit``."""
+
+    said: str
+    read: Callable[[Edit, Argument], Any]
+
+
+@dataclass(frozen=True)
+class Takes:
+    """``form``: as a user writes it. ``nodes``: of the arguments that must be there;
+    ``more``: of one that may; ``rest``: of any number behind them. ``options``: by
+    keyword; of these ``needs`` must be there."""
+
+    form: str
+    nodes: tuple[Kind, ...] = ()
+    more: Kind | None = None
+    rest: Kind | None = None
+    options: Mapping[str, Kind] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+
+def _node(edit: Edit, given: Argument) -> fx.Node:
+    if not isinstance(given, str):
+        raise _Unfit
+    return edit.node(given)
+
+
+def _nodes(edit: Edit, given: Argument) -> tuple[fx.Node, ...]:
+    if not isinstance(given, tuple) or not given:
+        raise _Unfit
+    return tuple(map(edit.node, given))
+
+
+def _ends(edit: Edit, given: Argument) -> tuple[fx.Node, ...]:
+    return _nodes(edit, given if isinstance(given, tuple) else (str(given),))
+
+
+def _axes(_: Edit, given: Argument) -> tuple[str, ...]:
+    names = tuple(given.split("_and_")) if isinstance(given, str) else ()
+    if not names or len(set(names)) < len(names):
+        raise _Unfit
+    return names
+
+
+def _number(least: int, most: int | None = None) -> Kind:
+    def read(_: Edit, given: Argument) -> int:
+        over = most is not None and isinstance(given, int) and given > most
+        if not isinstance(given, int) or given < least or over:
+            raise _Unfit
+        return given
+
+    if most is None:
+        return Kind(f"a number that is at least {least}", read)
+    return Kind(f"{least} or {most}", read)
+
+
+_NODE = Kind("the name of a node", _node)
+_NODES = Kind("a list of names of nodes, [a, b]", _nodes)
+_ENDS = Kind("the name of a node, or a list of names", _ends)
+_AXES = Kind("axes, each once, joined by _and_ as in tp_and_sp", _axes)
+_DIM = _number(0)
+
+TAKES: dict[str, Takes] = {
+    "split": Takes("split(ar, dim=1) -> rs, ag", (_NODE,), options={"dim": _DIM}),
+    "cut": Takes(
+        "cut(w, axes=tp, dim=0) -> part, ag",
+        (_NODE,),
+        options={"axes": _AXES, "dim": _DIM},
+        needs=("axes",),
+    ),
+    "hierarchical": Takes(
+        "hierarchical(ar, inner=tp, outer=dp, dim=0) -> rs, ar, ag",
+        (_NODE,),
+        options={"inner": _AXES, "outer": _AXES, "dim": _DIM},
+        needs=("inner", "outer"),
+    ),
+    "merge": Takes("merge(ag, ag_1) -> ag", (_NODE, _NODE), rest=_NODE),
+    "drop": Takes("drop(ag)", (_NODE,), rest=_NODE),
+    "hoist": Takes("hoist(ag)", (_NODE,)),
+    "sink": Takes("sink(ag)", (_NODE,)),
+    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, _NODE), rest=_NODE),
+    "as_slice": Takes("as_slice(m, ag)", (_NODE,), more=_NODE),
+    "fuse": Takes("fuse([a, b]) -> region", (_NODES,)),
+    "overlap": Takes(
+        "overlap(ag, [mm, mm_1], chunks=4)",
+        (_ENDS, _ENDS),
+        options={
+            "chunks": _number(2),
+            "dim": _DIM,
+            "ring": _number(1, 2),
+            "fused": _number(0, 1),
+        },
+    ),
+    "bucket": Takes("bucket([c, c_1]) -> c", (_NODES,)),
+    "buckets": Takes(
+        "buckets(bytes=4194304, gathers=1048576)",
+        options={"bytes": _number(0), "gathers": _number(0)},
+        needs=("bytes",),
+    ),
+    "prefetch": Takes(
+        "prefetch(ahead=2)", options={"ahead": _number(1)}, needs=("ahead",)
+    ),
+    "share": Takes(
+        "share(axes=tp, tag=0, dim=0)",
+        options={"axes": _AXES, "tag": _number(0), "dim": _DIM},
+        needs=("axes",),
+    ),
+}
+
+
+def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
+    """What a verb of ``TAKES`` is called with. Raises ScheduleError."""
+    takes = TAKES[line.verb]
+    kinds = _kinds(takes, line)
+    values = [
+        _value(edit, line, kind, f"argument {i}", given)
+        for i, (kind, given) in enumerate(zip(kinds, line.arguments, strict=True), 1)
+    ]
+    options = {}
+    for name, given in line.options:
+        if name not in takes.options:
+            known = ", ".join(takes.options) or "none"
+            raise _unfit(line, f"{name}= is no option of it ({known})")
+        options[name] = _value(edit, line, takes.options[name], name, given)
+    missing = [name for name in takes.needs if name not in options]
+    if missing:
+        raise _unfit(line, f"{missing[0]}= is missing")
+    _check_once(line, values)
+    return values, options
+
+
+def _kinds(takes: Takes, line: Line) -> list[Kind]:
+    """Of each argument that there is. Raises ScheduleError if there are too few, or too
+    many."""
+    count, fixed = len(line.arguments), len(takes.nodes)
+    if count < fixed:
+        raise _unfit(line, f"{count} arguments of at least {fixed} are there")
+    kinds = [*takes.nodes, *((takes.more,) if takes.more else ())]
+    if count > len(kinds) and takes.rest is None:
+        raise _unfit(line, f"{count} arguments are there, of at most {len(kinds)}")
+    kinds += [takes.rest] * (count - len(kinds)) if takes.rest else []
+    return kinds[:count]
+
+
+def _value(edit: Edit, line: Line, kind: Kind, name: str, given: Argument) -> Any:
+    try:
+        return kind.read(edit, given)
+    except _Unfit:
+        shown = f"[{', '.join(given)}]" if isinstance(given, tuple) else given
+        raise _unfit(line, f"{name} is {shown}, not {kind.said}") from None
+
+
+def _check_once(line: Line, values: list[Any]) -> None:
+    """Raise ScheduleError if a node is named twice."""
+    seen = set[fx.Node]()
+    for node in _each(values):
+        if node in seen:
+            raise _unfit(line, f"{node.name} is named twice")
+        seen.add(node)
+
+
+def _each(values: list[Any]) -> Iterator[fx.Node]:
+    for value in values:
+        yield from value if isinstance(value, tuple) else (value,)
+
+
+def shown(line: Line) -> str:
+    """A line as errors quote it."""
+    return shorten(str(line), 160)
+
+
+def _unfit(line: Line, why: str) -> ScheduleError:
+    return ScheduleError(
+        f"{shown(line)}: {why}", fix=f"write it as in: {TAKES[line.verb].form}"
+    )

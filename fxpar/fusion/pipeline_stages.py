@@ -1,0 +1,169 @@
+"""A schedule on the graphs of a pipeline's stages, whose messages must keep fitting.
+
+In: a schedule, and for each position along one axis of the mesh the local graph that
+ranks there run; they send and receive (functional isend, irecv) along that axis, peers
+being positions along it. Out: new graphs, in each of which every line was done that
+names nodes or a message of it. The messages of two stages must agree in order, tag,
+shape and dtype before the first line and after the last: NCCL matches them by order
+alone. The given graphs are unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion import writes_as_results
+from fxpar.fusion.apply_schedule import do, finish, opened
+from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.schedule_edit import Edit
+from fxpar.fusion.send_recv import content, messages, with_tag
+from fxpar.sharding.mesh import Mesh
+
+
+def apply_stages(
+    schedule: Schedule | str,
+    graphs: Sequence[fx.Graph | fx.GraphModule],
+    mesh: Mesh | str,
+    axis: str,
+    *,
+    inputs: Sequence[Sequence[Any] | None] | None = None,
+    permit: Collection[str] = (),
+    groups: Mapping[str, tuple[str, ...]] | None = None,
+    lowered: bool = True,
+) -> list[fx.Graph]:
+    """The graphs after all lines. ``graphs[i]`` is that of position i along ``axis``;
+    ``inputs[i]``, and the other arguments, as of ``apply``. ``stage=i`` in a line keeps
+    it to one of the graphs.
+
+    Raises ScheduleError.
+    """
+    mesh, given = Mesh.parse(mesh), inputs or [None] * len(graphs)
+    if len(graphs) != mesh.axis_size(axis) or len(given) != len(graphs):
+        raise ScheduleError(
+            f"{len(graphs)} graphs for {mesh.axis_size(axis)} stages along {axis!r}, "
+            f"and inputs of {len(given)}",
+            fix="give a graph, and its inputs, for each position along the axis",
+        )
+    edits = [
+        opened(graph, mesh, specs, permit, groups)[0]
+        for graph, specs in zip(graphs, given, strict=True)
+    ]
+    for edit in edits:
+        edit.staged = True
+    _compare(edits, axis)
+    for line in Schedule.of(schedule).lines:
+        _learn(edits, axis)
+        bare, named = _meant(line, edits)
+        for edit in named:
+            do(edit, bare)
+    _compare(edits, axis)
+    for edit in edits:
+        writes_as_results.put(edit.graph, edit.written)
+    for edit in edits if lowered else ():
+        finish(edit.graph, mesh, edit.build.fake_mode)
+    return [edit.graph for edit in edits]
+
+
+def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
+    """The line without ``stage``, and the stages that it is for."""
+    options = dict(line.options)
+    stage = options.pop("stage", None)
+    bare = replace(line, options=tuple(options.items()))
+    if stage is not None:
+        if not isinstance(stage, int) or stage not in range(len(edits)):
+            raise ScheduleError(
+                f"there is no stage {stage}, in: {line}",
+                fix=f"stages are 0 to {len(edits) - 1}",
+            )
+        return bare, [edits[stage]]
+    found = [edit for edit in edits if _has(edit, bare)]
+    if not found:
+        raise ScheduleError(
+            f"no stage has all that this names: {line}",
+            fix="name nodes of one stage's graph, or a message by its tag",
+        )
+    return bare, found
+
+
+def _has(edit: Edit, line: Line) -> bool:
+    """Whether a graph has all nodes that a line names, or the message."""
+    options = dict(line.options)
+    if not line.arguments:
+        tag = options.get("tag", 0)
+        found = isinstance(tag, int) and bool(with_tag(edit, tag))
+        return found or line.verb != "share"
+    lists = [value for value in options.values() if isinstance(value, tuple)]
+    edit.look()
+    try:
+        for given in (*line.arguments, *lists):
+            for name in given if isinstance(given, tuple) else (str(given),):
+                edit.node(name)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _learn(edits: Sequence[Edit], axis: str) -> None:
+    """Note of what is received along which axes it varies: as where it was sent. Stages
+    may send to each other and back, so this starts from nothing and only adds."""
+    pairs = list(_pairs(edits, axis))
+    for _, _, received in pairs:
+        received.meta["fxpar_sent"] = frozenset()
+    changed = True
+    while changed:
+        changed = False
+        varies = [edit.varies() for edit in edits]
+        for i, sent, received in pairs:
+            values = (node.all_input_nodes[0] for node in sent)
+            now = frozenset[str]().union(*(varies[i][v] for v in values)) - {axis}
+            changed |= received.meta["fxpar_sent"] != now
+            received.meta["fxpar_sent"] = now
+
+
+def _pairs(
+    edits: Sequence[Edit], axis: str
+) -> Iterator[tuple[int, list[fx.Node], fx.Node]]:
+    """(sender's stage, what is sent, what is received); while one end is changed and
+    the other not yet, all that is sent."""
+    found = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
+    for j, each in enumerate(found):
+        for (i, to), received in each.items():
+            if to == j:
+                sent = found[i].get((i, j), [])
+                for k, node in enumerate(received):
+                    same = len(sent) == len(received)
+                    yield i, [sent[k]] if same else sent, node
+
+
+def _compare(edits: Sequence[Edit], axis: str) -> None:
+    """Raise ScheduleError unless every message that is sent is received."""
+    found = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
+    for i, j in sorted({ends for each in found for ends in each}):
+        if i == j or not 0 <= j < len(edits) or not 0 <= i < len(edits):
+            raise ScheduleError(
+                f"stage {i} sends to stage {j} of {len(edits)} along {axis!r}",
+                fix="peers are positions along the axis, other than its own",
+            )
+        ends = zip_longest(found[i].get((i, j), ()), found[j].get((i, j), ()))
+        for number, (node, received) in enumerate(ends):
+            one, other = (content(n) if n else None for n in (node, received))
+            if one != other:
+                raise ScheduleError(
+                    f"message {number} from stage {i} to stage {j} is "
+                    f"{_written(one)} where it is sent, {_written(other)} where it is "
+                    "received",
+                    fix="change it alike in both graphs, as share does",
+                )
+
+
+def _written(message: Any) -> str:
+    if message is None:
+        return "missing"
+    tag, shape, dtype = message
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with tag {tag}"

@@ -1,0 +1,213 @@
+"""A local graph while a schedule is applied to it: what every verb gets to see.
+
+``Edit`` holds the graph, in which all communication is a step, the names that lines of
+the schedule gave, and how to build. ``lift`` makes steps of the collectives of a graph
+that was lowered, or written by hand. Verbs change the graph through it alone. It is a
+copy: a verb that raises ``ScheduleError`` may leave it half changed, and nobody reads
+it then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import ScheduleError
+from fxpar.fusion import kept_order
+from fxpar.fusion.varying_axes import varying
+from fxpar.fusion.writes_as_results import Write
+from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes.builder import Builder
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+
+c10d = torch.ops._c10d_functional
+
+Axes = tuple[str, ...]
+
+
+@dataclass
+class Edit:
+    """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
+    kept in slices. ``staged``: whether the graphs it exchanges messages with are at
+    hand, to be changed alike. ``ordered``: what keeps its order, as of ``order``;
+    ``written``: inputs to which results are written at the end, as of ``writes``."""
+
+    graph: fx.Graph
+    build: Builder
+    permit: frozenset[str] = frozenset()
+    staged: bool = False
+    ordered: Counter[str] = field(default_factory=Counter)
+    written: tuple[Write, ...] = ()
+    names: dict[str, fx.Node] = field(default_factory=dict)
+    _index: dict[str, fx.Node] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Any:
+        return self.build.mesh
+
+    def node(self, name: str) -> fx.Node:
+        """The node that a line means. Raises ScheduleError if there is none."""
+        given = self.names.get(name)
+        found = self._index.get(given.name if given is not None else name)
+        if found is not None and given in (None, found):
+            return found
+        near = [known for known in self._index if name.rstrip("_0123456789") in known]
+        raise ScheduleError(
+            f"the graph has no node named {name!r}",
+            fix=f"names are such as {(near or list(self._index))[:5]}",
+        )
+
+    def look(self) -> None:
+        """Note what the graph's nodes are called now."""
+        self._index = {node.name: node for node in self.graph.nodes}
+
+    def call(self, node: fx.Node, name: str) -> None:
+        """Give a node the name that a line gives it, if no other has it."""
+        self.names[name] = node
+        if all(other.name != name for other in self.graph.nodes):
+            _torch.objects.rename(node, name)
+
+    def varies(self) -> dict[fx.Node, frozenset[str]]:
+        """Node -> axes it varies over."""
+        return varying(self.graph)
+
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[Builder]:
+        """What is built inside stands before ``node`` and comes from it."""
+        with self.graph.inserting_before(node), self.build.at(node):
+            yield self.build
+
+    @contextmanager
+    def after(self, node: fx.Node, origin: fx.Node | None = None) -> Iterator[Builder]:
+        """What is built inside stands right behind ``node``."""
+        with self.graph.inserting_before(node.next), self.build.at(origin or node):
+            yield self.build
+
+    def swap(self, old: fx.Node, new: fx.Node) -> None:
+        """Readers of ``old`` read ``new``; ``old`` goes, and what only it read."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.erase([old])
+
+    def erase(self, nodes: Iterable[fx.Node]) -> None:
+        """Erase nodes that nobody reads, and of what only they read all but what has
+        an effect besides."""
+        rest, there = list(nodes), set(self.graph.nodes)
+        while rest:
+            node = rest.pop()
+            kept = node.users or node.op in ("placeholder", "output")
+            if node in there and not kept:
+                rest += filter(kept_order.is_free, node.all_input_nodes)
+                self.graph.erase_node(node)
+                there.discard(node)
+
+
+def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
+    """The error of a verb that would change a number."""
+    what = f"{verb}: {node.name} {why}"
+    todo = fix or f"leave out the line, or see {verb} in docs/schedules.md"
+    return ScheduleError(what, where=user_line(node), fix=todo)
+
+
+def check_staged(verb: str, edit: Edit, node: fx.Node) -> None:
+    """Raise ScheduleError if the other end of a message is not at hand."""
+    if not edit.staged:
+        raise refuse(
+            verb,
+            node,
+            "would not fit what the other stage does",
+            fix="give the graphs of all stages to fxpar.fusion.apply_stages",
+        )
+
+
+def lift(
+    graph: fx.Graph, build: Builder, groups: Mapping[str, Axes] | None = None
+) -> bool:
+    """Make steps of the functional collectives of a graph, in place; whether there were
+    any. ``groups``: axes of process groups by name; symbolic ones name their own. What
+    no step stands for stays (``kinds.admit`` refuses it).
+
+    Raises ScheduleError on a group whose axes are unknown.
+    """
+    found = False
+    for node in list(graph.nodes):
+        read = _LIFT.get(node.target)
+        if read is None:
+            continue
+        axes = _axes(node, groups or {}, build.mesh)
+        target, args = read(node, axes)
+        with graph.inserting_before(node), build.at(node):
+            made = collective_nodes.step(build, target, node.args[0], *args, axes)
+        if target is collective_nodes.recv:
+            made.meta["fxpar_sent"] = frozenset(build.mesh.names)  # it may be anything
+        name = node.name
+        _replace_waited(graph, node, made)
+        made.name = name  # which lines of a schedule call it by
+        found = True
+    if found:
+        graph.lint()
+    return found
+
+
+def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
+    """In mesh order, in which the members of every group stand."""
+    name: Any = node.kwargs.get("group_name", node.args[-1])
+    if name not in groups and not str(name).startswith(custom_ops.GROUP_PREFIX):
+        raise ScheduleError(
+            f"{node.name} communicates in group {name!r}, whose axes are unknown",
+            fix='pass groups={name: axes}, or trace with a group named "fxpar:tp"',
+        )
+    axes = tuple(groups[name]) if name in groups else custom_ops.group_axes(name)
+    known = mesh.ordered(axes)
+    if len(set(axes)) < len(axes):
+        what = f"{node.name} communicates twice along one axis: {axes}"
+        raise ScheduleError(what, fix=f"name axes of {mesh}, each once")
+    return known
+
+
+def _replace_waited(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
+    """Readers of the collective's result, behind one or more waits, read the step."""
+    for user in list(node.users):
+        if user.target is c10d.wait_tensor.default:
+            _replace_waited(graph, user, made)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    graph.erase_node(node)
+
+
+def _even(node: fx.Node, axes: Axes) -> Any:
+    args: Any = node.args
+    _, give, take, *_ = args
+    if len({*give, *take}) != 1:
+        raise ScheduleError(
+            f"{node.name} exchanges pieces of unequal size",
+            fix="exchange pieces of one size",
+        )
+    return collective_nodes.all_to_all, (0, 0)
+
+
+# functional collective -> (node, axes) -> the step and its arguments
+_LIFT: dict[Any, Any] = {
+    c10d.all_reduce.default: lambda n, a: (collective_nodes.all_reduce, (n.args[1],)),
+    c10d.reduce_scatter_tensor.default: lambda n, a: (
+        collective_nodes.reduce_scatter,
+        (0, n.args[1]),
+    ),
+    c10d.all_gather_into_tensor.default: lambda n, a: (
+        collective_nodes.all_gather,
+        (0,),
+    ),
+    c10d.all_to_all_single.default: _even,
+    torch.ops.fxpar.permute.default: lambda n, a: (
+        collective_nodes.permute,
+        (tuple(n.args[1]),),
+    ),
+    c10d.isend.default: lambda n, a: (collective_nodes.send, n.args[1:3]),
+    c10d.irecv.default: lambda n, a: (collective_nodes.recv, n.args[1:3]),
+}

@@ -1,0 +1,291 @@
+"""One op of a local graph on a slice: whether it may be, and the op that does it.
+
+In: a node, and for some of its operands slices of them along one dim. Out: the node's
+result on the slice, appended, with what of the result it is; or ``Refused`` with the
+reason. An op may run on slices of a dim if its rule has one factor for them and the
+result has that factor: pointwise ops, reductions and norms over other dims, products
+along rows of one operand (CoCoNeT, section 3.2; the conditions are those of row-local
+ops). Other operands that have the factor are sliced, those without it are left whole;
+either must be equal on all ranks of the axes. A factor that is summed over leaves
+summands: the result is reduced there and then. Shapes, indices and random numbers are
+made local as everywhere, by ``passes.local_ops``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError, RuleError
+from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import bodies_of
+from fxpar.passes.local_ops import Call, local_form
+from fxpar.sharding.factors import (
+    Dims,
+    Rule,
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
+from fxpar.sharding.program import RuleReader, tensor_nodes
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+
+Axes = tuple[str, ...]
+
+
+class Refused(Exception):
+    """Why an op cannot run on slices, to be read after its name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a value: ``node`` holds what the axes leave of ``dim``."""
+
+    node: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """The op on slices: ``node``, and for each of its results the dim that is sliced
+    (None: the result is whole, and equal on all ranks of the axes)."""
+
+    node: fx.Node
+    dims: tuple[int | None, ...]
+
+
+class Cutter:
+    """Runs ops on slices over ``axes``. ``varies``: node -> axes it varies over.
+    ``pull``: whole values that are computed on slices where only a slice is read.
+    ``cut``: appends the slice of any other, by default this rank's. ``grain``: parts of
+    a dim that slices keep together in order; more than the slices where each of them
+    is made of several parts. ``apart``: more axes along which ranks have other slices
+    at a time."""
+
+    def __init__(
+        self,
+        build: Builder,
+        axes: Axes,
+        varies: Mapping[fx.Node, frozenset[str]],
+        pull: Collection[fx.Node] = (),
+        cut: Callable[[fx.Node, int], fx.Node] | None = None,
+        grain: int = 1,
+        apart: Axes = (),
+    ) -> None:
+        self.build, self.axes, self.varies, self.pull = build, axes, varies, pull
+        self.cut = cut or self._cut
+        self.grain = grain
+        self.apart = {*axes, *apart}
+        self.pulled: dict[fx.Node, fx.Node] = {}
+        self._rules = RuleReader()
+        self._cuts: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def on_parts(self, node: fx.Node, parts: Mapping[fx.Node, Part]) -> Made:
+        """Append ``node`` on slices of those of its operands that ``parts`` has.
+
+        Raises Refused. Operands that are not in ``parts`` are read as they are.
+        """
+        if collective_nodes.is_step(node):
+            return self._step(node, parts)
+        rule = self._rule(node)
+        cut = [
+            self._factor(rule, dims, parts[n].dim)
+            for n, dims in zip(tensor_nodes(node), rule.operands, strict=True)
+            if n in parts
+        ]
+        return self._run(node, rule, cut, parts)
+
+    def _run(
+        self,
+        node: fx.Node,
+        rule: Rule,
+        cut: Sequence[str],
+        parts: Mapping[fx.Node, Part],
+    ) -> Made:
+        """``node`` where slices ``cut`` these factors."""
+        operands = tensor_nodes(node)
+        for number in set(node.all_input_nodes).difference(operands):
+            self._check_equal(number)
+        strategy = self._strategy(rule, cut)
+        reads = tuple(operand_spec(rule, strategy, i) for i in range(len(operands)))
+        made = tuple(result_spec(rule, strategy, i) for i in range(len(rule.results)))
+        args = [
+            self._operand(n, spec, parts)
+            for n, spec in zip(operands, reads, strict=True)
+        ]
+        result = self._call(node, rule, reads, made, iter(args))
+        return self._finish(node, result, made)
+
+    def _rule(self, node: fx.Node) -> Rule:
+        if node.op != "call_function" or not tensors_of(node.meta.get("val")):
+            raise Refused("is no op on tensors")
+        if bodies_of(node):
+            raise Refused("runs graphs of its own, which no verb looks into")
+        try:
+            rule, known = self._rules(node)
+        except RuleError as error:
+            raise Refused(error.what) from error
+        if not known:
+            raise Refused("has no sharding rule")
+        return rule
+
+    def _strategy(self, rule: Rule, cut: Sequence[str]) -> Strategy:
+        """All axes on the one factor that slices cut."""
+        if len(set(cut)) != 1:
+            raise Refused(f"would be cut along {sorted(set(cut))} at once")
+        factor, mesh = cut[0], self.build.mesh
+        if factor in rule.whole:
+            raise Refused("reads all of the dim that is sliced")
+        if rule.size[factor] % self.grain:
+            raise Refused("would cut through the parts that slices are made of")
+        found = {factor: self.axes}
+        if not all(expressible(t, found, rule.size, mesh) for t in rule.tensors):
+            raise Refused("would not have contiguous slices")
+        return Strategy(((factor, self.axes),))
+
+    def _factor(self, rule: Rule, dims: Dims, dim: int) -> str:
+        """The factor that slices of ``dim`` of a tensor with these factors cut."""
+        spec = Spec.of([self.axes if d == dim else () for d in range(len(dims))])
+        found = project(dims, spec, rule.size, self.build.mesh)
+        if list(found.values()) != [self.axes]:
+            raise Refused("reads all of the dim that is sliced")
+        return next(iter(found))
+
+    def _operand(
+        self, node: fx.Node, spec: Spec, parts: Mapping[fx.Node, Part]
+    ) -> fx.Node:
+        if node in parts:
+            return parts[node].node
+        self._check_equal(node)
+        if spec.partial:
+            raise Refused(f"would add {node.name} once on each rank")
+        where = [d for d, axes in enumerate(spec.dims) if axes]
+        return self.sliced(node, where[0]) if where else node
+
+    def _check_equal(self, node: fx.Node) -> None:
+        differ = [a for a in self.axes if a in self.varies.get(node, ())]
+        if differ:
+            raise Refused(
+                f"reads {node.name}, which differs between ranks along {differ}"
+            )
+
+    def sliced(self, node: fx.Node, dim: int) -> fx.Node:
+        """The slice of a whole value; one that was just gathered is there already."""
+        if node.target is collective_nodes.all_gather and node.args[1:] == (
+            dim,
+            self.axes,
+        ):
+            source: Any = node.args[0]
+            return source
+        if (node, dim) not in self._cuts:
+            pulls = node in self.pull and isinstance(node.meta["val"], torch.Tensor)
+            made = self._pulled(node, dim) if pulls else self.cut(node, dim)
+            self._cuts[node, dim] = made
+        return self._cuts[node, dim]
+
+    def _pulled(self, node: fx.Node, dim: int) -> fx.Node:
+        """The slice of a value, computed on slices."""
+        try:
+            with self.build.at(node):
+                made = self._backwards(node, dim)
+        except Refused as error:
+            raise Refused(f"needs {node.name} on slices, which {error}") from error
+        self.pulled[node] = made.node
+        return made.node
+
+    def _backwards(self, node: fx.Node, dim: int) -> Made:
+        if collective_nodes.is_step(node):
+            source: Any = node.args[0]
+            return self._step(node, {source: Part(self.sliced(source, dim), dim)})
+        rule = self._rule(node)
+        cut = self._factor(rule, rule.results[0], dim)
+        return self._run(node, rule, [cut], {})
+
+    def _cut(self, node: fx.Node, dim: int) -> fx.Node:
+        return collective_nodes.step(
+            self.build, collective_nodes.slice_, node, dim, self.axes
+        )
+
+    def _call(
+        self,
+        node: fx.Node,
+        rule: Rule,
+        reads: tuple[Spec, ...],
+        made: tuple[Spec, ...],
+        args: Any,
+    ) -> fx.Node:
+        values = [*tensor_nodes(node)]
+        shapes = [tuple(map(int, n.meta["val"].shape)) for n in values]
+        shapes += [tuple(map(int, t.shape)) for t in tensors_of(node.meta["val"])]
+
+        def operand(n: fx.Node) -> fx.Node:
+            return next(args) if isinstance(n.meta.get("val"), torch.Tensor) else n
+
+        new_args, new_kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        call = Call(self.build, node, rule, reads, made, tuple(shapes))
+        try:
+            return local_form(call, new_args, new_kwargs)
+        except (PlanError, RuntimeError, ValueError) as error:
+            raise Refused(f"has no form on slices: {error}") from error
+
+    def _finish(self, node: fx.Node, result: fx.Node, made: tuple[Spec, ...]) -> Made:
+        """Check shapes; reduce a result of summands."""
+        mesh = self.build.mesh
+        whole = tensors_of(node.meta["val"])
+        got = tensors_of(result.meta["val"])
+        for spec, want, have in zip(made, whole, got, strict=True):
+            if tuple(have.shape) != spec.local_shape(mesh, want.shape):
+                raise Refused(f"has no form on slices of {list(want.shape)}")
+        if any(spec.partial for spec in made):
+            if not isinstance(node.meta["val"], torch.Tensor):
+                raise Refused("gives several results that would have to be reduced")
+            ((_, op), *_) = made[0].partial
+            result = collective_nodes.step(
+                self.build, collective_nodes.all_reduce, result, op, self.axes
+            )
+            return Made(result, (None,))
+        where = [[d for d, axes in enumerate(spec.dims) if axes] for spec in made]
+        return Made(result, tuple(dims[0] if dims else None for dims in where))
+
+    def _step(self, node: fx.Node, parts: Mapping[fx.Node, Part]) -> Made:
+        """A step over other axes, which does to every slice what it does to the
+        whole."""
+        source: Any = node.args[0]
+        part = parts[source]
+        if node.target in collective_nodes.MESSAGES:
+            raise Refused("is a message, which both stages must change (share)")
+        if self.apart.intersection(collective_nodes.axes_of(node)):
+            raise Refused("communicates along the same axes")
+        numbers = [a for a in node.args[1:-1] if isinstance(a, int)]
+        if part.dim in numbers:
+            raise Refused("moves the dim that is sliced")
+        made = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
+        return Made(made, (part.dim,))
+
+
+def results_of(node: fx.Node, made: Made) -> dict[fx.Node, tuple[fx.Node, int | None]]:
+    """What was made of ``node``, by the nodes that stand for its results: itself, or
+    those that take the elements of its tuple. Raises Refused."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return {node: (made.node, made.dims[0])}
+    tensors = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    dims = dict(zip(tensors, made.dims, strict=True))
+    out = {}
+    for taken in list(node.users):
+        if taken.target is not operator.getitem:
+            raise Refused(f"gives a tuple that {taken.name} reads")
+        position: Any = taken.args[1]
+        copy = node.graph.call_function(operator.getitem, (made.node, position))
+        copy.meta = {**taken.meta, "val": made.node.meta["val"][position]}
+        out[taken] = copy, dims.get(position)
+    return out

@@ -1,0 +1,206 @@
+"""Which dims of which values could lie in slices together: the rows of a region.
+
+In: a local graph with steps, and axes. Out: ``Rows``, one for each set of (value, dim)
+that ops tie together by a factor of their rules: if one value of them lies in slices
+along its dim, so may every other. Only values equal on all ranks of the axes are asked
+about; ops without a rule, and ops that read what differs between ranks, tie nothing.
+Never changes the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import RuleError
+from fxpar.passes import collective_nodes
+from fxpar.sharding.factors import Dims, Rule, expressible, project
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import RuleReader, tensor_nodes
+from fxpar.sharding.spec import Spec
+
+Axes = tuple[str, ...]
+Token = tuple[fx.Node, int]  # a value and one of its dims
+Varies = Mapping[fx.Node, frozenset[str]]
+
+
+@dataclass
+class Rows:
+    """``dims``: value -> the dim along which it would be sliced; None: never. ``ops``:
+    op -> the values of these that it reads as slices. ``sums``: ops that sum over the
+    rows, so that their result must be reduced. ``makers``: value -> the op that makes
+    it. ``reduced``: the all-reduces among the values."""
+
+    dims: dict[fx.Node, int | None] = field(default_factory=dict)
+    ops: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    sums: set[fx.Node] = field(default_factory=set)
+    makers: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    reduced: list[fx.Node] = field(default_factory=list)
+
+    def put(self, value: fx.Node, dim: int) -> None:
+        """Note a token; a value of which two dims are rows is never sliced."""
+        if self.dims.setdefault(value, dim) != dim:
+            self.dims[value] = None
+
+
+class _Sets:
+    """Tokens that belong together."""
+
+    def __init__(self) -> None:
+        self._number: dict[Token, int] = {}
+        self._above: list[int] = []
+
+    def find(self, token: Token) -> int:
+        i = self._number.setdefault(token, len(self._above))
+        if i == len(self._above):
+            self._above.append(i)
+        while self._above[i] != i:
+            self._above[i] = self._above[self._above[i]]
+            i = self._above[i]
+        return i
+
+    def join(self, one: Token, other: Token) -> None:
+        self._above[self.find(other)] = self.find(one)
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """One op and one of its factors: the tokens of its operands and results."""
+
+    node: fx.Node
+    reads: tuple[Token, ...]
+    makes: tuple[Token, ...]
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return self.reads + self.makes
+
+
+def rows_of(graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies) -> list[Rows]:
+    """All rows that hold the result of an all-reduce along ``axes``."""
+    sets, ties = _Sets(), list(_all_ties(graph, mesh, axes, varies))
+    for tie in ties:
+        for token in tie.tokens:
+            sets.join(tie.tokens[0], token)
+    groups: dict[int, Rows] = defaultdict(Rows)
+    for node in graph.nodes:
+        if (
+            node.target is not collective_nodes.all_reduce
+            or collective_nodes.axes_of(node) != axes
+        ):
+            continue
+        for dim, size in enumerate(node.meta["val"].shape):
+            if size and size % mesh.count(axes) == 0:
+                rows = groups[sets.find((node, dim))]
+                rows.put(node, dim)
+                rows.reduced += [node] if node not in rows.reduced[-1:] else []
+    for tie in ties:
+        found = groups.get(sets.find(tie.tokens[0]))
+        if found is None:
+            continue
+        for value, dim in tie.tokens:
+            found.put(value, dim)
+        found.ops.setdefault(tie.node, set()).update(v for v, _ in tie.reads)
+        found.makers.update((value, tie.node) for value, _ in tie.makes)
+        if not tie.makes:
+            found.sums.add(tie.node)
+    return list(groups.values())
+
+
+def _all_ties(
+    graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies
+) -> Iterator[_Tie]:
+    """One for each op and factor that slices could cut."""
+    rules = RuleReader()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        read = (*tensor_nodes(node), node)
+        if any(set(axes) & varies[n] for n in read):
+            continue
+        if collective_nodes.is_step(node):
+            yield from _step_ties(node, axes)
+            continue
+        results = _results(node)
+        if results is None:
+            continue
+        try:
+            rule, known = rules(node)
+        except RuleError:
+            continue
+        if known and not rule.accumulates:
+            for factor in rule.free:
+                tie = _tie(node, rule, factor, mesh, axes, results)
+                if tie is not None:
+                    yield tie
+
+
+def _results(node: fx.Node) -> list[fx.Node | None] | None:
+    """The nodes that stand for a node's results; None if one is read as a tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [node]
+    if not isinstance(value, (tuple, list)):
+        return None
+    taken = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    if len(taken) != len(node.users):
+        return None
+    positions = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
+    return [taken.get(i) for i in positions]
+
+
+def _tie(
+    node: fx.Node,
+    rule: Rule,
+    factor: str,
+    mesh: Mesh,
+    axes: Axes,
+    results: list[fx.Node | None],
+) -> _Tie | None:
+    """What slices along the factor cut; None if the op cannot run on them."""
+    if not all(
+        expressible(dims, {factor: axes}, rule.size, mesh) for dims in rule.tensors
+    ):
+        return None
+
+    def tokens(nodes: Any, tensors: tuple[Dims, ...]) -> tuple[Token, ...]:
+        return tuple(
+            (n, d)
+            for n, dims in zip(nodes, tensors, strict=True)
+            if n is not None
+            for d in _places(dims, factor, rule, mesh, axes)
+        )
+
+    reads = tokens(tensor_nodes(node), rule.operands)
+    makes = tokens(results, rule.results)
+    lacks = [factor in contracted for contracted in rule.contracted_by]
+    one = isinstance(node.meta["val"], torch.Tensor)
+    sums = one and lacks[0] and reads and not makes
+    return _Tie(node, reads, makes) if sums or (makes and not any(lacks)) else None
+
+
+def _places(
+    dims: Dims, factor: str, rule: Rule, mesh: Mesh, axes: Axes
+) -> Iterator[int]:
+    """The dims of a tensor that are cut by slices along a factor."""
+    for d, dim in enumerate(dims):
+        if factor in dim:
+            spec = Spec.of([axes if i == d else () for i in range(len(dims))])
+            if project(dims, spec, rule.size, mesh) == {factor: axes}:
+                yield d
+
+
+def _step_ties(node: fx.Node, axes: Axes) -> Iterator[_Tie]:
+    """A step over other axes ties the dims that it leaves as they are."""
+    source: Any = node.args[0]
+    if not set(collective_nodes.axes_of(node)) & set(axes):
+        moved = [a for a in node.args[1:-1] if isinstance(a, int)]
+        for dim in range(node.meta["val"].dim()):
+            if dim not in moved:
+                yield _Tie(node, ((source, dim),), ((node, dim),))

@@ -1,0 +1,110 @@
+"""Which axes each value of a local graph varies over.
+
+In: a local graph with steps, whose inputs know their specs (``meta["fxpar_spec"]``).
+Out: for every node, those inside of regions too, the axes along which ranks may hold
+different values. A value that does not vary over an axis is replicated along it, so
+that each rank may compute on a slice; one that varies is a shard, a summand, or
+something of one rank alone, and what it is the steps that follow say. What another
+stage sends varies as it did there (``meta["fxpar_sent"]``). What communicates and is
+not in the table here does not come in (``kinds.admit``). Never changes the graph.
+
+The analysis is that of ``jax.shard_map``'s varying axes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.node_legality import PRODUCTS, Region
+from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes.graph_bodies import all_nodes, body_of
+from fxpar.sharding.spec import Spec
+
+Axes = frozenset[str]
+Varies = dict[fx.Node, Axes]
+
+# Steps after which ranks along the axes hold the same.
+_EQUAL = {collective_nodes.all_reduce, collective_nodes.all_gather}
+
+
+def varying(graph: fx.Graph) -> Varies:
+    """Raises ScheduleError if an input does not know its spec."""
+    inputs = graph.find_nodes(op="placeholder")
+    out = {node: of_spec(node) for node in inputs}
+    _through(graph, out)
+    return out
+
+
+def _through(graph: fx.Graph, out: Varies) -> None:
+    """Add what the nodes of a graph vary over, its inputs being known."""
+    # Of what gives several values: over what each of them varies.
+    each: dict[Any, list[Axes]] = {}
+    for node in graph.nodes:
+        read = _of_any(out[n] for n in node.all_input_nodes)
+        if node.op == "placeholder":
+            continue
+        if node.target is operator.getitem and node.args[0] in each:
+            out[node] = each[node.args[0]][node.args[1]]
+        elif isinstance(node.target, Region):
+            each[node] = _of_region(node, out)
+            out[node] = _of_any(each[node])
+        elif node.target is _GATHERED:
+            each[node] = _of_gathered(node, out)
+            out[node] = _of_any(each[node])
+        elif node.target in PRODUCTS:
+            out[node] = read | set(custom_ops.group_axes(node.args[-1]))
+        elif node.target is custom_ops.offset:
+            out[node] = frozenset(node.args[1])
+        elif (body := body_of(node)) is not None:
+            inside = (n for n in all_nodes(body.graph) if n.target is custom_ops.offset)
+            out[node] = frozenset[str]().union(*(n.args[1] for n in inside))
+        elif node.target is collective_nodes.recv:
+            out[node] = node.meta["fxpar_sent"]
+        elif node.target in _EQUAL:
+            out[node] = read - set(collective_nodes.axes_of(node))
+        elif collective_nodes.is_step(node):
+            out[node] = read | set(collective_nodes.axes_of(node))
+        else:
+            out[node] = read
+
+
+_GATHERED = torch.ops.fxpar.gather_matmul.default
+
+
+def _of_any(several: Any) -> Axes:
+    return frozenset[str]().union(*several)
+
+
+def _of_region(node: fx.Node, out: Varies) -> list[Axes]:
+    """Of each result of a region, whose nodes may cut and communicate."""
+    region: Any = node.target
+    inputs = region.graph.find_nodes(op="placeholder")
+    out.update(zip(inputs, (out[n] for n in node.args), strict=True))
+    _through(region.graph, out)
+    results: Any = region.graph.output_node().args[0]
+    return [out[result] for result in results]
+
+
+def _of_gathered(node: fx.Node, out: Varies) -> list[Axes]:
+    """Of what was gathered, and of its products."""
+    x, weights, *_, group = node.args
+    whole = out[x] - set(custom_ops.group_axes(group))
+    return [whole, *(whole | out[w] for w in weights)]
+
+
+def of_spec(node: fx.Node) -> Axes:
+    """The axes an input varies over."""
+    spec = node.meta.get("fxpar_spec")
+    if isinstance(spec, Spec):
+        return frozenset(spec.sharded_axes) | frozenset(spec.partial_axes)
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        raise ScheduleError(
+            f"input {node.name} does not say how it lies on the mesh",
+            fix="pass inputs=[Spec, ...], one for each tensor the graph takes",
+        )
+    return frozenset()

@@ -1,0 +1,281 @@
+"""bound -> bound: collectives that can run together become one.
+
+In: the bound graph of a forward or a backward. Out: the same graph, in place; small
+all-gathers of parameters, and reductions of gradients, of one kind, group and dtype are
+joined until a bucket is full: their operands are copied into one tensor, which one
+collective moves, and its result is cut up again. A gather joins if its operand is made
+of graph inputs by cheap ops alone; a reduction if nothing but cheap ops stand between
+its result and the graph's output. Operands never wait for anything of their own bucket,
+nor for a bucket that does. In the graph of a training step the update stands behind
+the reductions, as the output does elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.sink_waits import WAIT, is_chunk
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+# Bytes of a full bucket, in the form each rank holds whole. What is larger goes alone:
+# there the bandwidth of the link counts and not its latency.
+FULL = 1 << 20
+
+# What a node says of itself, in ``meta["custom"]``, which all passes keep: where in a
+# training step it is, and which region a schedule made of it.
+PHASE = "fxpar_phase"
+REGION = "fxpar_region"
+
+# Work that may stand between a collective and the border of the graph.
+_CHEAP = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.alias.default,
+    aten.clone.default,
+    aten.cat.default,
+    torch.ops.prims.convert_element_type.default,
+}
+_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor}
+
+_GATHER = c10d.all_gather_into_tensor.default
+_SCATTER = c10d.reduce_scatter_tensor.default
+_REDUCE = c10d.all_reduce.default
+
+
+@dataclass
+class _Bucket:
+    """Collectives of one kind, in graph order."""
+
+    members: list[fx.Node] = field(default_factory=list)
+    size: int = 0  # bytes
+
+
+def bucket(
+    graph: fx.Graph,
+    rewriter: Rewriter,
+    *,
+    reductions: bool,
+    most: int = FULL,
+    gathers: int = FULL,
+) -> None:
+    """Join collectives, in place; ``reductions`` too, which makes results of the graph
+    views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
+    ``gathers``: of one of gathers."""
+    free, late = from_inputs(graph), _to_output(graph)
+    before = _depends(graph, late)
+    opened: dict[Any, _Bucket] = {}
+    filled: list[_Bucket] = []
+    home: dict[fx.Node, _Bucket] = {}
+    for node in list(graph.nodes):
+        if node.target is _GATHER:
+            joins = node.args[0] in free
+        else:
+            joins = reductions and node.target in (_SCATTER, _REDUCE) and node in late
+        if not joins or is_chunk(node) or region_of(node):
+            continue
+        value, size = node.args[0].meta["val"], _size(node)
+        room = gathers if node.target is _GATHER else most
+        if size >= room or value.is_complex():
+            continue
+        key = node.target, node.args[1:], value.dtype, value.device
+        held = opened.get(key)
+        needs = _buckets(before[node], home, before)
+        if held is None or id(held) in needs or held.size + size > room:
+            held = opened[key] = _Bucket()
+            filled.append(held)
+        held.members.append(node)
+        held.size += size
+        home[node] = held
+    for held in filled:
+        if len(held.members) > 1:
+            _JOIN[held.members[0].target](rewriter, held.members)
+            for member in held.members:
+                graph.erase_node(member)
+    _sort(graph)
+
+
+def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
+    """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        passes = node.target in _CHEAP or node.target in through
+        if node.op == "placeholder" or (
+            passes and found.issuperset(node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
+
+
+def _to_output(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes between which and the output there is nothing but cheap work."""
+    found: set[fx.Node] = set()
+    pass_on = _CHEAP | _SCALED | {WAIT, _SCATTER, _REDUCE}
+    for node in reversed(list(graph.nodes)):
+        read = all(
+            user.op == "output"
+            or phase_of(user) == "update"
+            or (user in found and user.target in pass_on)
+            for user in node.users
+        )
+        if node.users and read:
+            found.add(node)
+    return found
+
+
+def phase_of(node: fx.Node) -> str | None:
+    """In the graph of a training step: "forward", "backward" or "update"."""
+    return (node.meta.get("custom") or {}).get(PHASE)
+
+
+def region_of(node: fx.Node) -> str | None:
+    """The region that a schedule's line ``fuse`` made of it and others."""
+    return (node.meta.get("custom") or {}).get(REGION)
+
+
+def _depends(
+    graph: fx.Graph, late: Collection[fx.Node]
+) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node the reductions it depends on that could be joined. (Gathers that
+    could be depend on nothing.)"""
+    none: frozenset[fx.Node] = frozenset()
+    out: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        found = none.union(*(out[read] for read in node.all_input_nodes))
+        out[node] = found
+        if node.target is WAIT:
+            source = node.args[0]
+            if source in late and source.target in (_SCATTER, _REDUCE):
+                out[node] = found | {source}
+    return out
+
+
+def _buckets(
+    nodes: Iterable[fx.Node],
+    home: Mapping[fx.Node, _Bucket],
+    before: Mapping[fx.Node, Iterable[fx.Node]],
+) -> set[int]:
+    """Ids of the buckets that must be done before ``nodes`` are: theirs, and those that
+    any member of these depends on."""
+    found: set[int] = set()
+    rest = list(nodes)
+    while rest:
+        held = home.get(rest.pop())
+        if held is not None and id(held) not in found:
+            found.add(id(held))
+            rest += [n for member in held.members for n in before[member]]
+    return found
+
+
+def _size(node: fx.Node) -> int:
+    """Bytes of the larger of operand and result."""
+    values = node.meta["val"], node.args[0].meta["val"]
+    return max(math.prod(v.shape) * v.dtype.itemsize for v in values)
+
+
+def _wait_of(node: fx.Node) -> fx.Node:
+    (wait,) = node.users
+    return wait
+
+
+def _flat(rewriter: Rewriter, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
+    """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side."""
+    parts = [rewriter.call(aten.reshape.default, x, [rows, -1]) for x in nodes]
+    return rewriter.call(aten.cat.default, parts, 1)
+
+
+def _cut(rewriter: Rewriter, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
+    """Results of the members, from their bucket's [rows, all of them]."""
+    at = 0
+    for member in members:
+        shape = list(member.meta["val"].shape)
+        width = math.prod(shape) // rows
+        part = rewriter.call(aten.slice.Tensor, x, 1, at, at + width)
+        part = rewriter.call(aten.reshape.default, part, shape)
+        if not part.meta["val"].is_contiguous():  # views may follow
+            layout = torch.contiguous_format
+            part = rewriter.call(aten.clone.default, part, memory_format=layout)
+        at += width
+        rewriter.replace(_wait_of(member), part)
+
+
+def _join_gathers(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+    """Each rank's parts in one row; the result has a row per rank."""
+    first = members[0]
+    _, count, group = first.args
+    with rewriter.before(first):
+        for member in members:
+            _hoist(member.args[0], first)
+        row = _flat(rewriter, [m.args[0] for m in members], 1)
+        joined = rewriter.call(_GATHER, row, count, group)
+        whole = rewriter.call(WAIT, joined)
+        _cut(rewriter, whole, count, members)
+
+
+def _hoist(node: fx.Node, before: fx.Node) -> None:
+    """Move what a gather's operand is made of before the bucket."""
+    if node.op == "placeholder" or node < before:
+        return
+    for read in node.all_input_nodes:
+        _hoist(read, before)
+    before.prepend(node)
+
+
+def _join_scatters(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+    """A row for each rank; the result is this rank's row."""
+    last = members[-1]
+    _, op, count, group = last.args
+    with rewriter.before(last):
+        rows = _flat(rewriter, [m.args[0] for m in members], count)
+        joined = rewriter.call(_SCATTER, rows, op, count, group)
+        mine = rewriter.call(WAIT, joined)
+        _cut(rewriter, mine, 1, members)
+
+
+def _join_reductions(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+    last = members[-1]
+    with rewriter.before(last):
+        row = _flat(rewriter, [m.args[0] for m in members], 1)
+        joined = rewriter.call(_REDUCE, row, *last.args[1:])
+        whole = rewriter.call(WAIT, joined)
+        _cut(rewriter, whole, 1, members)
+
+
+_JOIN = {
+    _GATHER: _join_gathers,
+    _SCATTER: _join_scatters,
+    _REDUCE: _join_reductions,
+}
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Move what reads a result of a bucket behind it, else keep the order."""
+    done: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    *nodes, output = graph.nodes
+    for first in nodes:
+        stack = [first]
+        while stack:
+            node = stack.pop()
+            missing = next((r for r in node.all_input_nodes if r not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(node)
+                continue
+            output.prepend(node)
+            done.add(node)
+            stack.extend(reversed(waiting.pop(node, [])))
+    graph.lint()

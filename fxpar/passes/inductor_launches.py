@@ -1,0 +1,393 @@
+"""What one rank launches to run a local graph: kernels, collectives, waits, in order.
+
+In: a local graph. Out: ``Launches``: what each launch reads and writes in memory. Light
+ops (pointwise, reductions, casts, copies) join the kernel of the light ops they read,
+as Inductor fuses them: while nobody else has read it, or, after that, if all that the
+op reads is there when the kernel runs. Views cost nothing, and a value that only its
+own kernel reads is never in memory. Contractions, convolutions, attention and what
+Inductor does not generate are kernels by themselves. Never changes the graph.
+
+The order is that of the graph: a kernel runs where the last of its ops stood when
+another launch first read it. None spans forward and backward, which are compiled apart.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes import custom_ops
+from fxpar.passes.launches import (
+    KINDS,
+    WAITS,
+    Buffer,
+    Launch,
+    Launches,
+    backward_of,
+)
+from fxpar.passes.op_arithmetic import (
+    CONSTANTS,
+    Domain,
+    changes_operand,
+    domain_of,
+    family_of,
+    flops_of,
+    is_light,
+    is_unordered,
+    is_view,
+    least_of,
+    light_class,
+    nbytes_of,
+    tensors_in,
+)
+
+
+def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
+    """The launches of a local graph; ``fused=False``: a kernel for each op.
+
+    Raises PlanError on a collective it does not know, or of a group that is not named
+    by axes, as those of a bound graph are not.
+    """
+    reader = _Reader(fused)
+    late = backward_of(graph)
+    for i, node in enumerate(graph.nodes):
+        reader.step(node, float(i), node in late)
+    return reader.launches()
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor as a node gives it: ``buffer``, None for a constant; how much of it is
+    seen, in elements; their size. ``kernel``: the one of light ops that makes it."""
+
+    node: fx.Node
+    buffer: Buffer | None
+    points: int
+    itemsize: int
+    kernel: _Growing | None = None
+
+    @property
+    def home(self) -> _Growing | None:
+        return self.kernel.now() if self.kernel is not None else None
+
+
+@dataclass(eq=False)
+class _Growing:
+    """A kernel of light ops. ``seen``: what it reads, bytes. ``closed``: it was
+    read by another launch. ``final``: nothing can follow in it. ``into``: what it
+    became part of."""
+
+    launch: Launch
+    domain: Domain
+    seen: dict[_Value, int] = field(default_factory=dict)
+    closed: bool = False
+    final: bool = False
+    into: _Growing | None = None
+
+    def now(self) -> _Growing:
+        """The kernel it is part of by now."""
+        root = self
+        while root.into is not None:
+            root = root.into
+        if self.into is not None:
+            self.into = root
+        return root
+
+
+class _Reader:
+    """Reads nodes in order."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
+        self.values: dict[fx.Node, list[_Value | None]] = {}
+        self.done: list[Launch] = []
+        self.inputs: list[Buffer] = []
+        self.outputs: dict[Buffer, None] = {}
+        self.growing: dict[_Growing, None] = {}
+        self.backward = False
+        self.at = 0.0
+
+    def step(self, node: fx.Node, at: float, backward: bool) -> None:
+        """The next node, at its place in the order."""
+        self.at = at
+        if node.op in ("placeholder", "get_attr"):
+            self._input(node)
+            return
+        if node.op == "output":
+            for value in self._operands(node):
+                self.outputs[self._touch(value)] = None
+            return
+        if backward and not self.backward:
+            self._close_all()
+            self.backward = True
+        self.values[node] = self._call(node)
+
+    def launches(self) -> Launches:
+        """What was read."""
+        self._close_all()
+        kept = [x for x in self.done if x.kind != "fused" or x.writes]
+        kept.sort(key=lambda launch: launch.order)
+        return Launches(kept, self.inputs, list(self.outputs))
+
+    def _input(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        self.values[node] = []
+        if isinstance(value, torch.Tensor):
+            buffer = Buffer(node, nbytes_of(value))
+            self.inputs.append(buffer)
+            self.values[node] = [_value(node, buffer, value)]
+
+    def _operands(self, node: fx.Node) -> list[_Value]:
+        found = (v for read in node.all_input_nodes for v in self.values[read])
+        return [v for v in found if v is not None]
+
+    def _call(self, node: fx.Node) -> list[_Value | None]:
+        """The values that a call gives."""
+        target, value = node.target, node.meta.get("val")
+        if target is operator.getitem:
+            found: Any = self.values[node.args[0]][node.args[1]]
+            return found if isinstance(found, list) else [found]
+        if target in WAITS:
+            return self._wait(node)
+        if target in KINDS:
+            return self._collective(node)
+        if getattr(target, "namespace", "") == "_c10d_functional":
+            raise PlanError(f"cannot simulate {target} ({node.name})")
+        operands = self._operands(node)
+        if not operands and not tensors_in(value):
+            return []
+        if operands and is_view(node):
+            return [_view(operands[0], v) for v in tensors_in(value)]
+        if target in CONSTANTS and self.fused:
+            return [_value(node, None, value)]
+        flops = flops_of(node)
+        if flops or not is_light(target):
+            return self._alone(node, operands, flops)
+        return self._light(node, operands)
+
+    def _wait(self, node: fx.Node) -> list[_Value | None]:
+        source = self.values[node.args[0]]
+        for value in source:
+            assert value is not None and value.buffer is not None
+            of = value.buffer.late
+            if of is not None:
+                self._settle(of, [node], self.at)
+        return source
+
+    def _settle(self, of: Launch, nodes: list[fx.Node], at: float) -> None:
+        self.done.append(Launch("wait", nodes, at, self.backward, of=of))
+        for buffer in of.makes:
+            buffer.late, buffer.ready = None, at
+
+    def _collective(self, node: fx.Node) -> list[_Value | None]:
+        group = node.kwargs.get("group_name", node.args[-1])
+        if not str(group).startswith(custom_ops.GROUP_PREFIX):
+            raise PlanError(
+                f"{node.name} runs on group {group!r}, which names no mesh axes",
+                fix="simulate the local graph, before it is bound to process groups",
+            )
+        launch = self._alone_launch(node, KINDS[node.target])
+        launch.axes = custom_ops.group_axes(group)
+        launch.before = sum(self._read(launch, v) for v in self._operands(node))
+        made = self._make(node, launch)
+        launch.after = sum(buffer.nbytes for buffer in launch.makes)
+        for buffer in launch.makes:
+            buffer.late = launch
+        return made
+
+    def _alone(
+        self, node: fx.Node, operands: list[_Value], flops: float
+    ) -> list[_Value | None]:
+        launch = self._alone_launch(node, "contraction" if flops else "alone")
+        for value in operands:
+            self._read(launch, value)
+        if changes_operand(node.target):
+            return [operands[0]]
+        if flops:
+            values = (read.meta.get("val") for read in node.all_input_nodes)
+            dtypes = [x.dtype for x in values if isinstance(x, torch.Tensor)]
+            floating = (dtype for dtype in dtypes if dtype.is_floating_point)
+            launch.flops, launch.least = flops, least_of(node)
+            launch.dtype = next(floating, torch.float32)
+            launch.family = family_of(node.target)
+        return self._make(node, launch)
+
+    def _alone_launch(self, node: fx.Node, kind: str) -> Launch:
+        launch = Launch(kind, [node], self.at, self.backward)
+        self.done.append(launch)
+        return launch
+
+    def _make(
+        self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
+    ) -> list[_Value | None]:
+        """Fresh buffers for what a node gives, in lists as that is nested."""
+
+        def made(tensor: Any) -> Any:
+            if isinstance(tensor, (list, tuple)):
+                return [made(each) for each in tensor]
+            if not isinstance(tensor, torch.Tensor):
+                return None
+            alone = kernel is None
+            ready = self.at if alone else None
+            buffer = Buffer(node, nbytes_of(tensor), alone, ready)
+            launch.makes.append(buffer)
+            return _value(node, buffer, tensor, kernel)
+
+        found = made(node.meta.get("val"))
+        return found if isinstance(found, list) else [found]
+
+    def _touch(self, value: _Value) -> Buffer:
+        """The buffer of what a launch reads from memory: there, and finished."""
+        if value.buffer is None:
+            value.buffer = self._materialized(value)
+        buffer = value.buffer
+        if value.kernel is not None:
+            self._close(value.kernel.now())
+        if buffer.late is not None:
+            late = buffer.late
+            self._settle(late, late.nodes, self.at - 0.5)
+        buffer.written = True
+        return buffer
+
+    def _materialized(self, value: _Value) -> Buffer:
+        """A constant in memory after all, made by a kernel of its own."""
+        at = self.at - 0.5
+        launch = Launch("fused", [value.node], at, self.backward)
+        buffer = Buffer(value.node, value.points * value.itemsize, ready=at)
+        launch.makes.append(buffer)
+        self.done.append(launch)
+        return buffer
+
+    def _read(self, launch: Launch, value: _Value, points: float = math.inf) -> int:
+        """Let a launch read a value, of ``points`` elements at most; its bytes."""
+        self._touch(value)
+        nbytes = int(min(points, value.points)) * value.itemsize
+        _count(launch, value, nbytes)
+        return nbytes
+
+    def _light(self, node: fx.Node, operands: list[_Value]) -> list[_Value | None]:
+        """Let a light op join the kernels it reads from, or start one."""
+        reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
+        domain = domain_of(node, reads)
+        kernel = self._joined(operands, domain) if self.fused else None
+        if kernel is None:
+            launch = Launch("fused", [], self.at, self.backward)
+            kernel = _Growing(launch, domain)
+            self.growing[kernel] = None
+        launch = kernel.launch
+        launch.nodes.append(node)
+        launch.light[light_class(node)] += domain.points
+        kernel.domain = kernel.domain.joined(domain)
+        if not kernel.closed:
+            launch.order = self.at
+        most = math.inf if domain.rows else domain.points
+        for value in operands:
+            if value in kernel.seen or value.home is kernel:
+                continue
+            if value.buffer is not None:  # constants are made on the way
+                kernel.seen[value] = self._read(launch, value, most)
+        made = self._make(node, launch, kernel)
+        kernel.final = domain.is_split or is_unordered(node)
+        if kernel.closed:
+            for buffer in launch.makes:
+                buffer.ready = launch.order
+        elif kernel.final or not self.fused:
+            self._close(kernel)
+        return made
+
+    def _joined(self, operands: list[_Value], domain: Domain) -> _Growing | None:
+        """The kernel that an op over ``domain`` becomes part of; those that still grow
+        become one."""
+        kernels = {k: None for v in operands if (k := v.home) is not None}
+        home: _Growing | None = None
+        for kernel in sorted(kernels, key=lambda k: -k.domain.points):
+            if kernel.closed or not kernel.domain.fits(domain):
+                continue
+            if home is None:
+                home = kernel
+            elif home.domain.fits(kernel.domain):
+                self._merge(home, kernel)
+            else:
+                continue
+            domain = domain.joined(home.domain)
+        return home or self._late(operands, kernels, domain)
+
+    def _late(
+        self,
+        operands: list[_Value],
+        kernels: dict[_Growing, None],
+        domain: Domain,
+    ) -> _Growing | None:
+        """The last of the kernels an op reads from, if all else is there before it."""
+        closed = [k for k in kernels if k.closed]
+        if not closed:
+            return None
+        last = max(closed, key=lambda k: k.launch.order)
+        if last.final or last.launch.backward != self.backward:
+            return None
+        if not last.domain.fits(domain):
+            return None
+        for value in operands:
+            buffer = value.buffer
+            if buffer is None or value.home is last:
+                continue
+            if buffer.ready is None or buffer.late is not None:
+                return None
+            if buffer.ready >= last.launch.order:
+                return None
+        return last
+
+    def _merge(self, home: _Growing, other: _Growing) -> None:
+        """Let one growing kernel become part of another."""
+        del self.growing[other]
+        other.into = home
+        mine, theirs = home.launch, other.launch
+        mine.nodes += theirs.nodes
+        mine.makes += theirs.makes
+        mine.light += theirs.light
+        home.domain = home.domain.joined(other.domain)
+        for value, nbytes in other.seen.items():
+            if value not in home.seen:
+                home.seen[value] = nbytes
+                _count(mine, value, nbytes)
+
+    def _close(self, kernel: _Growing) -> None:
+        if kernel.closed:
+            return
+        del self.growing[kernel]
+        kernel.closed = True
+        self.done.append(kernel.launch)
+        for buffer in kernel.launch.makes:
+            buffer.ready = kernel.launch.order
+
+    def _close_all(self) -> None:
+        for kernel in list(self.growing):
+            self._close(kernel)
+
+
+def _count(launch: Launch, value: _Value, nbytes: int) -> None:
+    """Add to what a launch reads of a buffer, all of it at most."""
+    buffer = value.buffer
+    assert buffer is not None, "constants are not read"
+    read = launch.reads.get(buffer, 0) + nbytes
+    launch.reads[buffer] = min(read, buffer.nbytes)
+
+
+def _value(
+    node: fx.Node,
+    buffer: Buffer | None,
+    tensor: torch.Tensor,
+    kernel: _Growing | None = None,
+) -> _Value:
+    size = math.prod(tensor.shape)
+    return _Value(node, buffer, size, tensor.dtype.itemsize, kernel)
+
+
+def _view(of: _Value, tensor: torch.Tensor) -> _Value:
+    return _value(of.node, of.buffer, tensor, of.kernel)

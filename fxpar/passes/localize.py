@@ -1,0 +1,209 @@
+"""resharded -> local: what one rank runs, the same text on every rank.
+
+In: the resharded graph (global shapes). Out: a new graph in local shapes whose reshards
+are steps, or once lowered ``_c10d_functional`` collectives on symbolic groups and local
+slices, and whose shape arguments are local. The rank enters through ``offset`` ints
+alone, so the graph is equal on all ranks and its size does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes.builder import Builder
+from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
+from fxpar.passes.local_op import local_like, local_op
+from fxpar.passes.lower import lower_graph
+from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.program import Op, user_line
+from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.sample_dims import sample_dims
+from fxpar.sharding.spec import Spec
+
+
+def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
+    """The local graph of a resharded one, lowered. Raises as ``partition``."""
+    return lower_graph(partition(graph, decision, fake_mode), decision.mesh, fake_mode)
+
+
+def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
+    """The local graph of a resharded one; its reshards are nodes of ``passes.steps``,
+    its inputs know their specs (``meta["fxpar_spec"]``). Raises PlanError if a shard
+    comes out with another shape than its spec says, naming the op."""
+    return _Localizer(decision, fake_mode).run(graph)
+
+
+class _Localizer:
+    def __init__(self, decision: Decision, fake_mode: Any) -> None:
+        self.decision, self.program = decision, decision.program
+        self.mesh = decision.mesh
+        self.graph = fx.Graph()
+        self.mode = fake_mode
+        self.build = Builder(self.graph, fake_mode, self.mesh)
+        self.map: Mapping[fx.Node, Any] = {}
+        # Values from tangents that ranks need not have alike and from no sample, as
+        # the mean over the ranks of those tangents makes them.
+        self.alike: dict[fx.Node, fx.Node] = {}
+        self.of_parameters = gathered_again(self.program)
+        self.samples = sample_dims(self.program, decision.edges.made)
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        made: dict[fx.Node, Any] = {}
+        self.map = made
+        for node, v in zip(nodes, self.program.inputs, strict=True):
+            made[node] = self._placeholder(node, v)
+        made.update(self._scaled_tangents(nodes))
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                self._output(node)
+                continue
+            made[node] = self._made(node)
+            if not any(x in self.alike for x in node.all_input_nodes):
+                continue
+            held = self._samples_in(node)
+            if not held:
+                self.map = ChainMap(self.alike, made)
+                self.alike[node] = self._made(node)
+                self.map = made
+            elif not self._is_split(*held):
+                with self.build.at(node):
+                    made[node] = self._of_own_samples(made[node], *held)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        if "fxpar_reshard" in node.meta:
+            with self.build.at(node):
+                return self._reshard(node)
+        if "fxpar_op" in node.meta:
+            with self.build.at(node):
+                return self._op(node, self.program.ops[node.meta["fxpar_op"]])
+        return self._other(node)
+
+    def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
+        copy = self.graph.node_copy(node)
+        copy.meta = dict(node.meta)
+        if v is not None:
+            spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
+            copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
+            copy.meta.pop("tensor_meta", None)
+        return copy
+
+    def _scaled_tangents(self, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """In local mode each rank differentiates the mean over its own part; the mean
+        over all parts has a gradient smaller by their number. Of a result that all
+        ranks have alike they may still make losses that are not."""
+        signature, out = self.program.signature, dict[fx.Node, fx.Node]()
+        parts = self.mesh.count(signature.batch)
+        if parts == 1:
+            return out
+        for i, _ in signature.tangents:
+            v, node = self.program.inputs[i], nodes[i]
+            if v is None:
+                continue
+            with self.build.at(node):
+                tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
+                if self._on_batch(self.decision.edges.made[v]):
+                    out[node] = self.build.call(mul, tangent, 1 / parts)
+                    continue
+                total = step(self.build, all_reduce, tangent, "sum", signature.batch)
+                mean = self.build.call(mul, total, 1 / parts)
+                # Each rank has all samples of a result that is whole.
+                into = out if self._samples_in(node) else self.alike
+                into[node] = mean
+        return out
+
+    def _samples_in(self, node: fx.Node) -> tuple[Spec, int] | None:
+        """The spec of a node's value and its dim that holds samples; None if it has
+        none, and so is computed alike from alike tangents, shards included."""
+        for v, spec in self._values(node):
+            for d in range(len(spec.dims)):
+                if (v, d) in self.samples:
+                    return spec, d
+        return None
+
+    def _is_split(self, spec: Spec, d: int) -> bool:
+        """Whether each rank has none but its own samples."""
+        return set(self.program.signature.batch) <= set(spec.dims[d])
+
+    def _of_own_samples(self, x: fx.Node, spec: Spec, d: int) -> fx.Node:
+        """Each rank's own samples from what it has of them all by its own tangents,
+        put together again."""
+        batch, axes = self.program.signature.batch, spec.dims[d]
+        if not isinstance(x.meta["val"], torch.Tensor):
+            raise PlanError(
+                f"{x.name} ({x.target}) makes several values of all samples, each by "
+                "gradients of one rank",
+                where=user_line(x),
+                fix="split the batch over the ranks (FXPAR_PLAN=propagate), or feed "
+                "the global batch (FXPAR_INPUTS=global)",
+            )
+        if axes:
+            x = step(self.build, all_gather, x, d, axes)
+        x = step(self.build, slice_, x, d, batch)
+        x = step(self.build, all_gather, x, d, batch)
+        return step(self.build, slice_, x, d, axes) if axes else x
+
+    def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
+        """The values of the program that a node makes, and their specs."""
+        made = self.decision.edges.made
+        if "fxpar_reshard" in node.meta:
+            reshard = node.meta["fxpar_reshard"]
+            return [(reshard.value, reshard.target)]
+        if "fxpar_op" in node.meta:
+            results = self.program.ops[node.meta["fxpar_op"]].results
+            return [(v, made[v]) for v in results]
+        v = node.meta.get("fxpar_value")
+        return [] if v is None else [(v, made[v])]
+
+    def _output(self, node: fx.Node) -> None:
+        """The outputs; gradients of local inputs as a rank alone would see them."""
+        signature = self.program.signature
+        parts = self.mesh.count(signature.batch)
+        results = list(fx.node.map_arg(node.args[0], self.map.__getitem__))
+        for k, out in enumerate(signature.outputs):
+            spec = self.decision.edges.outputs[k]
+            results[k] = self.alike.get(node.args[0][k], results[k])
+            fed = out.of is not None and signature.inputs[out.of].kind == "input"
+            scaled = out.kind == "gradient" and fed and parts > 1
+            if scaled and spec is not None and self._on_batch(spec):
+                with self.build.at(node.args[0][k]):
+                    results[k] = self.build.call(
+                        torch.ops.aten.mul.Tensor, results[k], parts
+                    )
+        copy = self.graph.output(type(node.args[0])(results))
+        copy.meta = dict(node.meta)
+
+    def _on_batch(self, spec: Spec) -> bool:
+        return spec.dims[:1] == (self.program.signature.batch,)
+
+    def _other(self, node: fx.Node) -> fx.Node:
+        copy = self.graph.node_copy(node, self.map.__getitem__)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("tensor_meta", None)
+        if node.target is operator.getitem:
+            source, key = copy.args
+            copy.meta["val"] = source.meta["val"][key]
+        return copy
+
+    def _reshard(self, node: fx.Node) -> fx.Node:
+        reshard = node.meta["fxpar_reshard"]
+        node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
+        return emit(self.build, self.map[node.args[0]], route(self.decision, reshard))
+
+    def _op(self, node: fx.Node, op: Op) -> fx.Node:
+        strategy = self.decision.strategies[op.index]
+        return local_op(
+            self.build, node, op, self.program, strategy, self.map.__getitem__
+        )

@@ -1,0 +1,247 @@
+"""traced -> normalized, part one: matrix products with the views around them undone.
+
+``F.linear`` on ``[b, s, h]`` reaches ATen as view to ``[b*s, h]``, mm, view back, and a
+batched matmul of attention as view to ``[b*h, s, d]``, bmm, view back. A merged dim can
+be split by the axes of its major part only, so the views hide sequence, head and fused
+projection dims from sharding. In: an ATen graph. Out: the same graph with mm, bmm,
+addmm and baddbmm as ``fxpar::dot`` over the unmerged dims, biases added apart. What it
+never does: change a result other than by the rounding of a bias addition.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpar.passes.rewriter import Rewriter, shape_of
+
+aten = torch.ops.aten
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_EQUATION = {
+    aten.mm.default: "m k, k n -> m n",
+    aten.bmm.default: "b m k, b k n -> b m n",
+    aten.addmm.default: "m k, k n -> m n",
+    aten.baddbmm.default: "b m k, b k n -> b m n",
+}
+
+Words = list[str]
+
+
+def undo_views_around_matmul(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """Every matrix product becomes a ``fxpar::dot`` over the dims its views merged."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _EQUATION:
+            _Contraction(node, rewriter).rewrite()
+    _sums_of_merged(graph, rewriter)
+    _cancel_views(graph, rewriter)
+
+
+def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | None:
+    """How many source dims each target dim merges, or None if not a plain merge."""
+    groups, i = [], 0
+    for size in target:
+        n, count = 1, 0
+        while i < len(source) and (n < size or count == 0):
+            n *= source[i]
+            i += 1
+            count += 1
+        if n != size or count == 0:
+            return None
+        groups.append(count)
+    if i < len(source):
+        if any(size != 1 for size in source[i:]):
+            return None
+        groups[-1] += len(source) - i
+    return groups
+
+
+class _Contraction:
+    """One product on its way to a dot: two operands, an equation, the view back."""
+
+    def __init__(self, node: fx.Node, rewriter: Rewriter) -> None:
+        self.node, self.rewriter = node, rewriter
+        left, right = _EQUATION[node.target].split("->")
+        self.words: list[Words] = [side.split() for side in left.split(",")]
+        self.result: Words = right.split()
+        biased = node.target in (aten.addmm.default, aten.baddbmm.default)
+        self.bias = node.args[0] if biased else None
+        self.operands: list[fx.Node] = list(node.args[1:3] if biased else node.args[:2])
+        self.fresh = (f"x{i}" for i in itertools.count())
+
+    def rewrite(self) -> None:
+        # Orders first on both sides: a side that is split by the other's view must show
+        # its own view, for the two to cancel.
+        while any(self._absorb_order(i) for i in (0, 1)) or any(
+            self._absorb_view(i) for i in (0, 1)
+        ):
+            pass
+        node, build = self.node, self.rewriter
+        with build.before(node):
+            equation = (
+                ", ".join(" ".join(w) for w in self.words)
+                + " -> "
+                + " ".join(self.result)
+            )
+            made = build.call(torch.ops.fxpar.dot.default, *self.operands, equation)
+            if self.bias is not None:
+                made = self._add_bias(made)
+            if shape_of(made) != shape_of(node):
+                made = build.call(aten.view.default, made, list(shape_of(node)))
+        build.replace(node, made)
+
+    def _absorb_order(self, i: int) -> bool:
+        """Look through one permute, transpose or empty expand of operand ``i``."""
+        operand = self.operands[i]
+        if operand.op != "call_function":
+            return False
+        if operand.target in (aten.permute.default, aten.t.default):
+            order = operand.args[1] if len(operand.args) > 1 else [1, 0]
+            back = [0] * len(order)
+            for new, old in enumerate(order):
+                back[old % len(order)] = new
+            self.words[i] = [self.words[i][d] for d in back]
+            self.operands[i] = operand.args[0]
+            return True
+        if operand.target is aten.transpose.int:
+            a, b = operand.args[1:]
+            words = self.words[i]
+            words[a], words[b] = words[b], words[a]
+            self.operands[i] = operand.args[0]
+            return True
+        if operand.target is aten.expand.default and shape_of(operand) == shape_of(
+            operand.args[0]
+        ):
+            self.operands[i] = operand.args[0]
+            return True
+        return False
+
+    def _absorb_view(self, i: int) -> bool:
+        """Look through one merging view or stacking cat of operand ``i``."""
+        operand = self.operands[i]
+        if operand.op != "call_function":
+            return False
+        if operand.target in VIEWS:
+            return self._split_by(i, operand.args[0])
+        if operand.target is aten.cat.default:
+            stacked = stack_of_equal(operand, self.rewriter)
+            return stacked is not None and self._split_by(i, stacked)
+        return False
+
+    def _split_by(self, i: int, source: fx.Node) -> bool:
+        """Use ``source``, of which operand ``i`` is a merging view, in its place."""
+        shape = shape_of(source)
+        groups = merged_groups(shape, shape_of(self.operands[i]))
+        if groups is None or all(n == 1 for n in groups):
+            return False
+        at, parts, sizes = 0, {}, {}
+        for word, count in zip(self.words[i], groups, strict=True):
+            if count > 1:
+                parts[word] = [next(self.fresh) for _ in range(count)]
+                sizes[word] = shape[at : at + count]
+            at += count
+        other = 1 - i
+        self._split_operand(other, parts, sizes)
+        self.operands[i] = source
+        self.words[i] = self._split_words(self.words[i], parts)
+        self.result = self._split_words(self.result, parts)
+        return True
+
+    def _split_operand(self, i: int, parts: dict, sizes: dict) -> None:
+        words, operand = self.words[i], self.operands[i]
+        if not any(word in parts for word in words):
+            return
+        shape: list[int] = []
+        for word, size in zip(words, shape_of(operand), strict=True):
+            shape += sizes.get(word, [size])
+        with self.rewriter.before(self.node):
+            self.operands[i] = self.rewriter.call(aten.view.default, operand, shape)
+        self.words[i] = self._split_words(words, parts)
+
+    @staticmethod
+    def _split_words(words: Words, parts: dict[str, Words]) -> Words:
+        return [part for word in words for part in parts.get(word, [word])]
+
+    def _add_bias(self, product: fx.Node) -> fx.Node:
+        """``beta * bias + alpha * product``, the bias aligned to the unmerged dims."""
+        build, bias, full = self.rewriter, self.bias, shape_of(self.node)
+        scale = self.node.kwargs
+        if scale.get("alpha", 1) != 1:
+            product = build.call(aten.mul.Tensor, product, scale["alpha"])
+        if scale.get("beta", 1) != 1:
+            bias = build.call(aten.mul.Tensor, bias, scale["beta"])
+        groups = merged_groups(shape_of(product), full)
+        assert groups is not None, "a dot's result always merges to the product's shape"
+        shape: list[int] = []
+        missing = len(full) - len(shape_of(bias))
+        at = sum(groups[:missing])
+        for count, size in zip(groups[missing:], shape_of(bias), strict=True):
+            part = list(shape_of(product)[at : at + count])
+            shape += part if size != 1 else [1] * count
+            at += count
+        if tuple(shape) != shape_of(bias):
+            bias = build.call(aten.view.default, bias, shape)
+        return build.call(aten.add.Tensor, product, bias)
+
+
+def stack_of_equal(cat: fx.Node, rewriter: Rewriter) -> fx.Node | None:
+    """The stack that a cat of equal pieces merges, built before it; else None."""
+    if "fxpar_stack" in cat.meta:
+        return cat.meta["fxpar_stack"]
+    pieces = cat.args[0]
+    dim = (cat.args[1] if len(cat.args) > 1 else 0) % len(shape_of(cat))
+    if len(pieces) < 2 or len({shape_of(p) for p in pieces}) != 1:
+        return None
+    if shape_of(pieces[0])[dim] == 1:
+        return None  # a stack already
+    with rewriter.before(cat):
+        parts = [rewriter.call(aten.unsqueeze.default, p, dim) for p in pieces]
+        cat.meta["fxpar_stack"] = rewriter.call(aten.cat.default, parts, dim)
+    return cat.meta["fxpar_stack"]
+
+
+def _sums_of_merged(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """``sum(view(x), dims)`` becomes a sum over the dims the view merged."""
+    for node in list(graph.nodes):
+        if node.target is not aten.sum.dim_IntList or node.args[1] is None:
+            continue
+        view = node.args[0]
+        if view.target is aten.cat.default:
+            source = view.meta.get("fxpar_stack")
+        else:
+            source = view.args[0] if view.target in VIEWS else None
+        if source is None:
+            continue
+        groups = merged_groups(shape_of(source), shape_of(view))
+        if groups is None or all(n == 1 for n in groups):
+            continue
+        starts = list(itertools.accumulate([0, *groups]))
+        dims = sorted(d % len(groups) for d in node.args[1])
+        split = [i for d in dims for i in range(starts[d], starts[d + 1])]
+        keep = len(node.args) > 2 and node.args[2]
+        with rewriter.before(node):
+            made = rewriter.call(
+                aten.sum.dim_IntList, source, split, bool(keep), **node.kwargs
+            )
+            if shape_of(made) != shape_of(node):
+                made = rewriter.call(aten.view.default, made, list(shape_of(node)))
+        rewriter.replace(node, made)
+
+
+def _cancel_views(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """``view(view(x))`` is one view; a view to the same shape is nothing."""
+    for node in list(graph.nodes):
+        if node.target not in VIEWS:
+            continue
+        source = node.args[0]
+        while source.target in VIEWS:
+            source = source.args[0]
+        if shape_of(source) == shape_of(node):
+            rewriter.replace(node, source)
+        elif source is not node.args[0]:
+            with rewriter.before(node):
+                made = rewriter.call(aten.reshape.default, source, list(shape_of(node)))
+            rewriter.replace(node, made)

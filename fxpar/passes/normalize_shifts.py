@@ -1,0 +1,396 @@
+"""traced -> normalized: rows that move by a constant number become ``fxpar::shift``.
+
+In: a functional ATen graph with global fake values. Out: the same graph, changed in
+place, computing the same values. A roll, a join of slices, a pad that is cut at the
+other end, and lookups at positions that count up (of an iota, computed here once) all
+give row ``i`` of a dim the row ``i + by`` of one tensor, around the end or with a
+constant beyond it. As one op it may be split along that dim: each rank then needs a few
+rows of its neighbour. What gathers rows so, the backward adds up so: additions into
+zeros, of slices or at such positions, are shifts back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.rewriter import Rewriter, shape_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Positions of a lookup, and rows of a dim, are followed up to so many.
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What each row of a dim holds: a row of ``source``, or the constant ``fill``
+    where ``places`` is -1. Without a source all rows are the constant."""
+
+    source: fx.Node | None
+    places: torch.Tensor
+    fill: float | None = None
+
+    def at(self, index: torch.Tensor) -> _Rows:
+        return replace(self, places=self.places[index])
+
+
+def find_shifts(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """Nodes that shift the rows of one dim of a tensor as ``fxpar::shift``; the last
+    first, so that what several of them make is one."""
+    for node in reversed(list(graph.nodes)):
+        dim = _dim_of(node) if node.users else None
+        if dim is None or not 1 < shape_of(node)[dim] <= _MOST:
+            continue
+        with _torch.aot.as_compiled():
+            by = _shift_of(node, dim)
+        if by is None:
+            continue
+        rows, count = by
+        with rewriter.before(node):
+            made = rewriter.call(
+                torch.ops.fxpar.shift.default, rows.source, dim, count, rows.fill
+            )
+        if made.meta["val"].stride() == node.meta["val"].stride():
+            rewriter.replace(node, made)
+        else:
+            graph.erase_node(made)
+
+
+def _shift_of(node: fx.Node, dim: int) -> tuple[_Rows, int] | None:
+    """(rows, by how many) of a node that is a shift of one tensor of its shape."""
+    rows = _rows(node, dim)
+    if rows is None or rows.source in (None, node):
+        return None
+    like, value = rows.source.meta["val"], node.meta["val"]
+    if shape_of(rows.source) != shape_of(node) or like.dtype != value.dtype:
+        return None
+    n, places = len(rows.places), rows.places
+    here = torch.arange(n)
+    kept = (places >= 0).nonzero()[:, 0]
+    if not len(kept):
+        return None
+    by = int(places[kept[0]] - kept[0])
+    moved = here + by
+    if not (places < 0).any():
+        around = by - n if by > n // 2 else by + n if by < -(n // 2) else by
+        return (rows, around) if torch.equal(places, moved % n) else None
+    beyond = (moved < 0) | (moved >= n)
+    fits = by and torch.equal(places, moved.masked_fill(beyond, -1))
+    return (rows, by) if fits else None
+
+
+def _dim_of(node: fx.Node) -> int | None:
+    """The dim along which a node may be a shift."""
+    found = _DIM.get(node.target) if node.op == "call_function" else None
+    if found is None or not all(map(_is_known, (node, *node.all_input_nodes))):
+        return None
+    dim = found(node)
+    return dim if dim is None else dim % max(len(shape_of(node)), 1)
+
+
+def _is_known(node: Any) -> bool:
+    """Whether a node is a tensor of a size that does not depend on data."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and not _torch.fake.depends_on_data(value)
+
+
+def _rows(node: Any, dim: int) -> _Rows | None:
+    """The rows of a node along a dim; its own where nothing else is known."""
+    if not _is_known(node) or not shape_of(node):
+        return None
+    read = _READ.get(node.target)
+    if read is not None:
+        found = read(node, dim)
+        if found is not None:
+            return found
+    if not 0 < shape_of(node)[dim] <= _MOST:
+        return None
+    return _Rows(node, torch.arange(shape_of(node)[dim]))
+
+
+def _argument(node: fx.Node, i: int, default: Any) -> Any:
+    return node.args[i] if len(node.args) > i else default
+
+
+def _slice(node: fx.Node, dim: int) -> _Rows | None:
+    x, along = node.args[0], _argument(node, 1, 0)
+    start, end, step = (
+        _argument(node, i, d) for i, d in ((2, None), (3, None), (4, 1))
+    )
+    bounds = [b for b in (start, end, step) if b is not None]
+    if along % len(shape_of(x)) != dim or not all(isinstance(b, int) for b in bounds):
+        return None
+    rows = _rows(x, dim)
+    if rows is None:
+        return None
+    return replace(rows, places=rows.places[start:end][::step])
+
+
+def _constant(node: fx.Node, dim: int) -> _Rows | None:
+    value = 0 if node.target is aten.zeros.default else node.args[1]
+    if not isinstance(value, int | float) or float(value) != value:
+        return None
+    return _Rows(None, torch.full([shape_of(node)[dim]], -1), float(value))
+
+
+def _joined(parts: Sequence[_Rows | None]) -> _Rows | None:
+    """Rows of one tensor and one constant, one part after the other."""
+    found = [rows for rows in parts if rows is not None]
+    sources = dict.fromkeys(r.source for r in found if r.source is not None)
+    fills = {r.fill for r in found if r.fill is not None}
+    if len(found) < len(parts) or len(sources) > 1 or len(fills) > 1:
+        return None
+    places = torch.cat([rows.places for rows in found])
+    return _Rows(next(iter(sources), None), places, next(iter(fills), None))
+
+
+def _cat(node: fx.Node, dim: int) -> _Rows | None:
+    if _argument(node, 1, 0) % len(shape_of(node)) != dim:
+        return None
+    parts = node.args[0]
+    if len({(len(shape_of(x)), x.meta["val"].dtype) for x in parts}) > 1:
+        return None
+    return _joined([_rows(x, dim) for x in parts])
+
+
+def _pad(node: fx.Node, dim: int) -> _Rows | None:
+    x, amounts, value = node.args[0], node.args[1], _argument(node, 2, 0)
+    padded = _padded(node)
+    if padded != dim or not isinstance(value, int | float) or float(value) != value:
+        return None
+    rows = _rows(x, dim)
+    if rows is None:
+        return None
+    at = 2 * (len(shape_of(x)) - 1 - dim)
+    before, after = amounts[at : at + 2]
+    rows = rows.at(torch.arange(max(-before, 0), len(rows.places) + min(after, 0)))
+    ends = [
+        _Rows(None, torch.full([max(n, 0)], -1), float(value) if n > 0 else None)
+        for n in (before, after)
+    ]
+    return _joined([ends[0], rows, ends[1]])
+
+
+def _padded(node: fx.Node) -> int | None:
+    """The one dim that a pad changes."""
+    amounts = node.args[1]
+    dims = {i // 2 for i, n in enumerate(amounts) if n}
+    return len(shape_of(node)) - 1 - dims.pop() if len(dims) == 1 else None
+
+
+def _slice_scatter(node: fx.Node, dim: int) -> _Rows | None:
+    base, source = node.args[:2]
+    along: int = _argument(node, 2, 0)
+    start, end, step = (
+        _argument(node, i, d) for i, d in ((3, None), (4, None), (5, 1))
+    )
+    if along % len(shape_of(node)) != dim or step != 1:
+        return None
+    under, over = _rows(base, dim), _rows(source, dim)
+    if under is None or over is None or under.source is not None:
+        return None
+    bounds = slice(start, end).indices(shape_of(node)[dim])
+    here = torch.arange(*bounds)
+    return _put(under, over, here)
+
+
+def _put(under: _Rows, over: _Rows, here: torch.Tensor) -> _Rows | None:
+    """``over`` written into constant rows, at other places each."""
+    if under.source is not None or len(here) != len(over.places):
+        return None
+    if over.fill is not None and over.fill != under.fill:
+        return None
+    places = under.places.clone()
+    places[here] = over.places
+    fill = under.fill if (places < 0).any() else None
+    return _Rows(over.source, places, fill)
+
+
+def _add(node: fx.Node, dim: int) -> _Rows | None:
+    """Rows added to zeros."""
+    if node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
+        return None
+    if any(shape_of(x) != shape_of(node) for x in node.args):
+        return None
+    a, b = (_rows(x, dim) for x in node.args)
+    if a is None or b is None or {a.fill, b.fill} != {0.0}:
+        return None
+    if a.source is not b.source or ((a.places >= 0) & (b.places >= 0)).any():
+        return None
+    places = torch.maximum(a.places, b.places)
+    return _Rows(a.source, places, 0.0 if (places < 0).any() else None)
+
+
+def _index(node: fx.Node, dim: int) -> _Rows | None:
+    found = _indexed(node)
+    if found is None or found[0] != dim:
+        return None
+    at, rows = _positions(found[1], shape_of(node.args[0])[dim]), None
+    if at is not None:
+        rows = _rows(node.args[0], dim)
+    return None if rows is None or at is None else rows.at(at)
+
+
+def _indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
+    """(dim, positions) of a lookup or update along one dim."""
+    if node.target in (aten.index_select.default,):
+        index = node.args[2]
+        return (node.args[1] % len(shape_of(node)), index) if shape_of(index) else None
+    found = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
+    if len(found) != 1 or len(shape_of(found[0][1])) != 1:
+        return None
+    return None if found[0][1].meta["val"].dtype is torch.bool else found[0]
+
+
+def _index_put(node: fx.Node, dim: int) -> _Rows | None:
+    found = _indexed(node)
+    base, values = node.args[0], node.args[2]
+    if found is None or found[0] != dim:
+        return None
+    return _updated(node, dim, base, found[1], values)
+
+
+def _updated(
+    node: fx.Node, dim: int, base: fx.Node, index: fx.Node, values: fx.Node
+) -> _Rows | None:
+    """Rows added to zeros at positions of which none comes twice."""
+    if shape_of(values) != shape_of(node):
+        return None
+    at, under = _positions(index, shape_of(node)[dim], dim), _rows(base, dim)
+    if at is None or under is None or under.fill != 0 or len(at.unique()) < len(at):
+        return None
+    over = _rows(values, dim)
+    return None if over is None else _put(under, over, at)
+
+
+def _gather(node: fx.Node, dim: int) -> _Rows | None:
+    x, along, index = node.args[:3]
+    if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(x):
+        return None
+    at, rows = _positions(index, shape_of(x)[dim], dim), None
+    if at is not None:
+        rows = _rows(x, dim)
+    return None if rows is None or at is None else rows.at(at)
+
+
+def _scatter_add(node: fx.Node, dim: int) -> _Rows | None:
+    base, along, index, values = node.args[:4]
+    if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(node):
+        return None
+    return _updated(node, dim, base, index, values)
+
+
+def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
+    """Positions that no input has a part in, in ``[0, n)``; of an index of several
+    dims those along ``dim``, if they are the same for all others."""
+    if not 0 < math.prod(shape_of(index)) <= _MOST:
+        return None
+    found = _computed(index, {})
+    if found is None or found.dtype is torch.bool:
+        return None
+    if found.dim() > 1:
+        rows = found.movedim(dim, 0).flatten(1)
+        if not (rows == rows[:, :1]).all():
+            return None
+        found = rows[:, 0]
+    found = torch.where(found < 0, found + n, found).long()
+    return found if bool(((found >= 0) & (found < n)).all()) else None
+
+
+def _computed(node: Any, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node that is made of constants alone; else None."""
+    if node in known:
+        return known[node]
+    known[node] = None
+    if not _is_arithmetic(node):
+        return None
+    if any(_computed(x, known) is None for x in node.all_input_nodes):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    known[node] = node.target(*args, **kwargs)
+    return known[node]
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    """Whether what a call gives follows from its arguments, and is an index's size."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return False
+    target: Any = node.target
+    return (
+        getattr(target, "namespace", "") in ("aten", "prims")
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not _torch.objects.is_mutable(target)
+        and value.numel() <= _MOST
+        and not value.dtype.is_complex
+        and not target.name().startswith("aten::empty")
+    )
+
+
+def _second(node: fx.Node) -> int | None:
+    return _argument(node, 1, 0)
+
+
+def _index_dim(node: fx.Node) -> int | None:
+    found = _indexed(node)
+    return None if found is None else found[0]
+
+
+def _added(node: fx.Node) -> int | None:
+    """The dim along which two additions to zeros were made."""
+    if not any(
+        isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
+        for x in node.args
+    ):
+        return None
+    first = next(x for x in node.args if x.target is aten.slice_scatter.default)
+    return _argument(first, 2, 0)
+
+
+def _cut_pad(node: fx.Node) -> int | None:
+    """The dim of a slice of what was padded."""
+    x = node.args[0]
+    return _second(node) if x.target is aten.constant_pad_nd.default else None
+
+
+# Along which dim a node may be a shift, and how the rows of a node are read.
+_DIM: dict[Any, Callable[[fx.Node], int | None]] = {
+    aten.cat.default: _second,
+    aten.slice.Tensor: _cut_pad,
+    aten.constant_pad_nd.default: _padded,
+    aten.slice_scatter.default: lambda node: _argument(node, 2, 0),
+    aten.add.Tensor: _added,
+    aten.index.Tensor: _index_dim,
+    aten._unsafe_index.Tensor: _index_dim,
+    aten.index_select.default: _index_dim,
+    aten.index_put.default: _index_dim,
+    aten._unsafe_index_put.default: _index_dim,
+    aten.gather.default: _second,
+    aten.scatter_add.default: _second,
+}
+_READ: dict[Any, Callable[[fx.Node, int], _Rows | None]] = {
+    aten.slice.Tensor: _slice,
+    aten.full.default: _constant,
+    aten.zeros.default: _constant,
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.add.Tensor: _add,
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_select.default: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten.gather.default: _gather,
+    aten.scatter_add.default: _scatter_add,
+}

@@ -1,0 +1,172 @@
+"""What is done to a forward or a backward by itself, once they were parted.
+
+In: the bound graph of one of the two, as it goes to code generation. Out: the same
+graph, changed in place: ``drop_unread``, ``buckets.bucket``, ``sink_waits``,
+``prefetch``, ``drain``, ``delay`` and ``give_outputs``, in this order. Every rank has
+the same graph and does the same, so collectives keep one order on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.config import runs
+from fxpar.passes.bucket_collectives import FULL, bucket, from_inputs
+from fxpar.passes.custom_ops import register_lowering
+from fxpar.passes.delay import delay
+from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.sink_waits import WAIT, is_chunk, sink, sink_waits
+
+c10d = torch.ops._c10d_functional
+
+_GATHER = c10d.all_gather_into_tensor.default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``bucket``: bytes of a full bucket, None for the default; ``gathers``: of one of
+    gathers, whose results are all there at once, None for those of the others.
+    ``ahead``: so many gathers of parameters are started before they are needed."""
+
+    bucket: int | None = None
+    gathers: int | None = None
+    ahead: int = 1
+
+
+DEFAULT = Settings()
+
+
+def schedule(
+    graph: fx.Graph,
+    *,
+    backward: bool,
+    disable: Collection[str] = (),
+    settings: Settings = DEFAULT,
+) -> None:
+    """Run the passes that ``disable`` does not name."""
+    drop_unread(graph)
+    values = [node.meta.get("val") for node in graph.nodes]
+    fake_mode = _torch.fake.mode_of(values)
+    if fake_mode is None or not graph.find_nodes(op="call_function", target=WAIT):
+        return
+    rewriter = Rewriter(graph, fake_mode)
+    if runs("bucket", disable):
+        most = FULL if settings.bucket is None else settings.bucket
+        gathers = most if settings.gathers is None else settings.gathers
+        bucket(graph, rewriter, reductions=backward, most=most, gathers=gathers)
+    if runs("sink_waits", disable):
+        sink_waits(graph)
+    if runs("prefetch", disable):
+        prefetch(graph, settings.ahead)
+    if runs("drain", disable):
+        drain(graph)
+    if runs("delay", disable):
+        delay(graph)
+    give_outputs(graph, rewriter)
+    graph.lint()
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase waits that nobody reads, with the collectives they wait for.
+
+    The partitioner repeats those of forward results in the backward, and counts them
+    among what dead code elimination may not touch.
+    """
+    graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
+
+
+def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
+    """Start each gather of parameters where the one read before it is first read, so
+    that it runs beside that one's work; or where the one that is ``ahead`` before it
+    is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
+    repeats at its top, in the forward's order, so that all are first moved to where
+    they are read."""
+    free = from_inputs(graph, through=(_GATHER, WAIT))
+    sink(graph, {node for node in free if node.op != "placeholder"})
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    ends = [
+        node
+        for node in gathers
+        if node in free and not any(_again(wait, free) for wait in node.users)
+    ]
+    for i, node in enumerate(ends[1:], 1):
+        at = min(ends[max(0, i - ahead)].users)  # its wait
+        if at < node:
+            for moved in _needed(node):
+                if at < moved:
+                    at.prepend(moved)
+    graph.lint()
+
+
+def _again(wait: fx.Node, free: Collection[fx.Node]) -> bool:
+    """Whether what was gathered is gathered over more axes before it is used."""
+    return any(
+        user.target is _GATHER or (user in free and _again(user, free))
+        for user in wait.users
+    )
+
+
+# Reduce-scatters under way at a time. What one reads lives until it is waited for: a
+# gradient as one device has it.
+UNDER_WAY = 2
+
+
+def drain(graph: fx.Graph) -> None:
+    """Wait for a reduce-scatter before the next but one starts. Not for chunks: they
+    read no more than one device has at once."""
+    found = graph.find_nodes(
+        op="call_function", target=c10d.reduce_scatter_tensor.default
+    )
+    scatters = [node for node in found if not is_chunk(node)]
+    for before, node in zip(scatters, scatters[UNDER_WAY:], strict=False):
+        for wait in list(before.users):
+            if wait.target is WAIT and node < wait:
+                node.prepend(wait)
+    graph.lint()
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it is computed from, inputs left out, in order."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(n: fx.Node) -> None:
+        for read in n.all_input_nodes:
+            if read.op != "placeholder" and read not in found:
+                visit(read)
+        found[n] = None
+
+    visit(node)
+    return list(found)
+
+
+def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
+    """On CPU, gather by an op of our own, into a tensor made before.
+
+    The two threads of a gloo group (torch 2.13) both write the name of what they
+    completed to one ``std::string``, without a lock: for names too long to be stored in
+    the string itself that is a double free. ALLGATHER_COALESCED, which the functional
+    all-gather runs as, is the only one of those that compiled graphs could run; given
+    its output it runs as ALLGATHER. An op of our own, since Inductor (2.13) orders
+    nothing behind ``all_gather_into_tensor_out``.
+    """
+    ours = torch.ops.fxpar
+    for node in graph.find_nodes(op="call_function", target=_GATHER):
+        value = node.meta["val"]
+        if value.device.type != "cpu" or value.is_complex():
+            continue
+        register_lowering()
+        with graph.inserting_before(node):
+            target = ours.all_gather_into_tensor.default
+            made = graph.call_function(target, node.args)
+            made.meta = dict(node.meta)
+        for wait in list(node.users):
+            with graph.inserting_before(wait):
+                done = graph.call_function(ours.wait_gather.default, (made,))
+                done.meta["val"] = None
+            rewriter.replace(wait, made)
+        graph.erase_node(node)

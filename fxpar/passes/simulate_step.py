@@ -1,0 +1,378 @@
+"""Predicts one step of a local graph on one rank: times, streams, memory.
+
+In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tasks_of``
+gives what takes time in it, for a ``Simulation`` of a search that changes one duration
+after the other. Never runs and never changes the graph; linear in nodes.
+
+What is launched, and which ops are one kernel, says ``kernels``; when it runs, with the
+streams of PyTorch and NCCL, ``sharding.streams``. A kernel takes its launch and the
+larger of arithmetic and memory, as ``Hardware.seconds`` has it, a collective what
+``sharding.collectives`` says: of that the share ``Hardware.beside`` holds the kernels
+up, where it is called, and the rest runs beside them. The host is always ahead of the
+device. Memory is that of
+a caching allocator: it follows the order of launches, not time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from fxpar.passes.inductor_launches import launches_of
+from fxpar.passes.launches import Buffer, Launch, Launches
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.streams import Simulation, Task
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+
+__all__ = [
+    "COMPUTE",
+    "Event",
+    "Held",
+    "Simulation",
+    "Task",
+    "Timeline",
+    "Traffic",
+    "simulate",
+    "tasks_of",
+]
+
+COMPUTE = "compute"
+
+# How many of the largest tensors at the peak are named.
+LARGEST = 10
+
+
+@dataclass(frozen=True)
+class Event:
+    """One launch, when it runs. ``stream``: "compute", or axes joined by "+".
+
+    ``kind``: "fused", "contraction", "alone", "wait", or a collective. ``bytes``: that
+    a kernel moves through memory; of a collective as in ``plan.Collective``. ``of``:
+    name of the collective that a wait waits for.
+    ``origin``: node of the one-device graph. ``nodes``: how many ops it runs.
+    """
+
+    name: str
+    kind: str
+    stream: str
+    start: float
+    duration: float
+    axes: tuple[str, ...] = ()
+    bytes: int = 0
+    flops: float = 0.0
+    nodes: int = 1
+    of: str | None = None
+    origin: str | None = None
+    line: str | None = None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory at the peak."""
+
+    name: str
+    bytes: int
+    line: str | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along the same axes. ``bytes``: as in
+    ``plan.Collective``; ``sent``: what one rank sends, by a ring where there are
+    several ways."""
+
+    kind: str
+    axes: tuple[str, ...]
+    calls: int
+    bytes: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of one rank, in seconds and bytes.
+
+    ``events``: in the order they are launched. ``compute_seconds``: kernels;
+    ``communication_seconds``: collectives, wherever they run; ``exposed_seconds``: when
+    they run and no kernel does, or hold kernels up. ``backward``: when the backward of
+    a joint graph begins. ``memory``: (time, bytes) wherever that changes;
+    ``held``: the largest tensors at its peak, largest first.
+    """
+
+    events: tuple[Event, ...]
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    traffic: tuple[Traffic, ...]
+    memory: tuple[tuple[float, int], ...]
+    peak_bytes: int
+    held: tuple[Held, ...]
+    backward: float | None = None
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Of communication: what runs beside kernels or other communication."""
+        return max(0.0, self.communication_seconds - self.exposed_seconds)
+
+    @cached_property
+    def sent(self) -> dict[str, int]:
+        """Bytes one rank sends, by axes as in ``Event.stream``."""
+        out: dict[str, int] = defaultdict(int)
+        for traffic in self.traffic:
+            out["+".join(traffic.axes)] += traffic.sent
+        return dict(out)
+
+
+# Bytes one rank sends, of n ranks, for those it holds before.
+_SENT: dict[str, Callable[[int, int], float]] = {
+    "all_reduce": lambda n, size: 2 * (n - 1) * size / n,
+    "all_gather": lambda n, size: (n - 1) * size,
+    "reduce_scatter": lambda n, size: (n - 1) * size / n,
+    "all_to_all": lambda n, size: (n - 1) * size / n,
+    "permute": lambda n, size: size if n > 1 else 0,
+}
+
+
+def simulate(
+    graph: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    keep_inputs: bool = True,
+    fused: bool = True,
+    tf32: bool = False,
+) -> Timeline:
+    """The timeline of one step of a local graph, joint or not, in its order of nodes.
+
+    mesh: with the hardware's links (``hardware.on(mesh)``). keep_inputs: whether inputs
+    stay in memory throughout, as parameters do, or to their last use. fused: False for
+    a kernel an op, launched eagerly. tf32: contractions of float32 run as such.
+
+    Raises PlanError on a collective it does not know or of a group that names no axes.
+    """
+    found = launches_of(graph, fused=fused)
+    work = _work(found, mesh, _machine(hardware, fused), tf32)
+    times = Simulation(work.tasks, compiled=False)
+    memory = _Memory(found, work, times, keep_inputs, in_place=fused)
+    events = _events(found.launches, work, times)
+    late = (i for i, launch in enumerate(found.launches) if launch.backward)
+    first = next(late, None)
+    waited = sum(e.duration for e in events if e.of) + work.lost()
+    return Timeline(
+        events,
+        times.seconds,
+        sum(e.duration for e in events if not e.axes and e.of is None),
+        sum(e.duration for e in events if e.axes),
+        waited + times.seconds - times.clock(-1),
+        _traffic(found.launches, mesh),
+        tuple(memory.curve.items()),
+        memory.peak,
+        memory.held(),
+        None if first is None else times.starts[work.first[first]],
+    )
+
+
+def tasks_of(
+    graph: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    fused: bool = True,
+    tf32: bool = False,
+) -> list[Task]:
+    """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
+    found = launches_of(graph, fused=fused)
+    return _work(found, mesh, _machine(hardware, fused), tf32).tasks
+
+
+def _machine(hardware: Hardware, fused: bool) -> Hardware:
+    return hardware if fused else replace(hardware, launch=hardware.eager_launch)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """``tasks`` of some launches. ``first``, ``last``: of each launch, indices of its
+    tasks, of which a collective may have two: what it takes from kernels, and the rest,
+    which runs beside them."""
+
+    tasks: list[Task]
+    first: list[int]
+    last: list[int]
+
+    def seconds(self, i: int) -> float:
+        """What launch i takes, waits left out."""
+        return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
+
+    def lost(self) -> float:
+        """What collectives take from kernels."""
+        pairs = zip(self.first, self.last, strict=True)
+        return sum(self.tasks[a].seconds for a, b in pairs if a != b)
+
+
+def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _Work:
+    where = {launch: i for i, launch in enumerate(found.launches)}
+    work = _Work([], [], [])
+    for launch in found.launches:
+        work.first.append(len(work.tasks))
+        if launch.of is not None:
+            work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
+        elif launch.axes:
+            curve = collectives.along(launch.kind, mesh, launch.axes)
+            taken = curve.seconds(launch.before)
+            lost = taken * hardware.beside
+            if lost:
+                work.tasks.append(Task(f"{launch.name}_beside", lost))
+            work.tasks.append(Task(launch.name, taken - lost, launch.axes))
+        elif launch.kind == "fused":
+            taken = hardware.fused(launch.moved, launch.light)
+            work.tasks.append(Task(launch.name, taken))
+        else:
+            taken = hardware.seconds(
+                launch.moved,
+                launch.flops,
+                launch.least,
+                launch.dtype,
+                tf32=tf32,
+                family=launch.family,
+            )
+            work.tasks.append(Task(launch.name, taken))
+        work.last.append(len(work.tasks) - 1)
+    return work
+
+
+def _events(
+    launches: Sequence[Launch], work: _Work, times: Simulation
+) -> tuple[Event, ...]:
+    lines = _Lines()
+    out = []
+    for i, launch in enumerate(launches):
+        node = launch.nodes[-1]
+        start, end = times.starts[work.first[i]], times.ends[work.last[i]]
+        out.append(
+            Event(
+                launch.name,
+                launch.kind,
+                "+".join(launch.axes) or COMPUTE,
+                start,
+                work.seconds(i) if launch.of is None else end - start,
+                launch.axes,
+                max(launch.before, launch.after) if launch.axes else launch.moved,
+                launch.flops,
+                len(launch.nodes),
+                launch.of.name if launch.of is not None else None,
+                node.meta.get("fxpar_origin"),
+                lines.of(node),
+            )
+        )
+    return tuple(out)
+
+
+class _Lines:
+    """User lines, each stack trace read once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, str | None] = {}
+
+    def of(self, node: fx.Node) -> str | None:
+        trace = node.meta.get("stack_trace")
+        if trace not in self.known:
+            self.known[trace] = user_line(node)
+        return self.known[trace]
+
+
+def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, tuple[str, ...]], list[Launch]] = defaultdict(list)
+    for launch in launches:
+        if launch.axes:
+            groups[launch.kind, launch.axes].append(launch)
+    return tuple(
+        Traffic(
+            kind,
+            axes,
+            len(group),
+            sum(max(launch.before, launch.after) for launch in group),
+            round(sum(_SENT[kind](mesh.count(axes), x.before) for x in group)),
+        )
+        for (kind, axes), group in sorted(groups.items())
+    )
+
+
+class _Memory:
+    """What is in memory after each launch. ``curve``: time -> bytes. ``in_place``: an
+    all-reduce writes over an operand that nobody else needs, as Inductor has it."""
+
+    def __init__(
+        self,
+        found: Launches,
+        work: _Work,
+        times: Simulation,
+        keep_inputs: bool,
+        *,
+        in_place: bool,
+    ) -> None:
+        self.born = dict.fromkeys(found.inputs, -1)
+        end = len(found.launches)
+        self.dies = dict.fromkeys(found.inputs, end if keep_inputs else -1)
+        waits = {x.of: i for i, x in enumerate(found.launches) if x.of is not None}
+        for i, launch in enumerate(found.launches):
+            until = waits.get(launch, i)
+            for buffer in launch.writes:
+                self.born[buffer], self.dies[buffer] = i, until
+            for buffer in launch.reads:
+                self.dies[buffer] = max(self.dies[buffer], until)
+        self.dies.update(dict.fromkeys(found.outputs, end))
+        if in_place:
+            self._reuse(found, waits)
+        self._follow(found, work, times)
+
+    def _reuse(self, found: Launches, waits: dict[Launch, int]) -> None:
+        """Operands of all-reduces die when these begin, if they are read no more."""
+        last: dict[Buffer, int] = {}
+        for i, launch in enumerate(found.launches):
+            last.update(dict.fromkeys(launch.reads, i))
+        for i, launch in enumerate(found.launches):
+            for buffer in launch.reads if launch.kind == "all_reduce" else ():
+                mine = last[buffer] == i and self.dies[buffer] == waits.get(launch, i)
+                if mine and self.born[buffer] >= 0:
+                    self.dies[buffer] = i - 1
+
+    def _follow(self, found: Launches, work: _Work, times: Simulation) -> None:
+        freed: dict[int, int] = defaultdict(int)
+        for buffer, i in self.dies.items():
+            freed[i] += buffer.nbytes
+        held = sum(buffer.nbytes for buffer in found.inputs)
+        self.peak, self.at = held, -1
+        held -= freed[-1]
+        self.curve = {0.0: held}
+        for i, launch in enumerate(found.launches):
+            made = sum(buffer.nbytes for buffer in launch.writes)
+            gone = freed[i]
+            held += made
+            if held > self.peak:
+                self.peak, self.at = held, i
+            if made:
+                self.curve[times.clock(work.last[i - 1]) if i else 0.0] = held
+            held -= gone
+            if gone:
+                self.curve[times.clock(work.last[i])] = held
+
+    def held(self) -> tuple[Held, ...]:
+        """The largest tensors at the peak."""
+        lines = _Lines()
+        there = [b for b in self.born if self.born[b] <= self.at <= self.dies[b]]
+        there.sort(key=lambda buffer: -buffer.nbytes)
+        return tuple(
+            Held(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
+        )

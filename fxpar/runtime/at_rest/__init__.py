@@ -1,0 +1,1 @@
+"""``fxpar.shard``: parameters that lie in shards between steps."""

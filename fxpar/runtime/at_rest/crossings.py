@@ -1,0 +1,83 @@
+"""The crossings between a user's code and the mesh, as they run outside a graph.
+
+``fxpar.constrain`` is where code speaks to the plan. ``fxpar::to_global`` and
+``fxpar::to_local`` are where parameters at rest enter a program and their gradients
+leave it: in a compiled graph the partitioner takes them out; run eagerly, every rank
+computes on global values, so that one gathers and the other takes this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from fxpar import _torch
+from fxpar.errors import HintError
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.runtime.groups import group_of
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+Entry = str | Iterable[str] | None
+
+
+def _word(entry: Entry) -> str:
+    if entry is None:
+        return "_"
+    return entry if isinstance(entry, str) else "+".join(entry)
+
+
+def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
+    """Hint that ``x`` lies split as ``dims`` says: ``constrain(x, "dp", None, "tp")``.
+
+    One entry per dim: an axis, a tuple of axes, None (whole), "?" (open), "tp?" (split
+    and open to more). Dims left out are open. Outside a compiled graph it is the
+    identity. Raises HintError if there are more entries than dims; that axes exist and
+    divide is checked when the graph is planned.
+    """
+    if len(dims) > x.dim():
+        raise HintError(
+            f"constrain: {len(dims)} entries for a tensor of {x.dim()} dims",
+            fix="give at most one entry per dim",
+        )
+    if not torch.compiler.is_compiling():
+        return x
+    return torch.ops.fxpar.constrain(x, ",".join(_word(entry) for entry in dims))
+
+
+def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What ``rank`` holds of a global value: a view; of a sum, the first rank along
+    each partial axis holds all of it, the others zeros."""
+    for d, axes in enumerate(spec.dims):
+        size = x.shape[d] // mesh.count(axes)
+        x = x.narrow(d, size * mesh.index(rank, axes), size)
+    if any(mesh.index(rank, (axis,)) for axis in spec.partial_axes):
+        return torch.zeros_like(x)
+    return x
+
+
+@torch.library.impl("fxpar::to_global", "CompositeExplicitAutograd")
+def _(local, shape, spec, hint, mesh, summed, reduce, home):
+    lies, mesh = Spec.parse(spec), Mesh.parse(mesh)
+    if lies.is_whole:
+        return local.clone()
+    # Not by DTensor: on gloo (2.13) its gathers may end before their threads do.
+    axes = mesh.ordered(lies.sharded_axes)
+    members = mesh.group(dist.get_rank(), axes)
+    parts = [torch.empty_like(local) for _ in members]
+    group = _torch.distributed.group_named(group_of(mesh, axes))
+    dist.all_gather(parts, local.contiguous(), group=group)
+    whole = local.new_empty(shape)
+    for member, part in zip(members, parts, strict=True):
+        part_of(whole, lies, mesh, member).copy_(part)
+    return whole
+
+
+@torch.library.impl("fxpar::to_local", "CompositeExplicitAutograd")
+def _(x, spec, mesh, reduce):
+    group = _torch.distributed.default_group()
+    rank = group.rank() if group is not None else 0
+    part = part_of(x, Spec.parse(spec), Mesh.parse(mesh), rank)
+    return part.clone(memory_format=torch.contiguous_format)

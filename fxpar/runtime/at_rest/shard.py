@@ -1,0 +1,436 @@
+"""``fxpar.shard``: a model's parameters become DTensors, each rank holding its part.
+
+In: a module with plain parameters (on any device, or on meta), before an optimizer is
+made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
+say (``sharding.rest``), its classes swapped (``runtime.modules``) so that its code
+still sees global tensors. Buffers stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.config import PREFIX, Options, nearest
+from fxpar.errors import HintError, MeshError, ShardError
+from fxpar.passes import Request
+from fxpar.passes.signature import read_signature
+from fxpar.runtime import consensus
+from fxpar.runtime.at_rest.crossings import part_of
+from fxpar.runtime.at_rest.dtensor_fixes import complete_partials
+from fxpar.runtime.at_rest.init_random import draw_as_one_device
+from fxpar.runtime.at_rest.matrix_optimizers import orthogonalize_whole
+from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
+from fxpar.runtime.check_inputs import check_same
+from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
+from fxpar.runtime.plan_once import choices, plan_mode, planned
+from fxpar.runtime.tracing import Call
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.hints import Entries, check, entries, load
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Input
+from fxpar.sharding.propagate.at_rest import at_rest
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.search.mesh_candidates import read_auto
+from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.spec import Spec
+
+# A sample plan: parameter name -> the spec it is used in.
+Uses = Mapping[str, Spec]
+
+
+def shard(
+    model: nn.Module,
+    mesh: str | Mesh | Any = None,
+    sample: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    hints: Mapping[str, Entries] | str | None = None,
+) -> nn.Module:
+    """Lay the parameters of ``model`` out over the mesh, in place; returns the model.
+
+    mesh: text, a Mesh or a DeviceMesh; by default FXPAR_MESH, or one axis over all
+      ranks. sample: ``(args, kwargs)`` of a call, from which the planner finds how each
+      parameter is used, and of ``auto`` the mesh. hints: as for ``fxpar.plan``, by
+      default FXPAR_HINTS.
+
+    Axes that hints, or the sample's plan, use for some parameter lie as these say, and
+    nowhere else. Every other axis splits each parameter further, on a dim that no hint
+    closes, if one divides (ZeRO-3). Ranks must hold equal parameters; those that
+    differ are taken from rank 0.
+
+    Raises ShardError if an optimizer holds a parameter, if the model was sharded
+    before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
+    """
+    model = getattr(model, "_orig_mod", model)
+    _refuse(model)
+    options = Options.read({"mesh": mesh})
+    _same_mesh(mesh)
+    ranks = join(options)
+    if ranks.mesh.size == 1:
+        return model
+    table = load(hints if hints is not None else options.hints)
+    uses: Uses = {}
+    if sample is not None:
+        ranks, uses = _uses(model, ranks, sample, table, options)
+    elif ranks.open:
+        raise MeshError(
+            "FXPAR_MESH=auto is not chosen yet, and fxpar.shard has no call to choose "
+            "it for",
+            fix="pass the arguments of one call: fxpar.shard(model, sample=(args, "
+            "kwargs)), or name the axes of the mesh",
+        )
+    settle(ranks, ranks.mesh)
+    layout = _layout(model, ranks.mesh, table, uses, strict=hints is not None)
+    check_same(
+        [
+            (name, "parameter", p.detach())
+            for name, p in model.named_parameters()
+            if not p.is_meta
+        ],
+        ranks.mesh,
+    )
+    _swap(model, ranks, layout)
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fxpar.shard`` laid out this model."""
+    return HOME in getattr(model, "_orig_mod", model).__dict__
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, gradients of a sharded model are added up on each rank unreduced; the
+    first backward of a forward outside reduces the sum. As DDP's ``no_sync``: put the
+    forward inside as well. Costs memory for gradients that batch axes do not split.
+
+    Raises ShardError if the model is not sharded (on more than one rank).
+    """
+    model = getattr(model, "_orig_mod", model)
+    home = model.__dict__.get(HOME)
+    if home is None:
+        if _world_size() > 1:
+            raise ShardError(
+                "no_sync needs a model whose parameters rest sharded",
+                fix="call fxpar.shard(model) before the optimizer is made",
+            )
+        yield
+        return
+    home.waiting, before = True, home.waiting
+    try:
+        yield
+    finally:
+        home.waiting = before
+        home.unreduced = True
+        _reduce_later(model, home)
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _reduce_later(model: nn.Module, home: Home) -> None:
+    """Let the next backward outside ``no_sync`` reduce gradients."""
+    if home.hooked:
+        return
+    home.hooked = True
+
+    def reduce(parameter: Any) -> None:
+        if not home.waiting:
+            home.unreduced = False
+            _reduce(parameter)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(reduce)
+
+
+def _reduce(parameter: Any) -> None:
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _refuse(model: nn.Module) -> None:
+    if any(HOME in module.__dict__ for module in model.modules()):
+        raise ShardError(
+            "fxpar.shard was called on this model before",
+            fix="call it once, on the whole model",
+        )
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ShardError(
+                f"parameter {name} has no shape yet",
+                fix="run the lazy module once before fxpar.shard",
+            )
+        if isinstance(p, DTensor):
+            raise ShardError(
+                f"parameter {name} is a DTensor already",
+                fix="remove the parallelize_module or fully_shard call: fxpar.shard "
+                "stands in its place",
+            )
+    ours = {id(p) for p in model.parameters()}
+    for optimizer in _optimizers():
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if any(id(p) in ours for p in held):
+            raise ShardError(
+                f"a {type(optimizer).__name__} holds parameters of the model that "
+                f"fxpar.shard would replace",
+                fix="make the optimizer after model = fxpar.shard(model)",
+            )
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)
+        and hasattr(found, "param_groups")
+    ]
+
+
+def _same_mesh(mesh: Any) -> None:
+    """Raise MeshError if a mesh is given that FXPAR_MESH contradicts."""
+    named = os.environ.get(f"{PREFIX}MESH")
+    if mesh is None or not named or mesh == named or read_auto(named):
+        return
+    given = mesh
+    if hasattr(mesh, "mesh_dim_names"):
+        given = Mesh.from_device_mesh(mesh)
+    elif not read_auto(mesh):
+        given = Mesh.parse(mesh)
+    if read_auto(mesh) or given.axes != Mesh.parse(named).axes:
+        raise MeshError(
+            f"fxpar.shard was given mesh {given}, FXPAR_MESH is {named}",
+            fix="leave mesh= out, or unset FXPAR_MESH",
+        )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    spec: Spec
+    hint: str
+
+
+def _layout(
+    model: nn.Module,
+    mesh: Mesh,
+    table: Mapping[str, Entries],
+    uses: Uses,
+    *,
+    strict: bool,
+) -> dict[int, _Layout]:
+    """Where each parameter rests, by its id. Raises HintError."""
+    named: dict[int, list[str]] = {}
+    parameters = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(p), []).append(name)
+        parameters[id(p)] = p
+    used: set[str] = set()
+    decided = _decided(table, uses, [name for n in named.values() for name in n])
+    out = {}
+    for key, names in named.items():
+        shape = tuple(parameters[key].shape)
+        hit = [
+            (pattern, hint)
+            for pattern, hint in table.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        ]
+        used.update(pattern for pattern, _ in hit)
+        dims: Sequence[Axes] = ()
+        closed: Sequence[bool] = ()
+        if hit:
+            what = f"hint {hit[-1][0]!r} on {names[0]}"
+            dims, closed = entries(hit[-1][1], len(shape), what)
+            check(dims, shape, mesh, what)
+        else:
+            use = next((uses[name] for name in names if name in uses), None)
+            dims = use.dims if use is not None else ()
+        words = [
+            ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
+            for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
+        ]
+        out[key] = _Layout(at_rest(shape, mesh, dims, closed, decided), ",".join(words))
+    missing = [pattern for pattern in table if pattern not in used]
+    if strict and missing:
+        known = [names[0] for names in named.values()]
+        hint = nearest(missing[0], known) or f"names are such as {', '.join(known[:4])}"
+        raise HintError(f"hint {missing[0]!r} matches no parameter", fix=hint)
+    return out
+
+
+def _decided(
+    table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
+) -> set[str]:
+    """Axes that hints or a sample's plan use for some parameter: where they are not
+    used the parameter is whole, as in tensor parallelism, and not split for memory."""
+    found = {axis for spec in uses.values() for axis in spec.sharded_axes}
+    for pattern, hint in table.items():
+        if fnmatch.filter(names, pattern):
+            hint = Spec.parse(hint) if isinstance(hint, str) else hint
+            ndim = len(hint.dims) if isinstance(hint, Spec) else len(hint)
+            dims, _ = entries(hint, ndim, f"hint {pattern!r}")
+            found |= {axis for axes in dims for axis in axes}
+    return found
+
+
+def _uses(
+    model: nn.Module,
+    ranks: Ranks,
+    sample: tuple[Sequence[Any], Mapping[str, Any]],
+    table: Mapping[str, Entries],
+    options: Options,
+) -> tuple[Ranks, Uses]:
+    """The ranks, on a mesh that may be chosen here, and how the planner would use each
+    parameter in the sample's call."""
+    if any(p.is_meta for p in model.parameters()):
+        leaves, tree = _torch.fake.tree_flatten(sample)
+        sample = _torch.fake.tree_unflatten(
+            [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves], tree
+        )
+    args, kwargs = sample
+    grad = any(p.requires_grad for p in model.parameters())
+    call = Call(model, tuple(args), dict(kwargs), grad)
+    module, fake_mode = call.trace()
+
+    def declare(kind: str, payload: Any, node: fx.Node) -> Input:
+        return call.declare(kind, payload, node, [None] * call.count)
+
+    mode: str | Asked | Plan = "propagate"
+    if options.plan == "search":
+        mode = plan_mode(options.plan, options)
+    request = Request(
+        ranks.mesh,
+        read_signature(module.graph, declare),
+        table,
+        mode,
+        meshes=choices(ranks.mesh, mode, local=options.inputs == "local")
+        if ranks.open
+        else (),
+    )
+    name = "the sample's call"
+    try:
+        decision = planned(module.graph, fake_mode, request, ranks.rank, name).decision
+    except Exception as error:
+        consensus.abort(error)
+        raise
+    if ranks.open:
+        ranks = settle(ranks, decision.mesh)
+    program = decision.program
+    uses = {
+        declared.name: decision.settled[v]
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v is not None and declared.kind == "parameter"
+    }
+    return ranks, uses
+
+
+def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None:
+    """Replace parameters by their parts and classes by those that gather them."""
+    home = Home(str(ranks.mesh), _batch(ranks.mesh))
+    made: dict[int, nn.Parameter] = {}
+    kept = list(model.parameters())  # ids stay taken while parameters change
+    modules = list(model.named_modules())
+    for name, module in modules:
+        _refuse_hidden(module, name, layout)
+    for _, module in modules:
+        rests = {}
+        for key, p in list(_torch.objects.own_parameters(module).items()):
+            if p is None:
+                continue
+            lies = layout[id(p)]
+            if id(p) not in made:
+                made[id(p)] = _resting(p, lies.spec, ranks)
+            _torch.objects.own_parameters(module)[key] = made[id(p)]
+            rests[key] = Rest(tuple(p.shape), str(lies.spec), lies.hint)
+        if rests or module is model:
+            adopt(module, home, rests, root=module is model)
+            module.register_load_state_dict_pre_hook(_take_parts)
+        if isinstance(module, nn.RNNBase):
+            _torch.dynamo.list_recurrent_weights(module)
+    del kept
+
+
+def _batch(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in batch_axes(mesh) if mesh.sizes[axis] > 1)
+
+
+def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
+    """The DTensor parameter that holds this rank's part of a plain one."""
+    part = part_of(p.detach(), spec, ranks.mesh, ranks.rank)
+    part = part.clone(memory_format=torch.contiguous_format)
+    device = p.device.type
+    if p.is_meta:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    complete_partials()
+    orthogonalize_whole()
+    if device == "cpu":
+        draw_as_one_device()
+    shape = torch.Size(p.shape)
+    lies = DTensor.from_local(
+        part,
+        device_mesh_of(ranks.mesh, device),
+        spec.to_placements(ranks.mesh),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    made = nn.Parameter(lies, requires_grad=p.requires_grad)
+    made.__dict__.update(p.__dict__)
+    return made
+
+
+def _refuse_hidden(module: nn.Module, name: str, layout: Mapping[int, _Layout]) -> None:
+    """Raise ShardError if a module keeps parameters elsewhere too."""
+    for key, value in module.__dict__.items():
+        if _torch.dynamo.lists_recurrent_weights(module, key):
+            continue
+        if key.startswith("_parameters") or key in ("_modules", "_buffers"):
+            continue
+        inside = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, dict):
+            inside = list(value.values())
+        if any(isinstance(x, nn.Parameter) and id(x) in layout for x in inside):
+            raise ShardError(
+                f"{type(module).__name__} {name or 'model'} keeps a parameter in its "
+                f"attribute {key!r} too, where it cannot be sharded",
+                fix="read parameters as self.<name> where they are used",
+            )
+
+
+def _take_parts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Let ``load_state_dict`` take whole tensors, each rank its part."""
+    for key in module.__dict__.get("_fxpar_rests", {}):
+        name, own = prefix + key, _torch.objects.own_parameters(module)[key]
+        given = state_dict.get(name)
+        if (
+            isinstance(given, torch.Tensor)
+            and isinstance(own, DTensor)
+            and not isinstance(given, DTensor)
+            and given.shape == own.shape
+        ):
+            mesh = Mesh.from_device_mesh(own.device_mesh)
+            spec = Spec.from_placements(own.placements, mesh, own.dim())
+            part = part_of(given, spec, mesh, own.device_mesh.get_rank())
+            state_dict[name] = DTensor.from_local(
+                part.contiguous(),
+                own.device_mesh,
+                own.placements,
+                run_check=False,
+                shape=own.shape,
+                stride=own.stride(),
+            )

@@ -1,0 +1,253 @@
+"""Modules whose parameters rest sharded: what a module looks like from inside.
+
+``adopt`` gives a module a subclass of its own class. There each sharded parameter is a
+property: inside a forward, and in what Dynamo traces, it is the global tensor, made by
+``fxpar::to_global`` from this rank's part; anywhere else (optimizers, init functions,
+``state_dict``) it is the DTensor parameter itself. Nothing here decides how a parameter
+lies; ``runtime.shard`` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from fxpar import _torch
+from fxpar.errors import ShardError
+from fxpar.passes.custom_ops import unreduced
+from fxpar.runtime import reduce_gradients as reduce
+from fxpar.runtime.alone import is_alone
+from fxpar.sharding.spec import Spec
+
+HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
+RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> Rest
+
+
+_NUMBERS = itertools.count()
+_HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Home:
+    """What all sharded parameters of one model share, read while it is traced.
+
+    ``param_dtype``, ``reduce_dtype``: as in the options of the same names. ``waiting``:
+    inside ``no_sync``; ``unreduced``: gradients of earlier steps wait to be reduced.
+    ``hooked``: parameters have the hooks for that. ``local``: each rank feeds its own
+    part of the batch. ``number`` stands for it in graphs.
+    """
+
+    mesh: str
+    batch: tuple[str, ...]
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: str = ""
+    waiting: bool = False
+    unreduced: bool = False
+    hooked: bool = False
+    local: bool = False
+    number: int = field(default_factory=_NUMBERS.__next__)
+
+    def __post_init__(self) -> None:
+        _HOMES[self.number] = self
+
+    def __deepcopy__(self, _: Any) -> Home:
+        """A copied model is one of its own."""
+        return Home(self.mesh, self.batch, self.param_dtype, self.reduce_dtype)
+
+
+def home_of(number: int) -> Home | None:
+    """The Home with this number, while its model lives."""
+    return _HOMES.get(number)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How a parameter rests and how the program should start to use it, as text."""
+
+    shape: tuple[int, ...]
+    spec: str
+    hint: str
+
+
+def adopt(
+    module: nn.Module, home: Home, rests: dict[str, Rest], *, root: bool = False
+) -> None:
+    """Swap the class of ``module`` for a subclass with a property per parameter.
+    ``root``: it is the whole model, whose inputs are cast."""
+    module.__dict__[HOME] = home
+    module.__dict__[RESTS] = rests
+    cls: Any = type(module)
+    module.__class__ = _subclass(cls, tuple(rests), root)
+
+
+@functools.cache
+def _subclass(cls: Any, names: tuple[str, ...], root: bool) -> type:
+    """One subclass per class and names, so that equal layers stay equal to Dynamo."""
+    members: dict[str, Any] = {name: _property(name) for name in names}
+    if issubclass(cls, nn.RNNBase):
+        members |= _torch.dynamo.recurrent_members(cls)
+    if root:
+        members["forward"] = _casting(members.get("forward") or cls.forward)
+    members["register_parameter"] = _guarded(cls)
+    for name in ("__module__", "__qualname__", "__doc__"):
+        members[name] = getattr(cls, name)
+    return type(cls.__name__, (cls,), members)
+
+
+def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` on inputs of ``param_dtype``, as in FSDP2. Not a hook: hooks run
+    before what is compiled, and the dtype is known once that is."""
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        dtype = self.__dict__[HOME].param_dtype
+
+        def cast(x: Any) -> Any:
+            floats = isinstance(x, torch.Tensor) and x.is_floating_point()
+            return x.to(dtype) if floats else x
+
+        if dtype is not None:
+            args, kwargs = _torch.fake.tree_map(cast, (args, kwargs))
+        return inner(self, *args, **kwargs)
+
+    return forward
+
+
+def _property(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return parameter  # functional_call, or a plan being traced
+        if (torch.compiler.is_compiling() or _in_forward()) and is_alone():
+            raise ShardError(
+                f"each rank holds a part of parameter {name}, which no rank can "
+                "compute with alone",
+                fix="evaluate on all ranks: leave out fxpar.alone() for models of "
+                "fxpar.shard",
+            )
+        home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
+        if torch.compiler.is_compiling():
+            return _globally(parameter, home, rest)
+        if _in_forward():
+            return _eagerly(parameter, home, rest, f"{type(self).__name__}.{name}")
+        return parameter
+
+    _torch.dynamo.compile_inlined_only(read)
+    return property(read)
+
+
+@_torch.dynamo.not_compiled
+def _eagerly(parameter: Any, home: Home, rest: Rest, name: str) -> Any:
+    """The global value in code that no graph contains. There each rank of local mode
+    has a gradient of its own part of the batch."""
+    if not home.local:
+        return _globally(parameter, home, rest)
+    reduce.meet(f"{name} {list(rest.shape)}")
+    return reduce.mean_of_gradient(_globally(parameter, home, rest))
+
+
+def _globally(parameter: Any, home: Home, rest: Rest) -> torch.Tensor:
+    """The global value of a parameter, differentiable to its part."""
+    if home.batch and (home.waiting or home.unreduced):
+        whole = to_global_unreduced(
+            parameter,
+            list(rest.shape),
+            rest.spec,
+            rest.hint,
+            home.mesh,
+            "+".join(home.batch),
+            home.reduce_dtype,
+            home.number,
+        )
+    else:
+        whole = torch.ops.fxpar.to_global(
+            parameter.to_local(),
+            list(rest.shape),
+            rest.spec,
+            rest.hint,
+            home.mesh,
+            "",
+            home.reduce_dtype,
+            home.number,
+        )
+    if home.param_dtype is not None and whole.is_floating_point():
+        whole = whole.to(home.param_dtype)
+    return whole
+
+
+class _Summed(torch.autograd.Function):
+    """``to_global`` of a DTensor, whose gradient is a DTensor with sums over the batch
+    axes: its local tensor has another shape than that of the parameter, which autograd
+    refuses of an op on local tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, *how: Any) -> torch.Tensor:
+        _, spec, _, mesh, summed, reduce, _ = how
+        axes = tuple(summed.split("+"))
+        ctx.lies = parameter.device_mesh, _unreduced(parameter, axes)
+        ctx.like = parameter.shape, parameter.stride()
+        ctx.how = str(unreduced(Spec.parse(spec), axes)), mesh, reduce
+        return torch.ops.fxpar.to_global(parameter.to_local(), *how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        part = torch.ops.fxpar.to_local(gradient, *ctx.how)
+        shape, stride = ctx.like
+        gradient = DTensor.from_local(
+            part, *ctx.lies, run_check=False, shape=shape, stride=stride
+        )
+        return gradient, *[None] * 7
+
+
+@torch.compiler.allow_in_graph
+def to_global_unreduced(parameter: Any, *how: Any) -> torch.Tensor:
+    return _Summed.apply(parameter, *how)
+
+
+def _unreduced(parameter: Any, batch: Iterable[str]) -> list[Any]:
+    names = parameter.device_mesh.mesh_dim_names
+    return [
+        Partial() if name in batch else placement
+        for name, placement in zip(names, parameter.placements, strict=True)
+    ]
+
+
+def _in_forward() -> bool:
+    """Whether a module is being called. Told by the stack and not by a flag, since code
+    between graph breaks runs under frames that Dynamo took over."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _CALLS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})  # of nn.Module
+
+
+def _guarded(cls: type) -> Callable[..., None]:
+    """``register_parameter`` that keeps a plain parameter from taking the place of a
+    sharded one: an optimizer and a checkpoint know the other."""
+
+    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
+        rests = self.__dict__.get(RESTS, {})
+        if name in rests and param is not None and not isinstance(param, DTensor):
+            raise ShardError(
+                f"parameter {name!r} of a {cls.__name__} is replaced after shard",
+                fix="replace it before fxpar.shard; or copy values in, with "
+                "load_state_dict",
+            )
+        cls.register_parameter(self, name, param)  # type: ignore[attr-defined]
+
+    return register_parameter

@@ -1,0 +1,1 @@
+"""``python -m fxpar calibrate``: what this machine can do, measured."""

@@ -1,0 +1,86 @@
+"""Curves fitted to measured times, for ``calibrate``.
+
+In: points, each a size and the seconds it took. Out: the parameters of ``Peak`` or
+``Measured`` whose prediction is nearest in ratio, so that small and large sizes count
+alike. Never measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware_table import Measured, Peak
+from fxpar.sharding.mesh import Link
+
+# Of a contraction: flops, smallest dim; of a collective: ranks, bytes on each before.
+# And seconds.
+Point = tuple[float, float, float]
+
+_TIE = 0.01  # to where a fit starts, beside 1 for each point
+
+
+def fit_peak(points: Sequence[Point]) -> Peak:
+    """The curve nearest to (flops, smallest dim, seconds) of some contractions."""
+    flops, least, seconds = np.array(points).T
+
+    def model(p: np.ndarray) -> np.ndarray:
+        return flops / Peak(p[0], 1.0, p[1], p[2]).rate(flops, least)
+
+    start = [float((flops / seconds).max()), float(flops.min()), float(least.min())]
+    peak, half_flops, half_dim = fit(model, start, seconds)
+    return Peak(peak, 1.0, half_flops, half_dim)
+
+
+def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
+    """Overhead, latency and bandwidth nearest to (ranks, bytes, seconds) of some
+    collectives. Groups of one size cannot tell overhead from latency: it is 0 then."""
+    count, nbytes, seconds = np.array(points).T
+    steps, sent = (
+        np.array([collectives.seconds(kind, (int(n),), (link,), size) for n in count])
+        for link, size in ((Link(math.inf, 1.0), 0.0), (Link(1.0, 0.0), 1.0))
+    )
+    several = len(set(count)) > 1
+
+    def model(p: np.ndarray) -> np.ndarray:
+        once = p[2] if several else 0.0
+        return once + steps * p[0] + sent * nbytes / p[1]
+
+    start = [
+        float(seconds.min() / steps.max()),
+        float((sent * nbytes / seconds).max()),
+        float(seconds.min()),
+    ]
+    found = fit(model, start[: 3 if several else 2], seconds)
+    return Measured(found[2] if several else 0.0, found[0], found[1])
+
+
+def fit(
+    model: Callable[[np.ndarray], np.ndarray], start: Sequence[float], seconds: Any
+) -> list[float]:
+    """Positive parameters whose ``model`` is nearest to ``seconds`` in ratio: least
+    squares of logarithms, by Levenberg and Marquardt's method. What the points do not
+    determine stays near ``start``."""
+    begin, target = np.log(start), np.log(seconds)
+
+    def off(at: np.ndarray) -> np.ndarray:
+        return np.append(np.log(model(np.exp(at))) - target, _TIE * (at - begin))
+
+    at, now, damping, nudge = begin, off(begin), 1e-2, 1e-4
+    for _ in range(200):
+        moved = [off(at + nudge * unit) - now for unit in np.eye(len(at))]
+        jacobian = np.stack(moved, 1) / nudge
+        square = jacobian.T @ jacobian + damping * np.eye(len(at))
+        step = np.clip(np.linalg.solve(square, -jacobian.T @ now), -2, 2)
+        new = off(at + step)
+        if new @ new < now @ now:
+            at, now, damping = at + step, new, damping / 3
+        else:
+            damping *= 4
+        if np.abs(step).max() < 1e-6:
+            break
+    return [float(value) for value in np.exp(at)]

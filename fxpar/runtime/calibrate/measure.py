@@ -1,0 +1,153 @@
+"""Measure this machine: ``python -m fxpar calibrate``.
+
+In: the device of this process and, if it is one of several ranks, their mesh. Out: a
+``Hardware`` of rates fitted to medians. All ranks compute at once, as during a step, so
+that what they share (cores, memory bus, network) is shared while it is measured. Runs
+the collectives that fxpar emits and no program of the user; writes no file.
+
+Bounded in time: once ``limit`` seconds have passed on any rank, all ranks leave out the
+points that remain. ``spawn`` ends its ranks some time after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpar.config import Options
+from fxpar.errors import DeviceError
+from fxpar.runtime import groups
+from fxpar.runtime.calibrate import probe_device, probe_network
+from fxpar.runtime.calibrate.probe_device import Probe
+from fxpar.runtime.calibrate.probe_network import local_ranks
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, detect
+from fxpar.sharding.mesh import Link, Mesh
+
+
+def calibrate(
+    mesh: str | Mesh | None = None, *, quick: bool = False, limit: float = 300.0
+) -> Hardware:
+    """Measure this device and, on several ranks, the links between them.
+
+    Every rank calls it and gets the same result. ``mesh``: its axes are measured one by
+    one; default one axis of all ranks, or two if there are several nodes. ``quick``:
+    few points, nothing compiled. ``limit``: seconds. Raises MeshError if mesh and ranks
+    do not fit, or an axis lies partly in a node and partly between nodes.
+    """
+    size = groups.ensure_process_group(mesh)
+    ranks = groups.join(Options(mesh=mesh or _default_mesh(size)))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+    probe = Probe(torch.device(device), ranks, time.monotonic() + limit, quick=quick)
+    groups.check_devices(probe.device)
+    base = _base()
+    eager, launch = probe_device.launches(probe)
+    *near, far = probe_device.streams(probe, eager or 0.0) or [(0.0, base.bandwidth)]
+    levels, lost = probe_network.levels(probe, base), probe_network.beside(probe)
+    light = dict(base.light) | dict(probe_device.light(probe))
+    peaks = dict(base.peaks) | dict(probe_device.peaks(probe, far[1]))
+    peaks |= dict(probe_device.families(probe))
+    return Hardware(
+        torch.cuda.get_device_name() if cuda else "cpu",
+        tuple(peaks.items()),
+        far[1],
+        _memory(probe),
+        launch or base.launch,
+        eager or base.eager_launch,
+        levels,
+        f"measured with {size} ranks on mesh {ranks.mesh}, "
+        f"{torch.get_num_threads()} threads each, torch {torch.__version__}",
+        tuple(near),
+        base.beside if lost is None else lost,
+        tuple(light.items()),
+    )
+
+
+def _default_mesh(size: int) -> Mesh:
+    local = local_ranks(size)
+    if local < size:
+        return Mesh((("node", size // local), ("device", local)))
+    return Mesh((("device", size),))
+
+
+def _base() -> Hardware:
+    """What stands in for figures that are not measured."""
+    try:
+        return detect()
+    except DeviceError:
+        eager = 1e-5
+        peaks = (("float32", Peak(1e13)),)
+        levels = (Level(0, Link().bandwidth, Link().latency),)
+        return Hardware("", peaks, 1e12, 0.0, eager, eager, levels)
+
+
+def _memory(probe: Probe) -> float:
+    if probe.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(probe.device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(whole // local_ranks(probe.ranks.mesh.size))
+
+
+def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
+    """Run ``python -m fxpar calibrate`` with these arguments on so many CPU ranks, a
+    core for each; its exit status. All ranks are ended after ``timeout`` seconds."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    root = str(Path(__file__).parents[3])  # this very fxpar, installed or not
+    paths = [root, environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "fxpar", "calibrate"]
+    child = subprocess.Popen(
+        [*command, *arguments], env=environment, start_new_session=True
+    )
+    try:
+        return child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        print(f"calibrate: not done after {timeout:g} s", file=sys.stderr)
+        return 1
+    finally:
+        # torchrun, told to end, ends its ranks within 30 s.
+        for told in (signal.SIGTERM, signal.SIGKILL):
+            if child.poll() is None:
+                os.killpg(child.pid, told)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(40)
+
+
+def describe(hardware: Hardware) -> str:
+    """The figures, a line each, in units one can read."""
+    lines = [f"{hardware.name}: {hardware.about}"]
+    for name, peak in hardware.peaks:
+        lines.append(
+            f"  {name}: {peak.flops * peak.efficiency / 1e9:.4g} GFLOP/s; half of it "
+            f"at {peak.half_flops:.2g} flop, or a dim of {peak.half_dim:.2g}"
+        )
+    rates = [
+        f"{rate / 1e9:.4g} GB/s up to {nbytes / 1e6:.3g} MB, "
+        for nbytes, rate in hardware.near
+    ]
+    lines.append(f"  memory: {''.join(rates)}{hardware.bandwidth / 1e9:.4g} GB/s")
+    launches = [f"{s * 1e6:.3g} us" for s in (hardware.launch, hardware.eager_launch)]
+    lines.append(f"  launch: {launches[0]}, eager {launches[1]}")
+    for level in hardware.levels:
+        lines.append(f"  links of {level.devices or 'any number of'} devices:")
+        rows: list[tuple[str, Any]] = [("else", level), *level.kinds]
+        for kind, own in rows:
+            lines.append(
+                f"    {kind}: {own.overhead * 1e6:.4g} us, {own.latency * 1e6:.4g} us "
+                f"a step, {own.bandwidth / 1e9:.4g} GB/s"
+            )
+    light = [f"{kind} {rate / 1e9:.3g} G/s" for kind, rate in hardware.light]
+    lines.append(f"  light ops: {', '.join(light) or 'as fast as memory'}")
+    lines.append(f"  lost beside a collective: {hardware.beside:.2g} of its time")
+    return "\n".join(lines)

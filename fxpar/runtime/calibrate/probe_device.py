@@ -1,0 +1,361 @@
+"""What ``calibrate`` measures of one device: contractions, memory, launches.
+
+In: a ``Probe``, this rank's part in a calibration. Out: rates. All ranks start
+together, as during a step, and what counts is when the last one is done: so what they
+share (cores, caches, memory bus) is shared while it is measured. Runs no collective but
+to start together, and no program of the user.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from fxpar.errors import FxparWarning, compose
+from fxpar.passes import random
+from fxpar.runtime import consensus, groups
+from fxpar.runtime.calibrate.fit_curves import Point, fit_peak
+from fxpar.sharding.cost.hardware_table import Peak
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured. ``shapes``: m, k, n of matrix products, some with one small dim
+    for ``Peak.half_dim``. ``convolved``: samples, channels in and out, pixels along a
+    side, those of the window. ``attended``: samples, heads, length, width of a head.
+    ``families``: the dtypes of both. ``streams``: bytes that a sum of two tensors
+    moves, the last ones more than caches hold. ``sizes``: bytes of the largest tensor
+    of a collective."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    convolved: tuple[Shape, ...]
+    attended: tuple[Shape, ...]
+    families: tuple[str, ...]
+    streams: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    """Every fourth power of two."""
+    return tuple(1 << n for n in range(first, last, 2))
+
+
+def _cubes(*sizes: int) -> tuple[Shape, ...]:
+    return tuple((n, n, n) for n in sizes)
+
+
+_SUITES = {
+    "cpu": Suite(
+        _cubes(32, 64, 128, 256, 512, 1024)
+        + ((512, 512, 16), (512, 16, 512), (16, 512, 512), (1024, 64, 1024)),
+        ("float32", "bfloat16", "float64"),
+        ((4, 16, 16, 16, 3), (8, 3, 32, 64, 7), (8, 32, 32, 32, 3))
+        + ((8, 32, 64, 32, 1), (8, 64, 64, 16, 3), (8, 128, 128, 16, 3)),
+        ((2, 4, 64, 32), (4, 8, 128, 32), (4, 8, 128, 64), (2, 4, 512, 64)),
+        ("float32",),
+        _powers(17, 29),
+        _powers(10, 25),
+    ),
+    "cuda": Suite(
+        _cubes(256, 512, 1024, 2048, 4096, 8192)
+        + ((8192, 8192, 64), (8192, 128, 8192), (8192, 256, 8192)),
+        ("float32", "tf32", "bfloat16", "float16", "float64"),
+        ((32, 64, 64, 56, 3), (32, 64, 256, 56, 1), (32, 256, 256, 14, 3))
+        + ((64, 512, 512, 14, 3), (64, 3, 64, 224, 7)),
+        ((4, 16, 512, 64), (4, 16, 1024, 128), (4, 32, 4096, 128)),
+        ("bfloat16", "float16"),
+        _powers(21, 33),
+        _powers(10, 29),
+    ),
+    "quick": Suite(
+        ((*_cubes(64, 128, 256), (256, 16, 256))),
+        ("float32",),
+        (),
+        (),
+        (),
+        (1 << 19, 1 << 25),
+        (1 << 10, 1 << 14, 1 << 18, 1 << 20),
+    ),
+}
+
+
+# Seconds of calls that are timed together, so long that meeting costs little.
+_LONG = 0.03
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One calibration on this rank; ``mesh`` has one rank if there are no others."""
+
+    device: torch.device
+    ranks: groups.Ranks
+    end: float
+    quick: bool
+
+    @property
+    def suite(self) -> Suite:
+        return _SUITES["quick" if self.quick else self.device.type]
+
+    def median(self, fn: Callable[[], Any]) -> float | None:
+        """Seconds a call takes, until the last rank is done: the median of five or
+        more. None once time is up. Ranks call it together, and ``fn`` equally often."""
+        fn()
+        pilot, late = self._worst(self._time(fn, 1), time.monotonic() - self.end)
+        if late > 0:
+            return None
+        calls = int(min(max(_LONG / pilot, 1), 20000))
+        again = range(5 if pilot > 0.05 else 11)
+        taken = [self._time(fn, calls, meet=True) for _ in again]
+        return statistics.median(self._worst(*taken))
+
+    def _time(self, fn: Callable[[], Any], calls: int, *, meet: bool = False) -> float:
+        """Seconds a call takes; ``meet``: from where ranks meet to where they meet, as
+        of those that share a core one may begin when another is done."""
+        if meet:
+            self._meet()
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            if meet:
+                self._meet()
+            return (time.perf_counter() - begin) / calls
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            fn()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    def _meet(self) -> None:
+        if self.ranks.mesh.size > 1:
+            dist.barrier()
+
+    def _worst(self, *values: float) -> list[float]:
+        texts = consensus.gather("calibrate", " ".join(map(repr, values)))
+        return [max(column) for column in zip(*map(_numbers, texts), strict=True)]
+
+    def compiled(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        """``fn`` through Inductor; as it is if quick, or if that fails on any rank."""
+        made, failed = fn, ""
+        if not self.quick:
+            try:
+                made = torch.compile(fn, dynamic=False)
+                made(*args)
+            except Exception as error:  # no compiler, or one that does not work
+                failed = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._worst(float(bool(failed)))[0]:
+            what = f"nothing compiles here, so eager ops were measured ({failed})"
+            warnings.warn(compose(what), FxparWarning, stacklevel=2)
+            return fn
+        return made
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split()]
+
+
+def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
+    """(bytes, bytes/s) of sums of two tensors into a fresh one, as a step makes its
+    results: what the allocator costs counts. ``launch``: seconds of an eager op."""
+    found = []
+    for nbytes in probe.suite.streams:
+        a, b = (torch.ones(nbytes // 12, device=probe.device) for _ in range(2))
+        seconds = probe.median(partial(torch.add, a, b))
+        if seconds is None:
+            break
+        found.append((float(3 * a.nbytes), 3 * a.nbytes / max(seconds - launch, 1e-9)))
+    return found
+
+
+def launches(probe: Probe) -> tuple[float | None, float | None]:
+    """Seconds of a tiny op: run eagerly, and one more in a compiled graph."""
+    x = torch.zeros(8, 8, device=probe.device)
+    eager = probe.median(partial(torch.add, x, x))
+    if probe.quick:
+        return eager, eager
+    taken = []
+    for count in (4, 36):
+
+        def chain(x: torch.Tensor, count: int = count) -> torch.Tensor:
+            for _ in range(count):
+                # A product and a fused region, which Inductor keeps apart.
+                x = torch.relu(torch.mm(x, x) - 1)
+            return x
+
+        run = probe.compiled(chain, x)
+        taken.append(probe.median(partial(run, x)))
+    few, many = taken
+    if few is None or many is None:
+        return eager, eager
+    return eager, max(many - few, 1e-7) / (2 * 32)
+
+
+# Elements of a tensor that the nearest cache holds; so many ops are chained.
+_ELEMENTS, _CHAIN = 1 << 14, 16
+
+_LIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "step": lambda x: torch.clamp_min(x, 0.5) * 1.01,
+    "root": torch.rsqrt,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sin": torch.sin,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+}
+
+
+def light(probe: Probe) -> Iterator[tuple[str, float]]:
+    """By class, how many operations on elements a compiled kernel does in a second."""
+    if probe.quick or probe.device.type != "cpu":
+        return
+    x = torch.rand(_ELEMENTS)
+    seed = torch.zeros((), dtype=torch.int64)
+    random.register_lowering()
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        local, whole = [4, 64, _ELEMENTS // 256], [8, 64, _ELEMENTS // 256]
+        drawn = torch.ops.fxpar.random(local, seed, "rand", whole, [4, 0, 0])
+        return x * drawn.view(_ELEMENTS)
+
+    def seconds(fn: Callable[[torch.Tensor], torch.Tensor]) -> float | None:
+        return probe.median(partial(probe.compiled(fn, x), x))
+
+    base, steps = seconds(torch.neg), 0.0
+    for kind, op in _LIGHT.items():
+        taken = seconds(partial(_chain, op))
+        if base is None or taken is None:
+            return
+        # Of a chain every link but the first class' has two steps beside its op.
+        one = max((taken - base) / _CHAIN - steps, 1e-10)
+        if kind == "step":
+            steps, one = one, one / 2
+        yield kind, _ELEMENTS / one
+    taken = seconds(draw)
+    if base is not None and taken is not None:
+        yield "draw", _ELEMENTS / max(taken - base, 1e-10)
+
+
+def _chain(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for _ in range(_CHAIN):
+        x = op(x)
+        if op is not _LIGHT["step"]:
+            x = _LIGHT["step"](x)
+    return x
+
+
+def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
+    """The peak of each dtype in the suite, fitted to matrix products."""
+    for name in probe.suite.dtypes:
+        dtype = getattr(torch, "float32" if name == "tf32" else name)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        points = []
+        try:
+            for m, k, n in probe.suite.shapes:
+                x = torch.rand(m, k, device=probe.device).to(dtype)
+                y = torch.rand(k, n, device=probe.device).to(dtype)
+                out = torch.mm(x, y)
+                seconds = probe.median(_in_turn(_product, x, y, out))
+                if seconds is None:
+                    break
+                # Out of reach of caches, a thin product is bound by memory instead.
+                moved = (x.nbytes + y.nbytes + out.nbytes) / bandwidth
+                if probe.device.type == "cpu" or moved < 0.5 * seconds:
+                    points.append((2.0 * m * k * n, float(min(m, k, n)), seconds))
+        finally:
+            torch.set_float32_matmul_precision(before)
+        if len(points) > 3:
+            yield name, fit_peak(points)
+
+
+# Bytes of operands that are used in turn: more than caches hold, as in a step, where a
+# product reads what was made or read long before.
+_COLD = 1 << 26
+
+
+def _in_turn(
+    fn: Callable[..., Any], *operands: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Calls ``fn`` with one copy of its operands after the other."""
+    nbytes = sum(x.nbytes for x in operands)
+    copies = [operands]
+    for _ in range(min(_COLD // nbytes, 256)):
+        copies.append(tuple(x.detach().clone() for x in operands))
+    turns = itertools.cycle(copies)
+    return lambda: fn(*next(turns))
+
+
+def _product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, y, out=out)
+
+
+def families(probe: Probe) -> Iterator[tuple[str, Peak]]:
+    """The peaks of convolution and attention, forward and backward, by dtype."""
+    suite = probe.suite
+    for name in suite.families:
+        dtype = getattr(torch, name)
+        yield from _family(probe, dtype, "convolution", _convolved, suite.convolved)
+        yield from _family(probe, dtype, "attention", _attended, suite.attended)
+
+
+# Operands, the op, flops forward and backward, smallest dim.
+_Case = tuple[list[torch.Tensor], Callable[..., torch.Tensor], float, float, float]
+
+
+def _family(
+    probe: Probe,
+    dtype: torch.dtype,
+    name: str,
+    make: Callable[..., _Case],
+    shapes: tuple[Shape, ...],
+) -> Iterator[tuple[str, Peak]]:
+    points: dict[str, list[Point]] = {name: [], f"{name} backward": []}
+    for shape in shapes:
+        operands, op, flops, late_flops, least = make(probe.device, dtype, *shape)
+        seconds = probe.median(_in_turn(op, *operands))
+        given = [x.requires_grad_() for x in operands]
+        out = op(*given)
+        back = partial(
+            torch.autograd.grad, out, given, torch.ones_like(out), retain_graph=True
+        )
+        late = probe.median(back)
+        if seconds is None or late is None:
+            break
+        points[name].append((flops, least, seconds))
+        points[f"{name} backward"].append((late_flops, least, late))
+    for key, found in points.items():
+        if len(found) > 2:
+            yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(found)
+
+
+def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
+    samples, before, after, side, window = shape
+    x = torch.rand(samples, before, side, side, device=device, dtype=dtype)
+    weight = torch.rand(after, before, window, window, device=device, dtype=dtype)
+    points, inner = samples * side * side, before * window * window
+    flops = 2.0 * points * after * inner
+    least = float(min(points, after, inner))
+    return [x, weight], partial(F.conv2d, padding="same"), flops, 2 * flops, least
+
+
+def _attended(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:
+    samples, heads, length, width = shape
+    x = [torch.rand(*shape, device=device, dtype=dtype) for _ in range(3)]
+    pairs = float(samples * heads * length * length * width)
+    op = F.scaled_dot_product_attention
+    return x, op, 4 * pairs, 10 * pairs, float(min(length, width))

@@ -1,0 +1,180 @@
+"""What ``calibrate`` measures of the network: every collective along every axis, and
+what it takes from kernels that run beside it.
+
+In: a ``Probe``. Out: the levels of a network, fitted to medians, and that share. Runs
+the collectives that fxpar emits, along the axes of the mesh, all groups at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fxpar.errors import MeshError
+from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.runtime.calibrate.fit_curves import Point, fit_collective
+from fxpar.runtime.calibrate.probe_device import Probe
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware_table import Hardware, Level
+from fxpar.sharding.mesh import Mesh
+
+_C10D = torch.ops._c10d_functional
+
+
+def local_ranks(size: int) -> int:
+    """How many of so many ranks are in a node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or size)
+
+
+def levels(probe: Probe, base: Hardware) -> tuple[Level, ...]:
+    """The network: where an axis was measured, its level, elsewhere that of ``base``.
+
+    Groups of several sizes in a node tell the overhead of a collective from its
+    latency; of one size, all counts as latency.
+    """
+    mesh = probe.ranks.mesh
+    local = local_ranks(mesh.size)
+    axes = [name for name, size in mesh.axes if size > 1]
+    wanted = [[name] for name in axes]
+    if len(axes) > 1 and local == mesh.size:
+        wanted.append(axes)
+    found: dict[bool, dict[str, list[Point]]] = {False: {}, True: {}}
+    for some in wanted:
+        crosses = _crosses(mesh, some, local)
+        for kind in collectives.KINDS:
+            points = list(_collective(probe, kind, some))
+            found[crosses].setdefault(kind, []).extend(points)
+    inner, *outer = base.levels
+    if any(found[False].values()):
+        # Of a node that is not all in use, ``base`` knows the size.
+        devices = inner.devices and max(inner.devices, local)
+        inner = replace(_level(found[False]), devices=devices)
+    if any(found[True].values()):
+        inner, outer = replace(inner, devices=local, kinds=()), [_level(found[True])]
+    return (inner, *outer)
+
+
+# Bytes of the all-reduce that runs beside kernels.
+_BESIDE = 1 << 22
+
+
+def beside(probe: Probe) -> float | None:
+    """What share of the shorter of both is lost where kernels and a collective run side
+    by side: 0 if each goes on as if it were alone, 1 if they take turns."""
+    ranks = probe.ranks
+    mesh = ranks.mesh
+    if mesh.size == 1 or probe.quick:
+        return None
+    axes = [name for name, size in mesh.axes if size > 1]
+    if local_ranks(mesh.size) < mesh.size:
+        axes = axes[:1]
+    group = ranks.group(axes)
+    x = torch.zeros(_BESIDE // 4, device=probe.device)
+    y = torch.rand(256, 256, device=probe.device)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            torch.mm(y, y)
+
+    def both(times: int) -> None:
+        late = _C10D.all_reduce(x, "sum", group)
+        work(times)
+        _C10D.wait_tensor(late)
+
+    one = probe.median(partial(work, 1))
+    sent = probe.median(partial(both, 0))
+    if one is None or sent is None:
+        return None
+    times = max(1, round(sent / one))
+    worked, together = (
+        probe.median(partial(work, times)),
+        probe.median(partial(both, times)),
+    )
+    if worked is None or together is None:
+        return None
+    lost = (together - max(worked, sent)) / min(worked, sent)
+    return min(max(lost, 0.0), 1.0)
+
+
+def _level(found: dict[str, list[Point]]) -> Level:
+    """A level of any number of devices, its own figures those of all-reduce if it was
+    measured."""
+    kinds = {k: fit_collective(k, points) for k, points in found.items() if points}
+    usual = kinds.get("all_reduce") or next(iter(kinds.values()))
+    return Level(
+        0,
+        usual.bandwidth,
+        usual.latency,
+        usual.overhead,
+        kinds=tuple(kinds.items()),
+    )
+
+
+def _crosses(mesh: Mesh, axes: Sequence[str], local: int) -> bool:
+    """Whether groups have one rank in each node, rather than all in one."""
+    nodes = [len({rank // local for rank in group}) for group in mesh.groups(axes)]
+    if max(nodes) == 1:
+        return False
+    if min(nodes) == mesh.count(axes):
+        return True
+    raise MeshError(
+        f"groups of axis {'+'.join(axes)} lie partly in a node of {local} ranks, "
+        "partly between nodes",
+        fix=f"calibrate on a mesh as node={mesh.size // local},device={local}",
+    )
+
+
+def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]:
+    """(ranks, bytes on each before, seconds) of a collective along axes, all groups at
+    once."""
+    ranks = probe.ranks
+    count, group = ranks.mesh.count(axes), ranks.group(axes)
+    me = ranks.mesh.index(ranks.rank, ranks.mesh.ordered(axes))
+    for size in probe.suite.sizes:
+        nbytes = size // count if kind == "all_gather" else size
+        n = max(1, nbytes // 4 // count) * count
+        x = torch.zeros(n, device=probe.device)
+        seconds = probe.median(partial(_RUN[kind], x, count, group, me))
+        if seconds is None:
+            return
+        yield count, float(x.nbytes), seconds
+
+
+def _all_gather(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    if x.device.type == "cpu":  # as passes.schedule.give_outputs
+        out = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
+        torch.ops.fxpar.wait_gather(out)
+    else:
+        _C10D.wait_tensor(_C10D.all_gather_into_tensor(x, count, group))
+
+
+def _all_reduce(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    _C10D.wait_tensor(_C10D.all_reduce(x, "sum", group))
+
+
+def _reduce_scatter(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    _C10D.wait_tensor(_C10D.reduce_scatter_tensor(x, "sum", count, group))
+
+
+def _all_to_all(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    splits = [x.numel() // count] * count
+    _C10D.wait_tensor(_C10D.all_to_all_single(x, splits, splits, group))
+
+
+def _permute(x: torch.Tensor, count: int, group: str, me: int) -> None:
+    receive, send = [0] * count, [0] * count
+    receive[me - 1] = send[(me + 1) % count] = x.numel()
+    _C10D.wait_tensor(_C10D.all_to_all_single(x, receive, send, group))
+
+
+_RUN: dict[str, Callable[[torch.Tensor, int, str, int], None]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _permute,
+}

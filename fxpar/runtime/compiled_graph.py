@@ -1,0 +1,238 @@
+"""What surrounds a compiled graph: its checks, its results' marks, its signature.
+
+Nothing here changes a graph. A ``Compiled`` is what ``calls.Calls`` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import FxparError, PlanError
+from fxpar.runtime import meeting, outside_graphs
+from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
+from fxpar.runtime.check_inputs import LOCAL_MARK
+from fxpar.runtime.groups import Ranks
+from fxpar.runtime.input_names import SUMMAND_MARK, Named
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Input, Signature
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
+
+_PLANS: list[Plan] = []
+
+
+def plans() -> list[Plan]:
+    """The plans ``torch.compile(backend="fxpar")`` made in this process, in order."""
+    return list(_PLANS)
+
+
+def raiser(error: FxparError) -> Callable[..., Any]:
+    """A compiled function that can only say why there is none.
+
+    It says so once: Dynamo forgets it, so that the next call compiles again, with the
+    options and the environment of then. Ranks that come to the call are told.
+    """
+
+    def fail(*_: Any) -> Any:
+        torch.compiler.reset()
+        meeting.fail(f"{type(error).__name__}: {error}")
+        raise error
+
+    return fail
+
+
+class Compiled:
+    """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
+    its results, by position. ``broken_at``: the user's line of the graph break it ends
+    in."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        checks: Sequence[Callable[[Sequence[Any]], None]],
+        plan: Plan | None,
+        results: Mapping[int, Spec],
+        options: Options,
+        ranks: Ranks,
+        broken_at: str | None,
+    ) -> None:
+        self.broken_at = broken_at
+        self.compiled, self.checks = compiled, checks
+        self.results, self.options, self.ranks = results, options, ranks
+        if plan is not None:
+            _PLANS.append(plan)
+        self._first = True
+        self._plain = options.outputs == "global" and options.inputs == "global"
+
+    def __call__(self, *args: Any) -> Any:
+        outside_graphs.graph_runs(self, self.broken_at, args)
+        if self._first:
+            for check in self.checks:
+                check(args)
+            self._first = False
+        out = self.compiled(*args)
+        return out if self._plain else self._dressed(out)
+
+    def _dressed(self, out: Any) -> Any:
+        """Results as DTensors, or marked as local, global or summands. One that the
+        graph does not compute (an input handed through) is a global value."""
+        results = []
+        for i, x in enumerate(out):
+            if isinstance(x, torch.Tensor):
+                spec = self.results.get(i) or Spec.whole(x.dim())
+                if self.options.outputs == "dtensor":
+                    x = self.ranks.dtensor(x, spec)
+                elif i in self.results:
+                    setattr(x, LOCAL_MARK, bool(spec.sharded_axes))
+                    setattr(x, SUMMAND_MARK, bool(spec.partial))
+            results.append(x)
+        return type(out)(results)
+
+
+def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
+    """A Dynamo graph for one device: ``fxpar.constrain`` says nothing there."""
+    for node in list(gm.graph.nodes):
+        if str(node.target).startswith("fxpar.constrain"):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def homes(gm: fx.GraphModule) -> list[Home]:
+    """The sharded models whose parameters a Dynamo graph uses."""
+    packet = torch.ops.fxpar.to_global
+    crossings = (packet, packet.default, to_global_unreduced)
+    numbers = [node.args[-1] for node in gm.graph.nodes if node.target in crossings]
+    found = map(home_of, dict.fromkeys(numbers))
+    return [home for home in found if home is not None]
+
+
+def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
+    """Make Dynamo trace again if a model was not traced with the dtypes asked for."""
+    asked = getattr(torch, options.param_dtype) if options.param_dtype else None
+    reduce = options.reduce_dtype or ""
+    others = [h for h in homes if (h.param_dtype, h.reduce_dtype) != (asked, reduce)]
+    for home in others:
+        home.param_dtype, home.reduce_dtype = asked, reduce
+    if others:
+        _torch.dynamo.trace_again("fxpar: parameters take the dtype asked for")
+
+
+def local_inputs(
+    named: Sequence[Named], examples: Sequence[Any], options: Options
+) -> tuple[int, ...]:
+    """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
+    save those another graph returned whole."""
+    if options.inputs != "local":
+        return ()
+    return tuple(
+        i
+        for i, (name, x) in enumerate(zip(named, examples, strict=True))
+        if name.kind == "input"
+        and isinstance(x, torch.Tensor)
+        and x.dim() > 0
+        and getattr(x, LOCAL_MARK, True)
+    )
+
+
+def local_batch(
+    signature: Signature, local: Sequence[str], own: Collection[int], mesh: Mesh
+) -> Signature:
+    """The signature of a graph that is fed parts of the batch: the inputs named in
+    ``local`` rest split over the batch axes, results that follow them stay local, and
+    of those at positions ``own`` each rank has a summand."""
+    axes = batch_axes(mesh)
+
+    def fed(x: Input) -> Input:
+        if x.kind == "summand" and x.rest is not None:
+            summand = Spec.of(x.rest.dims, [(axis, "sum") for axis in axes])
+            return replace(x, rest=summand)
+        if x.name not in local or x.rest is None:
+            return x
+        part = Spec.of([axes, *x.rest.dims[1:]])
+        return replace(x, rest=part, use=part)
+
+    inputs = tuple(map(fed, signature.inputs))
+    gradients = {i for i, x in enumerate(inputs) if x.name in local}
+    summands = {f"output_{i}" for i in own}
+    outputs = tuple(
+        replace(x, lie="summand")
+        if x.kind == "output" and x.name in summands
+        else replace(x, lie="batch")
+        if x.kind == "output" or (x.kind == "gradient" and x.of in gradients)
+        else x
+        for x in signature.outputs
+    )
+    return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
+
+
+def hint_of(x: Any) -> Any:
+    """A symbolic number as the one that Dynamo traced with."""
+    return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat)) else x
+
+
+def batch_sizes(
+    gm: fx.GraphModule, examples: Sequence[Any], local: Collection[int]
+) -> frozenset[int]:
+    """Positions of the symbolic ints that are the size of a local batch dim."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+    symbols = {str(values[i].shape[0]) for i in local}
+    return frozenset(
+        i
+        for i, (x, value) in enumerate(zip(examples, values, strict=True))
+        if isinstance(x, torch.SymInt) and str(value) in symbols
+    )
+
+
+def resized(
+    args: Sequence[Any], local: Collection[int], sizes: Collection[int], times: int
+) -> list[Any]:
+    """Arguments with so many ``times`` the batch: the inputs in ``local`` as fakes, the
+    ints in ``sizes`` multiplied."""
+    mode, out = _torch.fake.new_fake_mode(), []
+    for i, x in enumerate(args):
+        if i in local:
+            x = _torch.fake.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
+        elif i in sizes:
+            x = x * times
+        out.append(x)
+    return out
+
+
+def require_dynamic_batch(
+    gm: fx.GraphModule, examples: Sequence[Any], local: Sequence[int]
+) -> None:
+    """In local mode make Dynamo trace again with the batch dim symbolic, so that the
+    global size can be put in its place.
+
+    Raises PlanError if the program fixes the size anyway.
+    """
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    fixed = []
+    for i in local:
+        value = nodes[i].meta.get("example_value")
+        if value is not None and not isinstance(value.shape[0], torch.SymInt):
+            fixed.append((nodes[i].name, examples[i]))
+    if not fixed:
+        return
+    if any(_torch.dynamo.is_marked_dynamic(x) for _, x in fixed):
+        name, x = fixed[0]
+        raise PlanError(
+            f"with FXPAR_INPUTS=local the batch size must stay open while tracing, but "
+            f"the program fixes dim 0 of {name} to {x.shape[0]}",
+            fix="feed at least 2 samples a rank and do not branch on the batch size, "
+            "or feed the global batch (FXPAR_INPUTS=global)",
+        )
+    for _, x in fixed:
+        _torch.dynamo.maybe_mark_dynamic(x, 0)
+    _torch.dynamo.trace_again("fxpar: local batch dims become symbolic")

@@ -1,0 +1,324 @@
+"""Code given to ``torch.compile`` that no graph contains: found, said, reduced.
+
+A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at a graph
+break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
+call of what was compiled: it was one graph, from its first line to its last, or there
+is code outside. Then the user is told, once, why and what it costs; and in local mode,
+where such code runs on the rank's own part of the batch, ``runtime.reduce`` takes the
+mean of gradients over the ranks. Steps of optimizers are checked for gradients of code
+that was not compiled at all, when a parameter first has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, OptionError, compose
+from fxpar.runtime import gradient_sketches, reduce_gradients
+from fxpar.runtime.at_rest.sharded_modules import HOME
+from fxpar.runtime.groups import join
+from fxpar.runtime.store_channel import current
+from fxpar.runtime.tracing import modules_of
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Code outside the graphs, as text: which, why, and at the user's line."""
+
+    code: str
+    why: str
+    where: str | None = None
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A compiled module or function. ``met``: modules in the frames Dynamo met.
+    ``whole``: of each graph that ran, whether the whole call was in it."""
+
+    fn: Any  # a weak reference
+    name: str
+    options: dict[str, Any] | None
+    asked: Options | None = None
+    met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    whole: weakref.WeakKeyDictionary[Any, bool] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
+    before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
+    outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    joined: bool = False
+    group: Any = None  # a weak reference: the one whose ranks know of it
+    reduced: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.asked is not None and self.asked.inputs == "local"
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The module it is, or those its code uses, as far as they are known."""
+        fn = self.fn()
+        found = modules_of(fn) if fn is not None else {}
+        if not isinstance(fn, nn.Module) and "" not in found:
+            known = {id(module) for module in found.values()}
+            met = [m for key, r in self.met.items() if (m := r()) and key not in known]
+            found |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(met)}
+        return found
+
+
+@dataclass(eq=False)
+class _Call:
+    watched: _Watched
+    handled: BaseException | None  # by code around the call
+    ran: list[bool] = field(default_factory=list)
+
+
+class _Calls(threading.local):
+    """The calls under way in a thread, each inside the one before."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
+_watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
+_calls = _Calls()
+_skipped: dict[types.CodeType, _Outside] = {}
+
+
+@dataclass(eq=False)
+class _Seen:
+    """Of an optimizer: the ids of parameters that had a gradient, and whether ranks
+    compared them before its first step."""
+
+    parameters: set[int] = field(default_factory=set)
+    compared: bool = False
+
+
+_seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+
+
+def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
+    """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
+
+    Ranks that wait for this one can know from now on where it is."""
+    current()
+    owner = getattr(fn, "__self__", fn)
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if isinstance(owner, nn.Module):
+        name = type(owner).__name__
+    if isinstance(fn, types.MethodType):
+        reference: Any = weakref.WeakMethod(fn)
+    else:
+        try:
+            reference = weakref.ref(fn)
+        except TypeError:  # a class with slots
+            reference = functools.partial(_itself, fn)
+    watched = _Watched(reference, name, options)
+    _watched.add(watched)
+
+    def enter() -> Callable[[], None]:
+        if watched.asked is None:
+            _read(watched)
+        _calls.stack.append(_Call(watched, sys.exc_info()[1]))
+        return _leave
+
+    return enter, functools.partial(_met, watched)
+
+
+def _itself(fn: Any) -> Any:
+    return fn
+
+
+def _read(watched: _Watched) -> None:
+    watched.before = _torch.dynamo.graph_breaks()
+    try:
+        watched.asked = Options.read(watched.options)
+    except OptionError:
+        return  # which the backend raises where the user sees it
+    if watched.local:
+        _check_optimizers()
+    for root in watched.modules().values():
+        for module in root.modules():
+            _tell_home(module, watched.local)
+
+
+def _tell_home(module: nn.Module, local: bool) -> None:
+    home = module.__dict__.get(HOME)
+    if home is not None:
+        home.local = local
+
+
+def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> None:
+    """Dynamo met a frame; an error means that it skips it."""
+    for value in frame.f_locals.values():
+        if isinstance(value, nn.Module):
+            watched.met.setdefault(id(value), weakref.ref(value))
+            _tell_home(value, watched.local)
+    if error is None:
+        return
+    why, where = _torch.dynamo.why_not_one_graph(error) or (
+        str(error).split("\n")[0],
+        None,
+    )
+    found = _Outside(frame.f_code.co_qualname, why, where)
+    _skipped[frame.f_code] = found
+    watched.outside.setdefault(found, False)
+    if watched.local:
+        _settle(watched)
+
+
+def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
+    """Note that a compiled graph runs, inside the call that is under way."""
+    if not _calls.stack:
+        return
+    call = _calls.stack[-1]
+    watched = call.watched
+    if graph not in watched.whole:
+        outermost = _torch.dynamo.between_graph_and_caller() <= 1
+        watched.whole[graph] = broken_at is None and outermost
+        for x in args:
+            if isinstance(x, nn.Parameter):
+                watched.parameters[id(x)] = weakref.ref(x)
+        if broken_at is not None and watched.local:
+            watched.outside[_Outside("code at a graph break", "", broken_at)] = False
+        if not watched.whole[graph] and watched.local:
+            _settle(watched)
+    call.ran.append(watched.whole[graph])
+
+
+def _leave() -> None:
+    """The end of a call."""
+    call = _calls.stack.pop()
+    watched = call.watched
+    if call.ran == [True] or sys.exc_info()[1] is not call.handled:
+        return
+    if watched.asked is None:
+        return
+    if not call.ran and not watched.joined:
+        watched.joined = True
+        join(watched.asked)  # as the backend does, which is not called here
+    _settle(watched, compiled=bool(call.ran))
+
+
+def _settle(watched: _Watched, *, compiled: bool = True) -> None:
+    """Code outside the graphs was met: say so, and have its gradients reduced, before a
+    backward comes, which the compiled function itself may run."""
+    if not reduce_gradients.takes_part():
+        return
+    if (
+        watched.group is None
+        or watched.group() is not _torch.distributed.default_group()
+    ):
+        watched.group, watched.reduced = (
+            weakref.ref(_torch.distributed.default_group()),
+            False,
+        )
+        _explain(watched, compiled=compiled)
+    _say(watched)
+    if watched.reduced:
+        reduce_gradients.hook_new()
+    elif watched.local and torch.is_grad_enabled():
+        watched.reduced = True
+        reduce_gradients.watch(watched.name, watched.modules())
+
+
+def _explain(watched: _Watched, *, compiled: bool) -> None:
+    """Why calls are not one graph, where no frame was met that says so."""
+    for module in watched.modules().values():
+        for code in map(_code_of, module.modules()):
+            if code in _skipped:
+                watched.outside.setdefault(_skipped[code], False)
+    if not compiled and not watched.outside:
+        new = _torch.dynamo.graph_breaks().items() - watched.before.items()
+        why = next(
+            (str(why).split("\n")[0] for why, _ in new), "not compiled by Dynamo"
+        )
+        watched.outside[_Outside(watched.name, why)] = False
+
+
+def _code_of(module: nn.Module) -> Any:
+    return getattr(type(module).forward, "__code__", None)
+
+
+def _say(watched: _Watched) -> None:
+    """Warn of what was not said yet, once per job: on rank 0."""
+    if watched.local:
+        cost = (
+            "Each rank runs it as it stands, on its own part of the batch; gradients "
+            "are averaged over the ranks when a backward ends, as DDP does"
+        )
+    else:
+        cost = "Each rank runs the whole of it as it stands: nothing of it is split"
+    fix = "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks tells more"
+    for outside in [x for x, said in watched.outside.items() if not said]:
+        watched.outside[outside] = True
+        if dist.get_rank() == 0:
+            why = outside.why and f": {outside.why}"
+            what = f"{outside.code} is in no graph{why}. {cost}"
+            text = compose(what, where=outside.where, fix=fix)
+            warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+@_torch.dynamo.not_compiled
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    """Before steps of optimizers where a model runs in local mode: gradients that are
+    there for the first time are alike on all ranks.
+
+    Raises GradientError before the first step of an optimizer of the model. Other ranks
+    need not take other steps: what they have not alike is told at the next call."""
+    local = [watched for watched in _watched if watched.local]
+    if not local or not reduce_gradients.takes_part():
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    seen = _seen.setdefault(optimizer, _Seen())
+    fresh = {id(p) for p in held if p.grad is not None and id(p) not in seen.parameters}
+    if not fresh:
+        return
+    seen.parameters |= fresh
+    named = _names_of(optimizer, held, local)
+    references = [ref for watched in local for ref in watched.parameters.values()]
+    ours = {id(p) for ref in references if (p := ref()) is not None}
+    ours |= {id(p) for watched in local for _, p in _named(watched)}
+    if not seen.compared and not ours.isdisjoint(fresh):
+        seen.compared = True
+        reduce_gradients.require_equal(named)
+    else:
+        gradient_sketches.note(optimizer, reduce_gradients.unreduced(named, fresh))
+
+
+def _names_of(
+    optimizer: Optimizer, held: Sequence[torch.Tensor], local: Sequence[_Watched]
+) -> dict[str, torch.Tensor]:
+    """Parameters of an optimizer by name; not those in shards."""
+    names = {id(p): name for watched in local for name, p in _named(watched)}
+    kind = type(optimizer).__name__
+    return {
+        names.get(id(p), f"number {i} of the {kind}"): p
+        for i, p in enumerate(held)
+        if not isinstance(p, DTensor)
+    }
+
+
+def _named(watched: _Watched) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in watched.modules().items():
+        yield from module.named_parameters(prefix)

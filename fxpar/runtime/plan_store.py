@@ -1,0 +1,171 @@
+"""Plans on disk: what a search found, for the next run of the same program.
+
+In: the normalized program and what was asked of it. Out: the plan found before, or
+None. A file holds one plan; its name is the digest of everything the search depends on:
+ops with their arguments, shapes, dtypes and rules, hints, where inputs and outputs
+rest, meshes, the hardware's figures, the memory budget, and the versions of torch and
+of fxpar's own code. A file that cannot be read, or is another's, counts as none: never
+an error. Files are never deleted here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import FxparError
+from fxpar.passes import Request
+from fxpar.passes.graph_bodies import body_of
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Program
+from fxpar.sharding.search.mesh_candidates import ALIKE
+from fxpar.sharding.search.run_search import Asked, Found
+
+FORMAT = "fxpar plan on disk 1"
+
+# A search that took this share of its seconds used all it may: a small problem has half
+# of them without its limit.
+_USED = 0.45
+
+
+def allowed() -> bool:
+    """Whether torch's own caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
+    return not _torch.inductor.caches_disabled()
+
+
+def folder() -> Path:
+    """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
+    return Path(_torch.inductor.cache_dir()) / "fxpar"
+
+
+def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
+    """The digest of all that the search for ``request`` depends on; of its seconds it
+    does not."""
+    asked = request.mode
+    assert isinstance(asked, Asked)
+    text = hashlib.sha256()
+    for line in (
+        FORMAT,
+        torch.__version__,
+        own_version(),
+        repr(replace(asked, seconds=0.0)),
+        repr([request.mesh, *request.meshes]),
+        repr(request.signature),
+        repr(list(request.hints.items())),
+        repr((request.keep_gathered, sorted(request.disable))),
+        repr(sorted(program.reduce_here)),
+        *_lines(graph),
+        *_rules(program),
+    ):
+        text.update(line.encode() + b"\n")
+    return text.hexdigest()
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    """Nodes with their arguments and what they make."""
+
+    def made(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.dtype, tuple(x.shape), x.stride()
+        return tuple(map(made, x)) if isinstance(x, (list, tuple)) else type(x)
+
+    for node in graph.nodes:
+        target = node.target
+        if inspect.isroutine(target):  # its address would differ between runs
+            target = f"{target.__module__}.{target.__qualname__}"
+        call = f"{node.name} {node.op} {target} {node.args} {node.kwargs}"
+        yield f"{call} {made(node.meta.get('val'))}"
+        body = body_of(node)
+        if body is not None:
+            yield from _lines(body.graph)
+
+
+def _rules(program: Program) -> Iterator[str]:
+    """Rules of the ops: users may have changed some."""
+    texts: dict[int, str] = {}
+    for op in program.ops:
+        if id(op.rule) not in texts:
+            rule = op.rule
+            shown = replace(rule, whole=frozenset(), alike=frozenset())
+            texts[id(rule)] = f"{shown} {sorted(rule.whole)} {sorted(rule.alike)}"
+        yield texts[id(op.rule)]
+
+
+@functools.cache
+def own_version() -> str:
+    """Digest of fxpar's source: what it finds may change with any of it."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def load(key: str, seconds: float) -> Plan | None:
+    """The plan under ``key``, with a note that it was found before. None if there is
+    none, or only one that a search of more than it had could better."""
+    path = _path(key)
+    try:
+        data = json.loads(path.read_text())
+        if data["digest"] != _digest(data) or data["key"] != key:
+            return None
+        if not data["proved"] and data["seconds"] < seconds:
+            return None
+        plan = Plan.from_dict(data["plan"])
+        proved = "proved" if data["proved"] else "not proved"
+        note = f"found before: {path} (gap {data['gap']:.2g}, {proved}, searched "
+        note += f"{data['seconds']:g} s)"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, FxparError):
+        return None
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def save(key: str, plan: Plan, found: Found, seconds: float) -> None:
+    """Keep the plan that a search of so many ``seconds`` found, if it is proved or used
+    them. Where the disk refuses, nothing is kept."""
+    proved = found.is_proved and found.rivals >= found.predicted * (1 - ALIKE)
+    if not proved and found.took < _USED * seconds:
+        return
+    data = {
+        "format": FORMAT,
+        "key": key,
+        "proved": proved,
+        "gap": found.solution.gap,
+        "seconds": seconds,
+        "plan": plan.to_record(),
+    }
+    data["digest"] = _digest(data)
+    path = _path(key)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(data, file)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
+
+
+def _path(key: str) -> Path:
+    return folder() / f"{key}.json"
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of all of a file but its digest. Raises TypeError if it is no table."""
+    rest = {k: v for k, v in data.items() if k != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,169 @@
+"""Which program a Dynamo graph is, whatever Dynamo made of the sizes it was fed.
+
+Dynamo may trace one piece of code again for sizes that change, for one sample, for a
+slice that begins elsewhere, and does so on each rank by itself. ``identity`` is what
+these graphs have in common, and what ranks compare; ``content`` is all that compiling
+depends on, so that a graph of equal content needs no compilation of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.runtime.input_names import Named
+from fxpar.sharding.program import user_line
+
+_NUMBERS = (int, torch.SymInt)
+# Whose text is the same in every process.
+_PRINTED = (
+    *(str, float, bool, type(None), complex),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
+)
+
+
+def value_of(node: fx.Node) -> Any:
+    """What Dynamo knows of a node's value."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def without_unused(
+    gm: fx.GraphModule, examples: Sequence[Any]
+) -> tuple[fx.GraphModule, list[int]]:
+    """A copy without the numbers among its inputs that nothing reads (where in its
+    memory a slice begins), and the positions of the inputs that are left."""
+    lean = _torch.dynamo.copy_graph(gm)
+    kept = []
+    pairs = zip(placeholders(lean), examples, strict=True)
+    for i, (node, x) in enumerate(pairs):
+        if node.users or isinstance(x, torch.Tensor):
+            kept.append(i)
+        else:
+            lean.graph.erase_node(node)
+    lean.recompile()
+    return lean, kept
+
+
+def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
+    """The program, a line for each op, sizes left out. ``named``: its inputs; those of
+    the body of a region have no names."""
+    lines, places = [], dict[fx.Node, str]()
+    inputs = zip(placeholders(gm), named, strict=True) if named else ()
+    for node, name in inputs:
+        value = value_of(node)
+        if isinstance(value, torch.Tensor):
+            places[node] = name.name
+            dtype = str(value.dtype).removeprefix("torch.")
+            wants = ", requires grad" if value.requires_grad else ""
+            lines.append(
+                f"{name.kind} {name.name}: {dtype} of {value.dim()} dims{wants}"
+            )
+
+    def shown(x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return places.get(x, "n")
+        if isinstance(x, (tuple, list)):
+            return f"({', '.join(map(shown, x))})"
+        if isinstance(x, dict):
+            return ", ".join(f"{key}={shown(value)}" for key, value in x.items())
+        if isinstance(x, slice):
+            return shown((x.start, x.stop, x.step))
+        if isinstance(x, _NUMBERS) and not isinstance(x, bool):
+            return "n"
+        return repr(x) if isinstance(x, _PRINTED) else type(x).__name__
+
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" or _is_about_sizes(node):
+            continue
+        if node.op == "output":
+            results = [x for x in _flat(node.args) if not _is_number(x)]
+            lines.append(f"return {shown(results)}")
+            continue
+        places[node] = f"%{len(places)}"
+        target = node.target
+        target = getattr(target, "__name__", None) or str(target).split(" at 0x")[0]
+        line = user_line(node)
+        lines.append(
+            f"{places[node]} = {target}{shown(node.args)} {shown(node.kwargs)}".rstrip()
+            + (f"  # {line.rsplit('/', 1)[-1]}" if line else "")
+        )
+        body = node.op == "get_attr" and _attribute(gm, str(node.target))
+        if isinstance(body, fx.GraphModule):
+            lines += [f"  {each}" for each in program_text(body, ()).splitlines()]
+    lines.append(f"gradients {'on' if torch.is_grad_enabled() else 'off'}")
+    return "\n".join(lines)
+
+
+def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any]) -> str:
+    """All that compiling a graph depends on, but its sizes."""
+    lines = [node.format_node() or "" for node in gm.graph.nodes]
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            held = _attribute(gm, str(node.target))
+            if isinstance(held, fx.GraphModule):
+                lines.append(content(held, [], []))
+            else:
+                lines.append(f"{node.target} {id(held)}")
+    for name, x in zip(named, examples, strict=True):
+        lines.append(f"{name} {type(x)}")
+        if isinstance(x, torch.Tensor):
+            order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+            flat = [d for d in range(x.dim()) if not x.stride()[d]]
+            sizes = [n if isinstance(n, int) else "?" for n in x.shape]
+            lines.append(
+                f"{x.dtype} {x.device} {x.requires_grad} {order} {flat} "
+                f"{sizes if name.kind != 'input' else len(sizes)} "
+                f"{getattr(x, 'placements', '')}"
+            )
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+    )
+    return "\n".join([*lines, str(modes)])
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_about_sizes(node: fx.Node) -> bool:
+    """Whether a node computes or checks a size, which Dynamo does for sizes that it
+    keeps open, and else has done already."""
+    value = value_of(node)
+    if node.op == "output":
+        return False
+    if value is None:
+        name = str(getattr(node.target, "__name__", node.target))
+        return not node.users and ("_check" in name or "_assert" in name)
+    return _is_number(node) or isinstance(value, torch.Size)
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, fx.Node):
+        x = value_of(x)
+    numbers = (*_NUMBERS, torch.SymBool)
+    return isinstance(x, numbers) and not isinstance(x, bool)
+
+
+def _flat(x: Any) -> list[Any]:
+    if isinstance(x, (tuple, list)):
+        return [each for part in x for each in _flat(part)]
+    return [x]
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    found: Any = gm
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found

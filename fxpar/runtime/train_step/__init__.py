@@ -1,0 +1,1 @@
+"""``fxpar.train_step``: forward, backward and update as one program."""

@@ -1,0 +1,167 @@
+"""The forward of a training step, as it is traced: global values in, a loss out.
+
+In: the graph Dynamo made of a forward, and the values it is called with. Out: the same
+graph taking parameters at rest by their global value, so that nothing in it crosses the
+border, with what is known of each input; and which parameters the loss depends on.
+Nothing is computed, and no value of the user's is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
+from fxpar.runtime.input_names import Named
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class End(Named):
+    """An input of a step. ``rest``: the spec it lies in, if each rank holds a part;
+    ``use``: how the program should start to use it, as a hint."""
+
+    rest: Spec | None = None
+    use: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward that takes parameters by their global value. ``trained``: positions of
+    inputs that are parameters with a gradient; ``ends``: one per input."""
+
+    module: fx.GraphModule
+    ends: tuple[End, ...]
+    trained: tuple[int, ...]
+
+
+def spec_of(x: Any) -> Spec | None:
+    """Where a DTensor lies; None of a plain tensor."""
+    if not isinstance(x, DTensor):
+        return None
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    return Spec.from_placements(x.placements, mesh, x.dim())
+
+
+def globally(
+    gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any]
+) -> Forward:
+    """The forward on global parameters: crossings of parameters at rest are taken out.
+
+    Raises PlanError if the program looks at one rank's part of a parameter.
+    """
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    ends, trained = [], []
+    for i, (node, name, x) in enumerate(zip(nodes, named, examples, strict=True)):
+        hint = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
+        use = hint if hint and any(entry.strip("?_") for entry in hint) else None
+        ends.append(End(name.name, name.kind, spec_of(x), use))
+        if isinstance(x, torch.nn.Parameter) and x.requires_grad:
+            trained.append(i)
+    gm.graph.lint()
+    gm.recompile()
+    return Forward(gm, tuple(ends), tuple(trained))
+
+
+def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
+    """Let what reads the global value of a parameter read the parameter. The hint that
+    stands with it."""
+    packet, hint = torch.ops.fxpar.to_global, None
+    crossings = (packet, packet.default, to_global_unreduced)
+    for user in list(parameter.users):
+        local = user.op == "call_method" and user.target == "to_local"
+        for node in list(user.users) if local else [user]:
+            if node.target not in crossings:
+                raise PlanError(
+                    f"{node.name} ({node.target}) computes with one rank's part of a "
+                    "parameter that fxpar.shard split",
+                    where=user_line(node),
+                    fix="use the parameter as the module's attribute, which is the "
+                    "global value",
+                )
+            # Parameter or part, shape, spec, hint, ...
+            hint = tuple(node.args[3].split(",")) if node.args[3] else None
+            node.replace_all_uses_with(parameter)
+            graph.erase_node(node)
+        if local:
+            graph.erase_node(user)
+    return hint
+
+
+def fake_of(x: Any, mode: Any) -> Any:
+    """A fake of the global value of ``x``, with memory of its own; no tensor as is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, DTensor):
+        strides = torch.empty(x.shape, device="meta").stride()
+    else:
+        strides = x.stride()
+    with mode:
+        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
+    """Positions of the trained parameters that the loss depends on, found without
+    computing.
+
+    Raises PlanError if the loss is no scalar, or depends on none.
+    """
+    mode = _torch.fake.new_fake_mode()
+    fakes = [fake_of(x, mode) for x in args]
+    with mode, torch.enable_grad():
+        for i in forward.trained:
+            fakes[i].requires_grad_()
+        loss = loss_of(fx.Interpreter(forward.module).run(*fakes), forward)
+    ids = {id(fakes[i]): i for i in forward.trained}
+    found, seen, rest = set(), set(), [loss.grad_fn]
+    while rest:
+        function = rest.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        found.add(ids.get(id(getattr(function, "variable", None)), -1))
+        rest += [before for before, _ in function.next_functions]
+    return found - {-1}
+
+
+def loss_of(results: Any, forward: Forward) -> torch.Tensor:
+    loss = results[0] if results else None
+    what = "what loss_fn gives first is the loss: "
+    where = user_line(forward.module.graph.output_node().all_input_nodes[0])
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss)
+        raise PlanError(
+            f"{what}it should be a scalar, and is {shape}",
+            where=where,
+            fix="reduce it: loss.mean()",
+        )
+    if not loss.requires_grad:
+        raise PlanError(
+            f"{what}it depends on no parameter that requires a gradient",
+            where=where,
+            fix="compute it from the model's outputs, without detach or no_grad",
+        )
+    return loss
+
+
+def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:
+    """Raise PlanError if a trained parameter has hooks: its gradient never leaves the
+    graph. Those of ``fxpar.no_sync`` have nothing to do here."""
+    for i in forward.trained:
+        hooks = _torch.objects.gradient_hooks(args[i])
+        if any(not str(hook.__module__).startswith("fxpar.") for hook in hooks):
+            raise PlanError(
+                f"parameter {forward.ends[i].name} has a hook on its gradient, which "
+                "fxpar.train_step does not show",
+                fix="remove the hook, or torch.compile the model and call "
+                "optimizer.step()",
+            )

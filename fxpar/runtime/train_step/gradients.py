@@ -1,0 +1,121 @@
+"""Gradients of a training step between backward and update, as they are traced.
+
+In: parameters with their gradients in ``grad``, and what the user asks. Out: the same,
+with gradients of earlier calls added, or without the scale of the loss; and the update
+left out where a gradient is not finite. The numbers are those of ``backward()`` called
+several times and of ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpar import _torch
+from fxpar.errors import OptionError
+from fxpar.runtime.train_step.optimizer import is_number
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asks of a step. ``clip``: the largest global norm of the gradients;
+    ``accumulate``: how many calls an update takes the mean gradient of; ``scaler``: of
+    the loss, where gradients may overflow."""
+
+    clip: float | None = None
+    accumulate: int = 1
+    scaler: torch.amp.GradScaler | None = None
+
+    def check(self) -> None:
+        """Raise OptionError for what cannot be."""
+        clip, calls = self.clip, self.accumulate
+        if clip is not None and not (is_number(clip) and clip > 0):
+            raise OptionError(
+                f"clip cannot be {clip!r}", fix="give the largest norm, as clip=1.0"
+            )
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+            raise OptionError(
+                f"accumulate cannot be {calls!r}",
+                fix="give the number of calls per update, as accumulate=4",
+            )
+        if self.scaler is not None and not isinstance(
+            self.scaler, torch.amp.GradScaler
+        ):
+            raise OptionError(
+                f"scaler cannot be {self.scaler!r}",
+                fix="give a torch.amp.GradScaler",
+            )
+
+    @property
+    def scales(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
+
+
+@dataclass(frozen=True)
+class How:
+    """What a step does beside forward and backward. ``clip``: the largest global norm
+    of the gradients. ``calls``: how many an update takes the mean gradient of;
+    ``updates``: whether this is the last of them; ``held``: positions of parameters
+    whose gradients of the calls before are inputs, and are written if it is not.
+    ``scaled``: whether the loss is, and an update is left out if a gradient is not
+    finite."""
+
+    clip: float | None = None
+    calls: int = 1
+    updates: bool = True
+    held: tuple[int, ...] = ()
+    scaled: bool = False
+
+
+def add_held(
+    given: Sequence[Any], held: Mapping[int, torch.Tensor], write: bool
+) -> None:
+    """Add gradients of earlier calls, ``held`` by position of the parameter; ``write``:
+    hold the sums for the next call."""
+    with torch.no_grad():
+        for i, before in held.items():
+            new = given[i].grad
+            total = before if new is None else before + new
+            given[i].grad = total
+            if write and new is not None:
+                before.copy_(total)
+
+
+def unscale(
+    given: Sequence[Any], updated: Iterable[int], scale: torch.Tensor
+) -> torch.Tensor:
+    """Divide all gradients by the scale. How many numbers in those of the parameters
+    at ``updated`` are not finite: a sum, which ranks add once for all of them."""
+    with torch.no_grad():
+        inverse = scale.double().reciprocal().float()
+        bad = torch.zeros((), device=scale.device)
+        for i in updated:
+            gradient = given[i].grad
+            if gradient is not None:
+                bad = bad + (~torch.isfinite(gradient)).float().sum()
+        for x in given:
+            if isinstance(x, torch.Tensor) and x.is_leaf and x.grad is not None:
+                wide = torch.promote_types(x.dtype, torch.float32)
+                x.grad = (x.grad.to(wide) * inverse.to(wide)).to(x.dtype)
+        return bad
+
+
+@contextlib.contextmanager
+def unless(bad: torch.Tensor | None, written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give tensors that are written inside the values of before if ``bad`` is
+    positive."""
+    if bad is None:
+        yield
+        return
+    with torch.no_grad():
+        before = [
+            (x, x.detach().clone(), _torch.objects.version_of(x)) for x in written
+        ]
+        yield
+        for x, old, version in before:
+            if _torch.objects.version_of(x) != version:
+                x.copy_(torch.where(bad > 0, old, x))

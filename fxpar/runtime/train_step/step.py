@@ -1,0 +1,396 @@
+"""``fxpar.train_step``: a whole training step as one compiled program.
+
+In: a model, a loss function, an optimizer. Out: a callable that runs forward, backward
+and update on the user's own parameters, buffers and optimizer state. Dynamo traces the
+forward, with its guards, so that what it read in Python is checked at every call; the
+graph it hands over is traced again with its backward and the optimizer's own ``step``
+(``step_trace``), and goes through the pipeline of any graph. Optimizers are never
+replaced or subclassed: ``state_dict``, schedulers and eager steps in between see the
+same objects.
+
+A graph is kept for what it was traced with: the shapes of the forward, which state
+there is, and the settings of the groups. The learning rate is an input from the start;
+any other number becomes one when it is first seen to change.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from fxpar import _torch
+from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.runtime.alone import is_alone
+from fxpar.runtime.at_rest.matrix_optimizers import orthogonalize_whole
+from fxpar.runtime.input_names import Named
+from fxpar.runtime.train_step.forward import (
+    Forward,
+    fake_of,
+    globally,
+    reached,
+    refuse_hooks,
+    spec_of,
+)
+from fxpar.runtime.train_step.gradients import Asked, How
+from fxpar.runtime.train_step.optimizer import (
+    Slot,
+    attributes,
+    is_number,
+    parameters,
+    prepare,
+    refuse,
+    slots,
+    write,
+)
+from fxpar.runtime.train_step.trace import Step, as_tensor, trace
+from fxpar.sharding.spec import Spec
+
+LossFn = Callable[..., Any]
+# Compiles a traced step; given the specs that results must have, by position.
+Compile = Callable[[Step, Mapping[int, Spec]], Callable[..., Any]]
+# The Dynamo backend that hands graphs to ``TrainStep.stage``.
+Backend = Callable[["TrainStep"], Callable[..., Any]]
+
+
+class TrainStep:
+    """``step(*args, **kwargs)``: one step on a batch. Made by ``fxpar.train_step``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: torch.optim.Optimizer,
+        asked: Asked,
+        backend: Backend,
+    ) -> None:
+        refuse(optimizer)
+        asked.check()
+        orthogonalize_whole()
+        model = getattr(model, "_orig_mod", model)
+        self.model, self.optimizer, self.asked = model, optimizer, asked
+        self.calls = 0  # since the last update
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of them, by parameter
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return loss_fn(model, *args, **kwargs)
+
+        self._forward = _torch.dynamo.compile_as_one(forward, backend(self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, detached, as it was before the update; where ``loss_fn`` gives
+        more, all that it gives.
+
+        Raises PlanError if the step is not one graph, or inside ``fxpar.alone``.
+        """
+        if is_alone():
+            raise PlanError(
+                "fxpar.train_step inside fxpar.alone(): a step is one program of all "
+                "ranks",
+                fix="call it on every rank, outside; evaluate the model itself alone",
+            )
+        try:
+            with torch.enable_grad():
+                results = self._forward(*args, **kwargs)
+        except Exception as error:
+            why = _torch.dynamo.why_not_one_graph(error)
+            if why is None:
+                raise
+            raise PlanError(
+                f"the forward of fxpar.train_step is not one graph: {why[0]}",
+                where=why[1],
+                fix="take out of loss_fn and the model what breaks the graph, or "
+                "torch.compile the model and call optimizer.step()",
+            ) from error
+        self.calls = (self.calls + 1) % self.asked.accumulate
+        return results
+
+    def stage(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        named: Sequence[Named],
+        compile_step: Compile,
+    ) -> Callable[..., Any]:
+        """What to run for a forward that Dynamo traced, on concrete shapes.
+
+        ``examples``: values of its inputs; what each rank feeds a part of in full.
+        """
+        forward = globally(gm, named, examples)
+        refuse_hooks(forward, examples)
+        return _Stage(self, forward, examples, compile_step)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A compiled step."""
+
+    step: Step
+    how: How
+    run: Callable[..., Any]
+
+
+class _Stage:
+    """One forward with its backward; a variant for each state of the optimizer."""
+
+    def __init__(
+        self,
+        owner: TrainStep,
+        forward: Forward,
+        examples: Sequence[Any],
+        compile_step: Compile,
+    ) -> None:
+        self.owner, self.forward, self.compile = owner, forward, compile_step
+        mode = _torch.fake.new_fake_mode()
+        self.examples = [fake_of(x, mode) for x in examples]
+        self.reached = reached(forward, self.examples)
+        self.inputs: set[Slot] = set()  # numbers of the groups that are inputs
+        self.fixed: set[Slot] = set()  # those that cannot be
+        self.last: dict[Slot, Any] = {}  # numbers of the groups when last traced
+        self.variants: dict[Any, list[_Variant]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        optimizer = self.owner.optimizer
+        places = self._places(args)
+        how = self._how(args)
+        held = dict(slots(optimizer))
+        variant = self._find(held, places, how)
+        if variant is None:
+            if how.updates:
+                prepare(optimizer, [args[i] for i in self.reached])
+            held = dict(slots(optimizer))
+            variant = self._find(held, places, how) or self._make(places, held, how)
+        return self._run(variant, args, held)
+
+    def _how(self, args: Sequence[Any]) -> How:
+        """What this call does. Gradients of zero are made for parameters that this
+        forward is the first to reach, if they are to be kept.
+
+        Raises PlanError if a gradient is kept of a parameter that is no input.
+        """
+        owner, asked = self.owner, self.owner.asked
+        updates = owner.calls + 1 == asked.accumulate
+        trained = [args[i] for i in self.forward.trained]
+        if not updates:
+            with torch.no_grad():
+                for i in self.reached:
+                    if args[i] not in owner.gradients:
+                        owner.gradients[args[i]] = torch.zeros_like(args[i])
+        elif lost := set(map(id, owner.gradients)) - set(map(id, trained)):
+            names = [
+                name for name, p in owner.model.named_parameters() if id(p) in lost
+            ]
+            raise PlanError(
+                f"{names[0] if names else 'a parameter'} has a gradient of an earlier "
+                "call, and the forward of the call that updates does not use it",
+                fix="let every batch of an update use the same parameters, or "
+                "torch.compile the model and call optimizer.step()",
+            )
+        kept = (i for i in self.forward.trained if args[i] in owner.gradients)
+        calls, scales = asked.accumulate, asked.scales
+        return How(asked.clip, calls, updates, tuple(kept), scales)
+
+    def _places(self, args: Sequence[Any]) -> dict[int, int]:
+        """Position of a parameter in the optimizer -> among the inputs."""
+        optimizer = self.owner.optimizer
+        inputs = {id(args[i]): i for i in self.forward.trained}
+        order = enumerate(parameters(optimizer))
+        out = {i: inputs[id(p)] for i, p in order if id(p) in inputs}
+        if self.reached.isdisjoint(out.values()):
+            raise PlanError(
+                f"{type(optimizer).__name__} holds no parameter that the loss depends "
+                "on",
+                fix="make it from model.parameters(), after fxpar.shard if the model "
+                "is sharded",
+            )
+        return out
+
+    def _is_input(self, slot: Slot, x: Any) -> bool:
+        """Whether a value is a number that enters the graph as a tensor."""
+        return is_number(x) and (slot.place == "state" or slot in self.inputs)
+
+    def _key(
+        self, held: Mapping[Slot, Any], places: Mapping[int, int], how: How
+    ) -> Any:
+        """All that a graph was traced with, but the numbers that are its inputs."""
+        if not how.updates:
+            return how
+        optimizer = self.owner.optimizer
+
+        def frozen(slot: Slot, x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                lies = x.placements if isinstance(x, DTensor) else x.stride()
+                return tuple(x.shape), x.dtype, x.device, lies
+            return type(x) if self._is_input(slot, x) else repr(x)
+
+        kept = tuple(
+            (slot, frozen(slot, x))
+            for slot, x in held.items()
+            if slot.place == "group" or slot.index in places
+        )
+        sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+        own = tuple(attributes(optimizer).items())
+        return kept, sizes, tuple(places.items()), own, how
+
+    def _find(
+        self, held: Mapping[Slot, Any], places: Mapping[int, int], how: How
+    ) -> _Variant | None:
+        for variant in self.variants.get(self._key(held, places, how), ()):
+            if all(answer.stands(held[answer.slot]) for answer in variant.step.answers):
+                return variant
+        return None
+
+    def _make(
+        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+    ) -> _Variant:
+        step = self._trace(places, held, how)
+        rests = {}
+        for k, (slot, shape) in enumerate(zip(step.made, step.shapes, strict=True)):
+            rest = spec_of(self._holder(slot, shape))
+            if rest is not None:
+                rests[step.count + k] = rest
+        variant = _Variant(step, how, self.compile(step, rests))
+        self.variants.setdefault(self._key(held, places, how), []).append(variant)
+        return variant
+
+    def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
+        """The sharded parameter that new state of this shape lies like, or None."""
+        if slot.place == "group":
+            return None
+        p = parameters(self.owner.optimizer)[slot.index]
+        return p if isinstance(p, DTensor) and tuple(p.shape) == tuple(shape) else None
+
+    def _trace(
+        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+    ) -> Step:
+        """The step with as many numbers as inputs as need be and can be."""
+        groups = {s: x for s, x in held.items() if s.place == "group" and is_number(x)}
+        wanted = {slot for slot in groups if slot.key == "lr"}
+        wanted |= {slot for slot, x in groups.items() if self.last.get(slot, x) != x}
+        self.last = groups
+        while True:
+            new = wanted - self.inputs - self.fixed
+            self.inputs |= new
+            try:
+                step = self._traced(places, held, how)
+            except PlanError as error:
+                if not new:
+                    raise
+                self.inputs -= new
+                self.fixed |= new
+                step = self._traced(places, held, how)
+                self._warn_fixed(new, error)
+            wanted = set(step.counted)
+            if not wanted:
+                return step
+            if wanted <= self.fixed:
+                raise PlanError(
+                    f"{type(self.owner.optimizer).__name__} counts steps in "
+                    f"{min(slot.key for slot in wanted)!r} of a group, which a graph "
+                    "of one step cannot",
+                    fix="let it compute with tensors alone, as x ** 0.5 for "
+                    "math.sqrt(x)",
+                )
+
+    def _traced(
+        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+    ) -> Step:
+        numbers = {
+            slot: x
+            for slot, x in held.items()
+            if self._is_input(slot, x)
+            and (slot.place == "group" or slot.index in places)
+        }
+        owner = self.owner
+        return trace(self.forward, self.examples, owner.optimizer, places, numbers, how)
+
+    def _warn_fixed(self, fixed: set[Slot], error: PlanError) -> None:
+        names = ", ".join(sorted({slot.key for slot in fixed}))
+        text = compose(
+            f"{names} of {type(self.owner.optimizer).__name__} is a constant of the "
+            f"compiled step: every new value compiles again ({error.what})",
+            where=error.where,
+            fix="let the optimizer compute with it as with a tensor",
+        )
+        warnings.warn(text, FxparWarning, stacklevel=2)
+
+    def _run(
+        self, variant: _Variant, args: Sequence[Any], held: Mapping[Slot, Any]
+    ) -> Any:
+        step, how, owner = variant.step, variant.how, self.owner
+        gradients = [owner.gradients[args[i]] for i in how.held]
+        with torch.no_grad():
+            state = [as_tensor(held[slot]) for slot in step.read]
+            scale = [_scale_of(owner.asked.scaler, args)] if how.scaled else []
+            out = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
+        if how.updates:
+            owner.gradients = {}
+            written = [args[i] for i in self.forward.trained]
+            written += [
+                x for slot in step.read if isinstance(x := held[slot], torch.Tensor)
+            ]
+            torch.autograd.graph.increment_version(written)
+            if not (how.scaled and self._overflowed(out[-1])):
+                self._updated(step, out, held)
+        return tuple(out[: step.count])
+
+    def _overflowed(self, bad: torch.Tensor) -> bool:
+        """Whether the update was left out, which the scaler is told."""
+        scaler: Any = self.owner.asked.scaler
+        found = (bad > 0).float()
+        _torch.dtensor.record_overflow(scaler, self.owner.optimizer, found)
+        scaler.update()
+        return bool(found.item())
+
+    def _updated(
+        self, step: Step, out: Sequence[torch.Tensor], held: Mapping[Slot, Any]
+    ) -> None:
+        """Give the optimizer the values that the step does not write in place."""
+        optimizer, new = self.owner.optimizer, out[step.count :]
+        with torch.no_grad():
+            for slot, shape, x in zip(step.made, step.shapes, new, strict=False):
+                write(optimizer, slot, self._new(slot, shape, x, held.get(slot)))
+            for slot, value in step.fixed.items():
+                write(optimizer, slot, value)
+        _as_after_a_step(optimizer)
+
+    def _new(
+        self, slot: Slot, shape: Sequence[int], x: torch.Tensor, before: Any
+    ) -> Any:
+        """A new value as the optimizer keeps it: a number, or a tensor that lies as its
+        parameter does."""
+        if is_number(before):
+            return type(before)(x.item())
+        holder = self._holder(slot, shape)
+        if holder is None:
+            return x
+        return DTensor.from_local(
+            x,
+            holder.device_mesh,
+            holder.placements,
+            run_check=False,
+            shape=holder.shape,
+            stride=holder.stride(),
+        )
+
+
+def _scale_of(scaler: Any, args: Sequence[Any]) -> torch.Tensor:
+    """The scale of now, on the device of the parameters."""
+    device = next(x.device for x in args if isinstance(x, torch.nn.Parameter))
+    return scaler.scale(torch.ones((), device=device))
+
+
+def _part(x: Any) -> Any:
+    """What this rank holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _as_after_a_step(optimizer: Any) -> None:
+    """What ``optimizer.step()`` does beside computing: schedulers see that it was
+    called, and hooks run."""
+    _torch.objects.after_step(optimizer)

@@ -1,0 +1,338 @@
+"""One training step as one graph: forward, backward and the optimizer's own ``step``.
+
+In: a forward (``step_forward``), fakes of what it is called with, an optimizer. Out: an
+ATen graph in global shapes that gives the results and writes new parameters, buffers
+and optimizer state in place. Nothing is planned or compiled here, and no value of the
+user's is read or changed.
+
+Each node says in ``meta["custom"]["fxpar_phase"]`` whether it is of the "forward", the
+"backward" or the "update"; passes and code generation keep that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.passes.bucket_collectives import PHASE
+from fxpar.runtime.tracing import raised_at
+from fxpar.runtime.train_step.forward import End, Forward, fake_of, loss_of, spec_of
+from fxpar.runtime.train_step.gradients import How, add_held, unless, unscale
+from fxpar.runtime.train_step.optimizer import (
+    NUMBER,
+    Answer,
+    Numbers,
+    Slot,
+    Traced,
+    attributes,
+    choosing,
+    is_number,
+    slots,
+    stand_in,
+    step_of,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step. Its inputs are those of the forward, then ``read``: slots of the
+    optimizer, then gradients of earlier calls and the scale as ``How`` says. Its
+    results are ``count`` of the forward, the first of them the loss, then new values of
+    the slots ``made``, of global ``shapes``, then, where the loss is scaled, a number
+    that is positive if a gradient is not finite.
+
+    ``answers``: what the optimizer asked of numbers; ``fixed``: values that a step
+    gives whatever its inputs are; ``counted``: numbers that a step changes though they
+    are no inputs, so that it holds for one step only.
+    """
+
+    module: fx.GraphModule
+    read: tuple[Slot, ...]
+    ends: tuple[End, ...]
+    fakes: tuple[Any, ...]
+    count: int
+    made: tuple[Slot, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    answers: tuple[Answer, ...]
+    fixed: Mapping[Slot, Any]
+    counted: frozenset[Slot]
+
+
+@dataclass
+class _Found:
+    """What came to light while a step was traced."""
+
+    count: int = 0
+    made: list[Slot] = field(default_factory=list)
+    fixed: dict[Slot, Any] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    counted: set[Slot] = field(default_factory=set)
+
+
+def trace(
+    forward: Forward,
+    args: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    places: Mapping[int, int],
+    numbers: Mapping[Slot, Any],
+    how: How,
+) -> Step:
+    """Trace one step.
+
+    ``args``: of the forward. ``places``: position of a parameter in the optimizer ->
+    among ``args``. ``numbers``: those that become inputs, with their values.
+
+    Raises PlanError naming what the optimizer does that cannot be traced.
+    """
+    mode, found = _torch.fake.new_fake_mode(), _Found()
+    read = _read(optimizer, places, numbers) if how.updates else {}
+    more = [args[i] for i in how.held] + [torch.ones(())] * how.scaled
+    fakes = [fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *more)]
+
+    def step(*flat: Any) -> list[torch.Tensor]:
+        given, rest = list(flat[: len(args)]), iter(flat[len(args) :])
+        values = {slot: next(rest) for slot in read}
+        held = {i: next(rest) for i in how.held}
+        scale = next(rest, None)
+        for i in forward.trained:
+            given[i] = given[i].detach().requires_grad_()
+        results = _differentiate(forward, given, how.calls, scale)
+        found.count = len(results)
+        add_held(given, held, write=not how.updates)
+        if not how.updates:
+            _stamp("update")
+            return results
+        bad = None if scale is None else unscale(given, places.values(), scale)
+        written = [given[i] for i in places.values()]
+        written += [x for slot, x in values.items() if slot not in numbers]
+        with unless(bad, written):
+            made = _update(
+                forward, given, optimizer, places, values, numbers, how.clip, found
+            )
+        _stamp("update")
+        return [*results, *made, *([] if bad is None else [bad])]
+
+    module = _torch.aot.trace_flat(step, fakes, mode)
+    _tidy(module)
+    results = module.graph.output_node().args[0][found.count :][: len(found.made)]
+    ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
+    ends += [_gradient_end(forward.ends[i]) for i in how.held]
+    ends += [End("scaler.scale", "input")] * how.scaled
+    return Step(
+        module,
+        tuple(read),
+        (*forward.ends, *ends),
+        tuple(fakes),
+        found.count,
+        tuple(found.made),
+        tuple(tuple(node.meta["val"].shape) for node in results),
+        tuple(found.answers),
+        found.fixed,
+        frozenset(found.counted),
+    )
+
+
+def _read(
+    optimizer: torch.optim.Optimizer,
+    places: Mapping[int, int],
+    numbers: Mapping[Slot, Any],
+) -> dict[Slot, Any]:
+    """What the optimizer's step reads that is an input."""
+    return {
+        slot: x
+        for slot, x in slots(optimizer)
+        if (slot.place == "group" or slot.index in places)
+        and (isinstance(x, torch.Tensor) or slot in numbers)
+    }
+
+
+def as_tensor(x: Any) -> torch.Tensor:
+    """A tensor as it is, a number as a tensor."""
+    return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=NUMBER)
+
+
+def _tidy(module: fx.GraphModule) -> None:
+    """Where nothing is differentiated any more, a detached value is the value. Nothing
+    is computed again either: a checkpointed region stands in the graph once."""
+    for node in list(module.graph.nodes):
+        node.meta.pop("recompute", None)
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _stamp(phase: str) -> None:
+    """Say of the nodes traced since the last time which phase they are of."""
+    for node in reversed(_torch.aot.nodes_being_traced()):
+        custom = node.meta.get("custom") or {}
+        if PHASE in custom:
+            break
+        node.meta["custom"] = custom | {PHASE: phase}
+        if phase != "forward":
+            node.meta["partitioner_tag"] = "is_backward"
+
+
+def _differentiate(
+    forward: Forward, given: Sequence[Any], calls: int, scale: torch.Tensor | None
+) -> list[Any]:
+    """Forward and backward; gradients are left in ``grad`` of the parameters: those of
+    the loss divided by ``calls``, times ``scale``."""
+    with torch.enable_grad():
+        results = list(fx.Interpreter(forward.module).run(*given))
+        loss = loss_of(results, forward)
+        _stamp("forward")
+        _torch.aot.keep_lines_in_backward(loss)
+        leaves = [given[i] for i in forward.trained]
+        if calls > 1:
+            loss = loss / calls
+        if scale is not None:
+            loss = loss * scale
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
+    _stamp("backward")
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
+
+
+def _update(
+    forward: Forward,
+    given: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    places: Mapping[int, int],
+    inputs: Mapping[Slot, torch.Tensor],
+    numbers: Mapping[Slot, Any],
+    clip: float | None,
+    found: _Found,
+) -> list[torch.Tensor]:
+    """Clip, and let the optimizer step; new values that it does not write in place."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    leaves = [given[places[i]] if i in places else None for i in range(count)]
+    values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
+    double, held = stand_in(optimizer, Traced(leaves, values))
+    known = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
+    mode = Numbers(known)
+    with torch.no_grad(), _torch.aot.as_compiling():
+        if clip is not None:
+            trained = [given[i] for i in forward.trained]
+            torch.nn.utils.clip_grad_norm_(trained, clip, foreach=False)
+        try:
+            with mode, choosing(optimizer):
+                step_of(optimizer)(double)
+        except Exception as error:
+            raise _untraceable(optimizer, error) from error
+        if attributes(double) != attributes(optimizer):
+            raise _counts(optimizer, double)
+        found.answers = mode.answers
+        plain = dict(slots(optimizer))
+        for slot, x in slots(double):
+            if slot.place == "group" and is_number(x) and plain.get(slot) != x:
+                found.counted.add(slot)
+        return _results(double, held, inputs, values, numbers, found)
+
+
+def _as_read(
+    slot: Slot,
+    x: torch.Tensor,
+    numbers: Mapping[Slot, Any],
+    leaves: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """What the stand-in gets for an input: of numbers a copy, since the value before
+    the step is compared and that after is a result; numbers that state keeps in tensors
+    in the precision that Python computes with, as ``item()`` would give them."""
+    if slot in numbers:
+        return x.clone()
+    if slot.place == "state" and not x.dim() and x.is_floating_point():
+        holder = leaves[slot.index]
+        if slot.key == "step" or (holder is not None and holder.dim()):
+            return x.to(NUMBER)
+    return x
+
+
+def _results(
+    double: torch.optim.Optimizer,
+    held: Mapping[int, torch.Tensor],
+    inputs: Mapping[Slot, torch.Tensor],
+    values: Mapping[Slot, torch.Tensor],
+    numbers: Mapping[Slot, Any],
+    found: _Found,
+) -> list[torch.Tensor]:
+    """What the stand-in holds now, where it is not what it was given. State that is an
+    input is written."""
+    made = []
+    position = dict(enumerate(held))  # of its parameters, among those it stands for
+    for slot, x in slots(double):
+        if slot.place == "state":
+            slot = Slot(slot.place, position[slot.index], slot.key, slot.item)
+        before = values.get(slot)
+        if slot in numbers:
+            if _changed(x, before):
+                found.made.append(slot)
+                made.append(torch.as_tensor(x, dtype=NUMBER))
+        elif not isinstance(x, torch.Tensor):
+            if slot.place == "state" and is_number(x):
+                found.fixed[slot] = x
+        elif before is None:
+            found.made.append(slot)
+            made.append(x.detach())
+        elif x is not inputs[slot]:
+            inputs[slot].copy_(x)
+    return made
+
+
+def _changed(x: Any, before: Any) -> bool:
+    """Whether a number is another, or was written to."""
+    return x is not before or _torch.objects.version_of(x) > 0
+
+
+def _end(
+    slot: Slot,
+    x: Any,
+    forward: Forward,
+    places: Mapping[int, int],
+    optimizer: torch.optim.Optimizer,
+) -> End:
+    """The input for a slot: state is named for its parameter, and lies as it does."""
+    key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
+    if slot.place == "state":
+        name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
+        return End(name, "buffer", spec_of(x))
+    group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
+    return End(f"optimizer{group}.{key}", "input")
+
+
+def _gradient_end(parameter: End) -> End:
+    """The input for a gradient of earlier calls, which lies as its parameter does."""
+    return End(f"gradient.{parameter.name}", "buffer", parameter.rest)
+
+
+def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:
+    kind = type(optimizer).__name__
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "_local_scalar_dense" in reason:
+        reason = "it reads the value of a tensor"
+    return PlanError(
+        f"the step of {kind} cannot be traced: {reason}",
+        where=raised_at(error),
+        fix="let it compute with tensors alone (x ** 0.5 for math.sqrt(x), no "
+        "float(), no branch on a value), or torch.compile the model and call "
+        "optimizer.step()",
+    )
+
+
+def _counts(
+    optimizer: torch.optim.Optimizer, double: torch.optim.Optimizer
+) -> PlanError:
+    before, after = attributes(optimizer), attributes(double)
+    changed = [key for key in after if after[key] != before.get(key, after)]
+    return PlanError(
+        f"the step of {type(optimizer).__name__} changes its attribute {changed[0]!r}, "
+        "which a graph of it cannot",
+        fix="keep it in the state of a parameter, or in a group",
+    )

@@ -1,0 +1,237 @@
+"""``options={"tune": True}``: the schedules that come near, measured on the mesh.
+
+In: what planning gave, which knows the schedule that is predicted to be the fastest and
+others that were thought of. Out: the result with the one whose steps were the fastest.
+Each is run as it would be compiled, forward and backward in one graph, on random inputs
+of the right shapes, in turns, so that drift of the machine meets all alike. A step
+takes as long as its slowest rank; all ranks see the same figures and choose alike. One
+that fails on a rank, for want of memory or whatever else, is left out on all of them.
+Nothing that the user owns is read or changed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from textwrap import shorten
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.fusion.phase_settings import settings_of
+from fxpar.passes import Result
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.graph_bodies import hold, module_of
+from fxpar.runtime import consensus
+from fxpar.runtime.binding import bind
+from fxpar.runtime.groups import Ranks
+
+# So many schedules are measured, the predicted best among them.
+MOST = 4
+
+# Rounds of one step each, after those that are not counted.
+ROUNDS, WARMUP = 7, 2
+
+# The predicted best stands unless another is faster by this share.
+LEAST = 0.01
+
+Step = Callable[[], Any]
+
+# By the number of a schedule: which rank failed with it, and why.
+Dropped = dict[int, str]
+
+
+def tuned(
+    result: Result,
+    again: Callable[[str], Result],
+    ranks: Ranks,
+    root: torch.nn.Module,
+    *,
+    name: str,
+    codegen: str,
+    disable: frozenset[str],
+    fake_mode: Any,
+) -> Result:
+    """The result with the fastest schedule. ``again``: the result with another, given
+    as text; ``root`` holds the graph's constants; ``name``: of the graph, for errors.
+
+    One that a rank cannot make the code of, or run, is left out on all ranks, which the
+    plan's notes say. Raises PlanError on all ranks if none is left, RankMismatchError
+    if a rank does not come.
+    """
+    mine = json.dumps([result.plan.schedule, *result.others][:MOST])
+    schedules = json.loads(consensus.gather(f"the schedules of {name}", mine)[0])
+    if len(schedules) < 2 or ranks.mesh.size == 1:
+        return _noted(result, _NOTHING)
+    inputs = made_up(result.local)
+    inductor = codegen == "inductor"
+
+    def prepared(text: str) -> tuple[Result, Step]:
+        candidate = again(text)
+        settings = settings_of(candidate.plan.schedule)
+        graph = as_run(candidate.local, disable=disable, settings=settings)
+        bound = bind(
+            graph, ranks.mesh, ranks.rank, ranks.group, fake_mode, inductor=inductor
+        )
+        bound.set_codegen(fx.graph.CodeGen())
+        module = module_of(root, bound)
+        hold(module, bound)
+        return candidate, runnable(module, inputs, inductor=inductor)
+
+    made, dropped = _prepared(schedules, prepared, name)
+    steps = {i: step for i, (_, step) in made.items()}
+    seconds, failed = measure(steps, name)
+    dropped |= failed
+    if not seconds:
+        raise PlanError(
+            f"no schedule of {name} could be measured: {dropped[min(dropped)]}",
+            fix="leave out tune, and see that rank's error",
+        )
+    best = _fastest(seconds)
+    chosen, _ = made[best]
+    plan = replace(chosen.plan, near=result.plan.near)
+    left = (
+        f"tune: schedule {i + 1} of {len(schedules)}, {shorten(schedules[i], 160)!r}, "
+        f"is left out: {why}"
+        for i, why in dropped.items()
+    )
+    return _noted(replace(chosen, plan=plan), *left, _said(seconds, best))
+
+
+def _fastest(seconds: Mapping[int, float]) -> int:
+    """Of those in the order predicted the first, unless another is faster."""
+    best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
+    return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
+
+
+_NOTHING = (
+    "tune: nothing is measured, since there is one schedule alone: a given or saved "
+    "one, or no other comes near, or the hardware to choose by is unknown"
+)
+
+
+def _noted(result: Result, *notes: str) -> Result:
+    plan = replace(result.plan, notes=(*result.plan.notes, *notes))
+    return replace(result, plan=plan)
+
+
+def _said(seconds: Mapping[int, float], best: int) -> str:
+    times = ", ".join(f"{each * 1e3:.4g}" for each in seconds.values())
+    return (
+        f"schedule: of {len(seconds)} measured, in the order predicted, number "
+        f"{list(seconds).index(best) + 1} is taken; they took {times} ms a step"
+    )
+
+
+def _prepared(
+    schedules: Sequence[str], prepare: Callable[[str], Any], name: str
+) -> tuple[dict[int, Any], Dropped]:
+    """What ``prepare`` gives for each schedule that all ranks have it for."""
+    made, failed = dict[int, Any](), dict[int, str]()
+    for i, text in enumerate(schedules):
+        try:
+            made[i] = prepare(text)
+        except Exception as error:
+            failed[i] = _text(error)
+    dropped = _told(f"code of the schedules of {name}", failed)
+    return {i: each for i, each in made.items() if i not in dropped}, dropped
+
+
+def _told(tag: str, failed: Mapping[int, str]) -> Dropped:
+    """What failed on any rank, which every rank learns before it waits for others in a
+    collective."""
+    every = consensus.gather(tag, json.dumps(failed))
+    out = Dropped()
+    for rank, text in enumerate(every):
+        for i, why in json.loads(text).items():
+            out.setdefault(int(i), f"rank {rank} failed: {why}")
+    return out
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -> Step:
+    """A step of a bound graph."""
+    if not inductor:
+        return lambda: module(*inputs)
+    values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
+    compiled = _torch.inductor.compile_inner(module, values)
+    return lambda: compiled(list(inputs))
+
+
+def made_up(graph: fx.Graph) -> list[Any]:
+    """Values of the shapes and kinds of a graph's inputs."""
+    with _torch.aot.as_compiled():
+        return [_made(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")]
+
+
+def _made(value: Any) -> Any:
+    """Indices are 0, which is always one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride, device = tuple(value.shape), value.stride(), value.device
+    if not value.dtype.is_floating_point:
+        return torch.zeros(shape, dtype=value.dtype, device=device)
+    steps = zip(shape, stride, strict=True)
+    size = 1 + sum((n - 1) * s for n, s in steps) if value.numel() else 0
+    draws = torch.Generator(device).manual_seed(0)
+    # Not every dtype can be drawn in; not every input has memory of its own for each
+    # element.
+    drawn = torch.empty(size, dtype=torch.float32, device=device)
+    drawn.uniform_(-1, 1, generator=draws)
+    return drawn.to(value.dtype).as_strided(shape, stride)
+
+
+def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dropped]:
+    """Seconds of each step: the median over rounds of the slowest rank's. Those that
+    fail on a rank are left out from then on.
+
+    A rank that fails while the others wait for it within a step is known to them when
+    the process group's timeout ends that wait.
+    """
+    times: dict[int, list[float]] = {i: [] for i in steps}
+    dropped = Dropped()
+    with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():
+        for turn in range(WARMUP + ROUNDS):
+            for i, step in steps.items():
+                if i in dropped:
+                    continue
+                failed = dict[int, str]()
+                try:
+                    took = _seconds(step)
+                except Exception as error:
+                    failed[i] = _text(error)
+                dropped |= _told(f"step {turn} of {name}", failed)
+                if turn >= WARMUP and i not in dropped:
+                    times[i].append(took)
+    times = {i: mine for i, mine in times.items() if i not in dropped}
+    every = [
+        json.loads(x) for x in consensus.gather(f"times of {name}", json.dumps(times))
+    ]
+    slowest = {
+        i: map(max, zip(*(rank[str(i)] for rank in every), strict=True)) for i in times
+    }
+    return {i: statistics.median(each) for i, each in slowest.items()}, dropped
+
+
+def _seconds(step: Step) -> float:
+    dist.barrier()
+    _synchronize()
+    begun = time.perf_counter()
+    step()
+    _synchronize()
+    return time.perf_counter() - begun
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,277 @@
+"""How the values of a graph grow with the batch: a power of its size for each.
+
+Definition: a value ``f`` of the batch ``x`` grows with power ``p`` if the batch fed
+twice makes it ``f(x, x) = 2**p * f(x)``; along dims that hold the batch it is
+then repeated besides. A sum over the batch has power 1, a mean, a ratio of two sums and
+whatever holds for each sample by itself power 0.
+
+In: one program as two ATen graphs, traced with a batch and with one twice as large.
+Sizes and numbers that differ say what carries the batch; the rules of ops say which
+factors they sum over, and in which operands they are linear; ``powers`` knows pointwise
+ops. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import RuleError
+from fxpar.sharding.body_ties import Ties, ties_of
+from fxpar.sharding.factors import MOVEMENT, Rule
+from fxpar.sharding.growth_powers import (
+    FIXED,
+    NOTHING,
+    POINTWISE,
+    SOURCES,
+    TOGETHER,
+    WRITES,
+    Call,
+    Growth,
+    of_number,
+    ratio,
+    total,
+    unknown,
+)
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.rules import row_of
+from fxpar.sharding.rules.table import evaluate, tensors_of
+
+
+def growths(
+    once: fx.Graph, twice: fx.Graph, inputs: Sequence[Growth] = ()
+) -> list[Growth]:
+    """Of each output of a graph, in order. ``twice``: the same program traced with
+    twice the batch. ``inputs``: of each placeholder; without, they are the batch
+    itself, or do not depend on it."""
+    pairs = list(zip(once.nodes, twice.nodes, strict=False))
+    alike = len(once.nodes) == len(twice.nodes) and all(
+        a.op == b.op and (a.op == "placeholder" or a.target == b.target)
+        for a, b in pairs
+    )
+    outputs = once.output_node().args[0]
+    if not alike:
+        return [unknown("the program depends on the size of the batch")] * len(outputs)
+    known: dict[fx.Node, tuple[Growth, ...]] = {}
+    given = iter(inputs)
+    for a, b in pairs:
+        if a.op == "call_function":
+            known[a] = _of_call(a, b, known)
+        elif a.op == "placeholder":
+            known[a] = (next(given, FIXED),)
+        else:
+            known[a] = (FIXED,)
+    return [known[x][0] if isinstance(x, fx.Node) else FIXED for x in outputs]
+
+
+def _of_call(
+    a: fx.Node, b: fx.Node, known: dict[fx.Node, tuple[Growth, ...]]
+) -> tuple[Growth, ...]:
+    """Of each result of a call that is ``a`` once and ``b`` with twice the batch."""
+    if a.target is operator.getitem:
+        source: Any = a.args[0]
+        key: Any = a.args[1]
+        found = known[source]
+        return (found[key] if len(found) > 1 else found[0],)
+    made = a.meta.get("val")
+    results = made if isinstance(made, (list, tuple)) else [made]
+    tensors = [x for x in results if isinstance(x, torch.Tensor)]
+    if not tensors:
+        return (of_number(made, b.meta.get("val")),) * max(len(results), 1)
+    call = Call(a, b, known)
+    ties = [_ties(node) for node in (a, b)]
+    if ties[0] is None or ties[1] is None:
+        each = iter(_of_op(call, len(tensors)))
+    else:
+        each = iter(_of_bodies(call, ties[0], ties[1], len(tensors)))
+    return tuple(
+        FIXED if not isinstance(x, torch.Tensor) else _bounded(next(each), x.dtype)
+        for x in results
+    )
+
+
+def _ties(node: fx.Node) -> Ties | None:
+    """How the tensors of a call become those of graphs that it runs."""
+    args = fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+    return ties_of(node.target, args, node.meta["val"])
+
+
+def _of_bodies(call: Call, once: Ties, twice: Ties, results: int) -> list[Growth]:
+    """Of the results of an op that runs graphs of its own. What a loop carries grows
+    alike in every step, or it is not known how."""
+    operands = [call.known[n][0] for n in tensor_nodes(call.a)]
+    given = [FIXED if i is None else operands[i] for i, _ in once.inputs]
+    bodies = list(zip(once.bodies, twice.bodies, strict=True))
+    for _ in range(_STEPS):
+        joined: list[Growth | None] = [None] * results
+        for (a, b), outputs in zip(bodies, once.outputs, strict=True):
+            made = growths(a.graph, b.graph, given)
+            for grown, (i, _) in zip(made, outputs, strict=True):
+                if i is not None:
+                    joined[i] = _either(joined[i], grown)
+        out = [FIXED if grown is None else grown for grown in joined]
+        carried = [_either(given[i], out[i]) for i in range(once.carried)]
+        if carried == given[: once.carried]:
+            return out
+        given[: once.carried] = carried
+    return [unknown("what a loop carries grows otherwise in each step")] * results
+
+
+# A loop's carry begins as a constant zero, say, and is what steps add from then on.
+_STEPS = 3
+
+
+def _either(one: Growth | None, other: Growth) -> Growth:
+    """Of a value that is one of two."""
+    if one is None or one.power == NOTHING:
+        return other
+    if other.power == NOTHING or one == other:
+        return one
+    return unknown("branches or steps grow unlike")
+
+
+def _bounded(found: Growth, dtype: torch.dtype) -> Growth:
+    """Truth values do not grow."""
+    return FIXED if dtype == torch.bool else found
+
+
+def _of_op(call: Call, results: int) -> list[Growth]:
+    """Of the results of an ATen op."""
+    name = call.name
+    if name in POINTWISE:
+        return [POINTWISE[name](call)] * results
+    if name in SOURCES:
+        return [call.source(SOURCES[name])] * results
+    floating = any(x.dtype.is_floating_point for x in tensors_of(call.a.meta["val"]))
+    operands = [_as_operand(call, n, floating) for n in tensor_nodes(call.a)]
+    same = call.shapes(call.a) == call.shapes(call.b)
+    if same and all(x.is_fixed for x in operands):
+        return [Growth(mixed=any(x.mixed for x in operands))] * results
+    for x in operands:
+        if x.power is None:
+            return [x] * results
+    once, twice = _rule(call.a), _rule(call.b)
+    if once is None or twice is None:
+        return [unknown(f"{call.a.target} has no rule")] * results
+    unclear = unknown(f"{name} takes it neither by sum nor by mean")
+    if str(once) != str(twice):
+        moves = _moves(once) and _moves(twice)
+        return [total(operands) if moves else unclear] * results
+    return _Ruled(name, once, twice, operands).growths(results, unclear)
+
+
+def _as_operand(call: Call, node: fx.Node, floating: bool) -> Growth:
+    """Indices say where, not how much."""
+    index = not node.meta["val"].dtype.is_floating_point and floating
+    found = call.known[node][0]
+    return FIXED if index and found.power is None else found
+
+
+def _rule(node: fx.Node) -> Rule | None:
+    row = row_of(node.target)
+    if row is None:
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    try:
+        return evaluate(row, args, dict(kwargs), node.meta["val"])
+    except RuleError:
+        return None
+
+
+def _moves(rule: Rule) -> bool:
+    """Whether elements only change their places."""
+    return any(set(MOVEMENT) <= set(p.reductions) for p in rule.passages)
+
+
+@dataclass
+class _Ruled:
+    """An op by its rule, once and with twice the batch."""
+
+    name: str
+    rule: Rule
+    doubled: Rule
+    operands: list[Growth]
+
+    def growths(self, results: int, unclear: Growth) -> list[Growth]:
+        if self.name in TOGETHER:
+            return [total(self.operands).times(TOGETHER[self.name])] * results
+        base = self._scaled()
+        if base is None:
+            return [unclear] * results
+        if self._coupled and not _moves(self.rule) and self.name not in WRITES:
+            return [unclear] * results
+        out = []
+        for i in range(results):
+            found = base
+            for f in sorted(self.rule.contracted_by[i]):
+                found = self._reduced(found, f, unclear)
+            out.append(found)
+        return out
+
+    @property
+    def _coupled(self) -> bool:
+        """Whether samples of the batch meet other than in a sum."""
+        return any(self._size(f).power != 0.0 for f in self.rule.whole)
+
+    def _size(self, factor: str) -> Growth:
+        once, twice = self.rule.size.get(factor), self.doubled.size.get(factor)
+        return ratio(twice / once) if once and twice else FIXED
+
+    def _reduced(self, found: Growth, factor: str, unclear: Growth) -> Growth:
+        size = self._size(factor)
+        reduction = self.rule.reduction.get(factor, "sum")
+        if size.power == 0.0 or reduction in ("avg", "max", "min"):
+            return found
+        if reduction != "sum":
+            return unclear
+        # What is looked up lies in one place: it is moved, not summed.
+        return found if _moves(self.rule) else found.plus(size.power or 0.0)
+
+    def _scaled(self) -> Growth | None:
+        """Of a result before its reductions; None if the op is not linear in what
+        grows."""
+        operands = [self._without_sum(i) for i in range(len(self.operands))]
+        mixed = any(x.mixed for x in operands)
+        left = {i: x.power or 0.0 for i, x in enumerate(operands) if not x.is_fixed}
+        linear = [set(p.operands) for p in self.rule.passages if "sum" in p.reductions]
+        nothing = {i for i, x in enumerate(operands) if x.power == NOTHING}
+        if any(p <= nothing for p in linear):
+            return Growth(NOTHING)
+        power = 0.0
+        for group in linear:
+            alone = group - nothing
+            for other in linear:
+                if other is not group:
+                    alone -= other
+            powers = {left.get(i, 0.0) for i in alone}
+            if len(powers) > 1:
+                return self._mixed(operands, linear)
+            step = powers.pop() if powers else 0.0
+            power += step
+            for i in group - nothing:
+                left[i] = left.get(i, 0.0) - step
+        if any(left.values()):
+            return self._mixed(operands, linear)
+        return Growth(power, mixed)
+
+    def _mixed(
+        self, operands: Sequence[Growth], linear: Sequence[set[int]]
+    ) -> Growth | None:
+        """Summands that grow unlike each other."""
+        together = set(range(len(operands)))
+        return total(operands) if together in linear and len(operands) > 1 else None
+
+    def _without_sum(self, i: int) -> Growth:
+        """An operand that is added into a result, next to what is summed there."""
+        x = self.operands[i]
+        if i not in self.rule.accumulates:
+            return x
+        have = {f for dim in self.rule.operands[i] for f in dim}
+        for f in sorted(self.rule.contracted - have):
+            x = x.plus(-(self._size(f).power or 0.0))
+        return x

@@ -1,0 +1,425 @@
+"""Rules of ops that run graphs of their own, made of the rules of the ops inside.
+
+A *body* is such a graph: a branch of ``cond``, the step of ``scan``, ``map`` and
+``while_loop``. Dims of its values that factors of its ops make the same are one
+*class*: an axis that splits one dim of it splits all of them, and no collective is
+needed inside, so that ranks never meet in a branch that some do not take. A class
+becomes a factor of the call's rule where every op takes it split; where ops sum over
+it, only if the partial sums go on to results of the call, untouched but by ops that let
+them pass. What a loop carries has one spec, and is partial before a step if it is so
+after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from fxpar.sharding.body_ties import Ties, ties_of
+from fxpar.sharding.factors import Axes, Dims, Rule, Strategy
+from fxpar.sharding.rules.table import tensors_of
+
+if TYPE_CHECKING:
+    from fxpar.sharding.program import Op, Program
+
+# A dim of a value of a body, or a factor of one of its ops.
+Key = tuple[str, int, int, Any]
+# Reductions by class: over which a value is partial if they are split.
+Partials = dict[Key, str]
+
+
+@dataclass
+class Inside:
+    """The bodies of one call, their dims in classes.
+
+    ``programs``: of the bodies; ``operands``/``results``: shapes of the call's tensors.
+    A key is that of a dim or a factor; those of one class have one ``leader``.
+    """
+
+    ties: Ties
+    programs: Sequence[Program]
+    operands: Sequence[tuple[int, ...]]
+    results: Sequence[tuple[int, ...]]
+    leader: dict[Key, Key] = field(default_factory=dict)
+    size: dict[Key, int] = field(default_factory=dict)
+    whole: set[Key] = field(default_factory=set)
+    # (body, value) -> over which classes it is partial.
+    partial: dict[tuple[int, int], Partials] = field(default_factory=dict)
+    # (body, op) -> (class, reduction, passage) that partial operands take.
+    passes: dict[tuple[int, int], list[tuple[Key, str, int]]] = field(
+        default_factory=dict
+    )
+    # What the loop carries, by position, over which classes it is partial.
+    carry: dict[int, Partials] = field(default_factory=dict)
+    # (body, value): zeros, which are their own partial sum.
+    zero: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for b, program in enumerate(self.programs):
+            for op in program.ops:
+                self._join_op(b, op)
+        self._join_ends()
+        self._keep_whole()
+        while self._flow(trial=True):
+            pass
+        while self._flow():
+            pass
+
+    # Classes: a union of keys, with what their sizes have in common.
+
+    def find(self, key: Key) -> Key:
+        """The class of a dim or a factor."""
+        while self.leader.setdefault(key, key) != key:
+            key = self.leader[key]
+        return key
+
+    def _join(self, a: Key, b: Key, size: int) -> None:
+        a, b = self.find(a), self.find(b)
+        self.size[a] = math.gcd(self.size.get(a, 0), self.size.get(b, 0), size)
+        if a != b:
+            self.leader[b] = a
+            if b in self.whole:
+                self.whole.add(a)
+
+    def _set_whole(self, key: Key) -> bool:
+        """Keep a class whole; whether it was not before."""
+        key = self.find(key)
+        fresh = key not in self.whole
+        self.whole.add(key)
+        return fresh
+
+    def is_free(self, key: Key) -> bool:
+        """Whether an axis may split a class."""
+        found = self.find(key)
+        return found not in self.whole and self.size.get(found, 1) > 1
+
+    def _join_op(self, b: int, op: Op) -> None:
+        """Dims of an op's tensors are of the class of their major factor."""
+        rule = op.rule
+        for v, dims in zip(op.tensors, rule.tensors, strict=True):
+            shape = self.programs[b].values[v].shape
+            for d, (dim, n) in enumerate(zip(dims, shape, strict=True)):
+                here: Key = ("dim", b, v, d)
+                keys: list[Key] = [
+                    ("factor", b, op.index, f) for f in dim if rule.size[f] > 1
+                ]
+                self._join(here, keys[0] if keys else here, n)
+                for key in keys:
+                    self._join(key, key, rule.size[key[3]])
+                for key in keys[1:] if keys else [here]:
+                    self._set_whole(key)
+        for f in rule.whole:
+            self._set_whole(("factor", b, op.index, f))
+
+    def _join_ends(self) -> None:
+        """What all bodies take, and what they give, alike; what is carried besides."""
+        for b, program in enumerate(self.programs):
+            for v, (i, sliced) in zip(program.inputs, self.ties.inputs, strict=True):
+                if v is not None and i is not None:
+                    self._join_dims(b, v, "operand", i, sliced)
+            for v, (i, sliced) in zip(
+                program.outputs, self.ties.outputs[b], strict=True
+            ):
+                if v is not None and i is not None:
+                    self._join_dims(b, v, "result", i, sliced)
+        for j in range(self.ties.carried):
+            i = self.ties.inputs[j][0]
+            for d, n in enumerate(self.results[j]):
+                self._join(("operand", -1, i or 0, d), ("result", -1, j, d), n)
+        if self.ties.apart:
+            self._join_slices()
+
+    def _join_dims(self, b: int, v: int, kind: str, i: int, sliced: bool) -> None:
+        for d, n in enumerate(self.programs[b].values[v].shape):
+            self._join((kind, -1, i, d + sliced), ("dim", b, v, d), n)
+
+    def _join_slices(self) -> None:
+        """Each slice by itself: ranks may have some each."""
+        ends = [("operand", i, self.operands) for i, cut in self.ties.inputs if cut]
+        ends += [("result", i, self.results) for i, cut in self.ties.outputs[0] if cut]
+        kind, first, _ = ends[0]
+        for other, i, shapes in ends:
+            if i is not None and first is not None:
+                self._join((kind, -1, first, 0), (other, -1, i, 0), shapes[i][0])
+
+    def _keep_whole(self) -> None:
+        """A class may not split two dims of one value, nor a constant of a body."""
+        sides = [("operand", self.operands), ("result", self.results)]
+        dims: list[list[Key]] = [
+            [(kind, -1, i, d) for d in range(len(shape))]
+            for kind, shapes in sides
+            for i, shape in enumerate(shapes)
+        ]
+        dims += [
+            [("dim", b, v.index, d) for d in range(len(v.shape))]
+            for b, program in enumerate(self.programs)
+            for v in program.values
+        ]
+        for keys in dims:
+            found = [self.find(key) for key in keys]
+            for key in found:
+                if found.count(key) > 1:
+                    self._set_whole(key)
+        for b, program in enumerate(self.programs):
+            for v in program.values:
+                if v.index not in program.producers and v.index not in program.inputs:
+                    for d in range(len(v.shape)):
+                        self._set_whole(("dim", b, v.index, d))
+
+    # Partial sums: where they arise, pass, and leave.
+
+    def _flow(self, *, trial: bool = False) -> bool:
+        """Follow partial values; whether classes became whole, or more of what is
+        carried partial, so that it has to be done again. ``trial``: finds out what may
+        be carried as partial sums: what is carried goes with them as zeros would, and
+        no class becomes whole."""
+        self.partial, self.passes, self.zero = {}, {}, set()
+        before = set(self.whole)
+        again = False
+        for b, program in enumerate(self.programs):
+            for j in range(self.ties.carried):
+                v = program.inputs[j]
+                if v is None:
+                    continue
+                found = self.carry.get(j, {})
+                kept = {c: r for c, r in found.items() if self.is_free(c)}
+                self.partial[b, v] = kept
+                if trial and not kept:
+                    self.zero.add((b, v))
+            for op in program.ops:
+                again |= self._through(b, op)
+        carried = sum(map(len, self.carry.values()))
+        again |= self._leave()
+        if trial:
+            self.whole = before
+            return sum(map(len, self.carry.values())) > carried
+        return again
+
+    def _through(self, b: int, op: Op) -> bool:
+        """Over which classes an op's results are partial."""
+        rule, again = op.rule, False
+        own = {f: self.find(("factor", b, op.index, f)) for f in rule.factors}
+        made: list[Partials] = [{} for _ in op.results]
+        for j, contracted in enumerate(rule.contracted_by):
+            for f in sorted(contracted):
+                if self.is_free(own[f]):
+                    made[j][own[f]] = rule.reduction.get(f, "sum")
+        summed: Partials = {c: r for found in made for c, r in found.items()}
+        reads = [dict(self.partial.get((b, v), {})) for v in op.operands]
+        for i in rule.accumulates:
+            have = {own[f] for dim in rule.operands[i] for f in dim}
+            for c, r in summed.items():
+                if c not in have and reads[i].pop(c, None) != r:
+                    again |= self._set_whole(c)
+        for c in sorted({c for read in reads for c in read}):
+            found = None if c in own.values() else self._passage(b, op, c, reads)
+            if found is None:
+                again |= self._set_whole(c)
+                continue
+            self.passes.setdefault((b, op.index), []).append((c, *found))
+            for each in made:
+                each[c] = found[0]
+        if op.is_zero or self._is_linear_in_zeros(b, op):
+            self.zero.update((b, v) for v in op.results)
+        for v, each in zip(op.results, made, strict=True):
+            shape = self.programs[b].values[v].shape
+            dims = {self.find(("dim", b, v, d)) for d in range(len(shape))}
+            for c in dims & each.keys():
+                again |= self._set_whole(c)
+            self.partial[b, v] = each
+        return again
+
+    def _passage(
+        self, b: int, op: Op, c: Key, reads: Sequence[Partials]
+    ) -> tuple[str, int] | None:
+        """(reduction, passage) by which operands that are partial over a class pass."""
+        partial = {i for i, read in enumerate(reads) if c in read}
+        reductions = {reads[i][c] for i in partial}
+        zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
+        for p, passage in enumerate(op.rule.passages):
+            group = set(passage.operands)
+            if partial <= group <= partial | zero and len(reductions) == 1:
+                (reduction,) = reductions
+                if reduction in passage.reductions and (
+                    group == partial or reduction == "sum"
+                ):
+                    return reduction, p
+        return None
+
+    def _is_linear_in_zeros(self, b: int, op: Op) -> bool:
+        """Whether an op makes zeros of zeros."""
+        zero = {i for i, v in enumerate(op.operands) if (b, v) in self.zero}
+        return any(
+            "sum" in p.reductions and zero >= set(p.operands) for p in op.rule.passages
+        )
+
+    def _leave(self) -> bool:
+        """Results that bodies agree on; carried values partial before as after."""
+        again = False
+        for found, j, bodies in self._results():
+            for c, r in found.items():
+                if any(
+                    self.partial.get((b, v), {}).get(c) != r
+                    and not (r == "sum" and (b, v) in self.zero)
+                    for b, v in bodies
+                ):
+                    again |= self._set_whole(c)
+                elif j < self.ties.carried and c not in self.carry.get(j, {}):
+                    self.carry.setdefault(j, {})[c] = r
+                    again = True
+            if j < self.ties.carried:
+                gone = self.carry.get(j, {}).keys() - found.keys()
+                for c in filter(self.is_free, sorted(gone)):
+                    again |= self._set_whole(c)
+        for b, program in enumerate(self.programs):
+            for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):
+                if i is None and v is not None:  # a test, alike on all ranks
+                    for c in self.partial.get((b, v), {}):
+                        again |= self._set_whole(c)
+        return again or self._agree()
+
+    def _results(self) -> list[tuple[Partials, int, list[tuple[int, int]]]]:
+        """For each result over what some body makes it partial, its position, and the
+        values that give it."""
+        out = []
+        for j in range(len(self.results)):
+            bodies = [
+                (b, v)
+                for b, program in enumerate(self.programs)
+                for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True)
+                if i == j and v is not None
+            ]
+            found: Partials = {}
+            for at in bodies:
+                found |= self.partial.get(at, {})
+            out.append((found, j, bodies))
+        return out
+
+    def _agree(self) -> bool:
+        """One reduction for each class, and of those that results are partial over all
+        or none for each carried value; only classes that the call's operands have."""
+        again = False
+        operands = [
+            {self.find(("operand", -1, i, d)) for d in range(len(shape))}
+            for i, shape in enumerate(self.operands)
+        ]
+        have = set().union(*operands)
+        seen: Partials = {}
+        for found, _, _ in self._results():
+            for c, r in found.items():
+                if c not in have or seen.setdefault(c, r) != r:
+                    again |= self._set_whole(c)
+        for j, carried in self.carry.items():
+            i = self.ties.inputs[j][0] or 0
+            for c in seen.keys() - operands[i] - carried.keys():
+                if any(self.is_free(x) for x in carried):
+                    again |= self._set_whole(c)
+        return again
+
+    # What comes of it: the rule of the call, and strategies of the ops inside.
+
+    @cached_property
+    def names(self) -> dict[Key, str]:
+        """Factors of the call's rule by class, those that are free."""
+        out: dict[Key, str] = {}
+        sides = [("operand", self.operands), ("result", self.results)]
+        for kind, shapes in sides:
+            for i, shape in enumerate(shapes):
+                for d in range(len(shape)):
+                    key: Key = (kind, -1, i, d)
+                    if self.is_free(key):
+                        out.setdefault(self.find(key), f"f{len(out)}")
+        return out
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """The rule of the call; None if nothing of it can be split."""
+        if not self.names:
+            return None
+        sizes: dict[str, int] = {name: self.size[c] for c, name in self.names.items()}
+        operands = tuple(
+            self._words("operand", i, shape, sizes)
+            for i, shape in enumerate(self.operands)
+        )
+        results = tuple(
+            self._words("result", i, shape, sizes)
+            for i, shape in enumerate(self.results)
+        )
+        whole = frozenset(sizes) - set(self.names.values())
+        rule = Rule(operands, results, tuple(sizes.items()), whole)
+        alike, reductions = set[tuple[int, str]](), dict[str, str]()
+        for found, j, _ in self._results():
+            sums = {self.names[c]: r for c, r in found.items() if c in self.names}
+            reductions |= sums
+            have = {f for dim in results[j] for f in dim}
+            alike |= {(j, f) for f in rule.factors if f not in have | sums.keys()}
+        partial = [
+            j for j, found in self.carry.items() if found.keys() & self.names.keys()
+        ]
+        return replace(
+            rule,
+            reductions=tuple(reductions.items()),
+            alike=frozenset(alike),
+            accumulates=tuple(sorted(self.ties.inputs[j][0] or 0 for j in partial)),
+        )
+
+    def _words(
+        self, kind: str, i: int, shape: Sequence[int], sizes: dict[str, int]
+    ) -> Dims:
+        """Factors of a tensor's dims; what a class leaves of a dim is whole."""
+        out: list[tuple[str, ...]] = []
+        for d, n in enumerate(shape):
+            name = self.names.get(self.find((kind, -1, i, d)))
+            if name is None:
+                out.append(())
+            elif sizes[name] == n:
+                out.append((name,))
+            else:
+                rest = f"{name}{kind[0]}{i}d{d}"
+                sizes[rest] = n // sizes[name]
+                out.append((name, rest))
+        return tuple(out)
+
+    def strategy(self, b: int, op: Op, axes: Mapping[str, Axes]) -> Strategy:
+        """Of an op of a body, where ``axes`` split the factors of the call's rule."""
+        of = {c: axes.get(name, ()) for c, name in self.names.items()}
+        factors = [
+            (f, of.get(self.find(("factor", b, op.index, f)), ()))
+            for f in op.rule.factors
+        ]
+        return Strategy(
+            tuple((f, split) for f, split in factors if split),
+            tuple(
+                (axis, reduction, p)
+                for c, reduction, p in self.passes.get((b, op.index), ())
+                for axis in of.get(c, ())
+            ),
+        )
+
+    def axes_of(self, v: int, b: int, axes: Mapping[str, Axes]) -> list[Axes]:
+        """Those that split each dim of a value of a body."""
+        shape = self.programs[b].values[v].shape
+        names = (self.names.get(self.find(("dim", b, v, d))) for d in range(len(shape)))
+        return [axes.get(name, ()) if name else () for name in names]
+
+
+def inside(
+    target: Any,
+    args: Sequence[Any],
+    result: Any,
+    read: Callable[[fx.GraphModule], Program],
+) -> Inside | None:
+    """The bodies of a call, given by its arguments as values; None if it has none that
+    are known. ``read``: the program of a body."""
+    ties = ties_of(target, args, result)
+    if ties is None:
+        return None
+    operands, results = (
+        [tuple(map(int, t.shape)) for t in tensors_of(x)] for x in (args, result)
+    )
+    return Inside(ties, [read(body) for body in ties.bodies], operands, results)

@@ -1,0 +1,1 @@
+"""Every second and every byte: hardware, ops, collectives, programs."""

@@ -1,0 +1,211 @@
+"""What an op computes on one rank: a roofline per fused region.
+
+In: a Program and Hardware. Out: ``Work`` per op, and its seconds under a strategy.
+Inductor fuses chains of light ops (pointwise, reductions) into one kernel, so a value
+that only light ops of one region read is never written: it costs nothing. A region is
+launched once, by its first op, however its ops are split; so work that is not split is
+never free for want of a floor (where the floor is per op, replicated work is).
+
+A light op is any that multiplies no matrices. Views cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fxpar.sharding import shift_messages
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.factors import Strategy
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program, contracts, is_view
+
+# Attention without an entry in torch's registry: flops per (query, key) pair and
+# element of a head, forward and backward.
+_ATTENTION = {False: 4.0, True: 10.0}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op's work, of all ranks together.
+
+    ``flops``: of its contraction, 0 for a light op. ``moved``: (position among
+    ``op.tensors``, bytes) that it reads or writes in memory, of what its region shares
+    its share. ``points``: elements of each tensor, none for a view. ``launches``:
+    whether its kernel starts with it.
+    """
+
+    flops: float
+    moved: tuple[tuple[int, float], ...]
+    points: tuple[int, ...]
+    launches: bool
+    dtype: torch.dtype
+
+
+def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
+    """Seconds of this op on one rank, and of what it sends, without its launch."""
+    shards = {f: mesh.count(axes) for f, axes in strategy.factors}
+
+    def share(position: int) -> float:
+        dims = op.rule.tensors[position]
+        return 1 / math.prod(shards.get(f, 1) for dim in dims for f in dim)
+
+    moved = sum(size * share(position) for position, size in work.moved)
+    if not work.flops:
+        # Registers are not free either: else what is between would be left whole.
+        points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
+        streamed = moved / on.bandwidth + points / on.peak("float32").flops
+        return streamed + shift_messages.seconds(op, strategy, mesh)
+    flops = work.flops / math.prod(shards.values())
+    arithmetic = flops / on.peak(work.dtype).rate(flops, _least(op, shards))
+    return max(arithmetic, moved / on.bandwidth)
+
+
+def _least(op: Op, shards: dict[str, int]) -> float:
+    """The smallest of m, n, k of a contraction of two operands, on one rank."""
+    rule = op.rule
+    if len(rule.operands) != 2 or len(rule.results) != 1:
+        return math.inf
+    a, b, out = ({f for dim in t for f in dim} for t in rule.tensors)
+
+    def size(factors: Iterable[str]) -> float:
+        return math.prod(rule.size[f] / shards.get(f, 1) for f in factors)
+
+    return min(size(a - b), size(b - a), size((a & b) - out))
+
+
+def flops_of(op: Op, program: Program) -> float:
+    """Flops of a contraction, attention or convolution as a whole; 0 for others."""
+    node, target = op.node, op.target
+    flex = str(target).startswith("flex_attention")
+    count = flop_registry.get(getattr(target, "overloadpacket", target))
+    if count is not None and not flex:
+        val = node.meta["val"]
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: n.meta["val"]
+        )
+        return float(count(*args, **kwargs, out_val=val))
+    if flex or "scaled_dot_product" in str(target):
+        backward = "backward" in str(target)
+        first = int(backward and not flex)  # behind a gradient
+        query, key = op.operands[first : first + 2]
+        keys = program.values[key].shape[-2]
+        return _ATTENTION[backward] * program.values[query].numel * keys
+    if contracts(op):
+        return 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
+    return 0.0
+
+
+class Regions:
+    """Which values of a program are written to memory, and what each op moves."""
+
+    def __init__(self, program: Program, backward: set[int]) -> None:
+        self.program, self.backward = program, backward
+        self.base = list(range(len(program.values)))  # what a view looks at
+        self.flops = [flops_of(op, program) for op in program.ops]
+        for op in program.ops:
+            if is_view(op):
+                self.base[op.results[0]] = self.base[op.operands[0]]
+        self.written = self._written()
+        self.region = self._regions()
+        self.works = self._works()
+
+    def heavy(self, index: int) -> bool:
+        """Whether the op is a kernel of its own that nothing is fused into."""
+        return self.flops[index] > 0
+
+    def _written(self) -> set[int]:
+        """Bases in memory: inputs, what heavy ops read or make, what crosses from the
+        forward to the backward, and outputs."""
+        program, base = self.program, self.base
+        found = {base[v.index] for v in program.values} - set(program.producers)
+        found |= {base[v] for v in program.outputs if v is not None}
+        for op in program.ops:
+            if is_view(op):
+                continue
+            if self.heavy(op.index):
+                found.update(base[v] for v in op.tensors)
+        return found
+
+    def _regions(self) -> list[int]:
+        """For each op the first op of its region."""
+        leader = list(range(len(self.program.ops)))
+
+        def find(i: int) -> int:
+            while leader[i] != i:
+                leader[i] = leader[leader[i]]
+                i = leader[i]
+            return i
+
+        for op in self.program.ops:
+            if is_view(op) or self.heavy(op.index):
+                continue
+            for v in op.operands:
+                b = self.base[v]
+                if b not in self.written and b in self.program.producers:
+                    maker = self.program.producers[b][0]
+                    if (maker in self.backward) == (op.index in self.backward):
+                        one, other = find(maker), find(op.index)
+                        leader[max(one, other)] = min(one, other)
+        return [find(i) for i in range(len(leader))]
+
+    def _shares(self) -> dict[tuple[int, int], dict[int, float]]:
+        """(value in memory, region) -> op that pays for it -> its part: all of it the
+        one that makes it; else those that read it, in proportion to what they read.
+        It is read once: a reader that is split saves its part, not the whole."""
+        values, sizes = self.program.values, dict[tuple[int, int], dict[int, int]]()
+        seen = dict[tuple[int, int], dict[int, int]]()  # the views of it
+        made: set[tuple[int, int]] = set()
+        for op in self.program.ops:
+            if is_view(op):
+                continue
+            for position, v in enumerate(op.tensors):
+                key = self.base[v], self.region[op.index]
+                if key[0] not in self.written or key in made:
+                    continue
+                if position >= len(op.operands):
+                    made.add(key)
+                read = sizes.setdefault(key, {})
+                read[op.index] = max(read.get(op.index, 0), values[v].nbytes)
+                seen.setdefault(key, {})[v] = values[v].nbytes
+        out = {}
+        for key, read in sizes.items():
+            once = min(sum(seen[key].values()), values[key[0]].nbytes)
+            rate = once / max(sum(read.values()), 1)
+            out[key] = {op: size * rate for op, size in read.items()}
+        return out
+
+    def _works(self) -> list[Work]:
+        program, out = self.program, []
+        shares = self._shares()
+        started: set[int] = set()
+        for op in program.ops:
+            dtype = program.values[op.results[0]].dtype
+            if is_view(op):
+                out.append(Work(0.0, (), (), False, dtype))
+                continue
+            moved = []
+            region = self.region[op.index]
+            seen: set[int] = set()
+            for position, v in enumerate(op.tensors):
+                b = self.base[v]
+                share = shares.get((b, region), {}).get(op.index)
+                if share is not None and b not in seen:
+                    seen.add(b)
+                    moved.append((position, share))
+            floating = [
+                program.values[v].dtype
+                for v in op.operands
+                if program.values[v].dtype.is_floating_point
+            ]
+            launches = region not in started
+            started.add(region)
+            dtype = floating[0] if floating else dtype
+            points = tuple(program.values[v].numel for v in op.tensors)
+            flops = self.flops[op.index]
+            out.append(Work(flops, tuple(moved), points, launches, dtype))
+        return out

@@ -1,0 +1,262 @@
+"""What a machine can do: arithmetic, memory, launches, and the links of a mesh on it.
+
+In: a name (``lookup("h100")``), a file that ``python -m fxpar calibrate`` wrote, or the
+device that is here (``detect``). Out: a ``Hardware`` (``rates``): rates for a roofline,
+and ``links(mesh)``, what serves each axis. All figures are per device, in seconds,
+bytes and floating point operations, and every one in ``BUILT_IN`` has its source beside
+it.
+Never measures anything (``runtime.calibrate`` does) and never chooses a plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fxpar.config import nearest
+from fxpar.errors import DeviceError, OptionError
+from fxpar.sharding.cost.hardware import FORMAT, LIGHT, Hardware, Level, Measured, Peak
+
+__all__ = [
+    "BUILT_IN",
+    "FORMAT",
+    "LIGHT",
+    "Hardware",
+    "Level",
+    "Measured",
+    "Peak",
+    "detect",
+    "load",
+    "lookup",
+]
+
+CALIBRATE = "measure it: python -m fxpar calibrate --out machine.json"
+
+
+def load(path: str | Path) -> Hardware:
+    """Read a file of ``Hardware.save``. Raises OptionError if it is not one."""
+    try:
+        data = json.loads(Path(path).read_text())
+        if data.pop("format", None) != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        data["peaks"] = tuple((k, Peak(**v)) for k, v in data["peaks"].items())
+        data["levels"] = tuple(_level(entry) for entry in data["levels"])
+        data["light"] = tuple((k, rate) for k, rate in data.get("light", ()))
+        data["near"] = tuple((n, rate) for n, rate in data.get("near", ()))
+        if not data["levels"] or "float32" not in dict(data["peaks"]):
+            raise ValueError("it needs a level and a peak of float32")
+        return Hardware(**data)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OptionError(
+            f"cannot read hardware file {str(path)!r}: {error}", fix=CALIBRATE
+        ) from None
+
+
+def _level(entry: Mapping[str, Any]) -> Level:
+    kinds = tuple((kind, Measured(**m)) for kind, m in entry["kinds"].items())
+    return Level(**{**entry, "kinds": kinds})
+
+
+def lookup(text: str) -> Hardware:
+    """The hardware of a name, as in ``BUILT_IN``, or of a file. Raises OptionError."""
+    known = {hardware.name: hardware for hardware in BUILT_IN} | _ALIASES
+    if text.lower() in known:
+        return known[text.lower()]
+    if Path(text).is_file():
+        return load(text)
+    hint = nearest(text.lower(), known)
+    raise OptionError(
+        f"unknown hardware {text!r}",
+        fix=f"{hint} use one of {', '.join(known)}, or {CALIBRATE}".strip(),
+    )
+
+
+def detect() -> Hardware:
+    """The built-in hardware of this process's CUDA device, by its name; without one,
+    ``cpu``. Raises DeviceError on a device that is not known."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return lookup("cpu")
+    device = torch.cuda.get_device_name()
+    for part, name in _DEVICES:
+        if part.lower() in device.lower():
+            if name:
+                return lookup(name)
+            break
+    raise DeviceError(
+        f"the figures of {device!r} are not known",
+        fix=f"set FXPAR_HARDWARE to hardware alike, or {CALIBRATE}",
+    )
+
+
+# Parts of CUDA device names, the first that fits. No name: a variant with other figures
+# (PCIe cards, bridged pairs, superchips) than the one its name is like.
+_DEVICES = (
+    ("PCIe", ""),
+    ("NVL", ""),
+    ("GH200", ""),
+    ("H200", "h200"),
+    ("H100", "h100"),
+    ("A100-SXM4-80GB", "a100"),
+    ("V100-SXM3", "v100-dgx2"),
+    ("V100-SXM2", "v100-dgx1"),
+    ("P100-SXM2", "p100"),
+    ("K80", "k80"),
+)
+
+
+def _matrix(flops: float, efficiency: float = 0.78) -> Peak:
+    """Tensor cores. Efficiency: 770 to 798 of 989 TFLOP/s bfloat16 on an H200. Until
+    measured, estimates: 3 us to fill the device, and tiles of 128, half idle at 64."""
+    return Peak(flops, efficiency, 3e-6 * flops * efficiency, 64.0)
+
+
+def _vector(flops: float, efficiency: float = 0.85) -> Peak:
+    """Ordinary units of a GPU. All but ``flops`` are estimates until measured."""
+    return Peak(flops, efficiency, 3e-6 * flops * efficiency, 32.0)
+
+
+_MIB = float(2**20)
+
+# NCCL's latencies: base and hops over PCI and NET from its tuning.cc (LL protocol).
+# NVLink: such that 0.5 MB over 8 H100 take 24 us, as vLLM (pull request 42324) found.
+_NCCL, _NVLINK, _PCI, _NET = 6.6e-6, 1.1e-6, 1e-6, 5e-6
+
+
+def _nvlink(devices: int, per_link: float, links: int) -> Level:
+    """Links times NCCL's bandwidth of one (``src/graph/topo.h``): what rings reach,
+    some 0.8 of the data sheet's figure for one direction."""
+    return Level(devices, per_link * links, _NVLINK, _NCCL)
+
+
+def _infiniband(bandwidth: float, *, shared: bool = False) -> Level:
+    return Level(0, bandwidth, _NET, _NCCL, shared=shared, tree=True)
+
+
+_HOPPER = (
+    # NVIDIA H100 and H200 data sheets, SXM, without sparsity.
+    ("float64", _matrix(66.9e12)),
+    ("float32", _vector(66.9e12)),
+    ("tf32", _matrix(494.7e12)),
+    ("bfloat16", _matrix(989.4e12)),
+    ("float16", _matrix(989.4e12)),
+    ("float8", _matrix(1978.9e12)),
+)
+_AMPERE = (
+    # NVIDIA A100 data sheet, without sparsity.
+    ("float64", _matrix(19.5e12)),
+    ("float32", _vector(19.5e12)),
+    ("tf32", _matrix(156e12)),
+    ("bfloat16", _matrix(312e12)),
+    ("float16", _matrix(312e12)),
+)
+_VOLTA = (
+    # NVIDIA V100 data sheet, SXM; matrix units have float16 only. CoCoNeT assumes 60 to
+    # 80 TFLOP/s for matrix products of GPT-2, whose inner dim is small.
+    ("float64", _vector(7.8e12)),
+    ("float32", _vector(15.7e12)),
+    ("float16", _matrix(125e12, 0.72)),
+)
+_PASCAL = (
+    # NVIDIA P100 data sheet, SXM2.
+    ("float64", _vector(5.3e12)),
+    ("float32", _vector(10.6e12)),
+    ("float16", _vector(21.2e12)),
+)
+# NVIDIA K80 data sheet, one of its two devices at boost clocks.
+_KEPLER = (("float64", _vector(1.46e12)), ("float32", _vector(4.37e12)))
+_CPU = (
+    ("float64", Peak(3e10, 1.0, 1e5, 12.0)),
+    ("float32", Peak(6e10, 1.0, 1e5, 8.0)),
+    ("bfloat16", Peak(1.3e11, 1.0, 2e6, 8.0)),  # AVX512_BF16
+)
+
+# gloo in one machine, each step of a ring. Measured by calibrate, 2 and 4 ranks on 2
+# cores of an AMD EPYC (Zen 4), rounded; but a reduce-scatter (2.5e-4 s and 5e8 bytes/s
+# a step) counts as no more than an all-reduce of which a rank keeps its part: half of
+# the bytes are worth a little time.
+_GLOO = Level(
+    0,
+    1.5e9,
+    1.2e-4,
+    1e-4,
+    kinds=(
+        ("all_reduce", Measured(1e-4, 1.2e-4, 1.5e9)),
+        ("all_gather", Measured(1e-4, 2e-4, 8e8)),
+        ("reduce_scatter", Measured(1e-4, 2.3e-4, 7.7e8)),
+        ("all_to_all", Measured(1e-4, 1.5e-4, 9e8)),
+        ("permute", Measured(1e-4, 1.8e-4, 1e9)),
+    ),
+)
+
+# 18 NVLinks; DGX H100 and DGX H200: 8 adapters of 400 Gbit/s, one for each device.
+_DGX_HOPPER = (_nvlink(8, 20.6e9, 18), _infiniband(50e9))
+# 12 NVLinks; DGX A100: 8 adapters of 200 Gbit/s, one for each device.
+_DGX_A100 = (_nvlink(8, 20e9, 12), _infiniband(25e9))
+# 6 NVLinks on NVSwitch; 8 adapters of 100 Gbit/s a node, over which all-reduces of
+# CoCoNeT's 16 nodes reached 80.8 GB/s.
+_DGX_2 = (_nvlink(16, 20e9, 6), _infiniband(80.8e9, shared=True))
+# 6 NVLinks in a hybrid cube mesh; 4 adapters of 100 Gbit/s a node.
+_DGX_1 = (_nvlink(8, 20e9, 6), _infiniband(50e9, shared=True))
+# FlexFlow: 4 nodes of 4 P100, NVLink (of 4 links each a ring of all uses 3 here), EDR
+# InfiniBand of 100 Gbit/s a node.
+_FLEXFLOW_P100 = (_nvlink(4, 18e9, 3), _infiniband(12.5e9, shared=True))
+# FlexFlow: 16 nodes of 4 K80; a PCIe switch for each pair, its one link to the host
+# (NCCL's figure for PCIe 3 x16), InfiniBand of 56 Gbit/s a node.
+_FLEXFLOW_K80 = (
+    Level(2, 12e9, _PCI, _NCCL),
+    Level(4, 12e9, _PCI, _NCCL, shared=True),
+    _infiniband(7e9, shared=True),
+)
+
+
+def _gpu(
+    name: str, peaks: Any, bandwidth: float, mib: int, levels: Any, about: str
+) -> Hardware:
+    return Hardware(name, peaks, bandwidth, mib * _MIB, 2.5e-6, 6e-6, levels, about)
+
+
+def _tpu(name: str, flops: float, bandwidth: float, mib: int, link: float) -> Hardware:
+    """A chip of a pod. Float32 takes the matrix units 6 passes; a ring along an axis of
+    the torus uses two links. Launches and latencies are estimates."""
+    peaks = (("bfloat16", _matrix(flops)), ("float32", _matrix(flops / 6)))
+    levels = (Level(0, 2 * link, 1e-6, 2e-6),)
+    about = f"Google TPU {name[-2:]}, a chip of a pod"
+    return Hardware(name, peaks, bandwidth, mib * _MIB, 2e-6, 2e-6, levels, about)
+
+
+# Bandwidth of memory: of the data sheet's figure 0.9, as an H200 copies (4.3 of 4.8
+# TB/s), or 0.88, as V100s update Adam's state (792 of 900 GB/s, CoCoNeT); for older
+# devices an estimate. Size: as nvidia-smi says. Launches on GPUs are estimates.
+# TPUs: AccPar has 180 and 420 TFLOP/s for boards of 4 chips (Google now says 123 for a
+# chip of v3). Jouppi et al., Communications of the ACM, July 2020: memory of 700 and
+# 900 GB/s, links of 496 and 656 Gbit/s, which agrees with Google's 340 TB/s of
+# all-reduce bandwidth for 1024 chips of v3.
+BUILT_IN = (
+    _gpu("h100", _HOPPER, 0.9 * 3.35e12, 81559, _DGX_HOPPER, "NVIDIA H100 SXM, DGX"),
+    _gpu("h200", _HOPPER, 0.9 * 4.8e12, 143771, _DGX_HOPPER, "NVIDIA H200 SXM, DGX"),
+    _gpu("a100", _AMPERE, 0.9 * 2039e9, 81920, _DGX_A100, "NVIDIA A100 80 GB, DGX"),
+    _gpu("v100-dgx2", _VOLTA, 0.88 * 900e9, 32510, _DGX_2, "NVIDIA V100 32 GB, DGX-2"),
+    _gpu("v100-dgx1", _VOLTA, 0.88 * 900e9, 16160, _DGX_1, "NVIDIA V100 16 GB, DGX-1"),
+    _gpu("p100", _PASCAL, 0.75 * 732e9, 16280, _FLEXFLOW_P100, "NVIDIA P100, FlexFlow"),
+    _gpu("k80", _KEPLER, 0.7 * 240e9, 11441, _FLEXFLOW_K80, "NVIDIA K80, FlexFlow"),
+    _tpu("tpu-v2", 45e12, 0.9 * 700e9, 16384, 62e9),
+    _tpu("tpu-v3", 105e12, 0.9 * 900e9, 32768, 82e9),
+    # Measured by calibrate, 2 ranks on 2 busy cores of an AMD EPYC (Zen 4), rounded.
+    Hardware(
+        "cpu",
+        _CPU,
+        1e10,
+        16384 * _MIB,
+        2e-6,
+        1.5e-6,
+        (_GLOO,),
+        "a core for each rank, gloo in one machine",
+        beside=0.85,
+    ),
+)
+
+_ALIASES = {"v100": next(h for h in BUILT_IN if h.name == "v100-dgx2")}

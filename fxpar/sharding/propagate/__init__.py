@@ -1,0 +1,1 @@
+"""Propagation: a spec for every value, from hints and by conventions."""

@@ -1,0 +1,193 @@
+"""From a spec per value to a strategy per op: which axes split which factor.
+
+In: the propagated State. Out: one Strategy per op. Where all tensors of an op agree
+there is nothing to decide. Where an axis is wanted by several factors, every assignment
+is priced: resharding the operands, resharding the result to its value's spec, and the
+op's own work, which an unused axis leaves undivided. One rule stands before the price:
+an axis that came from a batch dim stays on the factor it splits there, so data
+parallelism gathers parameters and never the batch (ZeRO; GSPMD section 5).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+from fxpar.sharding.constant_values import made_of_constants
+from fxpar.sharding.cost.op_roofline import work
+from fxpar.sharding.factors import (
+    Axes,
+    Rule,
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program
+from fxpar.sharding.propagate.at_rest import derived, may_lie_as_read, resting
+from fxpar.sharding.propagate.propagation import State
+from fxpar.sharding.reshard.route import price
+from fxpar.sharding.shift_messages import moved_rows
+from fxpar.sharding.spec import Spec
+
+# Beyond this many assignments axes are decided one after another, largest first.
+_JOINT = 64
+
+
+def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
+    """A strategy per op."""
+    specs = [state.spec(v.index) for v in program.values]
+    weights = derived(program, resting(program))
+    # What lies, or is made, as it is read costs nothing to bring there.
+    open_ = made_of_constants(program) | may_lie_as_read(program, state)
+    cache: dict = {}
+    out = []
+    for op in program.ops:
+        batch = frozenset(
+            (i, axis)
+            for i, v in enumerate(op.tensors)
+            for axis, origin in state.origins[v].items()
+            if origin.batch
+        )
+        rests = tuple(v in weights for v in op.operands)
+        free = tuple(v in open_ for v in op.operands)
+        lie = tuple(specs[v] for v in op.tensors)
+        key = (op.rule, lie, batch, rests, free, op.target, moved_rows(op))
+        if key not in cache:
+            made = _Choice(program, op, specs, batch, rests, free, mesh)
+            cache[key] = made.strategy()
+        out.append(cache[key])
+    return out
+
+
+class _Choice:
+    """The decision for one op, from the specs of its tensors."""
+
+    def __init__(
+        self,
+        program: Program,
+        op: Op,
+        specs: list[Spec],
+        batch: frozenset[tuple[int, str]],
+        rests: tuple[bool, ...],
+        free: tuple[bool, ...],
+        mesh: Mesh,
+    ) -> None:
+        self.program, self.op, self.mesh = program, op, mesh
+        self.specs = [specs[v] for v in op.tensors]
+        self.views = [
+            project(dims, spec, op.rule.size, mesh)
+            for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
+        ]
+        self.batch = batch
+        self.free = free  # operands that lie, or are made, as they are read
+        held = {axis for _, axis in batch}
+        # A parameter is gathered over what splits the batch, whatever is chosen.
+        self.priced = [
+            spec.without(held) if ours else spec
+            for spec, ours in zip(self.specs, rests, strict=False)
+        ]
+
+    def strategy(self) -> Strategy:
+        options = self._options()
+        if not options:
+            return Strategy()
+        if all(len(found) == 1 for found in options.values()):
+            single = self._build({a: found[0] for a, found in options.items()})
+            if single is not None and self._agrees(single):
+                return single
+        best = self._best({a: (*found, None) for a, found in options.items()})
+        return best if best is not None else Strategy()
+
+    def _options(self) -> dict[str, tuple[str, ...]]:
+        """For each axis, the factors that some tensor of the op splits by it."""
+        whole, found = self.op.rule.whole, {}
+        for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
+            factors: dict[str, bool] = {}
+            for i, view in enumerate(self.views):
+                for factor, axes in view.items():
+                    if axis in axes and factor not in whole:
+                        held = factors.get(factor, False)
+                        factors[factor] = held or (i, axis) in self.batch
+            if any(factors.values()):
+                factors = {f: held for f, held in factors.items() if held}
+            if factors:
+                found[axis] = tuple(factors)
+        return found
+
+    def _build(self, chosen: dict[str, str | None]) -> Strategy | None:
+        """The strategy of an axis -> factor assignment; None if it is not expressible.
+
+        Axes that share a factor are ordered as in the tensor that has most of them.
+        """
+        rule: Rule = self.op.rule
+        axes_of: dict[str, Axes] = {}
+        for factor in dict.fromkeys(f for f in chosen.values() if f):
+            axes = [a for a, f in chosen.items() if f == factor]
+            lead = max(
+                (view.get(factor, ()) for view in self.views),
+                key=lambda have: sum(a in axes for a in have),
+            )
+            place = {a: i for i, a in enumerate(lead)}
+            axes_of[factor] = tuple(sorted(axes, key=lambda a: place.get(a, len(lead))))
+        if not all(
+            expressible(dims, axes_of, rule.size, self.mesh) for dims in rule.tensors
+        ):
+            return None
+        return Strategy(tuple(axes_of.items()))
+
+    def _agrees(self, strategy: Strategy) -> bool:
+        """Whether no tensor needs resharding (reducing a partial result apart)."""
+        rule, n = self.op.rule, len(self.op.operands)
+        return all(
+            operand_spec(rule, strategy, i) == self.specs[i] for i in range(n)
+        ) and all(
+            result_spec(rule, strategy, i).dims == self.specs[n + i].dims
+            for i in range(len(self.op.results))
+        )
+
+    def _best(self, options: dict[str, tuple[str | None, ...]]) -> Strategy | None:
+        if math.prod(map(len, options.values())) <= _JOINT:
+            return self._cheapest(
+                dict(zip(options, combination, strict=True))
+                for combination in itertools.product(*options.values())
+            )
+        chosen: dict[str, str | None] = {}
+        for axis in sorted(options, key=lambda a: -self.mesh.sizes[a]):
+            trials = [{**chosen, axis: factor} for factor in options[axis]]
+            costs = [(self._cost(self._build(t)), i) for i, t in enumerate(trials)]
+            chosen = trials[min(costs)[1]]
+        return self._build(chosen)
+
+    def _cheapest(self, assignments: Iterable[dict]) -> Strategy | None:
+        best, least = None, math.inf
+        for assignment in assignments:
+            strategy = self._build(assignment)
+            cost = self._cost(strategy)
+            if cost < least:
+                best, least = strategy, cost
+        return best
+
+    def _cost(self, strategy: Strategy | None) -> float:
+        """Seconds: operands resharded, results settled, the op's share of work."""
+        if strategy is None:
+            return math.inf
+        op, mesh, values = self.op, self.mesh, self.program.values
+        n = len(op.operands)
+        total = work(op, strategy, values, mesh)
+        for i, v in enumerate(op.operands):
+            if self.free[i]:
+                continue
+            need = operand_spec(op.rule, strategy, i)
+            total += price(
+                self.priced[i], need, mesh, values[v].shape, values[v].dtype.itemsize
+            )
+        for i, v in enumerate(op.results):
+            made = result_spec(op.rule, strategy, i)
+            total += price(
+                made, self.specs[n + i], mesh, values[v].shape, values[v].dtype.itemsize
+            )
+        return total

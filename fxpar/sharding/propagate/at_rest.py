@@ -1,0 +1,200 @@
+"""Parameters at rest: where each lies between steps, and what a plan makes of that.
+
+``at_rest`` chooses the spec of one parameter: what hints or a plan say, then every axis
+that is left over, on the dim it divides best (ZeRO-3, FSDP). ``settle_at_rest`` is the
+planner's side: axes that a parameter has at rest only (the batch uses them elsewhere)
+stay on whatever is computed from parameters alone (casts, weight norms) and on what is
+computed from a gradient alone, so that a cast comes before its gather and a
+reduce-scatter is one step. No axis spreads from there to activations.
+``lie_as_read``: an input that may lie anywhere lies as it is read.
+``gather_before_views``: what is only seen in another shape is gathered as it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations
+
+from fxpar.sharding.factors import (
+    Axes,
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program, backward_ops, is_view
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.propagation import Propagation, State
+from fxpar.sharding.spec import Spec
+
+
+def at_rest(
+    shape: Sequence[int],
+    mesh: Mesh,
+    dims: Sequence[Axes] = (),
+    closed: Sequence[bool] = (),
+    decided: Collection[str] = (),
+) -> Spec:
+    """The spec in which a parameter of ``shape`` rests.
+
+    ``dims``: axes that are decided; ``closed``: dims that take no more; ``decided``:
+    axes that go nowhere else. The other axes go together on one open dim, the first
+    that they divide, else as many as fit, and none where none does (a parameter without
+    dims lies whole).
+    """
+    ndim = len(shape)
+    given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
+    shut = [*closed, *[False] * (ndim - len(closed))]
+    used = {*decided, *(axis for axes in given for axis in axes)}
+    batch = batch_axes(mesh)
+    # Batch axes are gathered at each use: minor, so that what is left is one block.
+    left = [
+        axis
+        for axis in sorted(mesh.names, key=lambda axis: axis in batch)
+        if axis not in used and mesh.sizes[axis] > 1
+    ]
+    choices = [axes for n in range(len(left)) for axes in combinations(left, n + 1)]
+    # The more shards the better, else batch axes: those are gathered anyway.
+    choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
+    for axes in choices:
+        for d in range(ndim):
+            if not shut[d] and shape[d] % mesh.count([*given[d], *axes]) == 0:
+                given[d] = (*given[d], *axes)
+                return Spec.of(given)
+    return Spec.of(given)
+
+
+def settle_at_rest(engine: Propagation) -> None:
+    """Give parameters the axes they rest on, and what is made of them alone."""
+    program, signature = engine.program, engine.program.signature
+    rests, parameters = [], resting(program)
+    for declared, v in zip(signature.inputs, program.inputs, strict=True):
+        if v in parameters and declared.rest is not None:
+            rests.append((v, declared.rest, f"{declared.name} at rest"))
+    gradients = set()
+    for out, v in zip(signature.outputs, program.outputs, strict=True):
+        if v is not None and out.kind == "gradient" and out.rest is not None:
+            gradients.add(v)
+            rests.append((v, out.rest, f"gradient of {out.name} at rest"))
+    if rests:
+        among = derived(program, parameters) | alone(program, gradients)
+        engine.extend(rests, among)
+
+
+def gather_before_views(
+    program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
+) -> None:
+    """Gather a parameter and view what was gathered, where a view of it is only read
+    gathered: so it is sent once, whatever it is seen as. Changes both lists."""
+    ours = derived(program, resting(program))
+    outputs = set(program.outputs)
+    for op in reversed(program.ops):
+        if not (op.operands and op.operands[0] in ours and is_view(op)):
+            continue
+        (result,) = op.results
+        reads = {
+            operand_spec(program.ops[reader].rule, strategies[reader], i)
+            for reader, i in program.uses[result]
+        }
+        if len(reads) != 1 or result in outputs:
+            continue
+        (need,) = reads
+        made = result_spec(op.rule, strategies[op.index], 0)
+        axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
+        after = Strategy(tuple(axes_of.items()))
+        if (
+            set(need.sharded_axes) < set(made.sharded_axes)
+            and result_spec(op.rule, after, 0) == need
+            and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
+        ):
+            strategies[op.index], settled[result] = after, need
+
+
+def may_lie_as_read(program: Program, state: State) -> set[int]:
+    """Inputs that lie where the plan has them, have one reader and no gradient, and
+    whose axes, if any, came from there: no seed is against what that reader needs."""
+    signature = program.signature
+    of = {out.of for out in signature.outputs}
+    pairs = enumerate(zip(signature.inputs, program.inputs, strict=True))
+    return {
+        v
+        for k, (declared, v) in pairs
+        if v is not None
+        and declared.kind == "input"
+        and declared.rest is None
+        and declared.use is None
+        and k not in of
+        and len(program.uses[v]) == 1
+        and v not in program.outputs
+        and not any(state.closed[v])
+        and all(origin.op is not None for origin in state.origins[v].values())
+    }
+
+
+def lie_as_read(
+    program: Program,
+    inputs: Collection[int],
+    strategies: Sequence[Strategy],
+    settled: list[Spec],
+) -> None:
+    """Let inputs lie as their one reader has them. Changes ``settled``."""
+    for v in inputs:
+        ((reader, i),) = program.uses[v]
+        need = operand_spec(program.ops[reader].rule, strategies[reader], i)
+        settled[v] = need.without_partial()
+
+
+def resting(program: Program) -> set[int]:
+    """Values of the parameters of which each rank holds a part."""
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
+    return {
+        v
+        for declared, v in pairs
+        if v is not None and declared.kind == "parameter" and declared.is_sharded
+    }
+
+
+def derived(program: Program, roots: set[int]) -> set[int]:
+    """``roots`` and the values computed from them alone."""
+    found = set(roots)
+    for op in program.ops:
+        if op.operands and all(v in found for v in op.operands):
+            found.update(op.results)
+    return found
+
+
+def gathered_again(program: Program) -> set[int]:
+    """Values made of parameters at rest that forward and backward gather each for
+    itself: all but those of parameters which the forward's last reader and the
+    backward's first both read. Between the two nothing else is gathered: they would be
+    dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
+    ours, late = derived(program, resting(program)), backward_ops(program)
+    roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in resting(program)}
+    last: frozenset[int] = frozenset()
+    first: frozenset[int] | None = None
+    for op in program.ops:
+        of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
+        if of and ours.issuperset(op.results) and op.results:
+            roots.update(dict.fromkeys(op.results, of))
+        elif of and op.index not in late:
+            last = of
+        elif of and first is None:
+            first = of
+    kept = last & (first or frozenset())
+    return {v for v in ours if kept.isdisjoint(roots.get(v, frozenset()))}
+
+
+def alone(program: Program, results: Collection[int]) -> set[int]:
+    """``results`` and the values from which they are computed, one operand an op."""
+    found, stack = set(results), list(results)
+    while stack:
+        producer = program.producers.get(stack.pop())
+        op = program.ops[producer[0]] if producer else None
+        if op is not None and len(op.operands) == 1:
+            for v in op.operands:
+                if v not in found:
+                    found.add(v)
+                    stack.append(v)
+    return found

@@ -1,0 +1,174 @@
+"""What a mesh axis does when no hint names it.
+
+An axis named as in ``BATCH`` splits dim 0 of the inputs, also where hints lay
+parameters out along it (ZeRO). Any other axis splits weights as an expert would:
+walking the forward program, the first contraction with a parameter that the axis does
+not touch yet has its output dim split ("column"); propagation then finds the matching
+input dim of the next one ("row") by itself. A residual stream, which many layers read
+and norms reduce over, is left whole. In a mesh without a batch axis by name the first
+axis is one, unless it is named as in ``MODEL``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxpar.sharding.factors import Axes
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Program
+from fxpar.sharding.propagate.propagation import Propagation, Seed
+
+BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
+MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
+
+
+def batch_axes(mesh: Mesh) -> Axes:
+    """Axes that split the batch unless a hint uses them otherwise."""
+    named = tuple(axis for axis in mesh.names if axis.lower() in BATCH)
+    if named or mesh.names[0].lower() in MODEL:
+        return named
+    return mesh.names[:1]
+
+
+def batch_inputs(program: Program) -> list[int]:
+    """Values of the inputs that hold the batch: dim 0 as large as the first one's."""
+    inputs = [
+        program.values[v]
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v is not None and declared.kind == "input" and declared.use is None
+    ]
+    first = next((v for v in inputs if len(v.shape) >= 2), None)
+    first = first or next((v for v in inputs if v.shape), None)
+    if first is None or first.shape[0] == 1:
+        return []
+    return [v.index for v in inputs if v.shape and v.shape[0] == first.shape[0]]
+
+
+def batch_seeds(
+    program: Program, mesh: Mesh, axes: Iterable[str], notes: list[str]
+) -> list[Seed]:
+    """Seeds that split the batch over ``axes``, as far as its size divides."""
+    seeds = []
+    for v in batch_inputs(program):
+        value = program.values[v]
+        fit: list[str] = []
+        for axis in axes:
+            if value.shape[0] % mesh.count([*fit, axis]):
+                notes.append(
+                    f"batch dim of {value.name} ({value.shape[0]}) does not divide "
+                    f"over {'+'.join([*fit, axis])}: {axis} is left off and its ranks "
+                    f"repeat the same work"
+                )
+                continue
+            fit.append(axis)
+        if fit:
+            open_dims = len(value.shape)
+            dims: tuple[Axes, ...] = (tuple(fit), *[()] * (open_dims - 1))
+            seeds.append(
+                Seed(
+                    v,
+                    dims,
+                    (False,) * open_dims,
+                    f"batch dim of {value.name}",
+                    batch=True,
+                )
+            )
+    return seeds
+
+
+def seed_weights(engine: Propagation, axis: str) -> None:
+    """Split weights over ``axis``, column by column, propagating after each."""
+    program = engine.program
+    roots = _parameter_roots(program)
+    for op in program.ops:
+        seed = _column_seed(engine, op, roots, axis)
+        if seed is not None:
+            engine.seed([seed])
+
+
+def _parameter_roots(program: Program) -> dict[int, int]:
+    """Values that are a parameter up to casts and views -> the parameter's value."""
+    roots = {
+        v: v
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v is not None and declared.kind == "parameter"
+    }
+    for op in program.ops:
+        if len(op.operands) == 1 and op.operands[0] in roots and op.rule.passages:
+            for v in op.results:
+                if program.values[v].numel == program.values[op.operands[0]].numel:
+                    roots[v] = roots[op.operands[0]]
+    return roots
+
+
+def _column_seed(
+    engine: Propagation, op: Op, roots: dict[int, int], axis: str
+) -> Seed | None:
+    state, rule, program = engine.state, op.rule, engine.program
+    if not rule.contracted or len(op.results) != 1:
+        return None
+    floating = [v for v in op.operands if program.values[v].dtype.is_floating_point]
+    weights = [i for i, v in enumerate(op.operands) if v in roots]
+    if len(floating) < 2 or not weights:
+        return None
+    if any(axis in state.origins[v] for v in op.tensors):
+        return None
+    i = weights[-1]
+    v = op.operands[i]
+    if axis in state.origins[roots[v]]:
+        return None
+    for d, dim in enumerate(rule.operands[i]):
+        for factor in dim:
+            fits = rule.size[factor] % engine.mesh.sizes[axis] == 0
+            if factor in rule.free and factor not in rule.contracted and fits:
+                ndim = len(program.values[v].shape)
+                dims: list[Axes] = [()] * ndim
+                dims[d] = (axis,)
+                if state.dims[v][d] or factor != dim[0]:
+                    continue
+                if _is_residual(program, op, factor, roots):
+                    continue
+                name = program.values[roots[v]].name
+                return Seed(
+                    v, tuple(dims), (False,) * ndim, f"convention: columns of {name}"
+                )
+    return None
+
+
+# How many values a dim is followed through before it counts as widely read.
+_FAR = 200
+
+
+def _is_residual(program: Program, op: Op, factor: str, roots: dict[int, int]) -> bool:
+    """Whether the dim that ``factor`` makes of an op's result feeds several products
+    with parameters and is also reduced over by something else, as by a norm."""
+    rows = reductions = 0
+    tangents = {program.inputs[i] for i, _ in program.signature.tangents}
+    start = [
+        (v, d)
+        for dims, v in zip(op.rule.results, op.results, strict=True)
+        for d, dim in enumerate(dims)
+        if dim[:1] == (factor,)
+    ]
+    seen, queue = set(start), list(start)
+    while queue and len(seen) < _FAR:
+        v, d = queue.pop(0)
+        for index, position in program.uses[v]:
+            reader = program.ops[index]
+            if tangents & set(reader.operands):
+                continue
+            rule = reader.rule
+            major = rule.operands[position][d][:1]
+            if not major:
+                continue
+            if major[0] in rule.contracted or major[0] in rule.whole:
+                with_weight = any(u in roots for u in reader.operands)
+                rows += with_weight
+                reductions += not with_weight
+                continue
+            for dims, u in zip(rule.results, reader.results, strict=True):
+                for e, dim in enumerate(dims):
+                    if dim[:1] == major and (u, e) not in seen:
+                        seen.add((u, e))
+                        queue.append((u, e))
+    return len(seen) >= _FAR or (rows > 1 and reductions > 0)

@@ -1,0 +1,294 @@
+"""Where partial values are reduced: an exact minimum cut.
+
+In: a strategy per op, whose contracted factors make results partial. Out: the same
+strategies, some of them now letting a partial operand pass through, and the spec each
+value settles in. A value may stay partial as long as every op on the way has a Passage
+for it; each value is then either kept partial (its producer ran on partial operands, or
+made it so) or reduced, and reducing one costs its bytes once, however many ops read it.
+Choosing the cheapest set of reductions is a minimum cut between producers of partial
+values and the ops that need them whole:
+
+    source -> v          v is made partial by a contraction
+    v -> v' (its price)  some reader needs v reduced
+    v' -> result of w    w reads v; w on the whole side forces the reduction
+    result of w -> v     w can pass v on only if v is partial
+
+Among cuts of equal price the earliest is taken. One cut per axis and reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fxpar.sharding.factors import (
+    Rule,
+    Strategy,
+    expressible,
+    operand_spec,
+    result_spec,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Op, Output, Program
+from fxpar.sharding.propagate.at_rest import alone
+from fxpar.sharding.propagate.propagation import State
+from fxpar.sharding.reshard.route import price
+from fxpar.sharding.spec import Spec
+
+_TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
+_NEVER = 10**18  # more than any sum of prices
+
+
+def place_reductions(
+    program: Program, state: State, strategies: Sequence[Strategy], mesh: Mesh
+) -> tuple[list[Strategy], list[Spec]]:
+    """(strategies with passages, spec each value settles in)."""
+    chosen = list(strategies)
+    kept: dict[int, list[tuple[str, str]]] = {}
+    for axis in mesh.names:
+        for reduction, passing in _cuts(program, state, chosen, mesh, axis):
+            for index, passage in passing.passages.items():
+                chosen[index] = _with_pass(chosen[index], axis, reduction, passage)
+            for v in passing.kept:
+                kept.setdefault(v, []).append((axis, reduction))
+    settled = []
+    for value in program.values:
+        v = value.index
+        partial = kept.get(v)
+        if partial:
+            op_index, i = program.producers[v]
+            made = result_spec(program.ops[op_index].rule, chosen[op_index], i)
+            keep = {axis for axis, _ in partial}
+            reduced = [p for p in made.partial if p[0] not in keep]
+            spec = Spec.of(made.dims, partial)
+            if reduced:
+                spec = _reduced_into(spec, state.spec(v), {a for a, _ in reduced})
+            settled.append(spec)
+        else:
+            settled.append(state.spec(v))
+    return chosen, settled
+
+
+def _reduced_into(spec: Spec, wanted: Spec, axes: set[str]) -> Spec:
+    """``spec`` with the freed ``axes`` put where ``wanted`` has them as next axis."""
+    dims = []
+    for have, want in zip(spec.dims, wanted.dims, strict=True):
+        extra = want[len(have) :] if want[: len(have)] == have else ()
+        taken: list[str] = []
+        for axis in extra:
+            if axis not in axes:
+                break
+            taken.append(axis)
+        dims.append((*have, *taken))
+    return Spec.of(dims, spec.partial)
+
+
+def _with_pass(strategy: Strategy, axis: str, reduction: str, passage: int) -> Strategy:
+    """``strategy`` with ``axis`` passing through as partial instead of splitting."""
+    factors = tuple(
+        (f, tuple(a for a in axes if a != axis)) for f, axes in strategy.factors
+    )
+    return Strategy(
+        tuple((f, axes) for f, axes in factors if axes),
+        (*strategy.passes, (axis, reduction, passage)),
+    )
+
+
+class _Region:
+    """Values that could be partial over one axis, and how ops would pass them on."""
+
+    def __init__(self) -> None:
+        self.sources: set[int] = set()
+        self.member: set[int] = set()
+        self.via: dict[int, int] = {}  # op index -> passage index
+        self.zeros: set[int] = set()  # constants that are partial sums for free
+
+
+class _Passing:
+    """The outcome: ops that pass a partial on, and values kept partial."""
+
+    def __init__(self) -> None:
+        self.passages: dict[int, int] = {}
+        self.kept: set[int] = set()
+
+
+def _cuts(
+    program: Program,
+    state: State,
+    strategies: Sequence[Strategy],
+    mesh: Mesh,
+    axis: str,
+) -> Iterator[tuple[str, _Passing]]:
+    """A cut per reduction, each with the strategies as the one before left them."""
+    reductions = dict.fromkeys(
+        op
+        for i, strategy in enumerate(strategies)
+        for r in range(len(program.ops[i].results))
+        for a, op in result_spec(program.ops[i].rule, strategy, r).partial
+        if a == axis and strategy.factors
+    )
+    for reduction in reductions:
+        region = _grow(program, strategies, mesh, axis, reduction)
+        if region.via:
+            yield reduction, _cut(program, state, strategies, mesh, axis, region)
+
+
+def _grow(
+    program: Program,
+    strategies: Sequence[Strategy],
+    mesh: Mesh,
+    axis: str,
+    reduction: str,
+) -> _Region:
+    """Follow partial values downstream through every op that has a passage."""
+    region = _Region()
+    for op, strategy in zip(program.ops, strategies, strict=True):
+        if reduction == "sum" and op.is_zero:
+            region.zeros.update(op.results)
+            continue
+        made = [result_spec(op.rule, strategy, r) for r in range(len(op.results))]
+        if any(axis in spec.partial_axes for spec in made):
+            for v, spec in zip(op.results, made, strict=True):
+                if (axis, reduction) in spec.partial:
+                    region.sources.add(v)
+                    region.member.add(v)
+            continue
+        if not any(v in region.member for v in op.operands):
+            continue
+        passage = _passable(op, strategy, region, mesh, axis, reduction)
+        if passage is not None:
+            region.via[op.index] = passage
+            region.member.update(op.results)
+    return region
+
+
+def _passable(
+    op: Op,
+    strategy: Strategy,
+    region: _Region,
+    mesh: Mesh,
+    axis: str,
+    reduction: str,
+) -> int | None:
+    """Index of a passage all of whose operands could be partial, if there is one.
+
+    Operands outside it must not be split by the axis: they would have to be gathered.
+    """
+    for p, passage in enumerate(op.rule.passages):
+        if reduction not in passage.reductions or not passage.operands:
+            continue
+        if not all(
+            op.operands[i] in region.member or op.operands[i] in region.zeros
+            for i in passage.operands
+        ):
+            continue
+        if not any(op.operands[i] in region.member for i in passage.operands):
+            continue
+        if any(
+            axis in operand_spec(op.rule, strategy, i).axes
+            for i in range(len(op.operands))
+            if i not in passage.operands
+        ):
+            continue
+        if _possible(op.rule, _with_pass(strategy, axis, reduction, p), mesh):
+            return p
+    return None
+
+
+def _possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether all tensors can lie so: without the passing axis a minor factor may no
+    longer be contiguous, and reductions of two kinds do not commute."""
+    kinds = {
+        "sum" if op == "avg" else op
+        for i in range(len(rule.results))
+        for _, op in result_spec(rule, strategy, i).partial
+    }
+    return len(kinds) == 1 and all(
+        expressible(dims, strategy.axes_of, rule.size, mesh) for dims in rule.tensors
+    )
+
+
+def _cut(
+    program: Program,
+    state: State,
+    strategies: Sequence[Strategy],
+    mesh: Mesh,
+    axis: str,
+    region: _Region,
+) -> _Passing:
+    from networkx import DiGraph
+    from networkx.algorithms.flow import preflow_push
+
+    graph, outputs = DiGraph(), _reduced_outputs(program, axis)
+    graph.add_node("sink")
+    early = alone(program, program.reduce_here) - program.reduce_here
+    for v in region.sources:
+        graph.add_edge("source", v)
+    for v in region.member:
+        ticks = _NEVER if v in early else _price(program, state, v, mesh, axis)
+        graph.add_edge(v, ("read", v), capacity=ticks)
+        readers = program.uses[v]
+        ends = v in outputs or v in program.reduce_here
+        if ends or not (readers or v in program.outputs):
+            graph.add_edge(("read", v), "sink")
+        for index, position in readers:
+            op = program.ops[index]
+            passage = region.via.get(index)
+            if passage is None or position not in op.rule.passages[passage].operands:
+                graph.add_edge(("read", v), "sink")
+                continue
+            for result in op.results:
+                graph.add_edge(("read", v), result)
+    for index, passage in region.via.items():
+        op = program.ops[index]
+        for result in op.results:
+            for i in op.rule.passages[passage].operands:
+                if op.operands[i] in region.member:
+                    graph.add_edge(result, op.operands[i])
+            for other in op.results:
+                if other != result:
+                    graph.add_edge(result, other)
+    residual = preflow_push(graph, "source", "sink", capacity="capacity")
+    return _read_cut(program, region, residual)
+
+
+def _reduced_outputs(program: Program, axis: str) -> set[int | None]:
+    """Outputs, save those that rest partial over the axis, or may."""
+    signature = program.signature
+
+    def may_be_partial(out: Output) -> bool:
+        if out.rest is None:
+            return out.lie == "summand" and axis in signature.batch
+        return (axis, "sum") in out.rest.partial
+
+    declared = zip(signature.outputs, program.outputs, strict=True)
+    return {v for out, v in declared if not may_be_partial(out)}
+
+
+def _read_cut(program: Program, region: _Region, residual) -> _Passing:
+    """The source side that augmenting paths still reach: the smallest, earliest one."""
+    reached, stack = {"source"}, ["source"]
+    while stack:
+        for node, edge in residual[stack.pop()].items():
+            if edge["flow"] < edge["capacity"] and node not in reached:
+                reached.add(node)
+                stack.append(node)
+    out = _Passing()
+    partial = {v for v in region.member if v in reached}
+    for index, passage in region.via.items():
+        if any(v in partial for v in program.ops[index].results):
+            out.passages[index] = passage
+    for v in partial:
+        # A partial value all of whose readers take it partial is never reduced.
+        if ("read", v) in reached:
+            out.kept.add(v)
+    return out
+
+
+def _price(program: Program, state: State, v: int, mesh: Mesh, axis: str) -> int:
+    """Ticks to reduce value ``v`` over ``axis`` into the spec it was given."""
+    value, target = program.values[v], state.spec(v)
+    dims = [tuple(a for a in dim if a != axis) for dim in target.dims]
+    source = Spec.of(dims, [(axis, "sum")])
+    return round(
+        price(source, target, mesh, value.shape, value.dtype.itemsize) * _TICKS
+    )

@@ -1,0 +1,148 @@
+"""A saved plan applied to a program again, where it fits.
+
+In: a Program, a Mesh, a Plan that was saved. Out: the Decision the plan holds. A file
+may be of another program, or changed by hand: what an op cannot do, or a value cannot
+lie as, is a PlanError that names the op or value, never another number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpar.errors import PlanError, SpecError
+from fxpar.sharding.decide import Decision, with_rests
+from fxpar.sharding.factors import (
+    Rule,
+    Strategy,
+    expressible,
+    operand_spec,
+    result_spec,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import NodePlan, Plan
+from fxpar.sharding.program import Op, Program, user_line
+from fxpar.sharding.reshard.needed import connect
+from fxpar.sharding.spec import Spec
+
+_AGAIN = "plan again: a plan fits the code, shapes and versions it was made for"
+
+
+def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
+    """Apply a saved plan to a program, with the links it was made with, since these
+    decide how reshards are lowered.
+
+    Raises PlanError where the plan is for another mesh or another program.
+    """
+    if plan.mesh.axes != mesh.axes:
+        raise PlanError(
+            f"the plan is for mesh {plan.mesh}, this run has {mesh}",
+            fix="plan again for this mesh",
+        )
+    if [op.name for op in program.ops] != [node.name for node in plan.nodes]:
+        raise PlanError("the plan is for another program: its ops differ", fix=_AGAIN)
+    if program.signature.batch:
+        program = with_rests(program, _rests(program, plan))
+    mesh = replace(mesh, links=plan.mesh.links)
+    strategies = [
+        _strategy(op, node, mesh)
+        for op, node in zip(program.ops, plan.nodes, strict=True)
+    ]
+    settled = _settled(program, mesh, plan)
+    edges = connect(program, strategies, settled, mesh)
+    return Decision(
+        program,
+        mesh,
+        tuple(strategies),
+        tuple(settled),
+        edges,
+        tuple({} for _ in program.values),
+        plan.notes,
+        reasons=plan.reasons,
+    )
+
+
+def _strategy(op: Op, node: NodePlan, mesh: Mesh) -> Strategy:
+    """What the plan has the op do. Raises PlanError if the op cannot."""
+    strategy = Strategy(node.factors, node.passes)
+    why = _misfit(op.rule, strategy, mesh) or _unlike(op, node)
+    if why:
+        raise PlanError(
+            f"the plan does not fit op {op.name} ({op.target}): {why}",
+            where=user_line(op.node),
+            fix=_AGAIN,
+        )
+    return strategy
+
+
+def _unlike(op: Op, node: NodePlan) -> str | None:
+    """Whether the plan was made for another op of this name."""
+    if node.op != str(op.target):
+        return f"it was made for {node.op}"
+    return None
+
+
+def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
+    """Why an op with this rule cannot do this; None if it can."""
+    used = [axis for _, axes in strategy.factors for axis in axes]
+    used += [axis for axis, *_ in strategy.passes]
+    twice = [axis for axis in used if used.count(axis) > 1]
+    if twice or len(strategy.axes_of) < len(strategy.factors):
+        return f"it uses {f'axis {twice[0]}' if twice else 'a factor'} twice"
+    for factor in strategy.axes_of:
+        if factor not in rule.free:
+            known = ", ".join(rule.free) or "none"
+            return f"it splits {factor!r}, and what can be split is {known}"
+    for _, reduction, passage in strategy.passes:
+        if passage >= len(rule.passages):
+            return f"it has no way {passage} for partial values to pass"
+        if reduction not in rule.passages[passage].reductions:
+            return f"values partial by {reduction!r} do not pass it"
+    for dims in rule.tensors:
+        if not expressible(dims, strategy.axes_of, rule.size, mesh):
+            return "its dims do not divide so"
+    try:
+        for i in range(len(rule.operands)):
+            operand_spec(rule, strategy, i)
+        for i in range(len(rule.results)):
+            result_spec(rule, strategy, i)
+    except SpecError as error:
+        return error.what
+    return None
+
+
+def _settled(program: Program, mesh: Mesh, plan: Plan) -> list[Spec]:
+    """The spec each value settles in. Raises PlanError if one cannot lie so."""
+    known, out = dict(plan.values), []
+    for value in program.values:
+        if value.name not in known:
+            raise PlanError(f"the plan says nothing of value {value.name}", fix=_AGAIN)
+        try:
+            known[value.name].check(mesh, value.shape)
+        except SpecError as error:
+            raise PlanError(
+                f"the plan does not fit value {value.name}: {error.what}", fix=_AGAIN
+            ) from error
+        out.append(known[value.name])
+    return out
+
+
+def _rests(program: Program, plan: Plan) -> list[Spec | None]:
+    """Where a plan's outputs rest, in the order of the program's. Raises PlanError if
+    it has others."""
+    ends = zip(program.signature.outputs, program.outputs, strict=True)
+    kinds = [None if v is None else out.kind for out, v in ends]
+    if kinds.count("output") != len(plan.outputs):
+        raise PlanError(
+            f"the plan has {len(plan.outputs)} results, the program "
+            f"{kinds.count('output')}",
+            fix=_AGAIN,
+        )
+    outputs, gradients = iter(plan.outputs), dict(plan.gradients)
+    return [
+        None
+        if kind is None
+        else next(outputs)
+        if kind == "output"
+        else gradients.get(out.name)
+        for out, kind in zip(program.signature.outputs, kinds, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Change of spec: which reshards a plan needs, and the steps of each."""

@@ -1,0 +1,135 @@
+"""Which reshards a plan needs: one list, each value resharded once per target spec.
+
+In: a Program, a strategy per op, the spec each value settles in, the specs inputs and
+outputs rest in. Out: ``Edges``: for every use of a value the spec it is read in, and
+the ordered reshards that make those versions. A version is made from the cheapest one
+that exists by then, so a value gathered for one reader is not gathered again for the
+next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fxpar.sharding.factors import Strategy, operand_spec, result_spec
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program
+from fxpar.sharding.reshard.route import price
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """``value`` from one spec to another, for the op ``reader`` or the output
+    ``output`` that first asks. ``early``: it settles what its producer made, so it
+    belongs right behind the producer; any other stands before its reader."""
+
+    value: int
+    source: Spec
+    target: Spec
+    reader: int | None
+    output: int | None
+    early: bool
+
+
+@dataclass
+class Edges:
+    """``made``: natural spec per value. ``reads``: spec per (op index, operand) and per
+    output. ``reshards``: in an order in which they can be inserted."""
+
+    made: list[Spec]
+    reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
+    outputs: list[Spec | None] = field(default_factory=list)
+    reshards: list[Reshard] = field(default_factory=list)
+
+
+def _one_way(source: Spec, target: Spec) -> bool:
+    """Whether no axis changes its reduction, which takes two reshards: one that reduces
+    it, one that makes it partial again."""
+    before = dict(source.partial)
+    return all(before.get(axis, op) == op for axis, op in target.partial)
+
+
+class _Versions:
+    """The specs in which each value exists so far."""
+
+    def __init__(
+        self, program: Program, made: list[Spec], settled: Sequence[Spec], mesh: Mesh
+    ) -> None:
+        self.program, self.mesh = program, mesh
+        self.made, self.settled = made, settled
+        self.exist: list[list[Spec]] = [[spec] for spec in made]
+        self.reshards: list[Reshard] = []
+
+    def _price(self, v: int, source: Spec, target: Spec) -> float:
+        if not _one_way(source, target):
+            return math.inf
+        value = self.program.values[v]
+        return price(source, target, self.mesh, value.shape, value.dtype.itemsize)
+
+    def get(self, v: int, need: Spec, reader: int | None, output: int | None) -> None:
+        """Make version ``need`` of a value unless it exists."""
+        exist, settled = self.exist[v], self.settled[v]
+        if need in exist:
+            return
+        if not any(_one_way(spec, need) for spec in exist):
+            self.get(v, need.without_partial(), reader, output)
+        direct = min(self._price(v, spec, need) for spec in exist)
+        if settled not in exist and settled != need:
+            # Settling first pays if what others will read is on the way.
+            through = min(self._price(v, spec, settled) for spec in exist)
+            through += self._price(v, settled, need)
+            if through <= direct * (1 + 1e-9):
+                self._make(v, settled, reader, output)
+        self._make(v, need, reader, output)
+
+    def _make(
+        self, v: int, target: Spec, reader: int | None, output: int | None
+    ) -> None:
+        source = min(self.exist[v], key=lambda spec: self._price(v, spec, target))
+        early = source == self.made[v] and target == self.settled[v]
+        early &= v in self.program.producers  # an input moves where it is first read
+        self.exist[v].append(target)
+        self.reshards.append(Reshard(v, source, target, reader, output, early))
+
+
+def connect(
+    program: Program,
+    strategies: Sequence[Strategy],
+    settled: Sequence[Spec],
+    mesh: Mesh,
+) -> Edges:
+    """All reads and reshards of a plan, inputs and outputs as the signature wants."""
+    signature = program.signature
+    made: list[Spec] = list(settled)
+    for op, strategy in zip(program.ops, strategies, strict=True):
+        for i, v in enumerate(op.results):
+            made[v] = result_spec(op.rule, strategy, i)
+    for declared, value in zip(signature.inputs, program.inputs, strict=True):
+        if value is not None and declared.rest is not None:
+            made[value] = declared.rest
+    rests = [
+        None if v is None else out.spec(settled[v], made[v], signature.batch)
+        for out, v in zip(signature.outputs, program.outputs, strict=True)
+    ]
+    for i, k in signature.tangents:
+        tangent, rest = program.inputs[i], rests[k]
+        if tangent is not None and rest is not None:
+            made[tangent] = rest
+    for known in program.values:
+        if known.index not in program.producers and known.index not in program.inputs:
+            made[known.index] = Spec.whole(len(known.shape))  # a constant
+    versions = _Versions(program, made, settled, mesh)
+    edges = Edges(made, reshards=versions.reshards)
+    for op, strategy in zip(program.ops, strategies, strict=True):
+        for i, v in enumerate(op.operands):
+            need = operand_spec(op.rule, strategy, i)
+            versions.get(v, need, op.index, None)
+            edges.reads[op.index, i] = need
+    for k, (out, rest) in enumerate(zip(program.outputs, rests, strict=True)):
+        if out is not None and rest is not None:
+            versions.get(out, rest, None, k)
+        edges.outputs.append(rest)
+    return edges

@@ -1,0 +1,154 @@
+"""Questions to a search: what else an op could do, and what that would cost in all.
+
+In: what a search found and a value. Out: alternatives with the cost of the whole plan,
+solved again around them, not guessed: the op is pinned and everything else may change.
+Changes nothing of what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.errors import PlanError
+from fxpar.sharding.factors import Strategy
+from fxpar.sharding.search.run_search import Found
+from fxpar.sharding.solver import Infeasible, resolve
+from fxpar.sharding.spec import Spec
+
+# Strategies solved again, those that look best with everything else as it is.
+TRIED = 4
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """``strategy``: None of an input, which only rests somewhere. ``made``: specs of
+    what the op makes, or the one it rests in. ``seconds``: of a step of the whole plan
+    with it; inf if no plan has it."""
+
+    strategy: Strategy | None
+    made: tuple[Spec, ...]
+    seconds: float
+
+    def compared(self, best: float) -> str:
+        """As text, beside a plan of ``best`` seconds."""
+        made = ", ".join(map(str, self.made))
+        if self.strategy is None:
+            what = f"at rest in {made}"
+        else:
+            split = (f"{f} over {'+'.join(axes)}" for f, axes in self.strategy.factors)
+            parts = [", ".join(split) or "nothing split"]
+            passed = (axis for axis, *_ in self.strategy.passes)
+            parts += [f"{axis} passed on as partial" for axis in passed]
+            what = f"{'; '.join(parts)} ({made})"
+        more = (self.seconds / best - 1) * 100
+        return f"{what}: {self.seconds * 1e3:.4g} ms, {more:+.3g}%"
+
+
+def alternatives(
+    found: Found, value: int, *, spec: Spec | None = None, seconds: float = 2.0
+) -> list[Alternative]:
+    """What the op that makes a value could do instead, or where else an input could
+    rest, the best first: with ``spec``, or, without one, the few that look best.
+
+    Raises PlanError if ``spec`` is none that the op can make or the input may have.
+    """
+    formulation = found.formulation
+    number, column = _node(found, value)
+    if number is None:
+        return []
+    node = formulation.nodes[number]
+    made, chosen = node.specs[:, column], found.solution.choice[number]
+    rows = [k for k in range(len(made)) if k != chosen]
+    if spec is not None:
+        rows = [k for k in rows if formulation.pool[made[k]] == spec]
+        if not rows and formulation.pool[made[chosen]] != spec:
+            raise _impossible(found, value, spec, made)
+    own, moved = _as_it_stands(found, number)
+    here = own + moved
+    rows = sorted(rows, key=lambda k: (here[k], k))[:TRIED]
+    first = (
+        0 if node.kind == "input" else len(formulation.program.ops[node.of].operands)
+    )
+    out = []
+    for k in rows:
+        strategy = node.strategies[k] if node.strategies else None
+        specs = tuple(formulation.pool[n] for n in node.specs[k, first:])
+        out.append(Alternative(strategy, specs, _total(found, number, k, seconds)))
+    return sorted(out, key=lambda a: a.seconds)
+
+
+def _node(found: Found, value: int) -> tuple[int | None, int]:
+    """The node that decides how a value is made, and its column there; None for a
+    constant, of which nothing is decided."""
+    program, nodes = found.formulation.program, found.formulation.nodes
+    if value in program.producers:
+        of, place = program.producers[value]
+        key, column = ("op", of), len(program.ops[of].operands) + place
+    elif value in program.inputs:
+        key, column = ("input", program.inputs.index(value)), 0
+    else:
+        return None, 0
+    return next(i for i, n in enumerate(nodes) if (n.kind, n.of) == key), column
+
+
+def _impossible(found: Found, value: int, spec: Spec, made: np.ndarray) -> PlanError:
+    program, pool = found.formulation.program, found.formulation.pool
+    known = ", ".join(dict.fromkeys(str(pool[n]) for n in made))
+    if value in program.producers:
+        op = program.ops[program.producers[value][0]]
+        return PlanError(
+            f"no strategy of {op.name} makes {spec}", fix=f"ask for {known}"
+        )
+    name = program.values[value].name
+    return PlanError(
+        f"{name} is an input that cannot rest in {spec}", fix=f"ask for {known}"
+    )
+
+
+def _total(found: Found, node: int, k: int, seconds: float) -> float:
+    """Seconds of the best plan in which a node takes strategy ``k``."""
+    problem = found.formulation.problem
+    try:
+        again = resolve(problem, {node: k}, found.solution, seconds)
+    except Infeasible:
+        return float("inf")
+    return again.cost + found.formulation.launches
+
+
+def _as_it_stands(found: Found, node: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each strategy of a node with all others as they were chosen: its own,
+    and those of resharding what it reads and makes."""
+    problem, choice = found.formulation.problem, found.solution.choice
+    own = np.array(problem.costs[node], float)
+    moved = np.zeros_like(own)
+    for i, j, table in problem.edges:
+        if i == node:
+            moved = moved + problem.tables[table][:, choice[j]]
+        if j == node:
+            moved = moved + problem.tables[table][choice[i], :]
+    return own, moved
+
+
+def said(found: Found, value: int, others: Sequence[Alternative]) -> str:
+    """What a value costs in the plan, then alternatives, one a line."""
+    name = found.formulation.program.values[value].name
+    step = f"{name}: {found.predicted * 1e3:.4g} ms a step"
+    node, _ = _node(found, value)
+    if node is None:
+        return f"{step}; it is a constant"
+    chosen = found.solution.choice[node]
+    own, moved = (part[chosen] * 1e3 for part in _as_it_stands(found, node))
+    if found.formulation.nodes[node].kind == "input":
+        step += f", of which resharding it takes {moved:.3g} ms"
+    else:
+        step += (
+            f", of which computing it takes {own:.3g} ms and resharding what its op "
+            f"reads and makes {moved:.3g} ms"
+        )
+    if not others:
+        return f"{step}; there is no other choice"
+    lines = [f"  {other.compared(found.predicted)}" for other in others]
+    return "\n".join([f"{step}; else", *lines])

@@ -1,0 +1,278 @@
+"""The tasks of one step of any choice of the solver, and the order they are launched.
+
+In: a Formulation. Out: ``Layout``: tasks without durations, and which are whose: a
+kernel for each op, and for each edge a row of collectives, one for each step that its
+reshard may take. No choice changes them or their order; durations and axes are what
+``overlap`` gives them. Never looks at a cost but to leave out edges that have none.
+
+Collectives stand where lowering puts them (``passes.resharded``, ``passes.schedule``):
+a value settles, and a partial result is reduced, behind the op that makes it; a
+parameter is gathered where the one read before it is first read; anything else moves
+right before its reader. A result is waited for where an op first reads it, views left
+out, and by the next collective that moves it on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxpar.sharding.cost.streams import Task
+from fxpar.sharding.program import Program, backward_ops, is_view
+from fxpar.sharding.search.formulate import Formulation
+from fxpar.sharding.search.variables import Node
+from fxpar.sharding.solver.problem import FORBIDDEN
+
+# Around an op: what it reads moves, is waited for, it runs, what it made is reduced.
+_MOVE, _WAIT, _RUN, _REDUCE = range(4)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The value that an edge of the problem moves, and the columns of the specs that
+    its two nodes have for it."""
+
+    value: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tasks of an edge: ``behind`` the op that makes the value, ``before`` the one that
+    reads it. Only a partial value takes the former where there are both."""
+
+    behind: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+    def of(self, partial: bool) -> tuple[int, ...]:
+        """The tasks that a reshard takes."""
+        if self.behind and self.before:
+            return self.behind if partial else self.before
+        return self.behind or self.before
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``tasks``: in the order they are launched. ``kernels``: task of each node that is
+    an op. ``rows``: tasks of each edge. ``moved``: what each edge moves. ``aside``:
+    whether what it moves is no op's at once: an input gathered ahead, or a gradient
+    that nothing computes with."""
+
+    tasks: tuple[Task, ...]
+    kernels: dict[int, int]
+    rows: tuple[Row, ...]
+    moved: tuple[Moved, ...]
+    aside: tuple[bool, ...]
+
+
+def layout(found: Formulation, axes: Sequence[str]) -> Layout:
+    """The tasks of a formulation; rows have as many collectives as there are axes."""
+    drawn = _Drawn(found, tuple(axes))
+    for e in range(len(found.problem.edges)):
+        drawn.edge(e)
+    return drawn.layout()
+
+
+def moved(found: Formulation) -> tuple[Moved, ...]:
+    """What each edge of the problem moves, by the order in which they were made."""
+    seen: dict[tuple[int, int], int] = defaultdict(int)
+    out = []
+    for i, j, _ in found.problem.edges:
+        out.append(_moved(found, i, j, seen[i, j]))
+        seen[i, j] += 1
+    return tuple(out)
+
+
+def _moved(found: Formulation, i: int, j: int, nth: int) -> Moved:
+    """What the n-th of the edges between two nodes moves."""
+    program, a, b = found.program, found.nodes[i], found.nodes[j]
+    if a.kind == "op" and b.kind == "op":
+        maker, reader = program.ops[a.of], program.ops[b.of]
+        common = set(maker.results) & set(reader.operands) - set(found.settling)
+        v = sorted(common)[nth]
+        return Moved(v, _made(program, a, v), reader.operands.index(v))
+    v = _value(program, b if a.kind == "op" else a)
+    if b.kind != "op":
+        return Moved(v, _made(program, a, v), 0)
+    operands = program.ops[b.of].operands
+    return Moved(v, 0, [k for k, x in enumerate(operands) if x == v][nth])
+
+
+def _value(program: Program, node: Node) -> int:
+    """The value of a node that is no op."""
+    ends = {"input": program.inputs, "output": program.outputs}.get(node.kind)
+    v = node.of if ends is None else ends[node.of]
+    assert v is not None
+    return v
+
+
+def _made(program: Program, node: Node, v: int) -> int:
+    """The column of a value that a node makes."""
+    if node.kind != "op":
+        return 0
+    op = program.ops[node.of]
+    return len(op.operands) + op.results.index(v)
+
+
+# (op, part of it, number): the order of tasks.
+_Place = tuple[int, int, int]
+
+
+class _Drawn:
+    """Tasks as they are made, edge by edge, each with its place."""
+
+    def __init__(self, found: Formulation, axes: tuple[str, ...]) -> None:
+        self.found, self.axes = found, axes
+        self.program = found.program
+        self.end = len(self.program.ops)
+        self.moved = moved(found)
+        self.moves = [_may_move(table) for table in found.problem.tables]
+        self.views = {op.index for op in self.program.ops if is_view(op)}
+        self.tasks: list[Task] = []
+        self.places: list[_Place] = []
+        self.rows: list[Row] = []
+        self.pending: dict[int, int] = {}  # node -> the last task that moved its value
+        self.waited: dict[int, int] = {}  # task -> the first op that reads its result
+        self.kernels = {
+            i: self.task(f"op {node.of}", (node.of, _RUN))
+            for i, node in enumerate(found.nodes)
+            if node.kind == "op" and node.of not in self.views
+        }
+        self.first = self._first_reads()
+        self.gathered = self._gathered()
+
+    def task(
+        self,
+        name: str,
+        at: tuple[int, int],
+        axes: tuple[str, ...] = (),
+        of: int | None = None,
+    ) -> int:
+        """A new task, at the earliest behind the one that it waits for."""
+        place = (*at, len(self.tasks))
+        if of is not None:
+            place = max(place, (*self.places[of][:2], len(self.tasks)))
+        self.tasks.append(Task(name, 0.0, axes, of))
+        self.places.append(place)
+        return len(self.tasks) - 1
+
+    def _first_reads(self) -> list[int]:
+        """For each node the first op to compute with what it reads: itself, or, of a
+        view or a settled value, the first that reads that."""
+        nodes, edges = self.found.nodes, self.found.problem.edges
+        readers: dict[int, list[int]] = defaultdict(list)
+        for i, j, _ in edges:
+            readers[i].append(j)
+        first: dict[int, int] = {}
+
+        def visit(i: int) -> int:
+            node = nodes[i]
+            if i not in first:
+                if node.kind == "op" and node.of not in self.views:
+                    first[i] = node.of
+                elif node.kind == "output":
+                    first[i] = self.end
+                else:
+                    first[i] = min((visit(j) for j in readers[i]), default=self.end)
+            return first[i]
+
+        # From the last on, so that nothing is deep.
+        values = {i for i, node in enumerate(nodes) if node.kind == "value"}
+        for i in sorted(range(len(nodes)), key=lambda i: (i in values, -i)):
+            visit(i)
+        return [first[i] for i in range(len(nodes))]
+
+    def _gathered(self) -> dict[int, int]:
+        """For each edge that brings an input to its readers the op where it starts: the
+        first reader of the one before it, of matrices and of vectors apart."""
+        nodes, backward = self.found.nodes, backward_ops(self.program)
+        rows: dict[tuple[bool, bool], list[tuple[int, int]]] = defaultdict(list)
+        for e, (i, j, table) in enumerate(self.found.problem.edges):
+            if nodes[i].kind in ("input", "constant") and self.moves[table]:
+                at = self.first[j]
+                large = len(self.program.values[self.moved[e].value].shape) > 1
+                rows[at in backward, large].append((at, e))
+        out = {}
+        for row in rows.values():
+            row.sort()
+            for k, (_, e) in enumerate(row):
+                out[e] = row[max(0, k - 1)][0]
+        return out
+
+    def edge(self, e: int) -> None:
+        """The row of an edge, and the wait for what it moved."""
+        i, j, table = self.found.problem.edges[e]
+        a, b = self.found.nodes[i], self.found.nodes[j]
+        row, last = Row(), self.pending.get(i)
+        if self.moves[table]:
+            if a.kind in ("input", "constant"):
+                row, last = self._row(e, None, (self.gathered[e], _MOVE), last)
+            elif a.kind == "value":
+                row, last = self._row(e, None, (self._reader(j), _MOVE), last)
+            else:
+                before = None if b.kind == "value" else (self._reader(j), _MOVE)
+                row, last = self._row(e, (a.of, _REDUCE), before, last)
+        self.rows.append(row)
+        if last is None:
+            return
+        if j in self.kernels:
+            self.waited[last] = min(self.waited.get(last, self.end), b.of)
+        else:
+            self.pending[j] = last
+
+    def _reader(self, j: int) -> int:
+        node = self.found.nodes[j]
+        return node.of if node.kind == "op" else self.end
+
+    def _row(
+        self,
+        e: int,
+        behind: tuple[int, int] | None,
+        before: tuple[int, int] | None,
+        last: int | None,
+    ) -> tuple[Row, int | None]:
+        """Collectives of an edge, each behind the one before it; the last of them."""
+        made = []
+        for at in (behind, before):
+            row = []
+            for _ in self.axes if at is not None else ():
+                assert at is not None
+                last = self.task(f"edge {e}", at, self.axes, last)
+                row.append(last)
+            made.append(tuple(row))
+        return Row(*made), last
+
+    def layout(self) -> Layout:
+        """All tasks in order, waits among them."""
+        for task, op in self.waited.items():
+            self.task("wait", (op, _WAIT), of=task)
+        order = sorted(range(len(self.tasks)), key=self.places.__getitem__)
+        index = {task: k for k, task in enumerate(order)}
+        tasks = []
+        for task in order:
+            of = self.tasks[task].of
+            tasks.append(
+                replace(self.tasks[task], of=None if of is None else index[of])
+            )
+        rows = [
+            Row(
+                tuple(index[task] for task in row.behind),
+                tuple(index[task] for task in row.before),
+            )
+            for row in self.rows
+        ]
+        kernels = {node: index[task] for node, task in self.kernels.items()}
+        aside = [
+            self.found.nodes[i].kind == "input" or self.first[j] == self.end
+            for i, j, _ in self.found.problem.edges
+        ]
+        return Layout(tuple(tasks), kernels, tuple(rows), self.moved, tuple(aside))
+
+
+def _may_move(table: np.ndarray) -> bool:
+    """Whether any allowed pair of strategies costs something."""
+    return bool(((table > 0) & (table < FORBIDDEN)).any())

@@ -1,0 +1,174 @@
+"""What occupies memory, and when: a peak over time, not a sum.
+
+In: a Program with its lifetimes. Out: entries (value, which version of it, from which
+op to which). Time counts ops. Parameters live throughout, and with them the optimizer's
+state; a gradient lives from the op that makes it to the end. A parameter that rests in
+another spec than the one it is read in is copied: for the forward and again for the
+backward, or once from its first reader to its last, if it is kept gathered or if the
+plan chooses where it rests. Values that are written to memory live to their last
+reader, those that the backward is given across the peak. Never looks at specs.
+
+What the optimizer needs while it steps is not counted, nor are the workspaces of
+libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from fxpar.sharding.cost.fused_work import Regions
+from fxpar.sharding.cost.liveness import NEVER, Lifetimes
+from fxpar.sharding.program import Program, is_view
+
+# Of the optimizer nothing is known when a step is compiled. This is Adam as torch.optim
+# has it: so many tensors beside each parameter it trains, of its shape and dtype.
+# Moments in float32 beside parameters in bfloat16 are twice as large.
+MOMENTS = 2
+
+# Values of less than this part of the largest are left out if they pass in one phase.
+_SMALL = 1e-3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``value`` occupies ``nbytes``, if it were whole, from op ``begin`` to before
+    ``end``.
+
+    ``kind``: "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a
+    copy of a parameter), "saved" (the backward reads it), "passing", or "made" (what an
+    op leaves before it is brought to where it settles). ``phase``: of a copy, for which
+    it settles: 0 forward, 1 backward.
+    """
+
+    value: int
+    kind: str
+    begin: int
+    end: int
+    nbytes: int
+    phase: int = 0
+
+
+def entries(
+    program: Program,
+    regions: Regions,
+    lives: Lifetimes,
+    backward: Collection[int],
+    apart: Collection[int] = (),
+) -> list[Entry]:
+    """In order of inputs, then of ops. ``apart``: values that forward and backward
+    gather each for itself. Small values that pass within one phase are left out."""
+    used = _used(program, regions, lives, backward)
+    return [
+        *_inputs(program, used, apart),
+        *_gradients(program, regions),
+        *_results(program, lives, backward, used, apart),
+    ]
+
+
+# Of a base: first and last time it is read in the forward, and in the backward.
+_Used = dict[int, tuple[tuple[int, int], tuple[int, int]]]
+
+
+def _used(
+    program: Program, regions: Regions, lives: Lifetimes, backward: Collection[int]
+) -> _Used:
+    out: _Used = {}
+    for op in program.ops:
+        if is_view(op):
+            continue
+        for b in {regions.base[v] for v in op.operands}:
+            out[b] = _widened(out.get(b), lives.reads[op.index])
+    end = len(program.ops)
+    for result, v in zip(program.signature.outputs, program.outputs, strict=True):
+        if v is not None and result.kind != "gradient":
+            b = regions.base[v]
+            late = b in program.producers and program.producers[b][0] in backward
+            out[b] = _widened(out.get(b), (NEVER, end) if late else (end, NEVER))
+    return out
+
+
+def _widened(
+    used: tuple[tuple[int, int], tuple[int, int]] | None, at: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    spans = used or ((NEVER, NEVER), (NEVER, NEVER))
+    first, second = (
+        span
+        if time == NEVER
+        else (time if span[0] == NEVER else min(span[0], time), max(span[1], time))
+        for span, time in zip(spans, at, strict=True)
+    )
+    return first, second
+
+
+def _inputs(program: Program, used: _Used, apart: Collection[int]) -> list[Entry]:
+    out, end = [], len(program.ops) + 1
+    trained = {out.of for out in program.signature.outputs if out.kind == "gradient"}
+    pairs = zip(program.signature.inputs, program.inputs, strict=True)
+    for k, (declared, v) in enumerate(pairs):
+        if v is None:
+            continue
+        size, kind = program.values[v].nbytes, declared.kind
+        if kind not in ("parameter", "buffer"):
+            kind = "input"
+        out.append(Entry(v, kind, 0, end, size))
+        if kind != "parameter":
+            continue
+        if k in trained:
+            out.append(Entry(v, "optimizer", 0, end, MOMENTS * size))
+        for phase, (first, last) in enumerate(_copies(used.get(v), v in apart)):
+            if last != NEVER:
+                out.append(Entry(v, "gathered", first, last + 1, size, phase))
+    return out
+
+
+def _copies(
+    used: tuple[tuple[int, int], tuple[int, int]] | None, apart: bool
+) -> list[tuple[int, int]]:
+    """From when to when copies live, one for all phases or one for each."""
+    if used is None:
+        return []
+    times = [span for span in used if span[1] != NEVER]
+    if apart or not times:
+        return list(used)
+    return [(times[0][0], times[-1][1])]
+
+
+def _gradients(program: Program, regions: Regions) -> list[Entry]:
+    out, end = [], len(program.ops) + 1
+    for result, v in zip(program.signature.outputs, program.outputs, strict=True):
+        if result.kind == "gradient" and v is not None:
+            begin = program.producers.get(regions.base[v], (0, 0))[0]
+            out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
+    return out
+
+
+def _results(
+    program: Program,
+    lives: Lifetimes,
+    backward: Collection[int],
+    used: _Used,
+    apart: Collection[int],
+) -> list[Entry]:
+    out: list[Entry] = []
+    floor = _SMALL * max((value.nbytes for value in program.values), default=0)
+    unread = ((NEVER, NEVER), (NEVER, NEVER))
+    for op in program.ops:
+        if is_view(op):
+            continue
+        at, late = op.index, op.index in backward
+        for v in op.results:
+            if v not in lives.written:
+                continue
+            size = program.values[v].nbytes
+            (_, early), (first, last) = used.get(v, unread)
+            again = v in lives.again and not late
+            saved = not late and last != NEVER and not again
+            if not saved and size < floor:
+                continue
+            until = max(at, early if again else max(early, last)) + 1
+            out.append(Entry(v, "saved" if saved else "passing", at, until, size))
+            out.append(Entry(v, "made", at, at + 1, size))
+            if again and v in apart and last != NEVER:
+                out.append(Entry(v, "gathered", first, last + 1, size, 1))
+    return out

@@ -1,0 +1,252 @@
+"""The search itself: formulate, tie, solve, decode.
+
+In: a Program, a Mesh, and what is asked. Out: ``Found``: strategies, specs, and the
+solved problem, of which explanations ask more. Deterministic but for its time limit, so
+one rank searches and tells the others. Changes nothing and runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxpar.errors import PlanError
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.factors import Strategy
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.search.decode import decode
+from fxpar.sharding.search.formulate import Facts, Formulation, formulate
+from fxpar.sharding.search.given_strategies import cost_of
+from fxpar.sharding.search.layers import repeated, ties
+from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
+from fxpar.sharding.solver.problem import tie
+from fxpar.sharding.solver.solve import EXACT
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``hardware``: what costs are for. ``seconds``: how long to solve at most.
+    ``memory``: bytes of one rank; None takes the hardware's. ``enough``: a step that
+    is proved to take so many seconds is searched no further. ``ranked``: of a few good
+    plans the one with the shortest simulated step is taken."""
+
+    hardware: Hardware
+    seconds: float = 30.0
+    memory: float | None = None
+    enough: float = math.inf
+    ranked: bool = True
+
+    @property
+    def budget(self) -> float:
+        return self.hardware.memory if self.memory is None else self.memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was chosen, ``predicted`` seconds of a step (compute, then communication,
+    nothing overlapped), and the problem it solves. ``mesh`` carries the links."""
+
+    strategies: tuple[Strategy, ...]
+    settled: tuple[Spec, ...]
+    mesh: Mesh
+    formulation: Formulation
+    solution: Solution
+    built: float  # seconds that formulating took
+    took: float = 0.0  # seconds that solving took, on all meshes it was chosen of
+    rivals: float = math.inf  # seconds of a step that no other such mesh can beat
+    first: Solution | None = None  # of the search, where ranking took another
+
+    @property
+    def predicted(self) -> float:
+        return self.solution.cost + self.formulation.launches
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a step that no plan on this mesh can beat."""
+        return self.solution.bound + self.formulation.launches
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether a longer search on this mesh has nothing to find."""
+        return (self.first or self.solution).gap <= _CLOSE
+
+    def __str__(self) -> str:
+        found, problem = self.solution, self.formulation.problem
+        return (
+            f"search: {self.predicted * 1e3:.4g} ms a step, proved within "
+            f"{found.gap * 100:.2g}% of the best; {len(problem.costs)} choices of "
+            f"{sum(map(len, problem.costs))} strategies, {self.built:.1f} s to price, "
+            f"{found.seconds:.1f} s to solve"
+        )
+
+
+def has_too_many_axes(mesh: Mesh) -> bool:
+    """Whether the space of strategies on this mesh is too large to be searched."""
+    return sum(size > 1 for _, size in mesh.axes) > all_pairs.MOST
+
+
+def search(
+    program: Program,
+    mesh: Mesh,
+    asked: Asked,
+    seeds: Mapping[int, Sequence[Seed]],
+    *,
+    keep_gathered: bool = False,
+    before: Found | None = None,
+) -> Found:
+    """The fastest plan that fits. ``before``: a shorter search of the same, whose
+    priced problem is solved again. Raises PlanError if no plan fits, naming the largest
+    tensors and what would be needed."""
+    begun = time.perf_counter()
+    if has_too_many_axes(mesh):
+        raise PlanError(
+            f"a search takes at most {all_pairs.MOST} axes of more than one rank, "
+            f"the mesh is {mesh}",
+            fix="join axes of the mesh, or set FXPAR_PLAN=propagate",
+        )
+    mesh = asked.hardware.on(mesh)
+    # Shards are equal, so the slowest rank decides.
+    asked = replace(asked, hardware=asked.hardware.at_speed(mesh.slowest))
+    if before is None:
+        facts = Facts(seeds, keep_gathered)
+        found = formulate(program, mesh, asked.hardware, facts, asked.budget)
+        tied = repeated(program, backward_ops(program))
+        found = replace(found, problem=replace(found.problem, tied=ties(found, tied)))
+        built = time.perf_counter() - begun
+    else:
+        found, built = before.formulation, before.built
+    begun = time.perf_counter()
+    try:
+        solution = _solved(found.problem, asked, asked.enough - found.launches)
+    except Infeasible as error:
+        raise _too_large(error, found) from None
+    took = time.perf_counter() - begun
+    chosen, settled = decode(found, solution.choice)
+    return Found(tuple(chosen), tuple(settled), mesh, found, solution, built, took)
+
+
+def begun_from(
+    found: Found, asked: Asked, known: Iterable[Sequence[Strategy]]
+) -> Found:
+    """What a search finds that begins again from the cheapest of some known strategies
+    of all ops, where one is cheaper than what was found; else what was found."""
+    begun, best, start = time.perf_counter(), found.solution.cost, None
+    for strategies in known:
+        try:
+            other = cost_of(found.formulation, strategies, asked.seconds / 10)
+        except (Infeasible, PlanError):
+            continue
+        if other.cost < best:
+            best, start = other.cost, other.choice
+    if start is None:
+        return found
+    problem, old = found.formulation.problem, found.solution
+    new = solve(problem, asked.seconds / 4, start=start, tolerance=_CLOSE)
+    bound = max(old.bound, new.bound)
+    took = time.perf_counter() - begun
+    new = replace(
+        new,
+        bound=bound,
+        gap=max(new.cost - bound, 0.0) / abs(new.cost),
+        seconds=old.seconds + took,
+        notes=old.notes + new.notes,
+    )
+    strategies, settled = decode(found.formulation, new.choice)
+    return replace(
+        found,
+        strategies=tuple(strategies),
+        settled=tuple(settled),
+        solution=new,
+        took=found.took + took,
+    )
+
+
+# Gap at which a search ends; of problems with few strategies the optimum is wanted.
+_CLOSE, _FEW = 1e-4, 2000
+
+
+def _solved(problem: Problem, asked: Asked, enough: float) -> Solution:
+    """The problem without its limit, which is easier; with it, if that does not fit.
+    All of it within the seconds asked for, and until a bound is ``enough``."""
+    many = sum(map(len, problem.costs)) > _FEW
+    tolerance = _CLOSE if many else EXACT
+    end = time.perf_counter() + asked.seconds
+    if problem.limit is None:
+        return solve(problem, asked.seconds, tolerance=tolerance, enough=enough)
+    if not (many and _is_above(problem, asked.seconds / 10)):
+        free = replace(problem, limit=None)
+        share = 0.9 if many else 0.5  # a glance has said that it is likely to fit
+        solution = solve(
+            free, share * asked.seconds, tolerance=tolerance, enough=enough
+        )
+        if solution.peak <= problem.limit:
+            return solution
+    left = max(end - time.perf_counter(), asked.seconds / 4)
+    return solve(problem, left, tolerance=tolerance, enough=enough)
+
+
+def _is_above(problem: Problem, seconds: float) -> bool:
+    """Whether a glance at what repeats, all of it alike and without the limit, needs
+    more than the limit. What is tied need not be feasible: hints may tell
+    layers apart."""
+    assert problem.limit is not None
+    once, to = tie(replace(problem, limit=None))
+    try:
+        glance = solve(once, seconds=seconds, tolerance=0.01)
+    except Infeasible:
+        return False
+    peak = evaluate(problem, [glance.choice[k] for k in to])[1]
+    return peak > problem.limit
+
+
+def _too_large(error: Infeasible, found: Formulation) -> PlanError:
+    """What would be needed, and what needs most of it."""
+    program = found.program
+    if error.limit is None or error.needed != error.needed:
+        return PlanError(
+            f"no plan keeps all hints: {error.what}",
+            fix="leave some of their dims open with '?', or give search_seconds more",
+        )
+    limit, needed, *sizes = _sizes(
+        error.limit, error.needed, *(size for _, size in error.largest)
+    )
+    names = (_name(found, node) for node, _ in error.largest)
+    lines = (f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+    return PlanError(
+        f"no plan fits in {limit} a rank: the smallest found needs {needed}, of which "
+        f"{', '.join(lines)}",
+        fix="use more ranks, a smaller batch, or fxpar.shard"
+        if any(
+            i.kind == "parameter" and not i.is_sharded for i in program.signature.inputs
+        )
+        else "use more ranks or a smaller batch",
+    )
+
+
+def _sizes(*sizes: float) -> list[str]:
+    """Bytes as text, each in a unit that shows it; all as bytes where different ones
+    would read alike."""
+
+    def short(size: float) -> str:
+        units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+        unit, name = next((u for u in units if size >= u[0]), (1, "bytes"))
+        return f"{size / unit:.4g} {name}"
+
+    texts = [short(size) for size in sizes]
+    alike = len(set(texts)) < len(set(sizes))
+    return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
+
+
+def _name(found: Formulation, index: int) -> str:
+    node, program = found.nodes[index], found.program
+    if node.kind == "op":
+        return program.ops[node.of].name
+    values = {"input": program.inputs, "output": program.outputs}.get(node.kind)
+    v = node.of if values is None else values[node.of]
+    return program.values[v].name if v is not None else "a constant"

@@ -1,0 +1,257 @@
+"""Unlike devices: what equal shards cost on them, and which unequal ones would cost.
+
+In: a Decision on a mesh whose axes carry speeds, the hardware of speed 1.0, and the
+reshards of a step. Out: ``Ratios``: for each axis the share of every rank, the seconds
+of a step with equal shards and with these, and what each split dim would be cut into.
+Never changes a plan: what runs has equal shards, on which the slowest rank decides, and
+that is what a search is told a step costs.
+
+One ratio holds for an axis, so that neighbours agree and nothing is resharded for it.
+It is the one with which the ranks finish together what the axis splits, as in AccPar
+(Song et al., HPCA 2020, section 5), unless collectives that wait for the largest shard
+ask for less. What an axis does not split takes as long as on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.sharding.cost import fused_work
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import backward_ops
+from fxpar.sharding.reshard.needed import Reshard
+
+Axes = frozenset[str]
+
+# Collectives whose ranks each bring or get one shard: the largest one decides.
+_BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim of ``size`` that ``axes`` split: the sizes of its shards, major to minor,
+    and the names of values that have it."""
+
+    size: int
+    axes: tuple[str, ...]
+    parts: tuple[int, ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """``shares``: for each axis of unlike ranks, each rank's part of what it splits.
+    ``even``, ``uneven``: seconds of a step with equal shards and with these, computing
+    and communication added up. ``cuts``: largest dims first."""
+
+    mesh: Mesh
+    hardware: str
+    shares: tuple[tuple[str, tuple[float, ...]], ...]
+    even: float
+    uneven: float
+    cuts: tuple[Cut, ...]
+
+    def __str__(self) -> str:
+        if not self.shares:
+            return f"all ranks of {self.mesh} are alike: equal shards are best"
+        lines = [f"shards by speed for {self.mesh} on {self.hardware}; equal ones run:"]
+        lines += [
+            f"  {axis}: {_shares_text(shares, self.mesh.speeds_of(axis))}"
+            for axis, shares in self.shares
+        ]
+        lines.append(
+            f"a step: {self.even * 1e3:.4g} ms with equal shards, "
+            f"{self.uneven * 1e3:.4g} ms with these "
+            f"({self.even / self.uneven:.3g} times as fast)"
+        )
+        return "\n".join(lines + [_cut_text(cut) for cut in self.cuts])
+
+
+def _shares_text(shares: Sequence[float], speeds: Sequence[float]) -> str:
+    found = Counter(zip(speeds, shares, strict=True))
+    return ", ".join(
+        f"{share:.3g} {f'on each of {n} ranks ' if n > 1 else ''}of speed {speed:g}"
+        for (speed, share), n in found.items()
+    )
+
+
+def _cut_text(cut: Cut) -> str:
+    shown = " + ".join(map(str, cut.parts[:8])) + " + ..." * (len(cut.parts) > 8)
+    names = ", ".join(cut.values[:3]) + ", ..." * (len(cut.values) > 3)
+    return f"  {cut.size} over {'+'.join(cut.axes)}: {shown}  ({names})"
+
+
+def note(mesh: Mesh) -> str | None:
+    """What a plan on a mesh with unlike ranks has to say, None if all are alike."""
+    if not mesh.unlike:
+        return None
+    ratio = math.prod(
+        sum(mesh.speeds_of(axis))
+        / len(mesh.speeds_of(axis))
+        / min(mesh.speeds_of(axis))
+        for axis in mesh.unlike
+    )
+    return (
+        f"ranks along {', '.join(mesh.unlike)} are unlike, but their shards are equal: "
+        f"all wait for the slowest, and computing takes up to {ratio:.3g} times as "
+        "long as with shards by speed (plan.ratios() says which)"
+    )
+
+
+def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
+    """The shares x, of sum 1, that make ``max(x * alone) + largest * max(x)`` least.
+
+    alone: seconds that each rank would take for the whole. largest: seconds of what
+    waits for the largest share, were it the whole. Without it all finish together.
+    """
+    # x is min(1 / alone, cap) up to a factor. Between two of these caps the objective
+    # is a quotient of linear functions of the cap, so the best is one of them.
+    rates = 1 / np.asarray(alone, float)
+
+    def seconds(cap: float) -> float:
+        return (1 + largest * cap) / float(np.minimum(rates, cap).sum())
+
+    cut = np.minimum(rates, min(set(rates.tolist()), key=seconds))
+    return tuple((cut / cut.sum()).tolist())
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step of one rank, with equal shards and speed 1.0.
+
+    ``computing``: by the unlike axes that split the op. ``moving``: by the unlike axes
+    (that split the tensor, along which the collective runs). ``fixed``: launches, and
+    what collectives take however little they carry.
+    """
+
+    computing: Mapping[Axes, float]
+    moving: Mapping[tuple[Axes, Axes], float]
+    fixed: float
+
+    def seconds(self, mesh: Mesh, ratio: Mapping[str, Sequence[float]]) -> float:
+        """Of the rank that takes longest, with ``ratio[axis]`` as shares."""
+        axes = mesh.unlike
+        shape = [1] * len(axes)
+        speed = np.full(shape, mesh.slowest)
+        grown: dict[str, np.ndarray] = {}
+        for i, axis in enumerate(axes):
+            along_axis = [*shape[:i], -1, *shape[i + 1 :]]
+            speeds = np.array(mesh.speeds_of(axis))
+            speed = speed * (speeds / speeds.min()).reshape(along_axis)
+            grown[axis] = (np.array(ratio[axis]) * len(speeds)).reshape(along_axis)
+        total = np.zeros(shape)
+        for split, taken in self.computing.items():
+            if split:
+                total = total + taken * math.prod(grown[a] for a in split) / speed
+        for (split, over), taken in self.moving.items():
+            most = math.prod(float(grown[a].max()) for a in over)
+            total = total + taken * most * math.prod(grown[a] for a in split)
+        whole = self.computing.get(frozenset(), 0.0) / mesh.slowest
+        return self.fixed + whole + float(total.max())
+
+    def best(self, mesh: Mesh) -> dict[str, tuple[float, ...]]:
+        """The shares of each axis, chosen with equal shards along the others; equal
+        ones where that is not faster."""
+        even = _even(mesh)
+        out = {}
+        for axis in mesh.unlike:
+            n, speeds = mesh.axis_size(axis), np.array(mesh.speeds_of(axis))
+            relative = speeds * (mesh.slowest / speeds.min())
+            work_ = sum(t for split, t in self.computing.items() if axis in split)
+            own = sum(t for (split, _), t in self.moving.items() if axis in split)
+            most = sum(t for (_, over), t in self.moving.items() if axis in over)
+            alone = n * (work_ / relative + own)
+            out[axis] = shares(alone, n * most) if work_ else even[axis]
+        return min(out, even, key=lambda ratio: self.seconds(mesh, ratio))
+
+
+def _even(mesh: Mesh) -> dict[str, tuple[float, ...]]:
+    sizes = {axis: mesh.axis_size(axis) for axis in mesh.unlike}
+    return {axis: (1 / n,) * n for axis, n in sizes.items()}
+
+
+def step_of(
+    decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
+) -> Step:
+    """What a step of a decision is made of."""
+    program, mesh = decision.program, hardware.on(decision.mesh)
+    unlike = frozenset(mesh.unlike)
+    works = fused_work.Regions(program, backward_ops(program)).works
+    computing: dict[Axes, float] = defaultdict(float)
+    for op, mine, strategy in zip(program.ops, works, decision.strategies, strict=True):
+        split = frozenset(a for _, axes in strategy.factors for a in axes) & unlike
+        computing[split] += fused_work.seconds(op, mine, strategy, mesh, hardware)
+    fixed = hardware.launch * sum(mine.launches for mine in works)
+    moving: dict[tuple[Axes, Axes], float] = defaultdict(float)
+    for reshard in reshards:
+        before = reshard.source
+        held = program.values[reshard.value].nbytes / mesh.count(before.sharded_axes)
+        for step in route(decision, reshard):
+            if not step.local:
+                line = along(step.kind, mesh, step.axes).line(held)
+                over = _whole(step.axes) & unlike
+                own = (_whole(before.sharded_axes) & unlike) - over
+                most = over if step.kind in _BY_SHARD else frozenset()
+                moving[own, most] += line.beta * held
+                fixed += line.alpha
+            held *= step.growth(mesh.count(step.axes))
+            before = step.spec
+    return Step(computing, moving, fixed)
+
+
+def _whole(axes: Iterable[str]) -> Axes:
+    """The axes that these, or parts of axes, belong to."""
+    return frozenset(axis.partition(":")[0] for axis in axes)
+
+
+def ratios(
+    decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
+) -> Ratios:
+    """How a decision's shards would be cut by speed, and what that would gain.
+
+    ``hardware``: that of speed 1.0. ``reshards``: of one step. Memory is not looked at:
+    a large share needs more of it.
+    """
+    mesh = decision.mesh
+    step = step_of(decision, hardware, reshards)
+    best = step.best(mesh)
+    return Ratios(
+        mesh,
+        hardware.name,
+        tuple(best.items()),
+        step.seconds(mesh, _even(mesh)),
+        step.seconds(mesh, best),
+        tuple(_cuts(decision, best)),
+    )
+
+
+def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[Cut]:
+    """Of every dim that an axis of unlike ranks splits."""
+    mesh = decision.mesh
+    found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for value in decision.program.values:
+        spec = decision.settled[value.index]
+        for size, axes in zip(value.shape, spec.dims, strict=True):
+            if set(axes) & set(mesh.unlike):
+                found.setdefault((size, axes), []).append(value.name)
+    out = []
+    for (size, axes), names in found.items():
+        each = [best.get(a, (1 / mesh.axis_size(a),) * mesh.axis_size(a)) for a in axes]
+        share = [math.prod(xs) for xs in itertools.product(*each)]
+        out.append(Cut(size, axes, cut(size, share), tuple(dict.fromkeys(names))))
+    return sorted(out, key=lambda cut: (-cut.size, cut.axes))
+
+
+def cut(size: int, share: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers of sum ``size``, near ``size * share``: each end is rounded."""
+    ends = np.rint(np.cumsum(share) / math.fsum(share) * size).astype(int)
+    return tuple(np.diff(ends, prepend=0).tolist())

@@ -1,0 +1,160 @@
+"""Prices on memory rows: a lower bound for choices that fit, and choices near them.
+
+In: a Flat with memory rows and a clock. Out: prices, the bound they prove, and the
+cheapest choice met that fits. The bound is that of message passing on costs plus priced
+usage, less the price of all room (Lagrangian duality); it holds for any prices, so
+rounding and early ends cost tightness only.
+
+Steps: Polyak's, with a deflected subgradient (Camerini, Fratta and Maffioli, "On
+improving relaxation methods by modified gradient techniques", 1975).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fxpar.sharding.solver import message_passing
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
+
+# How many decodings are remembered.
+_MET = 16
+
+
+@dataclass
+class Priced:
+    """``prices``: (rows,) >= 0, those of the best ``bound``; ``choice``: the cheapest
+    that fits among those met, or None, at ``cost``; ``met``: the last few decodings
+    that are allowed, by what they cost at these prices, those that fit and those that
+    do not in turn."""
+
+    prices: np.ndarray
+    bound: float
+    choice: np.ndarray | None
+    cost: float
+    met: list[np.ndarray] = field(default_factory=list)
+
+
+def priced_unary(flat: Flat, prices: np.ndarray) -> np.ndarray:
+    """Unary costs plus what each strategy's usage costs at these prices."""
+    total = np.append(0.0, np.cumsum(prices))
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    price = total[flat.end] - total[flat.begin]
+    size = flat.size[owner]
+    entry = np.repeat(np.arange(len(owner)), size)
+    within = np.arange(len(flat.usage)) - np.repeat(flat.use, size)
+    out = flat.unary.copy()
+    np.add.at(out, flat.at[owner][entry] + within, flat.usage * price[entry])
+    return out
+
+
+def prices_at(flat: Flat, known: Sequence[tuple[int, float]]) -> np.ndarray:
+    """(rows,) prices given by time, each at the row that has begun by then."""
+    out = np.zeros(len(flat.room))
+    for when, price in known:
+        if len(out):
+            out[max(int(np.searchsorted(flat.when, when, "right")) - 1, 0)] += price
+    return out
+
+
+def named(flat: Flat, prices: np.ndarray) -> tuple[tuple[int, float], ...]:
+    """(time, price) of the rows that have a price: what ``prices_at`` takes."""
+    where = np.flatnonzero(prices).tolist()
+    return tuple((int(flat.when[r]), float(prices[r])) for r in where)
+
+
+def raise_prices(
+    flat: Flat,
+    deadline: float,
+    *,
+    target: float = math.inf,
+    prices: np.ndarray | None = None,
+    patience: int = 40,
+    tolerance: float = 1e-6,
+) -> Priced:
+    """Ascend the bound until it is within ``tolerance`` of ``target`` (the cost of a
+    known choice), steps become tiny, or the deadline. ``prices``: those to begin
+    with."""
+    state = message_passing.start(flat)
+    prices = np.zeros(len(flat.room)) if prices is None else prices.copy()
+    best = Priced(prices, -math.inf, None, math.inf)
+    unary = priced_unary(flat, prices)
+    begun = time.perf_counter()
+    enough = target - tolerance * abs(target) if math.isfinite(target) else math.inf
+    enough += float(prices @ flat.room) - flat.constant
+    until = begun + 0.6 * (deadline - begun)
+    message_passing.converge(state, unary, until, patience=6, enough=enough)
+    direction = np.zeros(len(prices))
+    step, stalled = 1.0, 0
+    ceiling = _ceiling(flat)  # a bound above it means that nothing fits
+    while step > 1e-3:
+        begun = time.perf_counter()
+        bound = state.sweep(unary, 2) + flat.constant - float(prices @ flat.room)
+        used = _note(best, flat, state, unary)
+        gain = bound - best.bound
+        if bound > ceiling:
+            break
+        if gain > 0:
+            best.bound, best.prices = bound, prices
+        stalled = 0 if gain > 1e-4 * abs(bound) else stalled + 1
+        goal = min(target, best.cost)
+        if math.isfinite(goal) and goal - best.bound <= tolerance * abs(goal):
+            break
+        if stalled > patience:
+            step, stalled, prices = step / 2, 0, best.prices
+        excess = used - flat.room
+        direction = 0.6 * direction + 0.4 * excess
+        direction[(prices <= 0) & (direction < 0)] = 0
+        square = float(direction @ direction)
+        if square == 0:
+            break
+        if not math.isfinite(goal):
+            goal = bound + 0.1 * abs(bound)
+        ahead = max(goal - bound, 1e-3 * abs(bound)) * step
+        prices = np.maximum(prices + ahead / square * direction, 0.0)
+        unary = priced_unary(flat, prices)
+        if time.perf_counter() + 1.5 * (time.perf_counter() - begun) > deadline:
+            break
+    return replace(best, met=in_turn(flat, best.prices, best.met))
+
+
+def in_turn(
+    flat: Flat, prices: np.ndarray, met: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Choices, cheapest at the prices first: one that fits and one that does not in
+    turn."""
+    order: tuple[list, list] = ([], [])
+    for number, choice in enumerate(met):
+        used = usage_of(flat, choice)
+        value = cost_of(flat, choice) + float(prices @ used)
+        order[fits(flat, used)].append((value, number))
+    turns = itertools.zip_longest(sorted(order[True]), sorted(order[False]))
+    return [met[item[1]] for turn in turns for item in turn if item is not None]
+
+
+def _ceiling(flat: Flat) -> float:
+    """More than any allowed choice costs."""
+    allowed = flat.pool[np.isfinite(flat.pool)]
+    top = float(np.abs(allowed).max(initial=0)) * len(flat.other)
+    return top + 2 * float(np.abs(flat.unary).sum()) + abs(flat.constant) + 1e-300
+
+
+def _note(
+    best: Priced, flat: Flat, state: message_passing.Messages, unary: np.ndarray
+) -> np.ndarray:
+    """Remember the decoding if it is the cheapest that fits; its usage of rows."""
+    choice = state.choice.copy()
+    used = usage_of(flat, choice)
+    if math.isfinite(cost_of(flat, choice)):
+        if not any(np.array_equal(choice, old) for old in best.met):
+            best.met = [*best.met, choice][-_MET:]
+        if fits(flat, used):
+            cost = cost_of(flat, choice)
+            if cost < best.cost:
+                best.choice, best.cost = choice, cost
+    return used

@@ -1,0 +1,157 @@
+"""Message passing on a Flat: a lower bound, and choices read off the messages.
+
+In: a Flat and a clock. Out: the best bound and the cheapest allowed choice met. With
+prices on memory rows the bound holds for choices that fit. Never proves that nothing
+fits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, flatten
+from fxpar.sharding.solver.network import build
+from fxpar.sharding.solver.problem import Edge, Problem
+
+
+@dataclass
+class Messages:
+    """The state of message passing on one Flat: messages and the last decoding.
+
+    ``excess``: (strategies,) how much a strategy of a node raises the bound; the bound
+    before the last pass plus this holds for every choice with the strategy, since each
+    chain through the node then costs its min-marginal (reduced cost).
+    """
+
+    flat: Flat
+    values: np.ndarray
+    choice: np.ndarray
+    excess: np.ndarray
+
+    def sweep(self, unary: np.ndarray, rounds: int) -> float:
+        """Pass messages; the bound for these unary costs, without the constant."""
+        from fxpar.sharding.solver import numba_loops
+
+        f = self.flat
+        bound = numba_loops.sweep(
+            f.size,
+            f.at,
+            unary,
+            f.first,
+            f.other,
+            f.table,
+            f.pair,
+            f.message,
+            f.pool,
+            f.rows,
+            f.low,
+            f.high,
+            self.values,
+            self.choice,
+            self.excess,
+            rounds,
+        )
+        return float(bound)
+
+    def descend(self, unary: np.ndarray, choice: np.ndarray, rounds: int = 20) -> int:
+        """Improve a choice in place by single moves; how many there were."""
+        from fxpar.sharding.solver import numba_loops
+
+        f = self.flat
+        return numba_loops.descend(
+            f.size,
+            f.at,
+            unary,
+            f.first,
+            f.other,
+            f.table,
+            f.pair,
+            f.pool,
+            choice,
+            rounds,
+        )
+
+
+def converge(
+    state: Messages,
+    unary: np.ndarray,
+    deadline: float,
+    patience: int = 60,
+    enough: float = math.inf,
+) -> tuple[float, float]:
+    """Sweep until the bound stalls or is ``enough``, or the deadline: (the bound, that
+    before the last sweep, to which ``state.excess`` belongs), both without the
+    constant."""
+    bound = before = state.sweep(unary, 1)
+    rounds, stalled = 2, 0
+    while True:
+        begun = time.perf_counter()
+        before = max(before, state.sweep(unary, rounds))
+        now = state.sweep(unary, 1)
+        stalled = 0 if now - bound > 1e-6 * abs(now) else stalled + rounds + 1
+        bound = max(now, bound)
+        each = (time.perf_counter() - begun) / (rounds + 1)
+        left = deadline - time.perf_counter()
+        if stalled > patience or bound >= enough or left < 3 * each:
+            return bound, before
+        rounds = max(1, min(2 * rounds, int(left / each / 2), 20))
+
+
+def start(flat: Flat) -> Messages:
+    """Messages of zero."""
+    return Messages(
+        flat,
+        np.zeros(flat.messages),
+        np.zeros(len(flat.size), np.int64),
+        np.zeros(len(flat.unary)),
+    )
+
+
+def pass_messages(
+    flat: Flat,
+    deadline: float,
+    *,
+    tolerance: float = 1e-9,
+    patience: int = 60,
+) -> tuple[np.ndarray | None, float, float]:
+    """(cheapest allowed choice met or None, its cost, bound), memory left aside.
+
+    Ends when the gap is within ``tolerance`` of the cost, when ``patience`` sweeps in a
+    row raised the bound by less than a ten thousandth of the gap, or at the deadline.
+    """
+    state = start(flat)
+    best, cost, bound = None, math.inf, -math.inf
+    rounds, stalled, sweeps = 2, 0, 0
+    while True:
+        begun = time.perf_counter()
+        now = state.sweep(flat.unary, rounds) + flat.constant
+        gain, bound = now - bound, max(bound, now)
+        gap = cost - bound if math.isfinite(cost) else abs(bound) / 100
+        stalled = 0 if gain > 1e-4 * gap else stalled + rounds
+        sweeps += rounds
+        choice = state.choice.copy()
+        if math.isfinite(cost_of(flat, choice)):
+            state.descend(flat.unary, choice)
+        value = cost_of(flat, choice)
+        if value < cost:
+            best, cost = choice, value
+        if cost - bound <= tolerance * abs(cost) or stalled > patience:
+            return best, cost, bound
+        each = (time.perf_counter() - begun) / rounds
+        left = deadline - time.perf_counter()
+        if left < 2 * each:
+            return best, cost, bound
+        rounds = max(1, min(2 * rounds, sweeps, int(left / each / 2), 50))
+
+
+def warm() -> None:
+    """Load the kernels, compiling them if this machine has not yet."""
+    network = build(Problem((np.zeros(1), np.zeros(1)), (Edge(0, 1, 0),), (np.eye(1),)))
+    flat = flatten(network)
+    state = start(flat)
+    state.sweep(flat.unary, 1)
+    state.descend(flat.unary, state.choice)

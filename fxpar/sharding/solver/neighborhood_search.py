@@ -1,0 +1,297 @@
+"""Large neighbourhood search: some nodes are chosen anew while the rest stay.
+
+In: a Flat, a choice that fits, a clock. Out: a choice that fits and costs no more. A
+window is a set of free nodes; what the others cost and occupy is folded into it, it is
+reduced exactly and given to the integer program. Never leaves the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fxpar.sharding.solver import message_passing, milp
+from fxpar.sharding.solver.exact_reductions import forbid_above, reduce
+from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
+from fxpar.sharding.solver.network import Network, Tables
+from fxpar.sharding.solver.problem import Infeasible
+
+# Variables of the first window's integer program, and bounds on later ones.
+_FIRST, _LEAST, _MOST = 8_000, 1_000, 400_000
+# Shares of all strategies, best merit first, that windows choose among.
+_SHARES = (0.2, 0.35, 0.6, 1.0)
+# Choices that are combined with the best one.
+_COMBINED = 4
+
+
+def improve(
+    flat: Flat,
+    choice: np.ndarray,
+    deadline: float,
+    *,
+    bound: float,
+    merit: np.ndarray,
+    seed: int = 0,
+    tolerance: float = 1e-9,
+) -> tuple[np.ndarray, int]:
+    """(a choice at least as good, windows solved), working until the gap to ``bound``
+    is within ``tolerance`` or the deadline.
+
+    ``merit``: (strategies,) how much worse than its node's best each looks, by which
+    some windows leave strategies out, to be larger.
+    """
+    random = np.random.default_rng(seed)
+    cost = cost_of(flat, choice)
+    targets, solved = np.full(len(_SHARES), float(_FIRST)), 0
+    late = 0.0  # the most a window was late, when the machine is busy
+    picks: list[Callable] = [_ball, _living, _mixed]
+    while cost - bound > tolerance * abs(cost):
+        begun = time.perf_counter()
+        left = deadline - begun - late
+        if left < 0.05:
+            break
+        turn = int(random.integers(len(_SHARES)))
+        keep = _keep(flat, choice, merit, _SHARES[turn])
+        weight, target = variables_of(flat, keep), targets[turn]
+        whole = weight.sum() <= target
+        pick = picks[int(random.integers(len(picks)))]
+        free = np.arange(len(flat.size))
+        if not whole:
+            free = pick(flat, choice, weight, target, random)
+        until = begun + min(left - 0.02, max(1.0, left / 20))
+        found, proved = solve_window(flat, choice, free, until, keep)
+        solved += 1
+        spent = time.perf_counter() - begun
+        late = max(late, begun + spent - until)
+        if found is not None:
+            value = cost_of(flat, found)
+            if value <= cost and fits(flat, usage_of(flat, found)):
+                choice, cost = found, value
+        if whole and proved and keep.all():
+            break
+        quick = proved and spent < max(0.5, left / 60)
+        change = 1.15 if quick else 0.8 if proved else 0.5
+        targets[turn] = np.clip(target * change, _LEAST, _MOST)
+    return choice, solved
+
+
+def around(
+    flat: Flat, choice: np.ndarray, nodes: list[int], deadline: float, seed: int = 0
+) -> np.ndarray | None:
+    """The choice with windows that contain ``nodes`` chosen anew, each about three
+    times the last, until three in a row bring nothing or the deadline; None if none
+    fits.
+    ``choice`` itself may exceed the limit or be forbidden."""
+    random = np.random.default_rng(seed)
+    weight = variables_of(flat, np.ones(len(flat.unary), bool))
+    fitting = math.isfinite(cost_of(flat, choice)) and fits(
+        flat, usage_of(flat, choice)
+    )
+    target, idle, best = 1_000.0, 0, choice if fitting else None
+    while idle < 3 and (left := deadline - time.perf_counter()) > 0.02:
+        seeds = nodes or [0]
+        if best is None and len(flat.room) and target > 1_000.0:
+            alive = _living(flat, choice, weight, target / 2, random)
+            seeds = sorted({*nodes, *alive.tolist()})
+        free = np.arange(len(flat.size))
+        if weight.sum() > target:
+            free = np.array(_grow(flat, seeds, weight, target, random), np.int64)
+        until = deadline - left / 2
+        found, _ = solve_window(flat, choice, free, until)
+        before = math.inf if best is None else cost_of(flat, best)
+        gain = found is not None and cost_of(flat, found) < before
+        if found is not None and gain:
+            best = choice = found
+        idle = 0 if gain or best is None else idle + 1
+        if len(free) == len(flat.size):
+            break
+        target *= 3
+    return best
+
+
+def combine(
+    flat: Flat, choice: np.ndarray, others: Sequence[np.ndarray], deadline: float
+) -> np.ndarray | None:
+    """The best choice met in which every node does as in ``choice`` or in one of the
+    first few of ``others``; None if none fits and is better."""
+    keep = np.zeros(len(flat.unary), bool)
+    for known in [choice, *others[:_COMBINED]]:
+        keep[flat.at[:-1] + known] = True
+    found, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
+    return found
+
+
+def solve_window(
+    flat: Flat,
+    choice: np.ndarray,
+    free: np.ndarray,
+    deadline: float,
+    keep: np.ndarray | None = None,
+) -> tuple[np.ndarray | None, bool]:
+    """(the choice with the free nodes chosen anew or None, whether that is optimal),
+    among the strategies of the mask ``keep``."""
+    net = restrict(flat, choice, free)
+    try:
+        if keep is not None and not keep.all():
+            for k, i in enumerate(free.tolist()):
+                net.keep(k, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
+        inside = [np.searchsorted(net.names[k], choice[i]) for k, i in enumerate(free)]
+        cost = _inner_cost(net, inside)
+        if fits(flat, usage_of(flat, choice)):
+            forbid_above(net, cost)
+        else:
+            forbid_above(net, math.inf)
+        reduce(net, deadline)
+    except Infeasible:
+        return None, True
+    core = flatten(net)
+    magnitude = max(abs(cost_of(flat, choice) - flat.constant), 1e-300)
+    if not math.isfinite(magnitude):
+        magnitude = 1.0 + float(np.abs(core.unary).max(initial=0))
+    best, proved = _settle(core, magnitude, deadline)
+    if best is None:
+        return None, proved
+    out = choice.copy()
+    out[free] = net.expand(
+        {int(i): int(k) for i, k in zip(core.nodes, best, strict=True)}
+    )
+    return out, proved
+
+
+def _settle(
+    core: Flat, magnitude: float, deadline: float
+) -> tuple[np.ndarray | None, bool]:
+    """(the best choice found that fits or None, whether that is proved)."""
+    if not len(core.size):
+        empty = np.zeros(0, np.int64)
+        return (empty if fits(core, np.zeros(len(core.room))) else None), True
+    best, cost, bound = message_passing.pass_messages(core, deadline, patience=20)
+    if best is not None and not fits(core, usage_of(core, best)):
+        best = None
+    if best is not None and cost - bound <= 1e-9 * abs(cost):
+        return best, True
+    answer = milp.solve_program(core, deadline, magnitude=magnitude, gap=1e-5)
+    return (best if answer.choice is None else answer.choice), answer.proved
+
+
+def _inner_cost(net: Network, inside: Sequence) -> float:
+    """What a choice costs in a Network of which nothing is eliminated."""
+    total = sum(float(net.unary[i][k]) for i, k in enumerate(inside))
+    edges = [
+        (i, j, table) for i, near in enumerate(net.adj) for j, table in near.items()
+    ]
+    return total + sum(float(t[inside[i], inside[j]]) for i, j, t in edges if i < j)
+
+
+def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
+    """The Network of the free nodes (numbered in their order) with the others fixed."""
+    place = {int(i): k for k, i in enumerate(free)}
+    unary, arrays = [], {}
+    adj: list[dict[int, np.ndarray]] = [{} for _ in free]
+    rows: list[list] = []
+    for k, i in enumerate(free.tolist()):
+        size = int(flat.size[i])
+        cost = flat.unary[flat.at[i] : flat.at[i + 1]].copy()
+        for e in range(flat.first[i], flat.first[i + 1]):
+            j, start = int(flat.other[e]), int(flat.table[e])
+            if j in place:
+                shape = (size, int(flat.size[j]))
+                if start not in arrays:
+                    cells = flat.pool[start : start + shape[0] * shape[1]]
+                    arrays[start] = cells.reshape(shape)
+                adj[k][place[j]] = arrays[start]
+            else:
+                row = int(flat.table[flat.pair[e]]) + int(choice[j]) * size
+                cost += flat.pool[row : row + size]
+        unary.append(cost)
+        live = range(flat.live[i], flat.live[i + 1])
+        span = [(int(flat.begin[m]), int(flat.end[m]), int(flat.use[m])) for m in live]
+        rows.append([(a, b, flat.usage[u : u + size]) for a, b, u in span])
+    room = flat.room - usage_of(flat, choice) + _used_by(flat, choice, free)
+    tables = Tables()
+    for i, near in enumerate(adj):
+        for j, table in near.items():
+            if i < j:
+                tables.pair(table, adj[j][i])
+    names = [np.arange(len(cost)) for cost in unary]
+    alive = set(range(len(free)))
+    return Network(unary, adj, rows, room, tables, names, alive, slack=flat.slack)
+
+
+def _used_by(flat: Flat, choice: np.ndarray, free: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(flat.room))
+    for i in free.tolist():
+        for m in range(flat.live[i], flat.live[i + 1]):
+            out[flat.begin[m] : flat.end[m]] += flat.usage[flat.use[m] + choice[i]]
+    return out
+
+
+def _keep(
+    flat: Flat, choice: np.ndarray, merit: np.ndarray, share: float
+) -> np.ndarray:
+    """(strategies,) mask of a share of all strategies: the chosen, and the best."""
+    cut = np.partition(merit, min(int(share * len(merit)), len(merit) - 1))
+    keep = merit <= cut[min(int(share * len(merit)), len(merit) - 1)]
+    keep[flat.at[:-1] + choice] = True
+    return keep
+
+
+def variables_of(flat: Flat, keep: np.ndarray) -> np.ndarray:
+    """(nodes,) each node's share of an integer program's variables, where the mask
+    ``keep`` leaves each node some strategies."""
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.first))
+    size = np.add.reduceat(keep.astype(np.int64), flat.at[:-1])
+    pairs = size[owner] * size[flat.other]
+    return size + np.bincount(owner, pairs, len(size)) / 2
+
+
+def _grow(
+    flat: Flat, seeds: list[int], weight: np.ndarray, target: float, random
+) -> list[int]:
+    """Nodes reached from seeds by random steps over edges until ``target`` is full."""
+    taken, total = set(seeds), float(weight[seeds].sum())
+    front = list(seeds)
+    while front and total < target:
+        at = int(random.integers(len(front)))
+        i = front[at]
+        ends = flat.other[flat.first[i] : flat.first[i + 1]].tolist()
+        near = [j for j in ends if j not in taken]
+        if not near:
+            front[at] = front[-1]
+            front.pop()
+            continue
+        j = near[int(random.integers(len(near)))]
+        taken.add(j)
+        front.append(j)
+        total += float(weight[j])
+    return sorted(taken)
+
+
+def _ball(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:
+    """A random connected set."""
+    seeds = [int(random.integers(len(flat.size)))]
+    return np.array(_grow(flat, seeds, weight, target, random), np.int64)
+
+
+def _living(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:
+    """Random nodes among those alive at one tight row, as they trade memory there."""
+    if not len(flat.room):
+        return _ball(flat, choice, weight, target, random)
+    owner = np.repeat(np.arange(len(flat.size)), np.diff(flat.live))
+    free = flat.room - usage_of(flat, choice)
+    tight = np.argsort(free + random.exponential(0.05, len(free)) * flat.room.max())
+    row = int(tight[0])
+    living = np.unique(owner[(flat.begin <= row) & (row < flat.end)])
+    order = random.permutation(living)
+    count = int(np.searchsorted(np.cumsum(weight[order]), target)) + 1
+    return np.sort(order[:count])
+
+
+def _mixed(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:
+    """Connected sets around a few nodes alive at one tight row."""
+    seeds = _living(flat, choice, weight, target, random)
+    few = random.permutation(seeds)[: int(random.integers(1, 6))]
+    return np.array(_grow(flat, few.tolist(), weight, target, random), np.int64)
