@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def programs() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
 
 def facts(plan: Any) -> dict[str, Any]:
     """What the plan decides and predicts; JSON."""
-    local = [str(node.target) for node in plan.result.local.nodes]
+    local = [re.sub(" at 0x.*", "", str(n.target)) for n in plan.result.local.nodes]
     text = "\n".join(local)
     predicted = plan.predicted
     return {
