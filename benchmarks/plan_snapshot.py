@@ -125,7 +125,7 @@ def facts(plan: Any) -> dict[str, Any]:
         "bytes": [*map(list, predicted.sent)],
         "peak": predicted.peak_bytes,
         "memory": [list(kind) for kind in plan.memory],
-        "notes": list(plan.notes),
+        "notes": [note.split(";")[0] for note in plan.notes],  # without seconds
     }
 
 
