@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.runtime import plan_once
+from fxpar.sharding import plan_request
 from tests.e2e.test_sharded_training import whole
 from tests.e2e.test_training import DOUBLE, STEPS, Run, compare, one_device
 from tests.models import NAMES, build_double, build_loss, double
@@ -152,5 +152,5 @@ def test_a_search_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
 def test_the_mode_names_its_hardware(tmp_path: Path) -> None:
     from fxpar.config import Options
 
-    asked = plan_once.plan_mode("search", Options.read({"hardware": "h100"}))
+    asked = plan_request.plan_mode("search", Options.read({"hardware": "h100"}))
     assert asked.hardware.name == "h100"

@@ -28,13 +28,8 @@ from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
 QUICK, ALL = 80, 2000
 TRIES = 20
 
-# ``buckets`` and ``prefetch`` leave a graph as it is; ``share`` is for stages.
-ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {
-    "overlap",
-    "buckets",
-    "prefetch",
-    "share",
-}
+# ``share`` is for stages.
+ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {"overlap", "share"}
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 
