@@ -30,11 +30,11 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import Facts, formulate
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.rank_candidates import taken
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.passes.random_programs import Case
