@@ -13,7 +13,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion import gathers
+from fxpar.fusion.verbs import gathers
 from tests.helpers.machines import machine
 from tests.helpers.models import NAMES, build_double
 from tests.helpers.spawn import shared_pool
