@@ -24,7 +24,7 @@ from fxpar.runtime.calibrate import measure as calibrate
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.mesh import Link, Mesh
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 NOISE = np.random.default_rng(0)
 

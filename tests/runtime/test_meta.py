@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageR
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from tests.models import NAMES, build
-from tests.spawn import shared_pool
+from tests.helpers.models import NAMES, build
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

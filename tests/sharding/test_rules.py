@@ -22,8 +22,8 @@ from fxpar.sharding.rules import TABLE, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.row_builders import keys
 from fxpar.sharding.rules.table import row
-from tests.sharding import samples_core, samples_linalg, samples_nn, samples_points
-from tests.sharding.one_op import OneOp, is_expressible
+from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
+from tests.helpers.one_op import OneOp, is_expressible
 
 SAMPLES: dict[Any, list] = {}
 for _table in (samples_core, samples_nn, samples_linalg, samples_points):
@@ -191,7 +191,7 @@ ROWS = [key for key in TABLE if key not in BODIES]
 
 @pytest.mark.parametrize("key", ROWS, ids=name_of)
 def test_row(key: Any) -> None:
-    assert key in SAMPLES, f"give {key} a sample in tests/sharding/samples_*.py"
+    assert key in SAMPLES, f"give {key} a sample in tests/helpers/samples_*.py"
     try_row(key, single, passing)
 
 

@@ -24,8 +24,8 @@ from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.spec import Spec
-from tests.passes.random_programs import Case
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
+from tests.helpers.random_programs import Case
 
 MOST = 200_000  # choices of a program
 

@@ -24,7 +24,7 @@ from fxpar.sharding.solver import (
 )
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
-from tests.sharding.solver.problems import brute, layered, small
+from tests.helpers.solver_problems import brute, layered, small
 
 SEEDS = range(60)
 
