@@ -142,9 +142,7 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
     x = torch.tensor([1.0, 2.0]) * (me + 1)
     probe_network._C10D = _Recording(record)
     try:
-        probe_network._RUN[kind](
-            x, 2, _torch.distributed.default_group().group_name, me
-        )
+        probe_network.RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
     finally:
         probe_network._C10D = torch.ops._c10d_functional
     return x.tolist(), seen[0].tolist()

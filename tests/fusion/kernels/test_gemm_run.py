@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import apart
 
 from fxpar import _torch
 from fxpar.errors import DeviceError
@@ -29,7 +30,6 @@ from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.passes.custom_ops import JOINED
 from fxpar.sharding.cost import hardware_table
 from tests.helpers.kernels.ahead import TYPES, _usage
-from tests.helpers.kernels.interpreted import apart
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import run_fused, run_kernels
@@ -15,7 +16,6 @@ from fxpar.fusion.kernels.region_program import Program, Tensor
 from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.fused_graphs import GRAPHS, fused
-from tests.helpers.kernels.interpreted import outlined, traced
 
 CPU = torch.device("cpu")
 

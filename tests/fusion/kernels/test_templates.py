@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import apart, outlined, traced
 
 from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.reductions import CannotEmit
@@ -29,7 +30,6 @@ from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.helpers.kernels import collective_cases as cases
 from tests.helpers.kernels.ahead import RANDOM, TYPES, _usage
-from tests.helpers.kernels.interpreted import apart, outlined, traced
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -28,6 +28,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from tests.helpers.kernels.interpreted import (
+    apart,
+    outlined,
+    poisoned,
+    round_as_devices,
+    traced,
+    ulps,
+    widened,
+)
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
@@ -43,15 +52,6 @@ from fxpar.fusion.kernels.implementations import RANKS
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, shared_files
-from tests.helpers.kernels.interpreted import (
-    apart,
-    outlined,
-    poisoned,
-    round_as_devices,
-    traced,
-    ulps,
-    widened,
-)
 
 c10d = torch.ops._c10d_functional
 GROUP, PROGRAMS, ROUNDS = "group", 4, 3

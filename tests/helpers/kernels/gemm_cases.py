@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tests.helpers.kernels.interpreted import apart, ulps
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.fusion.kernels import matmul_signals
@@ -34,7 +35,6 @@ from fxpar.fusion.kernels.matmul_kernel import (
     signals_of,
 )
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
-from tests.helpers.kernels.interpreted import apart, ulps
 
 PROGRAMS = 3
 TILES = Tiles(32, 32, 32, 4, 1, band=2)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from tests.helpers.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
@@ -41,7 +42,6 @@ from fxpar.fusion.kernels import (
 )
 from fxpar.fusion.kernels.matmul_kernel import BIAS
 from fxpar.fusion.kernels.symmetric_memory import Provider, shared_files
-from tests.helpers.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 
 GROUP, PROGRAMS, ROUNDS = "group", 3, 3
 LATE, HELD = 0.1, 5.0  # seconds

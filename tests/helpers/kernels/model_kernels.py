@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.kernels.interpreted import apart, poisoned
 
 from fxpar.fusion.kernels import run_kernels, templates
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Program
 from tests.helpers.kernels import collective_cases as cases
-from tests.helpers.kernels.interpreted import apart, poisoned
 from tests.helpers.kernels.model_regions import programs_of, value_of, ways_of
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.helpers.kernels.interpreted import compared, poisoned
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,7 +32,6 @@ from fxpar.fusion.kernels.split_at_collectives import MOVES, Part, stages_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
 from fxpar.sharding.mesh import Mesh
-from tests.helpers.kernels.interpreted import compared, poisoned
 from tests.helpers.models import build_loss
 
 
