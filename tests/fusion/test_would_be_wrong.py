@@ -23,7 +23,7 @@ from fxpar.fusion import (
     varying_axes,
 )
 from fxpar.passes import collective_nodes
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
 from fxpar.sharding.spec import Spec
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
