@@ -18,21 +18,23 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import (
-    as_slice,
-    bucket,
-    fuse_nodes,
-    gathers,
     kept_order,
     node_legality,
-    overlap,
     parse,
     phase_settings,
-    reorder,
-    send_recv,
     writes_as_results,
 )
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, lift
+from fxpar.fusion.verbs import (
+    as_slice,
+    bucket,
+    fuse_nodes,
+    gathers,
+    overlap,
+    reorder,
+    send_recv,
+)
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.rewriter import copy_of

@@ -16,11 +16,12 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.errors import FxparWarning, ScheduleError, compose
-from fxpar.fusion import fuse_nodes, fused_matmul
+from fxpar.fusion import fused_matmul
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.choose_schedule import Chosen, choose
 from fxpar.fusion.node_legality import PRODUCTS
 from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import Scheduled, collective_nodes
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion import gathers
+from fxpar.fusion.verbs import gathers
 from tests.e2e.test_training import compare, one_device, train
 from tests.models import NAMES, build_double
 from tests.sharding.search.test_search import machine

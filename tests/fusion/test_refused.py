@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import apply_schedule, choose_schedule, parse, reorder
+from fxpar.fusion import apply_schedule, choose_schedule, parse
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.verbs import reorder
 from fxpar.sharding.spec import Spec
 from tests.fusion.toys import Toy, all_gather, all_reduce
 

@@ -11,8 +11,9 @@ from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.explain.dump import node_text
-from fxpar.fusion import apply_stages, kept_order, send_recv
+from fxpar.fusion import apply_stages, kept_order
 from fxpar.fusion.node_legality import Region
+from fxpar.fusion.verbs import send_recv
 from fxpar.passes.lockstep import run_stages
 from tests.fusion.ranks import (
     CHUNKED,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.fuse_nodes import Region
+from fxpar.fusion.verbs.fuse_nodes import Region
 from fxpar.passes import collective_nodes
 from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
 

@@ -12,16 +12,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import (
-    bucket,
-    fused_matmul,
-    kept_order,
-    node_legality,
-    overlap,
-    reorder,
-    slice_op,
-    varying_axes,
-)
+from fxpar.fusion import fused_matmul, kept_order, node_legality, slice_op, varying_axes
+from fxpar.fusion.verbs import bucket, overlap, reorder
 from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.gathers import take_back
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.fusion.verbs.gathers import take_back
 from fxpar.passes import collective_nodes
 from fxpar.sharding.program import RuleReader, tensor_nodes
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.fuse_nodes import path_outside
 from fxpar.fusion.kept_order import arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.verbs.fuse_nodes import path_outside
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous

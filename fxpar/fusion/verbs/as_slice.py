@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.fusion.gathers import take_back
 from fxpar.fusion.schedule_edit import Axes, Edit, refuse
+from fxpar.fusion.verbs.gathers import take_back
 from fxpar.passes import collective_nodes
 from fxpar.sharding.spec import Spec
 

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion import fused_matmul, send_recv
+from fxpar.fusion import fused_matmul
 from fxpar.fusion import kept_order as order
 from fxpar.fusion.kept_order import arrange
-from fxpar.fusion.ring import Ring
 from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
 from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.fusion.verbs import send_recv
+from fxpar.fusion.verbs.ring import Ring
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh

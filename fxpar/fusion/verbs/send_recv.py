@@ -19,9 +19,9 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion import kept_order
-from fxpar.fusion.gathers import check_equal, dividing, take_back
 from fxpar.fusion.node_legality import FRESH, flat, is_message
 from fxpar.fusion.schedule_edit import Axes, Edit, check_staged, refuse
+from fxpar.fusion.verbs.gathers import check_equal, dividing, take_back
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 
