@@ -36,9 +36,9 @@ from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.sliced_dims import Rows, rows_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
-from fxpar.passes.op_arithmetic import flops_of, is_view, nbytes_of, tensors_in
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import flops_of, is_view, nbytes_of, tensors_in
 from fxpar.sharding.mesh import Mesh
 
 # Seconds become whole ticks, so that cuts are exact; none is more than a few hundred

@@ -28,7 +28,7 @@ from fxpar.fusion.kernels.region_program import Line, Program, Ref, dtype_of
 from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.trace_region import Outline, outline
 from fxpar.passes import random
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.random_regions import region
 
