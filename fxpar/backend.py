@@ -56,7 +56,13 @@ from fxpar.runtime.train_step.trace import Step
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan_request import Request, choices, known_machine, plan_mode
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    known_machine,
+    named_machine,
+    plan_mode,
+)
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
@@ -411,6 +417,7 @@ class _Parallelize:
             mode=mode,
             meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
             hardware=known_machine(options),
+            named_hardware=named_machine(options),
         )
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:

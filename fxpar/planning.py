@@ -41,6 +41,7 @@ from fxpar.sharding.plan_request import (
     choices,
     known_machine,
     machine,
+    named_machine,
     plan_mode,
 )
 from fxpar.sharding.program import Input, Output
@@ -307,6 +308,7 @@ def plan(
         hardware=known_machine(options),
         debug=options.debug,
         dump=options.dump,
+        named_hardware=named_machine(options),
     )
     result = parallelize(module.graph, fake_mode, request)
     found = result.plan

@@ -26,7 +26,7 @@ from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.mesh_candidates import candidates
 from fxpar.sharding.search.run_search import Asked
 from fxpar.sharding.spec import Spec
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
 
 MESH = Mesh.parse("dp=2")
 

@@ -19,27 +19,29 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import (
-    as_slice,
-    bucket,
-    fuse_nodes,
     fused_matmul,
-    gathers,
     kept_order,
     node_legality,
-    overlap,
     parse,
-    reorder,
-    send_recv,
     writes_as_results,
 )
 from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
+from fxpar.fusion.verbs import (
+    as_slice,
+    bucket,
+    fuse_nodes,
+    gathers,
+    overlap,
+    reorder,
+    send_recv,
+)
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.op_arithmetic import nbytes_of
 from fxpar.passes.rewriter import copy_of
 from fxpar.passes.sink_waits import sink_waits
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Collective
 from fxpar.sharding.spec import Spec

@@ -20,7 +20,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
-from fxpar.fusion import fuse_nodes
 from fxpar.fusion.apply_schedule import (
     MovedCollectives,
     apply,
@@ -33,6 +32,7 @@ from fxpar.fusion.kernels.implementations import Facts
 from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.localize import partition

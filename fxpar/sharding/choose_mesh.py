@@ -51,7 +51,8 @@ def decide_on(
             before=before,
         )
     assert isinstance(mode, str)
-    return decide(program, mesh, hints, constraints, mode=mode)
+    hardware = request.named_hardware
+    return decide(program, mesh, hints, constraints, mode=mode, hardware=hardware)
 
 
 def _constraints(program: Program) -> list[tuple[int, list[str]]]:

@@ -55,6 +55,8 @@ class Request:
     schedule: str = "none"
     # What "auto" is priced on; None: it chooses no schedule.
     hardware: Hardware | None = None
+    # That FXPAR_HARDWARE names, on which propagation prices ties.
+    named_hardware: Hardware | None = None
     # The local graph before its schedule is kept, to try other schedules on it.
     tune: bool = False
     # A searched plan is first looked for on disk, and left there.
@@ -143,6 +145,11 @@ def known_machine(options: Options) -> Hardware | None:
         return machine(options)
     except DeviceError:
         return None
+
+
+def named_machine(options: Options) -> Hardware | None:
+    """That of FXPAR_HARDWARE; None if it is not set. Raises OptionError."""
+    return machine(options) if options.hardware else None
 
 
 def choices(mesh: Mesh, mode: Mode, *, local: bool = False) -> tuple[Mesh, ...]:

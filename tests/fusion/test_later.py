@@ -17,7 +17,7 @@ from fxpar.fusion import choose_schedule
 from fxpar.fusion.choose_schedule import Chosen
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes.order_collectives import DEFAULT, Settings
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
 
 LAYERS = 4
 

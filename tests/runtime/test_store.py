@@ -26,7 +26,8 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.mesh_candidates import candidates
 from fxpar.sharding.search.run_search import Asked
-from tests.sharding.search.test_search import batch, machine
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch
 
 SECONDS = 5.0
 

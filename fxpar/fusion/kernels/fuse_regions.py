@@ -21,7 +21,6 @@ from torch import fx
 
 from fxpar.config import write_dump
 from fxpar.errors import compose
-from fxpar.fusion.fuse_nodes import arrange
 from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.implementations import Facts, Rung, choose
@@ -40,8 +39,9 @@ from fxpar.fusion.kernels.select_region import (
 )
 from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
+from fxpar.fusion.verbs.fuse_nodes import arrange
 from fxpar.passes.bucket_collectives import region_of
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")

@@ -1,0 +1,1 @@
+"""Verbs of a schedule: one file each, an edit of a local graph each."""

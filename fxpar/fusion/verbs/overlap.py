@@ -1,0 +1,429 @@
+"""Verb ``overlap``: a product and the collective beside it run in chunks.
+
+``overlap(mm, rs, chunks=4)``: while chunk i is reduced, the product of chunk i + 1
+runs. ``overlap(ag, mm, chunks=4)``: while chunk i is multiplied, chunk i + 1 is
+gathered. The values between the two are computed per chunk by the rules of ``parts``,
+with chunks in place of ranks: what may cross a gather may run in chunks (CoCoNeT,
+section 3.4; with functional collectives, which are asynchronous, on any backend).
+
+Chunks lie along a dim that the collective does not touch, or within each rank's part of
+the one it does. A chunk's collective starts as soon as its operand is there, and is
+waited for where its result is read: gathers one chunk ahead, reductions at the end.
+With ``ring=`` the chunks are the parts of the ranks, which go from neighbour to
+neighbour (``ring``) instead. Messages to another stage run in chunks as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion import fused_matmul
+from fxpar.fusion import kept_order as order
+from fxpar.fusion.kept_order import arrange
+from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
+from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.fusion.verbs import send_recv
+from fxpar.fusion.verbs.ring import Ring
+from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
+from fxpar.sharding.mesh import Mesh
+
+aten = torch.ops.aten
+
+# No mesh of a user has an axis of this name.
+_AXIS = "__chunk"
+
+
+class _Chunked(Builder):
+    """Builds with chunks as one more axis of the mesh, which no rank is on."""
+
+    def __init__(self, build: Builder, chunks: int) -> None:
+        mesh = Mesh((*build.mesh.axes, (_AXIS, chunks)))
+        super().__init__(build.graph, build.fake_mode, mesh)
+        self.real = build
+
+    def offset(
+        self, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
+    ) -> Any:
+        if _AXIS in axes:
+            raise Refused("counts by index")
+        return self.real.offset(axes, stride, base, around)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Where chunks lie: along ``dim`` of the value at the collective's compute side.
+    ``ranks``: 1, or the ranks within whose parts of the dim they lie."""
+
+    dim: int
+    chunks: int
+    ranks: int = 1
+
+    def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:
+        """Chunk ``i`` of a whole value along its ``dim``."""
+        shape = list(x.meta["val"].shape)
+        if self.ranks == 1:
+            size = shape[dim] // self.chunks
+            return build.call(aten.slice.Tensor, x, dim, i * size, (i + 1) * size)
+        size = shape[dim] // self.ranks // self.chunks
+        apart = [*shape[:dim], self.ranks, self.chunks, size, *shape[dim + 1 :]]
+        x = build.call(aten.reshape.default, x, apart)
+        x = build.call(aten.select.int, x, dim + 1, i)
+        together = [*shape[:dim], self.ranks * size, *shape[dim + 1 :]]
+        return build.call(aten.reshape.default, x, together)
+
+    def join(self, build: Builder, chunks: list[fx.Node], dim: int) -> fx.Node:
+        """The whole value of its chunks; inverse of ``cut``."""
+        if self.ranks == 1:
+            return build.call(aten.cat.default, chunks, dim)
+        shape = list(chunks[0].meta["val"].shape)
+        size = shape[dim] // self.ranks
+        apart = [*shape[:dim], self.ranks, size, *shape[dim + 1 :]]
+        rows = [build.call(aten.reshape.default, c, apart) for c in chunks]
+        x = build.call(aten.cat.default, rows, dim + 1)
+        shape[dim] *= len(chunks)
+        return build.call(aten.reshape.default, x, shape)
+
+
+Layout = Chunks | Ring
+
+
+def overlap(
+    edit: Edit,
+    starts: tuple[fx.Node, ...],
+    ends: tuple[fx.Node, ...],
+    chunks: int | None = None,
+    dim: int | None = None,
+    ring: int | None = None,
+    fused: int = 0,
+) -> list[fx.Node]:
+    """``overlap(ag, mm)`` or ``overlap(ag, [mm, mm_1])``: gives the joined results;
+    ``overlap(mm, rs)``: gives the joined result of the collective; ``overlap(recv,
+    mm)`` and ``overlap(mm, send)`` likewise. ``chunks``: how many, 2 by default.
+    ``dim``: of the collective's result that is cut in chunks. ``ring``: in one
+    direction or in 2; the chunks are then the parts of the ranks. ``fused=1``: one op
+    does both (``shipped``)."""
+    if fused:
+        _check_alone(starts[0], chunks, dim, ring)
+        if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:
+            return fused_matmul.gather_first(edit, starts[0], ends)
+        if len(ends) == 1 and ends[0].target is collective_nodes.reduce_scatter:
+            return fused_matmul.reduce_last(edit, starts, ends[0])
+        why = "is no gather before products, and no product before a reduce-scatter"
+        raise refuse("overlap", starts[0], why, fix="leave out fused")
+    if len(starts) == 1 and starts[0].target in _FIRST:
+        how = _How(edit, starts[0], chunks, dim, ring)
+        return _collective_first(edit, how, ends)
+    if len(ends) == 1 and ends[0].target in _LAST:
+        how = _How(edit, ends[0], chunks, dim, ring)
+        return _collective_last(edit, starts, how)
+    raise refuse("overlap", starts[0], "is no gather, and comes before none")
+
+
+def _check_alone(node: fx.Node, *others: int | None) -> None:
+    if any(other is not None for other in others):
+        why = "is fused with its collective, which has no chunks of its own"
+        raise refuse("overlap", node, why, fix="leave out chunks, dim and ring")
+
+
+# What chunks may begin with, or end with; a gather that ends them is one that others
+# come before.
+_FIRST = {collective_nodes.all_gather, collective_nodes.recv}
+_LAST = {
+    collective_nodes.reduce_scatter,
+    collective_nodes.all_reduce,
+    collective_nodes.permute,
+    collective_nodes.all_gather,
+    collective_nodes.send,
+}
+# What a ring may stand for: a gather that comes first, a reduce-scatter that is last.
+_RINGS = {collective_nodes.all_gather, collective_nodes.reduce_scatter}
+
+
+class _How:
+    """The collective of a line, and how it is to be cut up. ``along``: the dim that it
+    moves, None if it moves none; ``dim``: the one that was asked for."""
+
+    def __init__(
+        self,
+        edit: Edit,
+        node: fx.Node,
+        chunks: int | None,
+        dim: int | None,
+        ring: int | None,
+    ) -> None:
+        self.node, self.args, self.dim, self.ring = node, node.args[1:], dim, ring
+        self.axes = collective_nodes.axes_of(node)
+        self.chunks = 2 if chunks is None else chunks
+        moves = node.target not in (
+            collective_nodes.all_reduce,
+            collective_nodes.permute,
+            *collective_nodes.MESSAGES,
+        )
+        self.along: Any = node.args[1] if moves else None
+        if node.target in collective_nodes.MESSAGES:
+            check_staged("overlap", edit, node)
+        if ring is not None:
+            self._check_ring(edit, chunks)
+
+    def _check_ring(self, edit: Edit, chunks: int | None) -> None:
+        if self.node.target not in _RINGS:
+            raise refuse(
+                "overlap", self.node, "is no gather or reduce-scatter, as a ring"
+            )
+        if chunks is not None or self.dim not in (None, self.along):
+            why = f"in a ring goes in parts of the ranks along dim {self.along}"
+            raise refuse("overlap", self.node, why, fix="leave out chunks and dim")
+        if edit.mesh.count(self.axes) < 2:
+            raise refuse("overlap", self.node, "has no neighbour to pass a part to")
+
+
+def _collective_first(
+    edit: Edit, how: _How, ends: tuple[fx.Node, ...]
+) -> list[fx.Node]:
+    first = how.node
+    region = _between((first,), ends)
+    if not region:
+        raise refuse("overlap", first, f"is not read by {ends[0].name}")
+    anchor = max(region).next
+    with edit.before(anchor) as build:
+        layout, dim, coming = _coming(edit, build, how)
+        skew, came, made = _Skew(anchor), list[fx.Node](), list[dict[fx.Node, Any]]()
+        for i, part in enumerate(coming):
+            came.append(part)
+            made.append(_run(edit, region, {first: Part(part, dim)}, layout, i))
+            skew.end()
+        if how.ring is None:
+            skew.order()
+        lost = [end for end in ends if end not in made[0]]
+        if lost:
+            raise refuse("overlap", lost[0], "gives no one tensor")
+        joined = [
+            layout.join(build, [m[end][0] for m in made], made[0][end][1])
+            for end in ends
+        ]
+        whole = layout.join(build, came, dim)
+    inside = set(region)
+    left = [n for n in region if any(u not in inside for u in n.users)]
+    if set(left) - set(ends):
+        raise refuse("overlap", left[0], "is read outside of what runs in chunks")
+    for end, node in zip(ends, joined, strict=True):
+        end.replace_all_uses_with(node)
+    edit.erase(reversed(region))
+    first.replace_all_uses_with(whole)
+    edit.erase([first, whole])
+    arrange(edit.graph)
+    return joined
+
+
+def _coming(
+    edit: Edit, build: Builder, how: _How
+) -> tuple[Layout, int, Iterator[fx.Node]]:
+    """How the parts of a gather, or a message, lie; along which dim; and these, each
+    appended as it is asked for."""
+    node, along, chunks = how.node, how.along, how.chunks
+    x = node.all_input_nodes[0]
+    if how.ring is not None:
+        ring = Ring.near_first(edit.mesh, how.axes, along, how.ring)
+        return ring, along, ring.held(build, x)
+    if node.target is collective_nodes.recv:
+        dim = 0 if how.dim is None else how.dim
+        _check_size(node, x, dim, chunks)
+        send_recv.check_buffer("overlap", node)
+        shape = list(x.meta["val"].shape)
+        shape[dim] //= chunks
+        messages = (send_recv.received(build, node, shape) for _ in range(chunks))
+        return Chunks(dim, chunks), dim, messages
+    dim = along if how.dim is None else how.dim
+    _check_size(node, x, dim, chunks)
+    straight = Chunks(dim, chunks)
+    gathers = (
+        collective_nodes.step(
+            build, node.target, straight.cut(build, x, dim, i), *how.args
+        )
+        for i in range(chunks)
+    )
+    inside = edit.mesh.count(how.axes) if dim == along else 1
+    return Chunks(dim, chunks, inside), dim, gathers
+
+
+def _collective_last(
+    edit: Edit, starts: tuple[fx.Node, ...], how: _How
+) -> list[fx.Node]:
+    last = how.node
+    source = last.all_input_nodes[0]
+    region = sorted({*starts, *_between(starts, (source,))})
+    if source not in region:
+        raise refuse("overlap", last, f"does not reduce what {starts[0].name} gives")
+    for node in region:
+        outside = [u for u in node.users if u not in region and u is not last]
+        if outside:
+            raise refuse("overlap", node, f"is read by {outside[0].name} too")
+    with edit.before(last) as build:
+        if how.ring is not None:
+            joined = _ring_last(edit, build, region, how)
+        else:
+            joined = _chunks_last(edit, build, region, how)
+    edit.swap(last, joined)
+    return [joined]
+
+
+def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> fx.Node:
+    """The region on each part, the sums of which go from rank to rank."""
+    if how.node.target is not collective_nodes.reduce_scatter:
+        raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
+    op: Any = how.args[1]
+    assert how.ring is not None
+    ring = Ring.far_first(edit.mesh, how.axes, how.along, how.ring)
+    source = how.node.all_input_nodes[0]
+    return ring.reduced(build, lambda i: _pull(edit, region, source, ring, i), op)
+
+
+def _chunks_last(
+    edit: Edit, build: Builder, region: list[fx.Node], how: _How
+) -> fx.Node:
+    """The region on each chunk, and the collective of it."""
+    last, along, chunks = how.node, how.along, how.chunks
+    source = last.all_input_nodes[0]
+    shape, dim = list(source.meta["val"].shape), how.dim
+    if dim is None:
+        whole = [d for d, n in enumerate(shape) if d != along and n % chunks == 0]
+        dim = whole[0] if whole else (along if along is not None else 0)
+    straight = Chunks(dim, chunks)
+    apart = Chunks(dim, chunks, edit.mesh.count(how.axes))
+    before = after = straight
+    if dim == along:
+        gathers = last.target is collective_nodes.all_gather
+        before, after = (straight, apart) if gathers else (apart, straight)
+    _check_size(last, source if before is straight else last, dim, chunks)
+    pieces, skew = [], _Skew(last)
+    for i in range(chunks):
+        made = _pull(edit, region, source, before, i)
+        pieces.append(collective_nodes.step(build, last.target, made, *how.args))
+        if last.target is collective_nodes.send:
+            order.instead(last, pieces[-1])
+        skew.end()
+    skew.order()
+    if last.target is collective_nodes.send:
+        return pieces[-1]  # that a message was sent is all it says
+    return after.join(build, pieces, dim)
+
+
+def _run(
+    edit: Edit,
+    region: list[fx.Node],
+    parts: dict[fx.Node, Part],
+    layout: Layout,
+    i: int,
+) -> dict[fx.Node, Any]:
+    """The region on one chunk of what was gathered."""
+    cutter = _cutter(edit, layout, i, ())
+    known: dict[fx.Node, Part] = dict(parts)
+    out: dict[fx.Node, Any] = {}
+    for node in region:
+        if node in known:
+            continue
+        try:
+            made = results_of(node, cutter.on_parts(node, known))
+        except Refused as error:
+            raise refuse("overlap", node, str(error)) from error
+        for whole, (result, dim) in made.items():
+            if dim is None:
+                raise refuse("overlap", node, "sums over the dim that is cut")
+            known[whole] = Part(result, dim)
+            out[whole] = result, dim
+    return out
+
+
+def _pull(
+    edit: Edit, region: list[fx.Node], last: fx.Node, layout: Layout, i: int
+) -> fx.Node:
+    """One chunk of ``last``, computed through the region."""
+    cutter = _cutter(edit, layout, i, region)
+    try:
+        return cutter.sliced(last, layout.dim)
+    except Refused as error:
+        raise refuse("overlap", last, str(error)) from error
+
+
+def _cutter(edit: Edit, layout: Layout, i: int, pull: Sequence[fx.Node]) -> Cutter:
+    build = _Chunked(edit.build, layout.chunks)
+
+    def cut(x: fx.Node, dim: int) -> fx.Node:
+        return layout.cut(build, x, dim, i)
+
+    grain = layout.ranks * layout.chunks
+    # In a ring each rank has another part at a time.
+    apart = layout.axes if isinstance(layout, Ring) else ()
+    parts = frozenset(pull)
+    return Cutter(build, (_AXIS,), {}, pull=parts, cut=cut, grain=grain, apart=apart)
+
+
+def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:
+    shape = list(x.meta["val"].shape)
+    if dim >= len(shape) or shape[dim] % chunks:
+        raise refuse("overlap", node, f"of {shape} has no {chunks} chunks along {dim}")
+
+
+def _between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.Node]:
+    """Nodes on a path from a start to an end, ends included, starts not."""
+    after, at = set(starts), min(starts)
+    last = max(ends)
+    while at is not last:
+        at = at.next
+        if any(n in after for n in at.all_input_nodes):
+            after.add(at)
+    found: set[fx.Node] = {end for end in ends if end in after}
+    rest = list(found)
+    while rest:
+        for node in rest.pop().all_input_nodes:
+            if node in after and node not in found and node not in starts:
+                found.add(node)
+                rest.append(node)
+    return sorted(found - set(starts))
+
+
+class _Skew:
+    """Orders what chunks are made of, so that they run beside each other: what comes
+    after s collectives of chunk i stands with the start of chunk i + s, after it."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.last = anchor.prev
+        self.anchor = anchor
+        self.chunks: list[list[fx.Node]] = []
+
+    def end(self) -> None:
+        """A chunk is built: all that stands before the anchor since the one before."""
+        built = []
+        node = self.anchor.prev
+        while node is not self.last:
+            built.append(node)
+            node = node.prev
+        for made in built:
+            if made.target in collective_nodes.COLLECTIVE:
+                made.meta["fxpar_chunk"] = True
+        self.chunks.append(built[::-1])
+        self.last = self.anchor.prev
+
+    def order(self) -> None:
+        """Move the nodes."""
+        late: dict[fx.Node, int] = {}
+        place = []
+        for i, chunk in enumerate(self.chunks):
+            for k, node in enumerate(chunk):
+                late[node] = max(
+                    (
+                        late[n] + (n.target in collective_nodes.COLLECTIVE)
+                        for n in node.all_input_nodes
+                        if n in late
+                    ),
+                    default=0,
+                )
+                place.append((i + late[node], late[node], k, node))
+        for *_, node in sorted(place, key=lambda p: p[:3]):
+            self.anchor.prepend(node)

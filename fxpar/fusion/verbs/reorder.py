@@ -1,0 +1,189 @@
+"""Verb ``reorder``: compute moves across a collective.
+
+``reorder([nodes], ag, ...) -> ag_1, ...``: nodes that read gathered values run on the
+slices instead, and what others read of them is gathered (CoCoNeT, section 3.2). Values
+equal on all ranks are sliced as an op needs it; what only the nodes read is computed on
+slices from the start. ``reorder([nodes], ar)``: nodes linear in an all-reduce's result
+run on the summands, and their result is reduced instead.
+
+A node may cross if ``parts`` lets it; random numbers count by global index, so they do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.fusion.verbs.gathers import take_back
+from fxpar.passes import collective_nodes
+from fxpar.sharding.program import RuleReader, tensor_nodes
+
+aten = torch.ops.aten
+
+
+def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.Node]:
+    """Gives the gathers of what is read whole outside, in order of the nodes; of an
+    all-reduce, the one that comes after."""
+    if not over:
+        raise ScheduleError(
+            "reorder: no collective is named that nodes are to cross",
+            fix="write reorder([nodes], collective)",
+        )
+    if over[0].target is collective_nodes.all_reduce:
+        return _before_reduction(edit, nodes, *over)
+    region = sorted(set(nodes))
+    cutter = _cutter(edit, region, over)
+    parts = {ag: Part(ag.all_input_nodes[0], _along(ag)) for ag in over}
+    made = _on_slices(edit, region, cutter, parts)
+    return _gathered(edit, region, made, cutter)
+
+
+def _along(gather: fx.Node) -> int:
+    dim: Any = gather.args[1]
+    return dim
+
+
+def _cutter(edit: Edit, region: list[fx.Node], over: tuple[fx.Node, ...]) -> Cutter:
+    axes = (
+        collective_nodes.axes_of(over[0]) if collective_nodes.is_step(over[0]) else ()
+    )
+    for gather in over:
+        if gather.target is not collective_nodes.all_gather:
+            raise refuse("reorder", gather, "is no all-gather")
+        if collective_nodes.axes_of(gather) != axes:
+            raise refuse("reorder", gather, f"is not along {axes}, as {over[0].name}")
+    return Cutter(edit.build, axes, edit.varies(), pull=frozenset(region))
+
+
+def _on_slices(
+    edit: Edit, region: list[fx.Node], cutter: Cutter, parts: dict[fx.Node, Part]
+) -> dict[fx.Node, Part]:
+    """Build the nodes on slices, each before itself; node -> its slice. One that reads
+    no slice stays, and is computed on slices where these are all that is read."""
+    known, made = dict(parts), dict[fx.Node, Any]()
+    for node in region:
+        if node in known or not any(n in known for n in node.all_input_nodes):
+            continue
+        try:
+            with edit.before(node):
+                made = results_of(node, cutter.on_parts(node, known))
+        except Refused as error:
+            raise refuse("reorder", node, str(error)) from error
+        for whole, (result, dim) in made.items():
+            if dim is None:
+                edit.swap(whole, result)
+            else:
+                known[whole] = Part(result, dim)
+    if not made:
+        raise refuse("reorder", region[0], "reads nothing that is gathered")
+    return {node: part for node, part in known.items() if node not in parts}
+
+
+def _gathered(
+    edit: Edit, region: list[fx.Node], made: dict[fx.Node, Part], cutter: Cutter
+) -> list[fx.Node]:
+    """Gather what others read whole; the nodes themselves go."""
+    gathers = []
+    for node in [n for n in sorted(made) if any(u not in made for u in n.users)]:
+        part = made[node]
+        with edit.after(part.node, node) as build:
+            args = collective_nodes.all_gather, part.node, part.dim, cutter.axes
+            gathered = collective_nodes.step(build, *args)
+            whole = _laid_out_as(build, gathered, node.meta["val"])
+        node.replace_all_uses_with(whole, delete_user_cb=lambda u: u not in made)
+        take_back(edit, gathered)
+        if whole.users:
+            gathers.append(gathered)
+        else:
+            edit.erase([whole])
+    names = {part.node: node.name for node, part in made.items()}
+    names |= {part: node.name for node, part in cutter.pulled.items()}
+    edit.erase(sorted({*made, *region}))
+    left = {node.name for node in edit.graph.nodes}
+    for node, name in names.items():
+        if name not in left:
+            node.name = name
+    return gathers
+
+
+def _laid_out_as(build: Any, x: fx.Node, like: torch.Tensor) -> fx.Node:
+    """``x``, which is contiguous, with its dims in memory in the order of ``like``, so
+    that the same views of it are allowed."""
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    if order == list(range(like.dim())):
+        return x
+    back = sorted(range(like.dim()), key=order.__getitem__)
+    x = build.call(aten.permute.default, x, order)
+    x = build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return build.call(aten.permute.default, x, back)
+
+
+def _check_holds(node: fx.Node, reduced: fx.Node) -> None:
+    """Raise ScheduleError unless summands of the node's result may be as large, and as
+    exact, as those that are reduced: a rounded sum is no sum of what was rounded."""
+    value, had = node.meta["val"], reduced.meta["val"].dtype
+    if not isinstance(value, torch.Tensor):
+        raise refuse("reorder", node, "gives several results, each to be reduced")
+    if not _holds(value.dtype, had):
+        why = f"would round what is reduced, {had}, to {value.dtype}"
+        raise refuse("reorder", node, why)
+
+
+def _holds(dtype: torch.dtype, every: torch.dtype) -> bool:
+    """Whether a dtype has every value of another."""
+    if dtype == every:
+        return True
+    if every.is_complex or dtype.is_complex:
+        return False
+    if not dtype.is_floating_point:
+        whole = not every.is_floating_point
+        return whole and torch.promote_types(dtype, every) == dtype
+    limits = torch.finfo(dtype)
+    if every.is_floating_point:
+        given = torch.finfo(every)
+        return limits.eps <= given.eps and limits.max >= given.max
+    largest = 1 if every == torch.bool else torch.iinfo(every).max
+    return 1 / limits.eps >= largest and limits.max >= largest
+
+
+def _before_reduction(
+    edit: Edit, nodes: tuple[fx.Node, ...], reduced: fx.Node, *more: fx.Node
+) -> list[fx.Node]:
+    if more:
+        raise refuse("reorder", more[0], "is a second collective beside an all-reduce")
+    op, axes = reduced.args[1], collective_nodes.axes_of(reduced)
+    varies, rules = edit.varies(), RuleReader()
+    for node in nodes:
+        if list(reduced.users) != [node]:
+            raise refuse("reorder", node, f"is not all that reads {reduced.name}")
+        rule, known = rules(node)
+        operands = tensor_nodes(node)
+        mine = tuple(i for i, n in enumerate(operands) if n is reduced)
+        passes = [p for p in rule.passages if p.operands == mine and op in p.reductions]
+        if not known or not passes:
+            raise refuse("reorder", node, f"is not linear in {reduced.name}")
+        _check_holds(node, reduced)
+        read = [n for n in node.all_input_nodes if n is not reduced]
+        others = [n for n in read if set(axes) & varies[n]]
+        if others:
+            raise refuse(
+                "reorder", node, f"reads {others[0].name}, which differs along {axes}"
+            )
+        source = reduced.all_input_nodes[0]
+        node.replace_input_with(reduced, source)
+        with edit.after(node) as build:
+            after = collective_nodes.step(
+                build, collective_nodes.all_reduce, node, op, axes
+            )
+        node.replace_all_uses_with(after, delete_user_cb=lambda u, a=after: u is not a)
+        edit.erase([reduced])
+        reduced = after
+        varies[after] = varies[node] - set(axes)
+        varies[node] = varies[node] | set(axes)
+    return [reduced]

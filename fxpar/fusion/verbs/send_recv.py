@@ -1,0 +1,143 @@
+"""Verb ``share``: ranks that hold the same value send it to another stage in slices.
+
+``share(axes=tp, tag=0, dim=0)``: of a message whose value is equal on all ranks along
+the axes, each sends its slice, and those who receive it gather the slices: the border
+of a pipeline, across which the gather moves to the receivers (CoCoNeT, section 3.2, T12
+of its programs). Both stages must do so: the graphs of all stages are changed by the
+same lines (``stages.apply_stages``), and a graph alone is refused.
+
+In: an Edit of one stage. Out: the nodes that later lines may name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import ScheduleError
+from fxpar.fusion import kept_order
+from fxpar.fusion.node_legality import FRESH, flat, is_message
+from fxpar.fusion.schedule_edit import Axes, Edit, check_staged, refuse
+from fxpar.fusion.verbs.gathers import check_equal, dividing, take_back
+from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
+
+aten = torch.ops.aten
+
+
+def share(
+    edit: Edit, axes: Axes, tag: int = 0, dim: int | None = None
+) -> list[fx.Node]:
+    """Gives the sends of the slices, or the gathers behind what is received. By
+    default along the first dim that divides."""
+    found = with_tag(edit, tag)
+    if not found:
+        what = f"share: no message has the tag {tag}"
+        raise ScheduleError(what, fix="write tag= as the program does")
+    changed = [_receive if n.target is collective_nodes.recv else _send for n in found]
+    for node in found:
+        check_staged("share", edit, node)
+        if node.graph is not edit.graph:
+            raise refuse("share", node, "is in a region", fix="share it before fuse")
+        clash = set(axes) & set(collective_nodes.axes_of(node))
+        if clash:
+            raise refuse("share", node, f"crosses {sorted(clash)} itself")
+    return [
+        change(edit, node, axes, dim)
+        for change, node in zip(changed, found, strict=True)
+    ]
+
+
+def with_tag(edit: Edit, tag: int) -> list[fx.Node]:
+    """The messages with this tag, in order, those of regions too."""
+    return [n for n in flat(edit.graph) if is_message(n) and n.args[2] == tag]
+
+
+def _send(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
+    value = node.all_input_nodes[0]
+    check_equal("share", edit, value, axes)
+    dim = dividing("share", edit, value, dim, axes)
+    with edit.before(node) as build:
+        part = collective_nodes.step(build, collective_nodes.slice_, value, dim, axes)
+        made = collective_nodes.step(build, collective_nodes.send, part, *node.args[1:])
+    kept_order.instead(node, made)
+    _instead(edit, node, made)
+    if value.target is collective_nodes.all_gather:
+        take_back(edit, value)
+        edit.erase([value])
+    return made
+
+
+def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
+    check_equal("share", edit, node, axes)
+    dim = dividing("share", edit, node, dim, axes)
+    shape = list(node.meta["val"].shape)
+    shape[dim] //= edit.mesh.count(axes)
+    check_buffer("share", node)
+    with edit.before(node) as build:
+        made = received(build, node, shape)
+        whole = collective_nodes.step(
+            build, collective_nodes.all_gather, made, dim, axes
+        )
+    _instead(edit, node, made, whole)
+    return whole
+
+
+def _instead(
+    edit: Edit, old: fx.Node, new: fx.Node, read: fx.Node | None = None
+) -> None:
+    """``new`` takes the name of ``old``, and what is ``read`` (itself) its readers."""
+    name = old.name
+    edit.swap(old, read or new)
+    new.name = name
+
+
+def check_buffer(verb: str, node: fx.Node) -> None:
+    """Raise ScheduleError unless the memory that is received into is the graph's."""
+    buffer: Any = node.args[0]
+    if buffer.target not in FRESH:
+        raise refuse(verb, node, f"is written over {buffer.name}, which others see")
+
+
+def received(build: Builder, like: fx.Node, shape: Sequence[int]) -> fx.Node:
+    """Append a message of another shape, of which the rest is that of ``like``."""
+    value = like.meta["val"]
+    how = {"dtype": value.dtype, "device": value.device}
+    buffer = build.call(aten.empty.memory_format, list(shape), **how)
+    made = collective_nodes.step(build, collective_nodes.recv, buffer, *like.args[1:])
+    made.meta["fxpar_sent"] = like.meta["fxpar_sent"]
+    kept_order.instead(like, made)
+    return made
+
+
+Message = tuple[int, tuple[int, ...], torch.dtype]  # tag, shape, dtype
+
+
+def messages(
+    graph: fx.Graph, stage: int, axis: str
+) -> dict[tuple[int, int], list[fx.Node]]:
+    """The messages of a stage's graph in order, by (sender, receiver). Raises
+    ScheduleError on one that crosses other axes than ``axis``."""
+    out: dict[tuple[int, int], list[fx.Node]] = {}
+    for node in flat(graph):
+        if is_message(node):
+            axes: Axes = collective_nodes.axes_of(node)
+            if axes != (axis,):
+                raise refuse("stages", node, f"goes along {axes}, not along {axis!r}")
+            peer: Any = node.args[1]
+            ends = (
+                (stage, peer) if node.target is collective_nodes.send else (peer, stage)
+            )
+            out.setdefault(ends, []).append(node)
+    return out
+
+
+def content(node: fx.Node) -> Message:
+    """What both ends of a message must agree on."""
+    value: Any = node.args[0]
+    value = value.meta["val"]
+    tag: Any = node.args[2]
+    return tag, tuple(value.shape), value.dtype
