@@ -112,6 +112,11 @@ def nbytes_of(value: torch.Tensor) -> int:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the tensors that a node gives."""
+    return sum(map(nbytes_of, tensors_in(node.meta.get("val"))))
+
+
 def flops_of(node: fx.Node) -> float:
     """Flops of a contraction, convolution or attention; 0 for all else."""
     target = node.target
