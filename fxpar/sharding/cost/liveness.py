@@ -25,12 +25,13 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """``written``: bases of values that are in memory. ``again``: values of the forward
-    that the backward computes anew. ``reads``: for each op when it last reads its
-    operands, in the forward and in the backward."""
+    """When the values of a program are in memory."""
 
+    # Bases of values that are in memory at all.
     written: frozenset[int]
+    # Values of the forward that the backward computes anew.
     again: frozenset[int]
+    # For each op when it last reads its operands, in the forward and in the backward.
     reads: tuple[tuple[int, int], ...]
 
 

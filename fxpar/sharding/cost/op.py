@@ -309,9 +309,10 @@ def _name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class Domain:
-    """What a light op runs over: ``points``, in ``rows`` that it reduces, 0 if none."""
+    """What a light op runs over."""
 
     points: int
+    # That it reduces ``points`` to; 0: it reduces nothing.
     rows: int = 0
 
     @property
