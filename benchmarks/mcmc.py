@@ -179,10 +179,10 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
 
 def run(name: str, mesh: str, seconds: float) -> dict[str, Any]:
     import fxpar
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     if name == "made up":
-        from tests.sharding.solver.problems import layered
+        from tests.helpers.solver_problems import layered
 
         problem = layered(30, 8, 20, noise=0.05)
         return costs(problem, [0] * len(problem.costs), seconds)

@@ -27,7 +27,7 @@ from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.overlap_candidates import Found, Machine, improved
 from fxpar.fusion.phase_settings import LATER, line_of, settings_of
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.sliced_regions import alternatives, candidates, described, lines_of
+from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run

@@ -7,7 +7,6 @@ saved plan is applied to a program again by ``recall``.) Nothing here knows grap
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
-from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
@@ -27,10 +26,9 @@ from fxpar.sharding.propagate.at_rest import (
 )
 from fxpar.sharding.propagate.place_reductions import place_reductions
 from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, State
-from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.needed import Edges, Reshard, connect
 from fxpar.sharding.reshard.route import steps
-from fxpar.sharding.reshard.steps import Step, cost
+from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.rank_candidates import ranked
 from fxpar.sharding.search.run_search import Asked, Found, begun_from, search
 from fxpar.sharding.spec import Spec
@@ -65,37 +63,10 @@ class Decision:
 
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
-    """The steps a reshard is lowered to: where links are known, the cheaper of what
-    ``reshard.steps`` and ``transitions.path`` find."""
-    value, mesh = decision.program.values[reshard.value], decision.mesh
+    """The steps a reshard is lowered to."""
+    value = decision.program.values[reshard.value]
     source, target = reshard.source, reshard.target
-    shape, itemsize = value.shape, value.dtype.itemsize
-    found = steps(source, target, mesh, shape, itemsize)
-    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
-    if len(axes) > all_pairs.MOST or all(link == Link() for link in mesh.links):
-        return found
-    other = all_pairs.path(source, target, mesh, shape, itemsize)
-    if other is None:
-        return found
-    return min(
-        (found, other), key=lambda way: duration(way, source, mesh, shape, itemsize)
-    )
-
-
-def duration(
-    way: Sequence[Step],
-    source: Spec,
-    mesh: Mesh,
-    shape: Sequence[int],
-    itemsize: int,
-) -> float:
-    """Seconds of some steps, one after the other."""
-    local = math.prod(shape) * itemsize / mesh.count(source.sharded_axes)
-    total = 0.0
-    for step in way:
-        total += cost(step, mesh, local)
-        local *= step.growth(mesh.count(step.axes))
-    return total
+    return steps(source, target, decision.mesh, value.shape, value.dtype.itemsize)
 
 
 def decide(

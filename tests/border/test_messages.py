@@ -21,7 +21,7 @@ from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.rules.example import example
 from fxpar.sharding.search.run_search import Asked, _sizes
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 
 def compiled(fn: Any, **options: Any) -> Any:

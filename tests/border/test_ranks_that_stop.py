@@ -14,7 +14,7 @@ from torch import nn
 from fxpar.errors import HintError, PlanError, RankMismatchError
 from fxpar.runtime import plan_once
 from tests.helpers.patience import given_up_at_call
-from tests.spawn import run_script, shared_pool
+from tests.helpers.spawn import run_script, shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

@@ -21,9 +21,10 @@ from fxpar.errors import FxparWarning, ScheduleError
 from fxpar.fusion import schedule_stage
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.passes import collective_nodes
-from tests.passes.random_programs import Case
-from tests.passes.test_fuzz import close, run
-from tests.sharding.search.test_search import machine
+from tests.helpers.check_random import close, run
+from tests.helpers.machines import machine
+from tests.helpers.random_programs import Case
+from tests.helpers.toys import form_of
 
 QUICK, ALL = 20, 1000
 
@@ -166,13 +167,6 @@ class Scheduler:
             before = node.all_input_nodes[0]
             yield before.name, node.name
             yield from ((node.name, user.name) for user in node.users)
-
-
-def form_of(line: str) -> str:
-    """The verb of a line; of an overlap, which."""
-    verb, _, rest = line.partition("(")
-    forms = ("chunks", "ring", "fused") if verb == "overlap" else ()
-    return next((form for form in forms if f"{form}=" in rest), verb)
 
 
 def check(seed: int) -> Counter[str]:

@@ -17,7 +17,7 @@ from fxpar.fusion import schedule_stage
 from fxpar.fusion.choose_schedule import Chosen
 from fxpar.fusion.phase_settings import line_of, settings_of
 from fxpar.passes.order_collectives import DEFAULT, Settings
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
 
 LAYERS = 4
 

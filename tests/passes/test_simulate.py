@@ -38,7 +38,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import asdict_shallow
 from fxpar.sharding.program import Output
 from fxpar.sharding.spec import Spec
-from tests.models import build_loss
+from tests.helpers.models import build_loss
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -24,7 +24,7 @@ from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.mesh import Link, Mesh
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 NOISE = np.random.default_rng(0)
 
@@ -142,9 +142,7 @@ def moved(kind: str) -> tuple[list[float], list[float]]:
     x = torch.tensor([1.0, 2.0]) * (me + 1)
     probe_network._C10D = _Recording(record)
     try:
-        probe_network._RUN[kind](
-            x, 2, _torch.distributed.default_group().group_name, me
-        )
+        probe_network.RUN[kind](x, 2, _torch.distributed.default_group().group_name, me)
     finally:
         probe_network._C10D = torch.ops._c10d_functional
     return x.tolist(), seen[0].tolist()

@@ -24,7 +24,8 @@ from fxpar.sharding import rules as rule_table
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.mesh_candidates import candidates
 from fxpar.sharding.search.run_search import Asked
-from tests.sharding.search.test_search import batch, machine
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch
 
 SECONDS = 5.0
 

@@ -27,9 +27,11 @@ from fxpar.passes import Request
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import consensus
 from fxpar.runtime.at_rest.crossings import part_of
-from fxpar.runtime.at_rest.dtensor_fixes import complete_partials
-from fxpar.runtime.at_rest.init_random import draw_as_one_device
-from fxpar.runtime.at_rest.matrix_optimizers import orthogonalize_whole
+from fxpar.runtime.at_rest.dtensor_ops import (
+    complete_partials,
+    draw_as_one_device,
+    orthogonalize_whole,
+)
 from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
 from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle

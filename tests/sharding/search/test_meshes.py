@@ -24,8 +24,9 @@ from fxpar.sharding.search.mesh_candidates import (
 )
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.solver import solve
-from tests.sharding.search.test_search import batch, machine, mlp, program_of
-from tests.sharding.solver.problems import layered
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch, mlp, program_of
+from tests.helpers.solver_problems import layered
 
 
 def texts(meshes: Any) -> list[str]:

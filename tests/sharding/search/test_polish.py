@@ -18,13 +18,14 @@ from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.random_walk import Moves
 from fxpar.sharding.search.rank_candidates import discounted, polish, taken, walk
 from fxpar.sharding.search.run_search import Asked, Found, search
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
-from tests.sharding.search.test_search import batch, machine, mlp, slow  # noqa: F401
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch, mlp
 
 MESH = "dp=2,tp=2"
 
@@ -240,7 +241,7 @@ def test_the_best_candidate_is_where_the_walk_begins(found: Found) -> None:
 
 
 def test_a_polished_plan_has_the_numbers_of_one_device(
-    slow: Hardware,  # noqa: F811
+    slow: Hardware,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests import models  # noqa: F401  (no library may look for a model on the net)
+from tests.helpers import models  # noqa: F401  (no library may look for a model on the net)
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 

@@ -1,7 +1,7 @@
 """Matmuls with their collectives on several processes, beside float64.
 
 A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.fusion.kernels.gemm_run_cases OUT MODE:RANKS[:CASE,CASE...]...``
+``python -m tests.helpers.kernels.gemm_run_cases OUT MODE:RANKS[:CASE,CASE...]...``
 starts so many processes that share memory, lets them run the cases in three rounds, and
 writes to OUT as JSON how far results are apart from those of all ranks' inputs. Outputs
 begin as NaN. MODE: "sound"; who is late in each round, another rank each time:
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from tests.helpers.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
@@ -41,7 +42,6 @@ from fxpar.fusion.kernels import (
 )
 from fxpar.fusion.kernels.matmul_kernel import BIAS
 from fxpar.fusion.kernels.symmetric_memory import Provider, shared_files
-from tests.fusion.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 
 GROUP, PROGRAMS, ROUNDS = "group", 3, 3
 LATE, HELD = 0.1, 5.0  # seconds

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.fusion.every import Block
-from tests.fusion.toys import all_gather, all_reduce, reduce_scatter
+from tests.helpers.every_schedule import Block
+from tests.helpers.toys import all_gather, all_reduce, reduce_scatter
 
 
 def mlp(x: Any, up: Any, down: Any) -> Any:

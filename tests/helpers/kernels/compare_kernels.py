@@ -1,7 +1,7 @@
 """Generated kernels in Triton's interpreter, beside the programs they were made of.
 
 A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.fusion.kernels.interpreted OUT WHAT...`` writes what it found to OUT
+``python -m tests.helpers.kernels.interpreted OUT WHAT...`` writes what it found to OUT
 as JSON: for each case whether a kernel was made, and how far results are apart.
 """
 
@@ -29,8 +29,8 @@ from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.trace_region import Outline, outline
 from fxpar.passes import random
 from fxpar.sharding.cost.op import is_view
-from tests.fusion.kernels import samples
-from tests.fusion.kernels.random_regions import region
+from tests.helpers.kernels import samples
+from tests.helpers.kernels.random_regions import region
 
 c10d = torch.ops._c10d_functional
 ROWS, WIDTH = 6, 24
@@ -298,14 +298,14 @@ _DRAW = samples.OPS["fxpar.random.default"][0]
 
 def run_graphs() -> dict[str, Any]:
     """Graphs with collectives before and after they were fused, on one rank."""
-    from tests.fusion.kernels.fused_graphs import run
+    from tests.helpers.kernels.fused_graphs import run
 
     return run()
 
 
 def run_two() -> dict[str, Any]:
     """And on two."""
-    from tests.fusion.kernels.fused_graphs import run_two
+    from tests.helpers.kernels.fused_graphs import run_two
 
     return run_two()
 
@@ -315,7 +315,7 @@ def run_seam() -> dict[str, Any]:
     behind it reads the sum of two, in one function."""
     from fxpar.fusion.kernels.emit import Sink, Source, emit_body, masked
     from fxpar.fusion.kernels.kernel_text import function, phase
-    from tests.fusion.kernels.fused_graphs import fused
+    from tests.helpers.kernels.fused_graphs import fused
 
     def both_sides(x: Any, w: Any, r: Any) -> Any:
         y = c10d.wait_tensor(c10d.all_reduce(torch.tanh(x @ w), "sum", "0"))

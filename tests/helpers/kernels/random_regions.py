@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.fusion.kernels.samples import SHAPES, make
+from tests.helpers.kernels.samples import SHAPES, make
 
 Values = list[torch.Tensor]
 

@@ -22,7 +22,7 @@ from fxpar.passes.lockstep import gather, run_lockstep, run_stages, scatter
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
-from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 c10d = torch.ops._c10d_functional
 
@@ -349,3 +349,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "T12 pipeline": lambda: pipeline(SHARED),
     "T13 pipeline in chunks": lambda: pipeline(SHARED + CHUNKED),
 }
+
+
+def simulated(toys: Sequence[Toy], graphs: Sequence[fx.Graph]) -> list[Any]:
+    mesh = toys[0].mesh
+    parts = [toy.parts(seed) for seed, toy in enumerate(toys)]
+    given = [parts[mesh.index(r, ["pp"])][r] for r in range(mesh.size)]
+    modules = [fx.GraphModule(torch.nn.Module(), graph) for graph in graphs]
+    return run_stages(modules, mesh, "pp", given)

@@ -1,7 +1,7 @@
 """Matmuls with their collectives in Triton's interpreter, beside torch.
 
 A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.fusion.kernels.gemm_cases OUT`` writes what it found to OUT as JSON.
+``python -m tests.helpers.kernels.gemm_cases OUT`` writes what it found to OUT as JSON.
 A thread plays who copies chunks for a gather: only when the kernel has polled a flag in
 vain, and in another order than it wants. For a scatter each chunk is taken away at the
 moment its flag rises. What is not there yet is NaN. All rounds of a case are with one
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tests.helpers.kernels.interpreted import apart, ulps
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.fusion.kernels import matmul_signals
@@ -34,7 +35,6 @@ from fxpar.fusion.kernels.matmul_kernel import (
     signals_of,
 )
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
-from tests.fusion.kernels.interpreted import apart, ulps
 
 PROGRAMS = 3
 TILES = Tiles(32, 32, 32, 4, 1, band=2)

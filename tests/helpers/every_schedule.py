@@ -27,7 +27,7 @@ from fxpar.passes.order_collectives import DEFAULT
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.mesh import Mesh
-from tests.fusion.toys import Toy
+from tests.helpers.toys import Toy
 
 # Numbers that lines may have.
 CHUNKS = (2, 3, 4, 8)

@@ -1,7 +1,7 @@
 """Kernels with collectives inside, on several processes, beside an oracle.
 
 A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.fusion.kernels.collective_cases OUT MODE:RANKS[:CASE,CASE...]...``
+``python -m tests.helpers.kernels.collective_cases OUT MODE:RANKS[:CASE,CASE...]...``
 starts so many processes that share memory, lets them run the cases in three rounds, and
 writes to OUT as JSON how far results are apart from those that one process computes of
 all ranks' inputs in float64. Outputs and workspaces begin as NaN, ranks begin at
@@ -28,6 +28,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from tests.helpers.kernels.interpreted import (
+    apart,
+    outlined,
+    poisoned,
+    round_as_devices,
+    traced,
+    ulps,
+    widened,
+)
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
@@ -43,15 +52,6 @@ from fxpar.fusion.kernels.implementations import RANKS
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, shared_files
-from tests.fusion.kernels.interpreted import (
-    apart,
-    outlined,
-    poisoned,
-    round_as_devices,
-    traced,
-    ulps,
-    widened,
-)
 
 c10d = torch.ops._c10d_functional
 GROUP, PROGRAMS, ROUNDS = "group", 4, 3

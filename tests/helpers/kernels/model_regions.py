@@ -1,6 +1,6 @@
 """Regions of real models, as the backend makes them, on one rank of a fake group.
 
-``python -m tests.fusion.kernels.model_regions OUT MESH NAME...`` compiles forward and
+``python -m tests.helpers.kernels.model_regions OUT MESH NAME...`` compiles forward and
 backward, checks every region's kernels beside its program, and writes what it found,
 programs too. MESH "dp=2 step": a whole training step with a sharded optimizer, in which
 each gradient's reduction is asked to be one region with the update behind it.
@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.helpers.kernels.interpreted import compared, poisoned
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,8 +32,7 @@ from fxpar.fusion.kernels.split_at_collectives import MOVES, Part, stages_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
 from fxpar.sharding.mesh import Mesh
-from tests.fusion.kernels.interpreted import compared, poisoned
-from tests.models import build_loss
+from tests.helpers.models import build_loss
 
 
 def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:

@@ -29,7 +29,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TAIL = 4000  # characters of a rank's output shown when it fails
 
 

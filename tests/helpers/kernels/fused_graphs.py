@@ -16,6 +16,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import Facts
+from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.passes.order_collectives import give_outputs
 from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import sink_waits
@@ -178,7 +179,7 @@ def inputs(rank: int = 0) -> list[torch.Tensor]:
 def graph_of(fn: Callable[..., Any]) -> fx.Graph:
     """As it is when regions are made: waits right before what reads them, gathers as
     they are on CPU."""
-    from tests.fusion.kernels.interpreted import traced
+    from tests.helpers.kernels.interpreted import traced
 
     graph = traced(fn, inputs())
     sink_waits(graph)
@@ -263,7 +264,7 @@ def _of_two(graphs: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
 
 def compared(graphs: dict[str, Any], rank: int = 0) -> dict[str, Any]:
     """Of a rank, each graph by each runner beside the graph before."""
-    from tests.fusion.kernels.interpreted import apart
+    from tests.helpers.kernels.interpreted import apart
 
     out = {}
     for name, fn in graphs.items():
@@ -278,3 +279,13 @@ def compared(graphs: dict[str, Any], rank: int = 0) -> dict[str, Any]:
             error = max(map(apart, got, want))
             out[f"{name} {how}"] = {"error": error, "regions": len(found.programs)}
     return out
+
+
+def ops(graph: fx.Graph) -> list[str]:
+    """Short names of a graph's calls."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    return [op_name(n).split(".")[1 if "." in op_name(n) else 0] for n in calls]
+
+
+def lines(found: Fused) -> list[list[str]]:
+    return [[line.name for line in p.lines] for p in found.programs]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests import models  # noqa: F401  (no library may look for a model on the net)
+from tests.helpers import models  # noqa: F401  (no library may look for a model on the net)
 
 WORDS, LENGTH = 32, 8
 

@@ -19,6 +19,7 @@ from fxpar.passes.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
+aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 Given = tuple[str, tuple[int, ...]]  # spec, global shape
@@ -119,3 +120,14 @@ class Toy:
         for a, b in zip(want, got, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
         return after
+
+
+def form_of(line: str) -> str:
+    """The verb of a line; of an overlap, which."""
+    verb, _, rest = line.partition("(")
+    forms = ("chunks", "ring", "fused") if verb == "overlap" else ()
+    return next((form for form in forms if f"{form}=" in rest), verb)
+
+
+def dropped(x: Any) -> Any:
+    return aten.native_dropout(x, 0.5, True)[0]

@@ -1,7 +1,7 @@
 """Regions of real models with their collectives inside one kernel, on processes that
 wait for each other, beside what one process computes of all ranks' inputs in float64.
 
-``python -m tests.fusion.kernels.model_kernels OUT RANKS FILE...``: FILE is what
+``python -m tests.helpers.kernels.model_kernels OUT RANKS FILE...``: FILE is what
 ``model_regions`` found. As ``collective_cases``, with other programs.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.kernels.interpreted import apart, poisoned
 
 from fxpar.fusion.kernels import run_kernels, templates
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Program
-from tests.fusion.kernels import collective_cases as cases
-from tests.fusion.kernels.interpreted import apart, poisoned
-from tests.fusion.kernels.model_regions import programs_of, value_of, ways_of
+from tests.helpers.kernels import collective_cases as cases
+from tests.helpers.kernels.model_regions import programs_of, value_of, ways_of
 
 
 @dataclass(frozen=True)
