@@ -397,6 +397,22 @@ def backward_ops(program: Program) -> set[int]:
     return out
 
 
+def values_by_node(program: Program) -> dict[fx.Node, int]:
+    """The value that each node of the graph gives that makes one: of an op with several
+    results its ``getitem`` nodes."""
+    out: dict[fx.Node, int] = {}
+    for op in program.ops:
+        if isinstance(op.node.meta["val"], torch.Tensor):
+            out[op.node] = op.results[0]
+        taken = [node for node in op.node.users if node.target is operator.getitem]
+        for node in taken:
+            taken += [user for user in node.users if user.target is operator.getitem]
+            place = _element(node)[1]
+            if place >= 0:
+                out[node] = op.results[place]
+    return out
+
+
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes of a call's tensor operands, positional then keyword, repeats kept."""
     found: list[fx.Node] = []
