@@ -23,6 +23,7 @@ from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.localize import partition
+from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
 from fxpar.passes.reshard_after_forward import regather
@@ -122,6 +123,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     clock = _Clock()
     request.watch("traced", graph)
     show_bodies(graph, graph.owning_module)
+    count_steps(graph, fake_mode)
     rewriter = Rewriter(graph, fake_mode)
     for normalize in NORMALIZE:
         if runs(normalize.__name__, request.disable):
@@ -328,7 +330,7 @@ def _split_moments(decision: Decision) -> list[fx.Node]:
 
 def _report_unknown(program: Program, strict: bool) -> None:
     """One warning per unknown op, or UnknownOpError under ``strict``."""
-    seen: dict[Any, list[Any]] = {}
+    seen: dict[str, list[Op]] = {}
     for op in program.ops:
         if not op.known:
             seen.setdefault(_called(op), []).append(op)
@@ -345,10 +347,10 @@ def _report_unknown(program: Program, strict: bool) -> None:
         warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
 
 
-def _called(op: Op) -> Any:
+def _called(op: Op) -> str:
     """The op that is called: with an effect, the one it is kept in order for."""
     in_order = _torch.aot.higher_order_name(op.target) == "higher_order::with_effects"
-    return op.node.args[1] if in_order else op.target
+    return str(op.node.args[1] if in_order else op.target)
 
 
 def _how_to_split(program: Program, op: Op) -> str:
