@@ -149,23 +149,20 @@ class Result:
 def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
     """Each step in turn that is not left out; times it, and shows what it changed."""
     request = state.request
+    printed = request.debug >= 2 and request.leads
     for step in rows:
         graph = state.graph
         if not (step.optional and step.name in request.disable):
-            _run_step(step, state)
+            before = op_counts(graph) if printed else Counter[str]()
+            begun = time.perf_counter()
+            step.run(state)
+            seconds = state.seconds[step.name] = time.perf_counter() - begun
+            if printed:
+                after = op_counts(state.graph)
+                show_step(state.label, step.name, seconds, before, after)
         # A schedule that does nothing gives no stage of its own.
         if step.stage and (step.stage != "rewritten" or state.graph is not graph):
             show(state, step.stage)
-
-
-def _run_step(step: PipelineStep, state: PipelineState) -> None:
-    shown = state.request.debug >= 2 and state.request.leads
-    before = op_counts(state.graph) if shown else Counter[str]()
-    begun = time.perf_counter()
-    step.run(state)
-    seconds = state.seconds[step.name] = time.perf_counter() - begun
-    if shown:
-        show_step(state.label, step.name, seconds, before, op_counts(state.graph))
 
 
 def show(state: PipelineState, stage: str) -> None:
