@@ -20,7 +20,7 @@ from tests.helpers.kernels.collective_cases import (
     all_reduce,
     reduce_scatter,
 )
-from tests.helpers.kernels.interpreted import outlined, traced
+from tests.helpers.kernels.compare_kernels import outlined, traced
 
 c10d = torch.ops._c10d_functional
 KIB, MIB = 1 << 10, 1 << 20

@@ -14,8 +14,8 @@ from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import Program, Tensor
 from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
 from tests.helpers.kernels import samples
+from tests.helpers.kernels.compare_kernels import outlined, traced
 from tests.helpers.kernels.fused_graphs import GRAPHS, fused
-from tests.helpers.kernels.interpreted import outlined, traced
 
 CPU = torch.device("cpu")
 

@@ -27,8 +27,8 @@ from fxpar.fusion.kernels.reductions import (
 from fxpar.fusion.kernels.region_program import Program, contiguous
 from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
 from tests.helpers.kernels import samples
+from tests.helpers.kernels.compare_kernels import outlined, traced
 from tests.helpers.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
-from tests.helpers.kernels.interpreted import outlined, traced
 
 
 def programs() -> list[Program]:
