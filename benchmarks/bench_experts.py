@@ -197,7 +197,7 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
     from fxpar.sharding.search.formulate import Facts, formulate
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     machine = lookup(HARDWARE)
     on, program = machine.on(mesh), resting(program, expert.rest)

@@ -12,7 +12,7 @@ from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Program, Signature, read
 from fxpar.sharding.propagate.propagation import Propagation, Seed
-from fxpar.sharding.reshard import route
+from fxpar.sharding.reshard import one_pair, route
 from fxpar.sharding.spec import Spec
 
 MESHES = ["dp=2,tp=4", "dp=64,tp=8", "dp=8192,tp=8"]
@@ -57,7 +57,7 @@ def test_steps_of_every_reshard(benchmark, mesh: str) -> None:
     parsed, cases = Mesh.parse(mesh), pairs()
 
     def forget() -> None:
-        for function in vars(route).values():
+        for function in (*vars(route).values(), *vars(one_pair).values()):
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
 

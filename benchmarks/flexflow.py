@@ -121,7 +121,7 @@ def run(name: str, size: int, clusters: list[str], seconds: float) -> dict[str, 
 
     import fxpar
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     joined = JOINED if name in RECURRENT else 1
     net, mesh = nets(STEPS // joined)[name], MESHES[size]

@@ -179,7 +179,7 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
 
 def run(name: str, mesh: str, seconds: float) -> dict[str, Any]:
     import fxpar
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     if name == "made up":
         from tests.helpers.solver_problems import layered

@@ -55,7 +55,13 @@ from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
 from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
-from fxpar.runtime.plan_once import choices, plan_mode, planned, scheduling
+from fxpar.runtime.plan_once import (
+    choices,
+    named_machine,
+    plan_mode,
+    planned,
+    scheduling,
+)
 from fxpar.runtime.program_identity import placeholders, without_unused
 from fxpar.runtime.train_step.forward import End
 from fxpar.runtime.train_step.gradients import Asked
@@ -410,6 +416,7 @@ class _Parallelize:
             lay=lay,
             reschedule=scheduling(options),
             keep_steps=options.tune,
+            machine=named_machine(options),
         )
 
     def _tuned(

@@ -32,7 +32,13 @@ from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
-from fxpar.runtime.plan_once import choices, machine, plan_mode, scheduling
+from fxpar.runtime.plan_once import (
+    choices,
+    machine,
+    named_machine,
+    plan_mode,
+    scheduling,
+)
 from fxpar.runtime.tracing import Call, Outcome
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
@@ -301,6 +307,7 @@ def plan(
         watch=watcher(options, "plan"),
         meshes=choices(mesh, chosen) if auto else (),
         reschedule=scheduling(options),
+        machine=named_machine(options),
     )
     result = parallelize(module.graph, fake_mode, request)
     found = result.plan

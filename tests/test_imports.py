@@ -20,6 +20,7 @@ ROOT = TESTS.parent / "fxpar"
 LEVELS = [
     {"errors"},
     {"config", "_torch"},
+    {"cache_files"},
     {"sharding"},
     {"passes"},
     {"fusion"},

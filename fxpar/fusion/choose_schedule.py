@@ -27,14 +27,14 @@ from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.overlap_candidates import Found, Machine, improved
 from fxpar.fusion.phase_settings import LATER, line_of, settings_of
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.sliced_regions import alternatives, candidates, described, lines_of
+from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.launches import depending_on_tangents
-from fxpar.passes.op_arithmetic import nbytes_of
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
 
 # A schedule that saves no more than this share of a step is not worth its name.

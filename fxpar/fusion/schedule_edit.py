@@ -10,7 +10,7 @@ it then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.writes_as_results import Write
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.builder import Builder
+from fxpar.passes.lower import LOWERINGS
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 
@@ -138,11 +139,11 @@ def lift(
     """
     found = False
     for node in list(graph.nodes):
-        read = _LIFT.get(node.target)
-        if read is None:
+        if node.target not in _LIFT:
             continue
         axes = _axes(node, groups or {}, build.mesh)
-        target, args = read(node, axes)
+        target, arguments = _LIFT[node.target]
+        args = arguments(node)
         with graph.inserting_before(node), build.at(node):
             made = collective_nodes.step(build, target, node.args[0], *args, axes)
         if target is collective_nodes.recv:
@@ -181,33 +182,9 @@ def _replace_waited(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _even(node: fx.Node, axes: Axes) -> Any:
-    args: Any = node.args
-    _, give, take, *_ = args
-    if len({*give, *take}) != 1:
-        raise ScheduleError(
-            f"{node.name} exchanges pieces of unequal size",
-            fix="exchange pieces of one size",
-        )
-    return collective_nodes.all_to_all, (0, 0)
-
-
-# functional collective -> (node, axes) -> the step and its arguments
-_LIFT: dict[Any, Any] = {
-    c10d.all_reduce.default: lambda n, a: (collective_nodes.all_reduce, (n.args[1],)),
-    c10d.reduce_scatter_tensor.default: lambda n, a: (
-        collective_nodes.reduce_scatter,
-        (0, n.args[1]),
-    ),
-    c10d.all_gather_into_tensor.default: lambda n, a: (
-        collective_nodes.all_gather,
-        (0,),
-    ),
-    c10d.all_to_all_single.default: _even,
-    torch.ops.fxpar.permute.default: lambda n, a: (
-        collective_nodes.permute,
-        (tuple(n.args[1]),),
-    ),
-    c10d.isend.default: lambda n, a: (collective_nodes.send, n.args[1:3]),
-    c10d.irecv.default: lambda n, a: (collective_nodes.recv, n.args[1:3]),
+# functional collective -> the node function of its step, and how its arguments are read
+_LIFT: dict[Any, tuple[Callable[..., Any], Callable[[fx.Node], tuple[Any, ...]]]] = {
+    lowering.ops[0]: (collective_nodes.NODES[kind], lowering.arguments)
+    for kind, lowering in LOWERINGS.items()
+    if lowering.arguments is not None
 }

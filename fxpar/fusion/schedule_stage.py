@@ -23,8 +23,8 @@ from fxpar.fusion.node_legality import PRODUCTS
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import Scheduled, collective_nodes
-from fxpar.passes.op_arithmetic import nbytes_of
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan import Collective, Plan
 

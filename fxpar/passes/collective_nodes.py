@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.reshard import steps
+from fxpar.sharding.reshard.steps import KINDS, Step, permutation
 
 Axes = tuple[str, ...]
 
@@ -71,65 +71,46 @@ def recv(x: Any, peer: int, tag: int, axes: Axes) -> Any:
     _unlowered()
 
 
-def call_of(step: steps.Step, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """(function, its arguments after ``x``) of a step."""
-    axes = step.axes
-    match step:
-        case steps.Slice(dim=dim):
-            return slice_, (dim, axes)
-        case steps.Mask(op=op):
-            return mask, (op, axes)
-        case steps.AllReduce(op=op):
-            return all_reduce, (op, axes)
-        case steps.ReduceScatter(dim=dim, op=op):
-            return reduce_scatter, (dim, op, axes)
-        case steps.AllGather(dim=dim):
-            return all_gather, (dim, axes)
-        case steps.AllToAll(source_dim=source, target_dim=target):
-            return all_to_all, (source, target, axes)
-        case steps.Permute():
-            return permute, (step.sources(mesh), axes)
-    raise TypeError(f"no step: {step}")
-
-
-def _cut(shape: list[int], dim: int, k: int) -> None:
-    shape[dim] //= k
-
-
-def _grow(shape: list[int], dim: int, k: int) -> None:
-    shape[dim] *= k
-
-
-def _exchange(shape: list[int], source: int, target: int, k: int) -> None:
-    shape[source] *= k
-    shape[target] //= k
-
-
-def _empty(shape: list[int], *_: int) -> None:
-    shape[:] = [0]
-
-
-# What a step does to the shape of one rank's value: (shape, its dims, ranks).
-_RESIZE: dict[Any, Callable[..., None] | None] = {
-    slice_: _cut,
-    mask: None,
-    all_reduce: None,
-    reduce_scatter: _cut,
-    all_gather: _grow,
-    all_to_all: _exchange,
-    permute: None,
-    send: _empty,
-    recv: None,
+# The node function of each kind of step, and of messages between ranks that run
+# different graphs.
+NODES: dict[str, Callable[..., Any]] = {
+    "slice": slice_,
+    "mask": mask,
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "permute": permute,
+    "send": send,
+    "recv": recv,
 }
-
-# Those between ranks that run different graphs, and all that communicate.
 MESSAGES = {send, recv}
-COLLECTIVE = {all_reduce, reduce_scatter, all_gather, all_to_all, permute, *MESSAGES}
+# All that communicate.
+COLLECTIVE = {
+    function
+    for kind, function in NODES.items()
+    if function in MESSAGES or not KINDS[kind].local
+}
+_KIND = {function: kind for kind, function in NODES.items()}
+
+
+def call_of(step: Step, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(function, its arguments after ``x``) of a step: dims, the reduction or the
+    members a permute reads, axes."""
+    args: tuple[Any, ...] = (*step.dims, step.op) if step.op else step.dims
+    if step.kind == "permute":
+        args = (permutation(step, mesh),)
+    return NODES[step.kind], (*args, step.axes)
 
 
 def is_step(node: fx.Node) -> bool:
     """Whether a node is a step."""
-    return node.target in _RESIZE
+    return node.target in _KIND
+
+
+def kind_of(node: fx.Node) -> str:
+    """The kind of a step, a key of ``NODES``."""
+    return _KIND[node.target]
 
 
 def axes_of(node: fx.Node) -> Axes:
@@ -142,20 +123,21 @@ def step(build: Builder, target: Callable[..., Any], x: fx.Node, *args: Any) -> 
     """Append one step, with its fake value."""
     node = build.graph.call_function(target, (x, *args))
     value, shape = x.meta["val"], [int(n) for n in x.meta["val"].shape]
-    resize = _RESIZE[target]
-    if resize is not None:
+    if target is send:
+        shape = [0]
+    elif target is not recv:
         dims = [arg for arg in args if isinstance(arg, int)]
-        resize(shape, *dims, build.mesh.count(args[-1]))
+        shape = KINDS[_KIND[target]].shape(shape, dims, build.mesh.count(args[-1]))
     with build.fake_mode:
         node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
     build.stamp(node)
     return node
 
 
-def emit(build: Builder, x: fx.Node, way: Iterable[steps.Step]) -> fx.Node:
+def emit(build: Builder, x: fx.Node, steps: Iterable[Step]) -> fx.Node:
     """Append the steps of a reshard; ``x`` itself if there are none."""
-    for found in way:
-        target, args = call_of(found, build.mesh)
+    for each in steps:
+        target, args = call_of(each, build.mesh)
         x = step(build, target, x, *args)
     return x
 

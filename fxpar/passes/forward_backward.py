@@ -20,7 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.launches import KINDS, WAITS, depending_on_tangents
-from fxpar.passes.op_arithmetic import (
+from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
+from fxpar.sharding.cost.op import (
     CONSTANTS,
     is_light,
     is_pointwise,
@@ -28,7 +29,6 @@ from fxpar.passes.op_arithmetic import (
     nbytes_of,
     tensors_in,
 )
-from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
 
 # What the tags of checkpoints say: whether the backward computes a value again.
 _TAGGED = {

@@ -14,22 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes.lower import LOWERINGS
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
 
-# Collectives of a local graph, as ``sharding.collectives`` names them.
+# Collectives of a local graph, as ``reshard.steps`` names them.
 KINDS: dict[Any, str] = {
-    c10d.all_reduce.default: "all_reduce",
-    c10d.all_reduce_coalesced.default: "all_reduce",
-    c10d.reduce_scatter_tensor.default: "reduce_scatter",
-    c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
-    c10d.all_gather_into_tensor.default: "all_gather",
-    c10d.all_gather_into_tensor_coalesced.default: "all_gather",
-    ours.all_gather_into_tensor.default: "all_gather",
-    c10d.all_to_all_single.default: "all_to_all",
-    ours.permute.default: "permute",
+    op: kind for kind, lowering in LOWERINGS.items() for op in lowering.emulations()
 }
 WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
 

@@ -18,15 +18,20 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
+from fxpar.passes.emulate_collectives import (
+    PRODUCTS,
+    Post,
+    Ranks,
+    ends_of,
+    reduced,
+)
 from fxpar.passes.graph_bodies import body_of, bound_body
 from fxpar.passes.local_flex import op_by_op
-from fxpar.passes.simulated_messages import Post, ends_of
+from fxpar.passes.lower import LOWERINGS
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 c10d = torch.ops._c10d_functional
-
-Ranks = list[Any]  # one value per rank
 
 
 def run_lockstep(
@@ -268,80 +273,11 @@ def _products(
     return out
 
 
-def _gather_matmul(args: Ranks) -> Ranks:
-    whole = torch.cat([x for x, *_ in args], args[0][2])
-    return [[whole, *(whole @ w for w in ws)] for _, ws, *_ in args]
-
-
-def _matmul_scatter(args: Ranks) -> Ranks:
-    op, dim = args[0][2], args[0][3]
-    total = _reduce([x @ w for x, w, *_ in args], op)
-    return [part.contiguous() for part in total.chunk(len(args), dim)]
-
-
-def _combine(a: Any, b: Any, op: str) -> Any:
-    if op in ("sum", "avg"):
-        return a + b
-    if op == "product":
-        return a * b
-    return torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
-
-
-def _reduce(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    total = functools.reduce(lambda a, b: _combine(a, b, op), values)
-    return total / len(values) if op == "avg" else total
-
-
-def _all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:
-    return [_reduce(members, op)] * len(members)
-
-
-def _reduce_scatter(members: Ranks, op: str, *_: Any) -> Ranks:
-    total = _reduce(members, op)
-    return list(total.tensor_split(len(members)))
-
-
-def _all_gather(members: Ranks, *_: Any) -> Ranks:
-    return [torch.cat(members)] * len(members)
-
-
-def _all_to_all(members: Ranks, out_sizes: Any, in_sizes: Any, *_: Any) -> Ranks:
-    cut = [x.split(in_sizes) for x in members]
-    return [torch.cat([blocks[i] for blocks in cut]) for i in range(len(members))]
-
-
-def _permute(members: Ranks, sources: Sequence[int], *_: Any) -> Ranks:
-    return [members[i] for i in sources]
-
-
-def _coalesced(run: Callable[..., Ranks]) -> Callable[..., Ranks]:
-    """The same collective on a list of tensors."""
-
-    def each(members: Ranks, *args: Any) -> Ranks:
-        results = [run(list(xs), *args) for xs in zip(*members, strict=True)]
-        return [list(rank) for rank in zip(*results, strict=True)]
-
-    return each
-
-
 # op -> what it computes: (first argument of each member, other arguments) -> results.
 COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
-    c10d.all_reduce.default: _all_reduce,
-    c10d.all_reduce_coalesced.default: _coalesced(_all_reduce),
-    c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    c10d.reduce_scatter_tensor_coalesced.default: _coalesced(_reduce_scatter),
-    c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.all_gather_into_tensor_coalesced.default: _coalesced(_all_gather),
-    torch.ops.fxpar.all_gather_into_tensor.default: _all_gather,
-    c10d.all_to_all_single.default: _all_to_all,
-    torch.ops.fxpar.permute.default: _permute,
-}
-
-
-# The same of products with their collective: arguments of each member -> results.
-PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
-    torch.ops.fxpar.gather_matmul.default: _gather_matmul,
-    torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
+    op: emulate
+    for row in LOWERINGS.values()
+    for op, emulate in row.emulations().items()
 }
 
 
@@ -411,7 +347,7 @@ def _reduced(summands: dict[tuple[int, ...], torch.Tensor], spec: Spec) -> torch
         lines: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for key in sorted(summands):
             lines.setdefault(key[:-1], []).append(summands[key])
-        summands = {key: _reduce(values, op) for key, values in lines.items()}
+        summands = {key: reduced(values, op) for key, values in lines.items()}
     return summands[()]
 
 

@@ -1,9 +1,12 @@
 """Lowering of reshards: the steps of ``sharding.reshard`` as local ops and collectives.
 
-In: a local graph with the steps of ``passes.steps``. Out: the same graph with each of
-them lowered in its place: ``_c10d_functional`` collectives and messages, each with its
-wait, ``fxpar::permute``, and ATen data movement with static sizes. The graph stays the
-same on every rank of a stage; where a rank's position matters it enters through
+``LOWERINGS`` says of each kind what torch has for it: how it is lowered, the functional
+collectives, how they are read back as steps, what they compute. ``lower_graph`` lowers.
+
+In: a local graph with the steps of ``collective_nodes``. Out: the same graph with each
+of them lowered in its place: ``_c10d_functional`` collectives and messages, each with
+its wait, ``fxpar::permute``, and ATen data movement with static sizes. The graph stays
+the same on every rank of a stage; where a rank's position matters it enters through
 ``Builder.offset``.
 
 Collectives join and cut along dim 0, and the members of a group stand in mesh order. A
@@ -13,51 +16,26 @@ data before or after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.passes import collective_nodes
+from fxpar.errors import ScheduleError
+from fxpar.passes import collective_nodes, emulate_collectives
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import Axes
 from fxpar.passes.custom_ops import group_name
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.reshard.steps import Step
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
 
 # Values are stored as 0 and 1 in a byte: sum and product would leave that range.
 _BOOL = {"sum": "max", "product": "min"}
-
-
-def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
-    """Lower all steps of a graph, in place. What the last of a chain gives is
-    contiguous, so that every view the one-device graph takes of it holds."""
-    build = Builder(graph, fake_mode, mesh)
-    for chain in collective_nodes.chains(graph.nodes):
-        last, made = chain[-1], chain[0].args[0]
-        for node in chain:
-            # Each in its own place: what stands between two of them runs between.
-            with graph.inserting_before(node), build.at(last):
-                made = _LOWER[node.target](build, made, *node.args[1:])
-        with graph.inserting_before(last), build.at(last):
-            made = contiguous(build, made)
-        last.replace_all_uses_with(made)
-        for node in reversed(chain):
-            graph.erase_node(node)
-    graph.lint()
-    return graph
-
-
-def lower_steps(build: Builder, node: fx.Node, way: Iterable[Step]) -> fx.Node:
-    """The value of ``node`` after the steps of a reshard, appended; contiguous."""
-    calls = [collective_nodes.call_of(step, build.mesh) for step in way]
-    for target, args in calls:
-        node = _LOWER[target](build, node, *args)
-    return contiguous(build, node) if calls else node
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -187,7 +165,7 @@ def _permute(
 ) -> fx.Node:
     group = group_name(build.mesh, axes)
     x = contiguous(build, x)
-    return build.call(torch.ops.fxpar.permute.default, x, list(sources), group)
+    return build.call(ours.permute.default, x, list(sources), group)
 
 
 def _send(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Node:
@@ -201,14 +179,105 @@ def _recv(build: Builder, x: fx.Node, peer: int, tag: int, axes: Axes) -> fx.Nod
     return build.wait(build.call(c10d.irecv.default, x, peer, tag, group))
 
 
-_LOWER: dict[Any, Callable[..., fx.Node]] = {
-    collective_nodes.slice_: _slice,
-    collective_nodes.mask: _mask,
-    collective_nodes.all_reduce: _all_reduce,
-    collective_nodes.reduce_scatter: _reduce_scatter,
-    collective_nodes.all_gather: _all_gather,
-    collective_nodes.all_to_all: _all_to_all,
-    collective_nodes.permute: _permute,
-    collective_nodes.send: _send,
-    collective_nodes.recv: _recv,
+@dataclass(frozen=True)
+class Lowering:
+    """What torch has for one kind of step."""
+
+    # (builder, x, the step's other arguments) -> the node of the result.
+    lower: Callable[..., fx.Node]
+    # The functional collectives it may become, the first as it is lowered.
+    ops: tuple[Any, ...] = ()
+    # The same for several tensors at once.
+    coalesced: tuple[Any, ...] = ()
+    # The first one's node -> the arguments of the step between ``x`` and the axes.
+    arguments: Callable[[fx.Node], tuple[Any, ...]] | None = None
+    # (what the members hold, other arguments) -> what each of them gets.
+    emulate: Callable[..., emulate_collectives.Ranks] | None = None
+
+    def emulations(self) -> dict[Any, Callable[..., emulate_collectives.Ranks]]:
+        """What each op computes, for ``lockstep``; of messages nothing."""
+        if self.emulate is None:
+            return {}
+        several = emulate_collectives.coalesced(self.emulate)
+        return dict.fromkeys(self.ops, self.emulate) | dict.fromkeys(
+            self.coalesced, several
+        )
+
+
+def _even(node: fx.Node) -> tuple[int, int]:
+    give: Any = node.args[1]
+    take: Any = node.args[2]
+    if len({*give, *take}) != 1:
+        raise ScheduleError(
+            f"{node.name} exchanges pieces of unequal size",
+            fix="exchange pieces of one size",
+        )
+    return 0, 0
+
+
+# Of each kind in ``collective_nodes.NODES``.
+LOWERINGS: dict[str, Lowering] = {
+    "slice": Lowering(_slice),
+    "mask": Lowering(_mask),
+    "all_reduce": Lowering(
+        _all_reduce,
+        (c10d.all_reduce.default,),
+        (c10d.all_reduce_coalesced.default,),
+        lambda node: (node.args[1],),
+        emulate_collectives.all_reduce,
+    ),
+    "reduce_scatter": Lowering(
+        _reduce_scatter,
+        (c10d.reduce_scatter_tensor.default,),
+        (c10d.reduce_scatter_tensor_coalesced.default,),
+        lambda node: (0, node.args[1]),
+        emulate_collectives.reduce_scatter,
+    ),
+    "all_gather": Lowering(
+        _all_gather,
+        (c10d.all_gather_into_tensor.default, ours.all_gather_into_tensor.default),
+        (c10d.all_gather_into_tensor_coalesced.default,),
+        lambda node: (0,),
+        emulate_collectives.all_gather,
+    ),
+    "all_to_all": Lowering(
+        _all_to_all,
+        (c10d.all_to_all_single.default,),
+        (),
+        _even,
+        emulate_collectives.all_to_all,
+    ),
+    "permute": Lowering(
+        _permute,
+        (ours.permute.default,),
+        (),
+        lambda node: (tuple(node.args[1]),),
+        emulate_collectives.permute,
+    ),
+    "send": Lowering(
+        _send, (c10d.isend.default,), (), lambda node: tuple(node.args[1:3])
+    ),
+    "recv": Lowering(
+        _recv, (c10d.irecv.default,), (), lambda node: tuple(node.args[1:3])
+    ),
 }
+
+
+def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
+    """Lower all steps of a graph, in place. What the last of a chain gives is
+    contiguous, so that every view the one-device graph takes of it holds."""
+    build = Builder(graph, fake_mode, mesh)
+    for chain in collective_nodes.chains(graph.nodes):
+        last, made = chain[-1], chain[0].args[0]
+        for node in chain:
+            # Each in its own place: what stands between two of them runs between.
+            with graph.inserting_before(node), build.at(last):
+                lowering = LOWERINGS[collective_nodes.kind_of(node)]
+                made = lowering.lower(build, made, *node.args[1:])
+        with graph.inserting_before(last), build.at(last):
+            made = contiguous(build, made)
+        last.replace_all_uses_with(made)
+        for node in reversed(chain):
+            graph.erase_node(node)
+    graph.lint()
+    return graph

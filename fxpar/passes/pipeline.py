@@ -28,6 +28,7 @@ from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
 from fxpar.passes.reshard_after_forward import regather
 from fxpar.passes.rewriter import Rewriter, copy_of
 from fxpar.passes.sink_waits import sink_waits
+from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.decide import Decision, decide, searched
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
@@ -78,7 +79,8 @@ class Request:
     first, and ``lay`` gives the signature on another. ``known``: asked before a search,
     with the normalized program, for a plan that was found before. ``reschedule``: gives
     the local graph, its reshards steps, after its schedule. ``keep_steps``: that graph
-    is kept, for ``with_schedule``.
+    is kept, for ``with_schedule``. ``machine``: the hardware that an option names, on
+    which propagation prices ties.
     """
 
     mesh: Mesh
@@ -94,6 +96,7 @@ class Request:
     known: Callable[[Program, fx.Graph], Plan | None] = _nothing_known
     reschedule: Callable[[fx.Graph, Decision, Plan | None], Scheduled] = _as_it_is
     keep_steps: bool = False
+    machine: Hardware | None = None
 
     def on(self, mesh: Mesh) -> Request:
         """The request for one of ``meshes``."""
@@ -310,7 +313,9 @@ def _decide(
             before=before,
         )
     assert isinstance(mode, str)
-    return decide(program, mesh, hints, constraints, mode=mode)
+    return decide(
+        program, mesh, hints, constraints, mode=mode, hardware=request.machine
+    )
 
 
 def _split_moments(decision: Decision) -> list[fx.Node]:

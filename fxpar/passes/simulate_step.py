@@ -16,7 +16,7 @@ a caching allocator: it follows the order of launches, not time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
+from fxpar.sharding.reshard.steps import KINDS
 
 __all__ = [
     "COMPUTE",
@@ -133,16 +134,6 @@ class Timeline:
         for traffic in self.traffic:
             out["+".join(traffic.axes)] += traffic.sent
         return dict(out)
-
-
-# Bytes one rank sends, of n ranks, for those it holds before.
-_SENT: dict[str, Callable[[int, int], float]] = {
-    "all_reduce": lambda n, size: 2 * (n - 1) * size / n,
-    "all_gather": lambda n, size: (n - 1) * size,
-    "reduce_scatter": lambda n, size: (n - 1) * size / n,
-    "all_to_all": lambda n, size: (n - 1) * size / n,
-    "permute": lambda n, size: size if n > 1 else 0,
-}
 
 
 def simulate(
@@ -303,9 +294,10 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
             axes,
             len(group),
             sum(max(launch.before, launch.after) for launch in group),
-            round(sum(_SENT[kind](mesh.count(axes), x.before) for x in group)),
+            round(sum(send(mesh.count(axes), x.before) for x in group)),
         )
         for (kind, axes), group in sorted(groups.items())
+        if (send := KINDS[kind].sent)
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.launches import WAITS
-from fxpar.passes.op_arithmetic import changes_operand, viewed
+from fxpar.sharding.cost.op import changes_operand, viewed
 
 aten = torch.ops.aten
 

@@ -45,6 +45,11 @@ def known_machine(options: Options) -> Hardware | None:
         return None
 
 
+def named_machine(options: Options) -> Hardware | None:
+    """That of FXPAR_HARDWARE; None if it is not set. Raises OptionError."""
+    return machine(options) if options.hardware else None
+
+
 def choices(
     mesh: Mesh, mode: str | Asked | Plan, *, local: bool = False
 ) -> tuple[Mesh, ...]:

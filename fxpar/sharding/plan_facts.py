@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from fxpar.sharding import shift_messages
 from fxpar.sharding.cost.memory_report import footprint
-from fxpar.sharding.decide import Decision, duration, route
+from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.op_modules import owners
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.program import Op, backward_ops, user_line
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.reshard.needed import Reshard
+from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search.unequal_shards import note
 from fxpar.sharding.spec import Spec
 
@@ -126,8 +127,8 @@ def dearest(
         if not sent:
             continue
         value, way = decision.program.values[reshard.value], route(decision, reshard)
-        size = value.dtype.itemsize
-        taken = duration(way, reshard.source, mesh, value.shape, size) if known else 0.0
+        local = value.nbytes / mesh.count(reshard.source.sharded_axes)
+        taken = duration(way, mesh, local) if known else 0.0
         name, _, line = cause(decision, reshard).partition(" (")
         steps = tuple(f"{step.kind} {step.names}" for step in way)
         key = reshard.source, reshard.target, steps, line.removesuffix(")") or name

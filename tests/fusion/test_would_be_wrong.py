@@ -15,7 +15,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import fused_matmul, kept_order, node_legality, slice_op, varying_axes
 from fxpar.fusion.verbs import bucket, overlap, reorder
 from fxpar.passes import collective_nodes
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
 from fxpar.sharding.spec import Spec
 from tests.helpers.toys import Toy, all_gather, all_reduce, dropped, reduce_scatter

@@ -13,6 +13,7 @@ import atexit
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,12 +34,19 @@ def call(item: pytest.Function) -> None:
         prepare()
         item.obj(**values)
         return
-    function = item.function
+    test = item.function.__module__, item.function.__name__
     seconds = 3000.0 if item.get_closest_marker("slow") else 300.0
-    pool = _pool()
-    pool.run(
-        call_there, function.__module__, function.__name__, values, timeout=seconds
-    )
+    _pool().run(call_there, *test, values, timeout=seconds)
+
+
+def run_interpreted(fn: Callable[..., Any], *args: Any, seconds: float = 600.0) -> Any:
+    """What a function returns in the process where Triton is an interpreter."""
+    if is_interpreter():
+        prepare()
+        return fn(*args)
+    name = fn.__module__, getattr(fn, "__name__", "")
+    (result,) = _pool().run(call_there, *name, {}, args, timeout=seconds)
+    return result
 
 
 @functools.cache

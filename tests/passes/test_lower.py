@@ -8,8 +8,9 @@ from torch import fx
 
 from fxpar._torch.fake import new_fake_mode
 from fxpar.passes.builder import Builder
+from fxpar.passes.collective_nodes import emit
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
-from fxpar.passes.lower import lower_steps
+from fxpar.passes.lower import lower_graph
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
@@ -30,10 +31,8 @@ def lowered(
     with mode:
         x.meta["val"] = torch.empty(source.local_shape(mesh, shape), dtype=dtype)
     route = steps(source, target, mesh, shape, itemsize)
-    out = lower_steps(Builder(graph, mode, mesh), x, route)
-    graph.output(out)
-    graph.lint()
-    return graph
+    graph.output(emit(Builder(graph, mode, mesh), x, route))
+    return lower_graph(graph, mesh, mode)
 
 
 def text(graph: fx.Graph) -> str:
@@ -184,3 +183,27 @@ def test_the_graph_does_not_grow_with_the_ranks() -> None:
         mesh, source, target = case(f"a={k},b={k}", "[a, b]", "[b, a]")
         sizes.add(len(lowered(mesh, source, target, (k * k, k * k)).nodes))
     assert len(sizes) == 1
+
+
+def test_every_kind_of_step_has_a_row_in_each_table() -> None:
+    """What torch has for a kind stands beside what the kind does, under one name."""
+    from fxpar.passes.collective_nodes import COLLECTIVE, MESSAGES, NODES
+    from fxpar.passes.launches import KINDS as LAUNCHED
+    from fxpar.passes.lockstep import COLLECTIVES
+    from fxpar.passes.lower import LOWERINGS
+    from fxpar.runtime.calibrate.probe_network import RUN
+    from fxpar.sharding.cost import collectives
+    from fxpar.sharding.reshard.steps import KINDS
+
+    communicating = {kind for kind, row in KINDS.items() if not row.local}
+    messages = {"send", "recv"}
+    assert NODES.keys() == LOWERINGS.keys() == KINDS.keys() | messages
+    assert {NODES[kind] for kind in messages} == MESSAGES
+    assert {NODES[kind] for kind in communicating | messages} == COLLECTIVE
+    assert set(LAUNCHED.values()) == communicating == set(RUN)
+    assert set(collectives.KINDS) == communicating
+    assert LAUNCHED.keys() == COLLECTIVES.keys()
+    for kind, lowering in LOWERINGS.items():
+        talks = kind in communicating | messages
+        assert bool(lowering.ops) == (lowering.arguments is not None) == talks
+        assert (lowering.emulate is not None) == (kind in communicating)

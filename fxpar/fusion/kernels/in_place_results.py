@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fxpar.passes.op_arithmetic import changes_operand, is_view
+from fxpar.sharding.cost.op import changes_operand, is_view
 
 _WRITE = torch.ops.aten.copy_.default
 

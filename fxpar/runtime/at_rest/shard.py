@@ -27,13 +27,15 @@ from fxpar.passes import Request
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import consensus
 from fxpar.runtime.at_rest.crossings import part_of
-from fxpar.runtime.at_rest.dtensor_fixes import complete_partials
-from fxpar.runtime.at_rest.init_random import draw_as_one_device
-from fxpar.runtime.at_rest.matrix_optimizers import orthogonalize_whole
+from fxpar.runtime.at_rest.dtensor_ops import (
+    complete_partials,
+    draw_as_one_device,
+    orthogonalize_whole,
+)
 from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
 from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
-from fxpar.runtime.plan_once import choices, plan_mode, planned
+from fxpar.runtime.plan_once import choices, named_machine, plan_mode, planned
 from fxpar.runtime.tracing import Call
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, check, entries, load
@@ -319,6 +321,7 @@ def _uses(
         meshes=choices(ranks.mesh, mode, local=options.inputs == "local")
         if ranks.open
         else (),
+        machine=named_machine(options),
     )
     name = "the sample's call"
     try:

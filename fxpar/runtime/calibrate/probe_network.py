@@ -138,7 +138,7 @@ def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]
         nbytes = size // count if kind == "all_gather" else size
         n = max(1, nbytes // 4 // count) * count
         x = torch.zeros(n, device=probe.device)
-        seconds = probe.median(partial(_RUN[kind], x, count, group, me))
+        seconds = probe.median(partial(RUN[kind], x, count, group, me))
         if seconds is None:
             return
         yield count, float(x.nbytes), seconds
@@ -171,7 +171,8 @@ def _permute(x: torch.Tensor, count: int, group: str, me: int) -> None:
     _C10D.wait_tensor(_C10D.all_to_all_single(x, receive, send, group))
 
 
-_RUN: dict[str, Callable[[torch.Tensor, int, str, int], None]] = {
+# How each collective of ``reshard.steps`` is run, along one group.
+RUN: dict[str, Callable[[torch.Tensor, int, str, int], None]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -2,13 +2,13 @@
 
 In: a value's shape and specs. Out: ``matrix``, seconds from each to each, inf where a
 value cannot be brought there; ``path``, the steps of one of them. All specs of tensors
-of so many dims are the nodes of a graph whose edges are single steps (slice, mask,
+of so many dims are the nodes of a graph whose edges are single moves (slice, mask,
 gather, all-to-all, permute, reductions), priced as ``steps`` prices them. A path may
 use axes that neither end has: over unlike links a value that is whole along the fast
 axis is sliced there, gathered over the slow one in parts, and gathered again.
-``reshard`` never does, but cuts axes in pieces where sizes make that necessary; of the
-two the cheaper is lowered. ``matrix`` asks it too where axes of unlike sizes change
-places, so no plan costs more than its matrices say.
+``one_pair`` never does, but cuts axes in pieces where sizes make that necessary; of the
+two ``route`` takes the cheaper. ``matrix`` asks it too where axes of unlike sizes
+change places, so no plan costs more than its matrices say.
 
 Source: Floyd and Warshall's all-pairs shortest paths, one row and column at a time.
 """
@@ -17,36 +17,34 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from fxpar.errors import SpecError
-from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.reshard.route import price
-from fxpar.sharding.reshard.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Mask,
-    Permute,
-    ReduceScatter,
-    Slice,
-    Step,
+from fxpar.sharding.reshard import one_pair
+from fxpar.sharding.reshard.moves import (
+    Layout,
+    Move,
+    Pending,
+    as_step,
+    curve,
+    moves,
+    named,
+    seconds,
 )
+from fxpar.sharding.reshard.steps import KINDS, Step
+from fxpar.sharding.reshard.tokens import Dims, Token, Tokens, count
 from fxpar.sharding.spec import Spec
 
 # Axes of more than one rank. Of more there are too many specs to have all at once.
 MOST = 3
 
-Dims = tuple[tuple[str, ...], ...]
-# A spec as a node: axes per dim, and the axes along which it is a partial sum.
-Node = tuple[Dims, frozenset[str]]
-# (from, to, kind, axes, share of the whole value that a rank holds before)
-Hop = tuple[int, int, str, tuple[str, ...], float]
+# (from, to, share of the whole value that a rank holds before, move)
+Hop = tuple[int, int, float, Move]
 
 
 def matrix(
@@ -71,8 +69,8 @@ def matrix(
         elif len(_kinds(sources[i], targets[j])) > 1:  # reduced in between
             out[i, j] = every[rows[i], given[i]] + every[given[i], columns[j]]
         elif _swaps(sources[i], targets[j], mesh) and np.isfinite(out[i, j]):
-            found = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
-            out[i, j] = min(out[i, j], found)
+            pieces = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
+            out[i, j] = min(out[i, j], pieces)
     return out
 
 
@@ -90,10 +88,13 @@ def _swaps(source: Spec, target: Spec, mesh: Mesh) -> bool:
 def path(
     source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int
 ) -> tuple[Step, ...] | None:
-    """The cheapest steps between two specs, if they are nodes of the graph.
+    """The cheapest steps between two specs, if they are nodes of the graph; None also
+    on a mesh of more than ``MOST`` axes.
 
     Deterministic: among equals the fewest steps, then the first.
     """
+    if sum(size > 1 for size in mesh.sizes.values()) > MOST:
+        return None
     place, nodes = _places(mesh, len(shape)), _nodes(mesh, len(shape))
     here, end = place.get(_node(source, mesh)), place.get(_node(target, mesh))
     ops = _ops(source) | _ops(target)
@@ -108,47 +109,26 @@ def path(
     out: list[Step] = []
     while here != end:
         best = None
-        for to, kind, axes, share in _leaving(mesh, len(shape))[here]:
-            seconds = _hop_seconds(kind, axes, mesh, nbytes * share)
-            total = seconds + cost[to, end] if np.isfinite(cost[here, to]) else math.inf
-            rank = (total * (1 - 1e-9), bool(kind))
+        for _, to, share, move in _leaving(mesh, len(shape))[here]:
+            spent = seconds(move, mesh, nbytes * share)
+            total = spent + cost[to, end] if np.isfinite(cost[here, to]) else math.inf
+            rank = (total * (1 - 1e-9), not KINDS[move.kind].local)
             if best is None or rank < best[0]:
-                best = (rank, to, kind, axes)
+                best = (rank, to, move)
         assert best is not None
-        _, to, kind, axes = best
-        out.append(_as_step(nodes[here], nodes[to], kind, axes, op))
+        _, to, move = best
+        before, after = (_spec(nodes[n], mesh, op) for n in (here, to))
+        out.append(as_step(move, range(len(shape)), before, after, op, mesh))
         here = to
     if out:
         out[-1] = replace(out[-1], spec=target)  # axes of one rank were left out
     return tuple(out)
 
 
-def _hop_seconds(kind: str, axes: tuple[str, ...], mesh: Mesh, nbytes: float) -> float:
-    return along(kind, mesh, axes).seconds(nbytes) if kind else 0.0
-
-
-def _spec(node: Node, op: str = "sum") -> Spec:
-    return Spec.of(node[0], [(axis, op) for axis in sorted(node[1])])
-
-
-def _as_step(a: Node, b: Node, kind: str, axes: tuple[str, ...], op: str) -> Step:
-    """The step of ``steps`` that a hop is."""
-    after = _spec(b, op)
-    changed = [d for d in range(len(a[0])) if a[0][d] != b[0][d]]
-    if kind == "permute":
-        return Permute(after, axes, _spec(a, op))
-    if kind == "all_reduce":
-        return AllReduce(after, axes, op)
-    if kind == "reduce_scatter":
-        return ReduceScatter(after, axes, changed[0], op)
-    if kind == "all_gather":
-        return AllGather(after, axes, changed[0])
-    if kind == "all_to_all":
-        source, target = sorted(changed, key=lambda d: len(b[0][d]) - len(a[0][d]))
-        return AllToAll(after, axes, source, target)
-    if changed:
-        return Slice(after, axes, changed[0])
-    return Mask(after, axes, op)
+def _spec(node: Layout, mesh: Mesh, op: str = "sum") -> Spec:
+    dims, pending = node
+    partial = [(axis, op) for axis in named([token for token, _ in pending], mesh)]
+    return Spec.of([named(tokens, mesh) for tokens in dims], partial)
 
 
 def _one(
@@ -156,7 +136,7 @@ def _one(
 ) -> float:
     """The price of a pair of which one is not in the graph."""
     try:
-        return price(source, target, mesh, shape, itemsize)
+        return one_pair.search(source, target, mesh, shape, itemsize)[1]
     except SpecError:
         return math.inf
 
@@ -170,113 +150,105 @@ def _kinds(*specs: Spec) -> set[str]:
     return {"sum" if op == "avg" else op for spec in specs for op in _ops(spec)}
 
 
-def _node(spec: Spec, mesh: Mesh) -> Node | None:
+def _node(spec: Spec, mesh: Mesh) -> Layout | None:
     """What a spec is in the graph, where all reductions are of one kind."""
     if len(_kinds(spec)) > 1:
         return None
-    dims = tuple(tuple(a for a in d if mesh.axis_size(a) > 1) for d in spec.dims)
-    return dims, frozenset(a for a, _ in spec.partial if mesh.axis_size(a) > 1)
+    whole = _axes(mesh)
+    if any(a not in whole and mesh.axis_size(a) > 1 for a in spec.axes):
+        return None  # a part of an axis
+    dims = tuple(tuple(whole[a] for a in axes if a in whole) for axes in spec.dims)
+    return dims, _summed(whole[a] for a in spec.partial_axes if a in whole)
+
+
+def _axes(mesh: Mesh) -> dict[str, Token]:
+    """The axes of more than one rank, as tokens."""
+    sizes = enumerate(mesh.axes)
+    return {name: (i, 1, size) for i, (name, size) in sizes if size > 1}
+
+
+def _summed(tokens: Iterable[Token]) -> Pending:
+    return tuple((token, "sum") for token in sorted(tokens))
 
 
 @lru_cache(maxsize=64)
-def _nodes(mesh: Mesh, ndim: int) -> list[Node]:
+def _nodes(mesh: Mesh, ndim: int) -> list[Layout]:
     """All specs of a tensor of so many dims, in every order of axes."""
-    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
-    found: dict[Node, None] = {}
-    for order in itertools.permutations(axes):
+    nodes: dict[Layout, None] = {}
+    for order in itertools.permutations(_axes(mesh).values()):
         for places in itertools.product([None, -1, *range(ndim)], repeat=len(order)):
             where = list(zip(order, places, strict=True))
             dims = tuple(tuple(a for a, p in where if p == d) for d in range(ndim))
-            found[dims, frozenset(a for a, p in where if p == -1)] = None
-    return list(found)
+            nodes[dims, _summed(a for a, p in where if p == -1)] = None
+    return list(nodes)
 
 
 @lru_cache(maxsize=64)
-def _places(mesh: Mesh, ndim: int) -> dict[Node | None, int]:
+def _places(mesh: Mesh, ndim: int) -> dict[Layout | None, int]:
     return {node: i for i, node in enumerate(_nodes(mesh, ndim))}
 
 
+class _Anywhere:
+    """The guide of a search that has all specs for goals: whole axes, every order."""
+
+    def __init__(self, mesh: Mesh, ndim: int) -> None:
+        self.axes = tuple(_axes(mesh).values())
+        self.alike: dict[tuple, list[Dims]] = {}
+        for dims, pending in _nodes(mesh, ndim):
+            self.alike.setdefault((tuple(map(count, dims)), pending), []).append(dims)
+
+    def reduced(self, op: str, pending: Pending) -> Iterator[Tokens]:
+        """Every set of axes."""
+        tokens = [token for token, _ in pending]
+        for n in range(1, len(tokens) + 1):
+            yield from itertools.combinations(tokens, n)
+
+    def scattered(
+        self, op: str, d: int, dims: Dims, pending: Pending
+    ) -> Iterator[Tokens]:
+        """Every set of axes in every order."""
+        tokens = [token for token, _ in pending]
+        for n in range(1, len(tokens) + 1):
+            yield from itertools.permutations(tokens, n)
+
+    def added(self, dims: Dims, pending: Pending) -> Iterator[tuple[Token, int | None]]:
+        """Every unused axis, partial and on every dim."""
+        used = {token for tokens in dims for token in tokens}
+        used |= {token for token, _ in pending}
+        for token in self.axes:
+            if token not in used:
+                for d in (None, *range(len(dims))):
+                    yield token, d
+
+    def arranged(self, dims: Dims, pending: Pending) -> Iterator[Dims]:
+        """Every other layout of equal local shape."""
+        for other in self.alike[tuple(map(count, dims)), pending]:
+            if other != dims:
+                yield other
+
+    def staying(self, d: int, have: Tokens) -> int:
+        """None."""
+        return 0
+
+    def fits(self, d: int, dims: Dims, more: int) -> bool:
+        """Whatever fits no shape, ``_closure`` leaves out."""
+        return True
+
+
 @lru_cache(maxsize=64)
-def _hops(mesh: Mesh, ndim: int) -> list[Hop]:
-    """Every single step between specs of tensors of so many dims."""
-    place = _places(mesh, ndim)
-    nodes = _nodes(mesh, ndim)
-    alike: dict[tuple, list[Node]] = {}
-    for dims, partial in nodes:
-        counts = tuple(mesh.count(axes) for axes in dims)
-        alike.setdefault((counts, partial), []).append((dims, partial))
-    out = []
-    for node in nodes:
-        share = 1 / math.prod(mesh.count(axes) for axes in node[0])
-        counts = tuple(mesh.count(axes) for axes in node[0])
-        moves = itertools.chain(
-            _local(node, mesh),
-            _moves(node, mesh),
-            _permutes(node, alike[counts, node[1]], mesh),
+def _leaving(mesh: Mesh, ndim: int) -> list[list[Hop]]:
+    """Every move between specs of tensors of so many dims, by where it begins."""
+    place, guide = _places(mesh, ndim), _Anywhere(mesh, ndim)
+    out: list[list[Hop]] = []
+    for dims, pending in _nodes(mesh, ndim):
+        share = 1 / math.prod(map(count, dims))
+        start = len(out)
+        out.append(
+            [
+                (start, place[move.dims, move.pending], share, move)
+                for move in moves(guide, dims, pending)
+            ]
         )
-        for other, kind, axes in moves:
-            out.append((place[node], place[other], kind, axes, share))
-    return out
-
-
-def _local(node: Node, mesh: Mesh) -> Iterator[tuple[Node, str, tuple[str, ...]]]:
-    """Slices and masks."""
-    dims, partial = node
-    used = {a for d in dims for a in d} | partial
-    for axis in mesh.names:
-        if axis in used or mesh.sizes[axis] == 1:
-            continue
-        yield (dims, partial | {axis}), "", (axis,)
-        for d, have in enumerate(dims):
-            yield (_with(dims, {d: (*have, axis)}), partial), "", (axis,)
-
-
-def _moves(node: Node, mesh: Mesh) -> Iterator[tuple[Node, str, tuple[str, ...]]]:
-    """Gathers, all-to-alls and reductions, over one or more axes at once."""
-    dims, partial = node
-    for d, have in enumerate(dims):
-        for i in range(len(have)):
-            left, suffix = have[:i], have[i:]
-            yield (_with(dims, {d: left}), partial), "all_gather", suffix
-            for e, onto in enumerate(dims):
-                if e != d:
-                    moved = _with(dims, {d: left, e: (*onto, *suffix)})
-                    yield (moved, partial), "all_to_all", suffix
-    for n in range(1, len(partial) + 1):
-        for axes in itertools.permutations(sorted(partial), n):
-            rest = partial - set(axes)
-            if list(axes) == sorted(axes):
-                yield (dims, rest), "all_reduce", axes
-            for d, have in enumerate(dims):
-                scattered = _with(dims, {d: (*have, *axes)})
-                yield (scattered, rest), "reduce_scatter", axes
-
-
-def _permutes(
-    node: Node, alike: Sequence[Node], mesh: Mesh
-) -> Iterator[tuple[Node, str, tuple[str, ...]]]:
-    """Whole shards changing ranks, between specs of equal local shapes."""
-    for other in alike:
-        moved = {
-            a
-            for have, want in zip(node[0], other[0], strict=True)
-            if have != want
-            for a in (*have, *want)
-        }
-        if moved:
-            yield other, "permute", mesh.ordered(tuple(moved))
-
-
-def _with(dims: Dims, new: dict[int, tuple[str, ...]]) -> Dims:
-    return tuple(new.get(d, axes) for d, axes in enumerate(dims))
-
-
-@lru_cache(maxsize=64)
-def _leaving(mesh: Mesh, ndim: int) -> list[list[tuple]]:
-    """Hops by where they begin: (to, kind, axes, share)."""
-    out: list[list[tuple]] = [[] for _ in _nodes(mesh, ndim)]
-    for begin, *rest in _hops(mesh, ndim):
-        out[begin].append(tuple(rest))
     return out
 
 
@@ -286,16 +258,16 @@ def _closure(mesh: Mesh, room: tuple[int, ...], nbytes: float) -> np.ndarray:
     nodes = _nodes(mesh, len(room))
     fits = np.array(
         [
-            all(n % mesh.count(axes) == 0 for n, axes in zip(room, dims, strict=True))
+            all(n % count(tokens) == 0 for n, tokens in zip(room, dims, strict=True))
             for dims, _ in nodes
         ]
     )
     out = np.full((len(nodes), len(nodes)), np.inf)
     np.fill_diagonal(out, np.where(fits, 0.0, np.inf))
-    for (kind, axes), (i, j, share) in _grouped(mesh, len(room)).items():
+    for (kind, tokens), (i, j, share) in _grouped(mesh, len(room)).items():
         cost: np.ndarray | float = 0.0
         if kind:
-            cost = along(kind, mesh, axes).seconds(nbytes * share)
+            cost = curve(kind, tokens, mesh).seconds(nbytes * share)
         cost = np.where(fits[i] & fits[j], cost, np.inf)
         np.minimum.at(out, (i, j), cost)
     for k in np.flatnonzero(fits):
@@ -307,16 +279,19 @@ def _closure(mesh: Mesh, room: tuple[int, ...], nbytes: float) -> np.ndarray:
 @lru_cache(maxsize=64)
 def _grouped(
     mesh: Mesh, ndim: int
-) -> dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Hops by what prices them: (from, to, share) of all of one kind and axes."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Hop]] = {}
-    for hop in _hops(mesh, ndim):
-        groups.setdefault((hop[2], hop[3]), []).append(hop)
+) -> dict[tuple[str, Tokens], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Moves by what prices them: (from, to, share) of all of one kind and axes. What is
+    local has no kind."""
+    groups: dict[tuple[str, Tokens], list[Hop]] = {}
+    for hop in itertools.chain.from_iterable(_leaving(mesh, ndim)):
+        move = hop[-1]
+        key = ("", ()) if KINDS[move.kind].local else (move.kind, move.tokens)
+        groups.setdefault(key, []).append(hop)
     return {
         key: (
             np.array([hop[0] for hop in hops]),
             np.array([hop[1] for hop in hops]),
-            np.array([hop[4] for hop in hops]),
+            np.array([hop[2] for hop in hops]),
         )
         for key, hops in groups.items()
     }

@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from fxpar.errors import PlanError
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.search.choice_tasks import layout
-from fxpar.sharding.search.decode import decode
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.random_walk import Moves, Room
 from fxpar.sharding.search.run_search import Asked, Found
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, Problem, evaluate, solve
 
 # Shares of its price at which communication that may be hidden stands for overlap. Not

@@ -138,7 +138,7 @@ class Overlap:
         taken: list[tuple[float, int]] = []
         for step in way or ():
             seconds = cost(step, mesh, local)
-            local *= step.growth(mesh.count(step.axes))
+            local *= step.growth(mesh)
             bits = self.simulation.bits([a for a in step.axes if a in self.axes])
             if step.local or not bits:
                 continue

@@ -203,7 +203,7 @@ def step_of(
                 most = over if step.kind in _BY_SHARD else frozenset()
                 moving[own, most] += line.beta * held
                 fixed += line.alpha
-            held *= step.growth(mesh.count(step.axes))
+            held *= step.growth(mesh)
             before = step.spec
     return Step(computing, moving, fixed)
 

@@ -20,7 +20,7 @@ from fxpar.fusion.kernels.reductions import CAST
 from fxpar.fusion.kernels.region_program import Line, Program, Ref, dtype_of
 from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.trace_region import Outline, outline
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from tests.helpers.kernels import samples
 
 c10d = torch.ops._c10d_functional

@@ -18,11 +18,11 @@ from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.random_walk import Moves
 from fxpar.sharding.search.rank_candidates import discounted, polish, taken, walk
 from fxpar.sharding.search.run_search import Asked, Found, search
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -22,19 +23,19 @@ from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops
 from fxpar.sharding import decide
 from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
-from fxpar.sharding.decide import duration
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import backward_ops, is_view
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.route import price
+from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import Facts, formulate
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.rank_candidates import taken
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
 from tests.helpers.check_random import check
@@ -231,13 +232,14 @@ def test_what_is_not_alike_is_not_tied() -> None:
 @pytest.mark.parametrize("shape", [(8, 16), (64, 8, 32)])
 def test_paths_cost_what_matrices_say(mesh: str, shape: tuple[int, ...]) -> None:
     on, rng = machine().on(Mesh.parse(mesh)), random.Random(0)
-    pool = [all_pairs._spec(node) for node in all_pairs._nodes(on, len(shape))]
+    pool = [all_pairs._spec(node, on) for node in all_pairs._nodes(on, len(shape))]
     for _ in range(40):
         a, b = rng.choice(pool), rng.choice(pool)
         seconds = all_pairs.matrix([a], [b], on, shape, 4)[0, 0]
         way = all_pairs.path(a, b, on, shape, 4)
         assert way is not None and (not way or way[-1].spec == b)
-        assert duration(way, a, on, shape, 4) == pytest.approx(seconds)
+        local = 4 * math.prod(a.local_shape(on, shape))
+        assert duration(way, on, local) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "x=4", "a=2,b=2,c=2"])
@@ -246,7 +248,7 @@ def test_on_like_links_prices_are_those_of_reshard(mesh: str) -> None:
     two routes for these, and a path may be cheaper."""
     on, rng = Mesh.parse(mesh), random.Random(1)
     for shape in ((8, 8), (2**14, 2**14)):
-        pool = [all_pairs._spec(node) for node in all_pairs._nodes(on, 2)]
+        pool = [all_pairs._spec(node, on) for node in all_pairs._nodes(on, 2)]
         for _ in range(40):
             a, b = rng.choice(pool), rng.choice(pool)
             seconds = all_pairs.matrix([a], [b], on, shape, 4)[0, 0]

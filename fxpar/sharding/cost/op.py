@@ -1,16 +1,15 @@
-"""What one op of a local graph computes: flops, the points it runs over, whether it is
+"""The arithmetic of one op: flops, smallest dim, the points it runs over, whether it is
 a view, whether it can be fused.
 
-In: a node with fake values (``meta["val"]``). Out: numbers and yes or no. Reads the
-op's name, arguments and shapes alone; never changes a node and times nothing. The
-planner's ``sharding.search.work`` says the same of ops in global shapes by their rules;
-a local graph has no rules, but strides.
+In: a node with fake values (``meta["val"]``), of a graph in global shapes or in local
+ones. Out: numbers and yes or no. Reads the op's name, arguments and shapes alone; never
+changes a node. The roofline that these numbers enter is ``Hardware.seconds``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,11 +19,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
-from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-dot = torch.ops.fxpar.dot.default
+_DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
 
 # Made of no operand: every kernel that needs one of these makes it.
 CONSTANTS = {
@@ -119,9 +117,9 @@ def flops_of(node: fx.Node) -> float:
     target = node.target
     if not contracts(target):
         return 0.0
-    if target is dot:
+    if _name(target) == _DOT:
         return 2.0 * math.prod(_sizes(node).values())
-    packet = getattr(target, "overloadpacket", target)
+    packet = getattr(target, "overloadpacket", None)
     if packet in flop_registry:
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
@@ -144,11 +142,9 @@ def family_of(target: Any) -> str:
 def least_of(node: fx.Node) -> float:
     """The smallest of m, n and k of what ``flops_of`` counts."""
     target = node.target
-    if target is dot:
-        size = _sizes(node)
-        a, b, out = map(set, _words(node))
-        parts = (a - b, b - a, (a & b) - out)
-        return float(min(math.prod(size[f] for f in part) for part in parts))
+    if _name(target) == _DOT:
+        left, right, result = _words(node)
+        return least_of_factors(left, right, result, _sizes(node))
     packet = getattr(target, "overloadpacket", target)
     if packet in _PRODUCTS:
         first = _PRODUCTS[packet]
@@ -158,6 +154,18 @@ def least_of(node: fx.Node) -> float:
         query, key = _attended(node)
         return float(min(query.shape[-2], query.shape[-1], key.shape[-2]))
     return _least_of_convolution(node)
+
+
+def least_of_factors(
+    left: Collection[str],
+    right: Collection[str],
+    result: Collection[str],
+    size: Mapping[str, float],
+) -> float:
+    """The smallest of m, n and k of a product of two operands by named factors."""
+    a, b = set(left), set(right)
+    parts = a - b, b - a, (a & b).difference(result)
+    return float(min(math.prod(size[f] for f in part) for part in parts))
 
 
 def _least_of_convolution(node: fx.Node) -> float:
@@ -244,7 +252,7 @@ def contracts(target: Any) -> bool:
     """Whether an op is a contraction, a convolution or attention."""
     counted = getattr(target, "overloadpacket", None) in flop_registry
     attends = "scaled_dot_product" in _name(target) or _is_flex(target)
-    return counted or target is dot or attends
+    return counted or _name(target) == _DOT or attends
 
 
 @cache

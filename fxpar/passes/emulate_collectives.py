@@ -1,0 +1,126 @@
+"""What collectives and messages between simulated ranks compute, in this process.
+
+In: the values that the members of a group hold. Out: what each of them gets. Messages
+(functional isend, irecv) are received in the order in which they were sent, as NCCL
+does it; whether one is there is asked first, nothing waits. ``lockstep`` runs graphs
+with these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes import custom_ops
+from fxpar.sharding.mesh import Mesh
+
+Ranks = list[Any]  # one value per rank
+Ends = Sequence[tuple[int, int]]  # (sender, receiver) of each rank's message
+Env = dict[fx.Node, Ranks]
+
+
+def ends_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
+    """Each rank, and the peer that a message names."""
+    axes, peer = custom_ops.group_axes(node.args[3]), node.args[1]
+    return [(r, mesh.group(r, axes)[peer]) for r in ranks]
+
+
+class Post:
+    """Messages on their way, by (sender, receiver): tag and value."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
+        self.sent = 0
+
+    def send(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
+        value, tag = env[node.args[0]], node.args[2]
+        for i, box in enumerate(ends):
+            self.boxes.setdefault(box, []).append((tag, value[i]))
+        self.sent += 1
+        return [value[0].new_empty(0)] * len(ends)
+
+    def is_there(self, ends: Ends) -> bool:
+        return all(self.boxes.get(box) for box in ends)
+
+    def receive(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
+        got = [self.boxes[box].pop(0) for box in ends]
+        for buffer, (tag, value) in zip(env[node.args[0]], got, strict=True):
+            if (tag, value.shape) != (node.args[2], buffer.shape):
+                raise PlanError(
+                    f"{node.name} receives {list(value.shape)} with tag {tag}"
+                )
+        return [value for _, value in got]
+
+
+def _gather_matmul(args: Ranks) -> Ranks:
+    whole = torch.cat([x for x, *_ in args], args[0][2])
+    return [[whole, *(whole @ w for w in ws)] for _, ws, *_ in args]
+
+
+def _matmul_scatter(args: Ranks) -> Ranks:
+    op, dim = args[0][2], args[0][3]
+    total = reduced([x @ w for x, w, *_ in args], op)
+    return [part.contiguous() for part in total.chunk(len(args), dim)]
+
+
+def _combined(a: Any, b: Any, op: str) -> Any:
+    if op in ("sum", "avg"):
+        return a + b
+    if op == "product":
+        return a * b
+    return torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
+
+
+def reduced(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of values, the first ones first."""
+    total = functools.reduce(lambda a, b: _combined(a, b, op), values)
+    return total / len(values) if op == "avg" else total
+
+
+def all_reduce(members: Ranks, op: str, *_: Any) -> Ranks:
+    """The reduction, for each."""
+    return [reduced(members, op)] * len(members)
+
+
+def reduce_scatter(members: Ranks, op: str, *_: Any) -> Ranks:
+    """A part of the reduction, for each."""
+    total = reduced(members, op)
+    return list(total.tensor_split(len(members)))
+
+
+def all_gather(members: Ranks, *_: Any) -> Ranks:
+    """All values joined along dim 0, for each."""
+    return [torch.cat(members)] * len(members)
+
+
+def all_to_all(members: Ranks, out_sizes: Any, in_sizes: Any, *_: Any) -> Ranks:
+    """A block of every value, for each."""
+    cut = [x.split(in_sizes) for x in members]
+    return [torch.cat([blocks[i] for blocks in cut]) for i in range(len(members))]
+
+
+def permute(members: Ranks, sources: Sequence[int], *_: Any) -> Ranks:
+    """The value of the member that each names."""
+    return [members[i] for i in sources]
+
+
+def coalesced(run: Callable[..., Ranks]) -> Callable[..., Ranks]:
+    """The same collective on a list of tensors."""
+
+    def each(members: Ranks, *args: Any) -> Ranks:
+        results = [run(list(xs), *args) for xs in zip(*members, strict=True)]
+        return [list(rank) for rank in zip(*results, strict=True)]
+
+    return each
+
+
+# Products with their collective: (arguments of each member) -> results.
+PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
+    torch.ops.fxpar.gather_matmul.default: _gather_matmul,
+    torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
+}
