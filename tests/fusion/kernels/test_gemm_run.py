@@ -224,7 +224,7 @@ def test_all_is_loaded_and_there_before_the_first_launch() -> None:
     for start in starts:
         with (
             mock.patch.object(matmul_run, "_load") as load,
-            mock.patch.object(matmul_run.launch, "empty") as empty,
+            mock.patch.object(matmul_run.run_kernels, "empty") as empty,
             mock.patch.object(matmul_run, "_together") as together,
             mock.patch.object(Call, "__call__"),
         ):
@@ -376,5 +376,5 @@ def test_on_cpu_the_parts_run() -> None:
     x, w = torch.zeros(4096, 64), torch.zeros(64, 64)
     assert JOINED["gather"](x, [w], 0, 2, "g") is None
     assert JOINED["scatter"](x, w, "sum", 0, 2, "g") is None
-    with mock.patch.object(matmul_ops.launch, "has_kernels", lambda _: True):
+    with mock.patch.object(matmul_ops.run_kernels, "has_kernels", lambda _: True):
         assert JOINED["gather"](x, [w], 0, 2, "g") is None

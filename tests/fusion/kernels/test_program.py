@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpar import cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.index_arithmetic import (
@@ -157,7 +158,7 @@ def test_a_sum_that_is_rounded_on_the_way_is_no_sum() -> None:
 
 
 def test_a_program_is_found_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(region_op.launch, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cache_files, "folder", lambda: tmp_path)
     monkeypatch.setattr(region_op, "_KNOWN", {})
     program = outlined(traced(lambda x: x * 3 + 1, [ONE]))[0].program
     name = region_op.remember(program)
