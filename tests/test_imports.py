@@ -24,7 +24,9 @@ LEVELS = [
     {"passes"},
     {"fusion"},
     {"runtime", "explain"},
-    {"backend", "planning"},
+    {"pipeline"},
+    # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.
+    {"backend", "planning", "runtime/at_rest/shard"},
     {"__init__"},
     {"__main__"},
 ]
@@ -49,8 +51,15 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def part(path: Path) -> str:
-    """``fxpar/sharding/mesh.py`` -> ``sharding``; ``fxpar/errors.py`` -> ``errors``."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """``fxpar/sharding/mesh.py`` -> ``sharding``; ``fxpar/errors.py`` -> ``errors``. A
+    file that has a level of its own is a part."""
+    return part_of(list(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def part_of(names: list[str]) -> str:
+    """The part that a dotted name below ``fxpar`` belongs to."""
+    whole = ("/".join(names[:count]) for count in range(len(names), 1, -1))
+    return next((name for name in whole if name in LEVEL), names[0])
 
 
 def name(path: Path) -> str:
@@ -149,7 +158,7 @@ def upward_imports(path: Path) -> Iterator[str]:
         root, *rest = dotted.split(".")
         if root != "fxpar":
             continue
-        there = rest[0] if rest and rest[0] in LEVEL else "__init__"
+        there = part_of(rest) if rest and rest[0] in LEVEL else "__init__"
         if there == here or LEVEL[there] < LEVEL[here]:
             continue
         if not (deferred and LAZY.get(name(path)) == there):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.runtime import plan_once
+from fxpar.sharding import plan_request
 from tests.helpers.machines import machine
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.spawn import shared_pool
@@ -125,5 +125,5 @@ def test_a_search_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
 def test_the_mode_names_its_hardware(tmp_path: Path) -> None:
     from fxpar.config import Options
 
-    asked = plan_once.plan_mode("search", Options.read({"hardware": "h100"}))
+    asked = plan_request.plan_mode("search", Options.read({"hardware": "h100"}))
     assert asked.hardware.name == "h100"

@@ -18,7 +18,7 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.fusion import schedule_stage
+from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.passes import collective_nodes
 from tests.helpers.check_random import close, run
@@ -54,14 +54,14 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(error: Exception) -> None:
         raise error
 
-    monkeypatch.setattr(schedule_stage, "failed", failed)
+    monkeypatch.setattr(choose_schedule, "failed", failed)
 
 
 def test_a_failure_to_choose_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(*_: Any) -> None:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(schedule_stage, "choose", choose)
+    monkeypatch.setattr(choose_schedule, "choose", choose)
     x = torch.randn(4, 4)
     with pytest.warns(FxparWarning, match="no schedule is chosen: KeyError"):
         plan = fxpar.plan(torch.relu, x, mesh="dp=2", schedule="auto")

@@ -32,13 +32,8 @@ from tests.helpers.toys import (
 QUICK, ALL = 80, 2000
 TRIES = 20
 
-# ``buckets`` and ``prefetch`` leave a graph as it is; ``share`` is for stages.
-ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {
-    "overlap",
-    "buckets",
-    "prefetch",
-    "share",
-}
+# ``share`` is for stages.
+ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {"overlap", "share"}
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 

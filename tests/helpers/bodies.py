@@ -104,5 +104,5 @@ CONTROL: dict[str, Program] = {
         until_small,
     )
 }
-# Loops of unknown length have no backward whose shapes are known.
-OPEN = {"repeated", "until_small"}
+# Loops of a length that depends on data run whole where they have a backward.
+UNKNOWN_LENGTH = {"repeated", "until_small"}

@@ -20,10 +20,9 @@ from torch import fx
 from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import shapes_of
-from fxpar.fusion.phase_settings import settings_of
+from fxpar.fusion.schedule import Schedule
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
-from fxpar.passes.order_collectives import DEFAULT
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.mesh import Mesh
@@ -64,7 +63,7 @@ def timeline(graph: fx.Graph, mesh: Mesh, hardware: Hardware, text: str) -> Time
     """A step of a graph to which all lines but those for forward and backward were
     done."""
     lowered = apply("", graph, mesh, lowered=True)
-    settings = settings_of(text) if text else DEFAULT
+    settings = Schedule.parse(text).settings
     return simulate(as_run(lowered, settings=settings), mesh, hardware)
 
 

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._higher_order_ops import scan
+from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as over_rows
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
+from fxpar.passes.loop_steps import STEPS
 from fxpar.planning import TracedPlan
-from fxpar.sharding.program import inside_of
-from tests.helpers.bodies import CONTROL, OPEN, attention
+from fxpar.sharding.program import Input, Signature, inside_of, read
+from tests.helpers.bodies import CONTROL, UNKNOWN_LENGTH, attention
 
 BATCH = ("dp", None, None)
 
@@ -61,7 +65,7 @@ def test_the_batch_is_split_inside(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CONTROL.keys() - OPEN))
+@pytest.mark.parametrize("name", sorted(CONTROL.keys() - UNKNOWN_LENGTH))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     plan = planned(CONTROL[name], grad=True)
     assert_equal(plan)
@@ -79,8 +83,7 @@ def test_any_mesh(
     name: str, mode: str, mesh: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
-    how: dict[str, Any] = {"mode": mode, "in_specs": None, "grad": name not in OPEN}
-    assert_equal(planned(CONTROL[name], mesh, **how))
+    assert_equal(planned(CONTROL[name], mesh, mode=mode, in_specs=None, grad=True))
 
 
 def test_a_loop_whose_test_sums_over_the_batch_runs_whole() -> None:
@@ -90,6 +93,66 @@ def test_a_loop_whose_test_sums_over_the_batch_runs_whole() -> None:
         )
     assert_equal(plan)
     assert plan.unknown == ("while_loop",)
+
+
+def times(count: int) -> Callable[..., Any]:
+    """A loop of so many steps, which only running it tells."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        _, out = while_loop(
+            lambda i, x: i < count,
+            lambda i, x: (i + 1, torch.tanh(x @ w) + 0.5 * x),
+            (torch.zeros((), dtype=torch.int64), x),
+        )
+        return out * w[0]
+
+    return fn
+
+
+def one_by_one(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and the gradients of ``times(count)``, without a loop in the graph."""
+    x, w = (t.requires_grad_() for t in inputs())
+    out = x
+    for _ in range(count):
+        out = torch.tanh(out @ w) + 0.5 * out
+    out = out * w[0]
+    return out.detach(), *torch.autograd.grad(out.sum(), [x, w])
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        (1, "dp=2"),
+        (STEPS + 3, "dp=2"),
+        pytest.param(3, "dp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param(STEPS, "dp=3", marks=pytest.mark.slow),
+        pytest.param(STEPS - 1, "dp=4", marks=pytest.mark.slow),
+    ],
+)
+def test_the_backward_of_a_loop_of_unknown_length(count: int, mesh: str) -> None:
+    plan = planned(times(count), mesh, grad=True)
+    out, grads = plan.simulate(*inputs())
+    got = out, grads["x"], grads["w"]
+    torch.testing.assert_close(got, one_by_one(count))
+    assert plan.unknown == ("while_loop",)
+
+
+@pytest.mark.slow
+def test_the_number_of_steps_is_that_of_each_call() -> None:
+    """One plan, called with inputs of which the loop takes more steps or fewer."""
+    plan = planned(CONTROL["until_small"], grad=True)
+    x, w = inputs()
+    for scale in (1e-3, 1.0, 1e6):
+        got, want = plan.simulate(x * scale, w), plan.reference(x * scale, w)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_size_that_depends_on_data_otherwise_is_refused() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        x = mode.from_tensor(torch.ones(4))
+        graph = make_fx(lambda x: x.nonzero().sum(0))(x).graph
+    with pytest.raises(PlanError, match="nonzero.* has a size that depends on data"):
+        read(graph, Signature((Input("x"),), ()))
 
 
 def test_a_loop_carries_partial_sums_and_reduces_them_once() -> None:

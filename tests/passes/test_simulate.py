@@ -24,18 +24,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 import fxpar
 from fxpar._torch.fake import new_fake_mode
 from fxpar.errors import PlanError
-from fxpar.passes import Request, parallelize
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.inductor_launches import launches_of
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Simulation, Task, Timeline, simulate, tasks_of
+from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import Call
 from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import LIGHT, Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import asdict_shallow
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output
 from fxpar.sharding.spec import Spec
 from tests.helpers.models import build_loss
