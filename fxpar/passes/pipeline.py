@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.config import runs
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
+from fxpar.passes.body_seeds import lift_seeds
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.localize import partition
@@ -123,6 +124,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     clock = _Clock()
     request.watch("traced", graph)
     show_bodies(graph, graph.owning_module)
+    lift_seeds(graph, fake_mode)
     count_steps(graph, fake_mode)
     rewriter = Rewriter(graph, fake_mode)
     for normalize in NORMALIZE:
