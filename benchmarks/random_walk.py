@@ -1,4 +1,8 @@
-"""Proposals of a random search over the choices of a solver's problem.
+"""FlexFlow's random walk over the choices of a solver's problem, in the simulator.
+
+``walk`` is Metropolis's: of random changes a better one is taken, a worse one with
+probability exp(-(more seconds) / heat). It never leaves the memory limit, counts
+proposals, not time, and is the same for the same seed.
 
 In: a Formulation, a choice, random numbers. Out: changes of it, node -> strategy. Three
 kinds: an op takes a random strategy; so do all ops tied to it (layers that repeat); an
@@ -8,18 +12,21 @@ rest) then follow to where they cost least. What a change leads to is not asked 
 but for ``Room``: whether it fits in memory.
 
 Source: FlexFlow (Jia, Zaharia and Aiken, SysML 2019, section 6.2), and its release of
-July 2022 for passing on.
+July 2022 for passing on, and for the restarts at the best plan.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from fxpar.sharding.search.formulate import Formulation
+from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.solver import Problem
 from fxpar.sharding.solver.problem import FORBIDDEN
 
@@ -27,6 +34,8 @@ from fxpar.sharding.solver.problem import FORBIDDEN
 _AGAIN = 0.75
 # How far from an op that changes others follow: an input is behind where it settles.
 _ROUNDS = 2
+# Heat of the walk as a share of the step; back to the best plan so many times.
+HEAT, RESTARTS = 2e-4, 20
 
 
 class Moves:
@@ -180,3 +189,52 @@ class Room:
             return True
         most = np.maximum(self.limit, self.used)
         return bool((used <= most * (1 + 1e-12)).all())
+
+
+@dataclass(frozen=True)
+class Walk:
+    """``choice``: the best that was met, ``seconds`` of its simulated step, those of
+    the ``start``; of so many ``proposals`` so many were ``accepted``."""
+
+    choice: tuple[int, ...]
+    seconds: float
+    start: float
+    proposals: int
+    accepted: int
+
+
+def walk(
+    found: Formulation,
+    start: Sequence[int],
+    proposals: int,
+    *,
+    seed: int = 0,
+    heat: float = HEAT,
+) -> Walk:
+    """A random walk from a choice that fits; never worse than it."""
+    step = Overlap(found, start)
+    moves, room = Moves(found, step.choice, seed), Room(found.problem, step.choice)
+    chance = random.Random(seed)
+    begun = least = step.seconds
+    best, accepted = list(start), 0
+    every = max(1, proposals // RESTARTS)
+    for n in range(1, proposals + 1):
+        if n % every == 0 and step.seconds > least:
+            back = {i: k for i, k in enumerate(best) if step.choice[i] != k}
+            room.used = room.after(back)
+            step.change(back)
+        changes = moves.propose()
+        if not changes or not moves.allowed(changes):
+            continue
+        used = room.after(changes)
+        if not room.fits(used):
+            continue
+        more = step.tried(changes) - step.seconds
+        if more > 0 and chance.random() >= math.exp(-more / (heat * begun)):
+            continue
+        step.change(changes)
+        room.used = used
+        accepted += 1
+        if step.seconds < least:
+            best, least = list(step.choice), step.seconds
+    return Walk(tuple(best), least, begun, proposals, accepted)
