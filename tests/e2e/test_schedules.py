@@ -198,11 +198,11 @@ def broken(*_: Any) -> Any:
 
     def wrong(edit: Any, reduced: Any, dim: int | None = None) -> Any:
         made = kept(edit, reduced, dim)
-        made[0].target = gathers.steps.slice_
+        made[0].target = gathers.collective_nodes.slice_
         made[0].args = (made[0].args[0], 0, made[0].args[-1])
         return made
 
-    from fxpar.fusion import apply
+    from fxpar.fusion import apply_schedule as apply
 
     known = dict(apply.VERBS)
     apply.VERBS["split"] = wrong
