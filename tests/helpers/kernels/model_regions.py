@@ -31,6 +31,7 @@ from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
+from fxpar.runtime import pipeline_steps
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels import collective_cases as cases
@@ -51,8 +52,8 @@ def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
     model, batch = build_loss(name)
     options = {"mesh": mesh, "codegen": "eager", "fuse": "interpret"}
     with (
-        mock.patch.object(backend, "say", keep),
-        mock.patch.object(backend.agree, "agree"),
+        mock.patch.object(pipeline_steps, "say", keep),
+        mock.patch.object(backend.consensus, "agree"),
         mock.patch.object(backend.inputs.Checks, "run"),
     ):
         torch.compile(model, backend="fxpar", options=options)(**batch).backward()
@@ -88,9 +89,9 @@ def fused_step(name: str) -> list[tuple[str, Fused]]:
     options: dict[str, Any] = {"mesh": "dp=2", "codegen": "eager", "fuse": "interpret"}
     options |= {"inputs": "local", "disable": "bucket"}
     with (
-        mock.patch.object(backend, "say", keep),
-        mock.patch.object(backend, "fuse_graph", asked),
-        mock.patch.object(backend.agree, "agree"),
+        mock.patch.object(pipeline_steps, "say", keep),
+        mock.patch.object(pipeline_steps, "fuse_graph", asked),
+        mock.patch.object(backend.consensus, "agree"),
         mock.patch.object(backend.inputs.Checks, "run"),
     ):
         step = fxpar.train_step(
