@@ -35,7 +35,7 @@ LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 
 # Upward imports inside a function, each with its reason.
 LAZY = {
-    # str(plan) and friends: the Plan is data, the ways to show it are explain's.
+    # plan.to_html(path), of a loaded plan too: the page is explain's.
     "sharding/plan.py": "explain",
 }
 

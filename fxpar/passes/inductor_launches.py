@@ -140,12 +140,18 @@ class _Reader:
         return Launches(kept, self.inputs, list(self.outputs))
 
     def _input(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
-        self.values[node] = []
-        if isinstance(value, torch.Tensor):
+        """What the graph is given; a part of a graph may be given an op's results."""
+
+        def buffered(value: Any) -> _TensorView | None:
+            if not isinstance(value, torch.Tensor):
+                return None
             buffer = Buffer(node, nbytes_of(value))
             self.inputs.append(buffer)
-            self.values[node] = [_value(node, buffer, value)]
+            return _value(node, buffer, value)
+
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        self.values[node] = [buffered(each) for each in values]
 
     def _operands(self, node: fx.Node) -> list[_TensorView]:
         found = (v for read in node.all_input_nodes for v in self.values[read])

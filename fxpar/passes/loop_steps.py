@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.builder import value_of
 from fxpar.passes.graph_bodies import body_of, module_of
+from fxpar.passes.rewriter import copy_of
 from fxpar.sharding.rules.table import tensors_of
 
 aten = torch.ops.aten
@@ -82,7 +83,7 @@ def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
             continue
         elif name == _LOOP:
             for place, body in zip(node.args[:2], _bodies(node), strict=True):
-                place.meta["val"] = body = _copy(body)
+                place.meta["val"] = body = module_of(body, copy_of(body.graph))
                 uncount_steps(body.graph, fake_mode)
                 _evaluate(body.graph, _taken(node), fake_mode, _value)
             continue
@@ -149,13 +150,3 @@ def _evaluate(
         elif node.op == "call_function":
             node.meta["val"] = value(node, fake_mode)
             _torch.loops.bind_symbols(node, fake_mode)
-
-
-def _copy(body: fx.GraphModule) -> fx.GraphModule:
-    """A body whose nodes are its own."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in body.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    return module_of(body, graph)

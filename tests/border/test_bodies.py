@@ -147,3 +147,27 @@ def test_sums_leave_local_mode_as_means_over_ranks(name: str) -> None:
             assert got == pytest.approx(want / 2, rel=1e-5)
         for got, want in rank[half:]:
             assert got == pytest.approx(want, rel=1e-5)
+
+
+def noisy(codegen: str, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A program that draws in each step of a loop, and a gradient of it, on ranks whose
+    generators have drifted apart."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, 8)
+    w = (torch.randn(8, 8) * 0.4).requires_grad_()
+    options = {"mesh": "dp=2", "codegen": codegen, "plan": plan}
+    run = torch.compile(bodies.noisy_steps, backend="fxpar", options=options)
+    torch.manual_seed(dist.get_rank())
+    out = run(x, w)
+    (grad,) = torch.autograd.grad(out.square().sum(), w)
+    return out.detach(), grad
+
+
+@pytest.mark.slow
+def test_steps_draw_alike_on_all_ranks_under_all_plans() -> None:
+    pool, how = shared_pool(2), [("eager", "propagate"), ("inductor", "propagate")]
+    want, _ = pool.run(noisy, "eager", "replicate", timeout=400.0)
+    for codegen, plan in how:
+        for got in pool.run(noisy, codegen, plan, timeout=400.0):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

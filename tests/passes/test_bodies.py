@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as over_rows
@@ -21,7 +22,7 @@ from fxpar.errors import FxparWarning, PlanError
 from fxpar.passes.loop_steps import STEPS
 from fxpar.planning import TracedPlan
 from fxpar.sharding.program import Input, Signature, inside_of, read
-from tests.helpers.bodies import CONTROL, UNKNOWN_LENGTH, attention
+from tests.helpers.bodies import CONTROL, UNKNOWN_LENGTH, attention, noisy_steps
 
 BATCH = ("dp", None, None)
 
@@ -232,15 +233,91 @@ def test_positions_inside_count_by_global_index() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_random_numbers_inside_are_refused() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
+# Random numbers
+
+
+def _noisy_branches(x: Tensor, w: Tensor) -> Tensor:
+    def noise(x):
+        return x * torch.rand_like(x) + torch.randn_like(x)
+
+    return torch.cond(x.sum() > 0, noise, lambda x: F.dropout(x, 0.5), (x,))
+
+
+def _noisy_rows(x: Tensor, w: Tensor) -> Tensor:
+    return over_rows(lambda row, w: F.dropout(row @ w, 0.5), x, w)
+
+
+def _noisy_branch_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    def some(row):
         return torch.cond(
-            x.sum() > 0, lambda x: x * torch.rand_like(x), lambda x: x * 1.0, (x,)
+            row.mean() > 9, lambda r: r * 2.0, lambda r: F.dropout(r, 0.5), (row,)
         )
 
-    with pytest.raises(PlanError, match="same random numbers") as error:
-        planned(fn)
+    return over_rows(lambda row: some(row) + torch.rand_like(row), x)
+
+
+def _noisy_loop(x: Tensor, w: Tensor) -> Tensor:
+    return while_loop(
+        lambda x: x.abs().sum() < 100, lambda x: (x + torch.rand_like(x),), (x,)
+    )[0]
+
+
+def _of_seed(run: Callable[..., Any], seed: int) -> Any:
+    given = inputs()
+    torch.manual_seed(seed)
+    return run(*given)
+
+
+@pytest.mark.parametrize(
+    ("fn", "mesh", "grad"),
+    [
+        (_noisy_branches, "dp=2", False),
+        (noisy_steps, "dp=2", True),
+        pytest.param(_noisy_rows, "dp=4", False, marks=pytest.mark.slow),
+        pytest.param(noisy_steps, "dp=2,tp=2", True, marks=pytest.mark.slow),
+        pytest.param(_noisy_branch_of_rows, "dp=2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_random_numbers_inside_do_not_depend_on_the_mesh(
+    fn: Callable[..., Any], mesh: str, grad: bool
+) -> None:
+    plan = planned(fn, mesh, grad=grad)
+    got, want = _of_seed(plan.simulate, 1), _of_seed(plan.reference, 1)
+    torch.testing.assert_close(got, want)
+    (node, *_) = higher(plan)
+    split = fn is not _noisy_branches  # where every rank needs its predicate whole
+    assert any("dp" in spec.sharded_axes for spec in node.operands) or not split
+    other = _of_seed(plan.simulate, 2)
+    assert not torch.equal(other[0] if grad else other, got[0] if grad else got)
+
+
+def test_each_step_draws_numbers_of_its_own() -> None:
+    plan = planned(lambda x, w: over_rows(lambda row: torch.rand_like(row), x))
+    rows = plan.simulate(*inputs())
+    assert len({tuple(row.flatten().tolist()) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("fn", "grad", "why"),
+    [
+        (_noisy_loop, False, "same random numbers"),
+        (_noisy_branches, True, "again in its backward"),
+        (
+            lambda x, w: torch.cond(
+                x.sum() > 0, lambda x: torch.poisson(x.abs()), lambda x: x * 1.0, (x,)
+            ),
+            False,
+            "same random numbers",
+        ),
+    ],
+)
+def test_random_numbers_inside_are_refused(
+    fn: Callable[..., Any], grad: bool, why: str
+) -> None:
+    with pytest.raises(PlanError, match=why) as error:
+        planned(fn, grad=grad)
     assert "test_bodies.py" in str(error.value)
+    assert "pass them in" in str(error.value)
 
 
 # Attention
