@@ -1,10 +1,10 @@
 """Split a region program at its collectives, for several kernels or for one.
 
-In: a program. Out: its steps in order (``stages_of``): programs without collectives,
-each a ``ComputeStep``, and collectives, each a ``CollectiveStep``, which hand values on by
-name; or a ``SplitProgram``, of which one kernel is made. What does not depend on a
-collective and is not needed for one is computed as late as it can be, beside what reads
-it. It copies statements and makes none.
+In: a program. Out: its steps in order (``stages_of``): programs without collectives
+(``ComputeStep``) and collectives (``CollectiveStep``), which hand values on by name;
+or a ``SplitProgram``, of which one kernel is made. What does not depend on a
+collective and is not needed for one is computed as late as it can be, beside what
+reads it. It copies statements and makes none.
 """
 
 from __future__ import annotations
