@@ -27,8 +27,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
 from fxpar.fusion.kernels import interpret, run_kernels
-from fxpar.fusion.kernels.region_program import Program
-from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram
+from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider
 
 # Of parts of several processes, or with a group: what of them launches kernels.
@@ -123,7 +123,7 @@ def compile_all(here: Here) -> None:
     folder = Path(here.out).parent
     found = sorted(folder.glob("program_*.json"))
     texts = [path.read_text() for path in found]
-    compile_parts_of(here, [Program.parse(text) for text in texts])
+    compile_parts_of(here, [RegionProgram.parse(text) for text in texts])
 
 
 def compile_part(here: Here, name: str) -> None:
@@ -143,23 +143,23 @@ def compile_part(here: Here, name: str) -> None:
     _say(here, name, binaries)
 
 
-def compile_parts_of(here: Here, programs: list[Program]) -> None:
+def compile_parts_of(here: Here, programs: list[RegionProgram]) -> None:
     """Kernels of programs as regions run them: by a template, and between
     collectives."""
-    from fxpar.fusion.kernels.autotune import Way
-    from fxpar.fusion.kernels.implementations import Facts, choose
+    from fxpar.fusion.kernels.autotune import TunedWay
+    from fxpar.fusion.kernels.implementations import GroupFacts, choose
     from fxpar.fusion.kernels.kernel_text import kernel_of
     from fxpar.fusion.kernels.run_fused import planned
 
     binaries: list[Any] = []
     with pretending(binaries.append, here):
         for program in programs:
-            rung = choose(program, Facts(program.ranks, kernels=True, shared=True))
-            template = planned(program, Way(rung.name, here.programs), "cuda")
+            rung = choose(program, GroupFacts(program.ranks, kernels=True, shared=True))
+            template = planned(program, TunedWay(rung.name, here.programs), "cuda")
             assert template is not None, f"region {program.hash} is not one kernel"
             compile_kernel(here, template.kernel, shared=True)
             for step in stages_of(program):
-                if isinstance(step, Part):
+                if isinstance(step, ComputeStep):
                     random = run_kernels.random_of("cuda")
                     kernel = kernel_of(step.program, random=random)
                     compile_kernel(here, kernel, shared=False)

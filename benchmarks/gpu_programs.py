@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
 from fxpar.fusion.kernels import interpret
-from fxpar.fusion.kernels.region_program import Program, Ref
-from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
+from fxpar.fusion.kernels.region_program import Ref, RegionProgram
+from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
 from fxpar.fusion.kernels.trace_region import outline
 from fxpar.sharding.cost.op import is_view
 
@@ -160,7 +160,7 @@ def made_of(
 class Job:
     """``order``: which of the inputs a program takes; ``numbers``: of each rank."""
 
-    program: Program
+    program: RegionProgram
     order: tuple[int, ...]
     numbers: tuple[tuple[int, ...], ...]
 
@@ -194,7 +194,9 @@ def _traced(fn: Callable[..., Any], args: Sequence[torch.Tensor]) -> fx.Graph:
     return graph
 
 
-def _outlined(graph: fx.Graph) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+def _outlined(
+    graph: fx.Graph,
+) -> tuple[RegionProgram, tuple[int, ...], tuple[int, ...]]:
     """A whole graph: the program, which inputs it takes, and its numbers."""
     inputs = graph.find_nodes(op="placeholder")
     results = graph.output_node().args[0]
@@ -213,15 +215,17 @@ def _outlined(graph: fx.Graph) -> tuple[Program, tuple[int, ...], tuple[int, ...
     return found.program, order, tuple(found.numbers)
 
 
-def in_dtype(program: Program, old: str, new: str) -> Program:
+def in_dtype(program: RegionProgram, old: str, new: str) -> RegionProgram:
     """A program with one dtype for another."""
-    return Program.parse(program.text.replace(f'"{old}"', f'"{new}"'))
+    return RegionProgram.parse(program.text.replace(f'"{old}"', f'"{new}"'))
 
 
 _CASTS = ("prims.convert_element_type.default", "aten._to_copy.default")
 
 
-def widened(program: Program, dtype: torch.dtype) -> tuple[Program, torch.dtype]:
+def widened(
+    program: RegionProgram, dtype: torch.dtype
+) -> tuple[RegionProgram, torch.dtype]:
     """A program in the precision of its oracle, and that: float64, of bfloat16 float32.
     Casts to bfloat16 still round."""
     wide = torch.float64 if dtype is F32 else F32
@@ -376,7 +380,7 @@ def oracle(
     for given in all_inputs:
         values.append({k: up(x, wide) for k, x in job.values(given).items()})
     for step in stages_of(program):
-        if isinstance(step, Move):
+        if isinstance(step, CollectiveStep):
             narrow = job.program.values[step.operand].dtype == "bfloat16"
             carried = _rounded if narrow else lambda x: x
             got = _moved(step, [carried(v[step.operand]) for v in values])
@@ -404,7 +408,7 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return x.to(BF16).to(x.dtype)
 
 
-def _moved(move: Move, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _moved(move: CollectiveStep, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A collective's results on all ranks."""
     if move.kind == "all_gather_into_tensor":
         return [torch.cat(list(given))] * len(given)

@@ -28,7 +28,7 @@ from fxpar.fusion.apply_schedule import (
 )
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
-from fxpar.fusion.kernels.implementations import Facts
+from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
@@ -333,13 +333,13 @@ def fuse_regions(state: PhaseState) -> None:
         say(fused, f"{request.name}/{which}", request.debug)
 
 
-def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> Facts:
+def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:
     """Of a process group, for the ladder of kernels. On CPU, where there are none, as
     if ranks shared memory."""
     bandwidth, ranks = bandwidth_of(mesh, group), _torch.distributed.group_size(group)
     if device.type != "cuda" or not kernels:
-        return Facts(ranks, kernels, True, bandwidth)
+        return GroupFacts(ranks, kernels, True, bandwidth)
     provider = provider_of(group, device)
     if provider is None:
-        return Facts(ranks, kernels, False, bandwidth)
+        return GroupFacts(ranks, kernels, False, bandwidth)
     return facts_of(provider, bandwidth)

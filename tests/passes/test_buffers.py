@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar import _torch
 from fxpar.fusion.kernels.fuse_regions import fuse_graph
-from fxpar.fusion.kernels.implementations import Facts
+from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.passes.order_collectives import Settings, schedule
 from fxpar.passes.sink_waits import WAIT, sink_waits
 from tests.helpers.overlaps import CHUNKS, RINGS, bound
@@ -153,7 +153,9 @@ def regions(group: str) -> Callable[..., Any]:
 def test_regions_beside_collectives(group: str, monkeypatch: Any) -> None:
     graph = traced(regions(group), (8, 8), (8, 8), (8, 8))
     schedule(graph, backward=False)
-    fused = fuse_graph(graph, facts_of=lambda _: Facts(4, kernels=False, shared=True))
+    fused = fuse_graph(
+        graph, facts_of=lambda _: GroupFacts(4, kernels=False, shared=True)
+    )
     assert len(fused.programs) >= 2
     code = code_of(graph, monkeypatch)
     assert "fxpar.region_.default(" in code and "fxpar.region.default(" in code

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from fxpar import _torch, cache_files
-from fxpar.fusion.kernels.implementations import Facts, choose, rungs_of
-from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.implementations import GroupFacts, choose, rungs_of
+from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 
 # Launches timed together, so that those of the clock do not count; times that is done,
@@ -42,7 +42,7 @@ LEAST = 0.03
 
 
 @dataclass(frozen=True)
-class Way:
+class TunedWay:
     """``rung``: of the ladder. ``programs``: the largest grid; ``warps``: of a program,
     0 for as many as the kernel asks for."""
 
@@ -57,24 +57,29 @@ Run = Callable[[], Any]
 Clock = Callable[[Run], float]
 
 
-def ways_of(program: Program, facts: Facts, programs: int) -> tuple[Way, ...]:
+def ways_of(
+    program: RegionProgram, facts: GroupFacts, programs: int
+) -> tuple[TunedWay, ...]:
     """What is tried, the table's choice first: each rung that the program can have, by
     all programs that run at a time and by half as many, and with twice the warps."""
     first = choose(program, facts).name
     names = dict.fromkeys([first, *rungs_of(program, facts)])
-    out: dict[Way, None] = {}
+    out: dict[TunedWay, None] = {}
     for name in names:
         if name == "nccl":
-            out[Way(name, programs)] = None
+            out[TunedWay(name, programs)] = None
             continue
         for grid, warps in ((programs, 0), (max(1, programs // 2), 0), (programs, 16)):
-            out[Way(name, grid, warps)] = None
+            out[TunedWay(name, grid, warps)] = None
     return tuple(out)
 
 
 def fastest(
-    ways: Sequence[Way], prepare: Callable[[Way], Run], meeting: Meeting, clock: Clock
-) -> tuple[Way, dict[str, float]]:
+    ways: Sequence[TunedWay],
+    prepare: Callable[[TunedWay], Run],
+    meeting: Meeting,
+    clock: Clock,
+) -> tuple[TunedWay, dict[str, float]]:
     """The way whose slowest rank is the fastest, and the seconds of each that all ranks
     could run. ``prepare``: compiles one. Raises Unshared on all ranks if there is none.
     """
@@ -103,14 +108,14 @@ def _told(fn: Callable[[Any], Any], x: Any) -> Any:
 
 
 def tuned(
-    program: Program,
-    ways: Sequence[Way],
-    prepare: Callable[[Way], Run],
+    program: RegionProgram,
+    ways: Sequence[TunedWay],
+    prepare: Callable[[TunedWay], Run],
     meeting: Meeting,
     *,
     where: Mapping[str, Any],
     clock: Clock,
-) -> Way:
+) -> TunedWay:
     """``fastest``, kept: found once for a program and ``where`` (the device, links).
 
     Raises Unshared on all ranks.
@@ -126,7 +131,7 @@ def tuned(
     return way
 
 
-def _path(program: Program, ranks: int, where: Mapping[str, Any]) -> Path:
+def _path(program: RegionProgram, ranks: int, where: Mapping[str, Any]) -> Path:
     facts = [program.hash, ranks, sorted(where.items()), *_torch.version.versions()]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_files.folder() / "tuned" / f"{digest}.json"
@@ -140,9 +145,9 @@ def _kept(path: Path) -> str:
         return ""
 
 
-def _read(text: str) -> Way | None:
+def _read(text: str) -> TunedWay | None:
     try:
-        return Way(**json.loads(text)["way"])
+        return TunedWay(**json.loads(text)["way"])
     except (ValueError, KeyError, TypeError):
         return None
 

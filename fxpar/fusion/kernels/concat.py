@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fxpar.fusion.kernels.index_arithmetic import Map, slice_start, strided
-from fxpar.fusion.kernels.region_program import Line, Ref, contiguous
+from fxpar.fusion.kernels.region_program import Ref, Statement, contiguous
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -29,7 +29,7 @@ class Choice:
 _MOST = 8
 
 
-def _cat(line: Line, shapes: Shapes) -> list[Choice]:
+def _cat(line: Statement, shapes: Shapes) -> list[Choice]:
     parts = [x for x in line.args[0] if 0 not in shapes[x.name]]
     if len(parts) > _MOST:
         raise LookupError(f"{line.op} of {len(parts)} tensors")
@@ -45,7 +45,7 @@ def _cat(line: Line, shapes: Shapes) -> list[Choice]:
     return out
 
 
-def _pad(line: Line, shapes: Shapes) -> list[Choice]:
+def _pad(line: Statement, shapes: Shapes) -> list[Choice]:
     x, pads = line.args[:2]
     fill = line.args[2] if len(line.args) > 2 else 0
     shape = shapes[x.name]
@@ -60,7 +60,7 @@ def _pad(line: Line, shapes: Shapes) -> list[Choice]:
     return [Choice(x, tuple(ranges), to), Choice(fill, (), to)]
 
 
-def _put_slice(line: Line, shapes: Shapes) -> list[Choice]:
+def _put_slice(line: Statement, shapes: Shapes) -> list[Choice]:
     base, x = line.args[:2]
     dim = (line.args[2] if len(line.args) > 2 else 0) % len(line.shape)
     start, step = slice_start(line.args, line.shape[dim], at=3)
@@ -72,7 +72,7 @@ def _put_slice(line: Line, shapes: Shapes) -> list[Choice]:
     return [Choice(x, ranges, to), _rest(line, base)]
 
 
-def _put_index(line: Line, shapes: Shapes) -> list[Choice]:
+def _put_index(line: Statement, shapes: Shapes) -> list[Choice]:
     base, x, dim, index = line.args
     dim, strides = dim % len(line.shape), list(contiguous(shapes[x.name]))
     index %= line.shape[dim]
@@ -81,11 +81,11 @@ def _put_index(line: Line, shapes: Shapes) -> list[Choice]:
     return [Choice(x, ((dim, index, index + 1),), to), _rest(line, base)]
 
 
-def _rest(line: Line, base: Ref) -> Choice:
+def _rest(line: Statement, base: Ref) -> Choice:
     return Choice(base, (), strided(line.shape, contiguous(line.shape)))
 
 
-_CHOICES: dict[str, Callable[[Line, Shapes], list[Choice]]] = {
+_CHOICES: dict[str, Callable[[Statement, Shapes], list[Choice]]] = {
     "aten.cat.default": _cat,
     "aten.constant_pad_nd.default": _pad,
     "aten.slice_scatter.default": _put_slice,
@@ -94,6 +94,6 @@ _CHOICES: dict[str, Callable[[Line, Shapes], list[Choice]]] = {
 CHOICES = frozenset(_CHOICES)
 
 
-def choices_of(line: Line, shapes: Shapes) -> list[Choice]:
+def choices_of(line: Statement, shapes: Shapes) -> list[Choice]:
     """The parts of a line's result. Raises LookupError for what has no form."""
     return _CHOICES[line.op](line, shapes)

@@ -51,10 +51,10 @@ from fxpar.fusion.kernels.reductions import (
     space_of,
 )
 from fxpar.fusion.kernels.region_program import (
-    Line,
     Number,
-    Program,
     Ref,
+    RegionProgram,
+    Statement,
     Tensor,
     contiguous,
     short,
@@ -131,7 +131,7 @@ class Body:
 
 
 def emit_body(
-    program: Program,
+    program: RegionProgram,
     space: Space | None = None,
     *,
     sources: Mapping[str, Source] | None = None,
@@ -243,7 +243,7 @@ class _Writer:
             else str(to.offset)
         )
 
-    def _line(self, line: Line, place: Place) -> None:
+    def _line(self, line: Statement, place: Place) -> None:
         key = line.name, place.text
         if line.op in VIEWS:
             self.texts[key] = self._view(line, place)
@@ -263,14 +263,14 @@ class _Writer:
         self.lines.append(f"{name} = {text}  # {short(line)}")
         self.texts[key] = Text(name, kind, block)
 
-    def _view(self, line: Line, place: Place) -> Text:
+    def _view(self, line: Statement, place: Place) -> Text:
         source = self.program.values[line.refs[0]]
         if source.dtype == "tuple":
             return self.texts[f"{source.name}.{line.args[1]}", place.text]
         to = self.needs.derive(place, view_map(line, source.shape))
         return self.texts[source.name, to.text]
 
-    def _compute(self, line: Line, place: Place, kind: str) -> tuple[str, bool]:
+    def _compute(self, line: Statement, place: Place, kind: str) -> tuple[str, bool]:
         """The text of a line, and whether it differs between lanes."""
         if line.op == IOTA:
             given = dict(line.kwargs)
@@ -291,7 +291,7 @@ class _Writer:
             args = [_as_value(x) if isinstance(x, Text) else x for x in args]
         return expression(line, args, kind), any(x.block for x in texts)
 
-    def _operand(self, line: Line, x: Ref, place: Place) -> Text:
+    def _operand(self, line: Statement, x: Ref, place: Place) -> Text:
         shape = self.program.values[x.name].shape
         return self.texts[
             x.name, self.needs.derive(place, broadcast(shape, line.shape)).text
@@ -303,13 +303,13 @@ class _Writer:
             return f"n{x.index}"
         return str(x)
 
-    def _seed(self, line: Line) -> str:
+    def _seed(self, line: Statement) -> str:
         source = line.refs[0]
         if not isinstance(self.program.values[source], Tensor):
             raise LookupError("a seed of seeds made in the kernel")
         return f"tl.load({source}_ptr + {self._number(line.args[1])})"
 
-    def _draw(self, line: Line, place: Place) -> str:
+    def _draw(self, line: Statement, place: Place) -> str:
         size, seed, mode, whole, offsets = line.args
         if mode != "rand":
             raise LookupError(f"random numbers of mode {mode}")
@@ -324,7 +324,7 @@ class _Writer:
         seed = self.texts[seed.name, ZERO.text].text
         return f"lib.rand_{self.random}({seed}, {index})"
 
-    def _chosen(self, line: Line, place: Place, kind: str) -> str:
+    def _chosen(self, line: Statement, place: Place, kind: str) -> str:
         text = ""
         for condition, source, where in reversed(
             self.needs.chosen[line.name, place.text]
@@ -338,7 +338,7 @@ class _Writer:
             text = f"tl.where({condition}, {value}, {text})" if text else value
         return text
 
-    def _reduce(self, line: Line, place: Place) -> None:
+    def _reduce(self, line: Statement, place: Place) -> None:
         """The lines of a reduction of a row."""
         source = self.texts[line.refs[0], "at"]
         columns, name = self.space.columns, self._name(line.name)

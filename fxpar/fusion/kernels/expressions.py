@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpar.fusion.kernels.region_program import Line, dtype_of
+from fxpar.fusion.kernels.region_program import Statement, dtype_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int64", "int32", "int16", "int8", "uint8")
@@ -69,23 +69,23 @@ Write = Callable[..., str]
 
 
 @dataclass(frozen=True)
-class Op:
+class ElementOp:
     """``write(*operands, **kwargs)`` gives the expression."""
 
     write: Write
     operands: str = RESULT
 
 
-def _form(template: str, operands: str = RESULT) -> Op:
+def _form(template: str, operands: str = RESULT) -> ElementOp:
     """``{0} * {1}``."""
-    return Op(lambda *args: template.format(*args), operands)
+    return ElementOp(lambda *args: template.format(*args), operands)
 
 
-def _sum(sign: str) -> Op:
+def _sum(sign: str) -> ElementOp:
     def write(a: str, b: str, alpha: Any = 1) -> str:
         return f"{a} {sign} {b}" if alpha == 1 else f"{a} {sign} {b} * {alpha}"
 
-    return Op(write)
+    return ElementOp(write)
 
 
 def _power(x: str, exponent: str) -> str:
@@ -150,14 +150,14 @@ def _lerp(a: str, b: str, weight: str) -> str:
     return f"{b} - ({b} - {a}) * (1.0 - {weight})"
 
 
-def _extreme(sign: str) -> Op:
+def _extreme(sign: str) -> ElementOp:
     form = (
         f"tl.where({{0}} {sign} {{1}}, {{0}}, tl.where({{0}} != {{0}}, {{0}}, {{1}}))"
     )
     return _form(form)
 
 
-def _compared(sign: str) -> Op:
+def _compared(sign: str) -> ElementOp:
     return _form(f"{{0}} {sign} {{1}}", COMMON)
 
 
@@ -176,12 +176,14 @@ _OF_BOOLS = {
     "aten.bitwise_xor.Tensor": _form("{0} != {1}"),
 }
 
-OPS: dict[str, Op] = {
+OPS: dict[str, ElementOp] = {
     f"aten.{word}.{overload}": op
     for word, op in _BINARY.items()
     for overload in ("Tensor", "Scalar")
 } | {
-    "aten.rsub.Scalar": Op(lambda a, b, alpha=1: _BINARY["sub"].write(b, a, alpha)),
+    "aten.rsub.Scalar": ElementOp(
+        lambda a, b, alpha=1: _BINARY["sub"].write(b, a, alpha)
+    ),
     "aten.neg.default": _form("-{0}"),
     "aten.abs.default": _form("tl.abs({0})"),
     "aten.reciprocal.default": _form("1.0 / {0}"),
@@ -198,11 +200,11 @@ OPS: dict[str, Op] = {
     "aten.silu.default": _form("{0} * lib.sigmoid({0})"),
     "aten.square.default": _form("{0} * {0}"),
     "aten.sign.default": _form("lib.sign({0})"),
-    "aten.gelu.default": Op(_gelu),
-    "aten.pow.Tensor_Scalar": Op(_power),
-    "aten.clamp.default": Op(_clamp),
-    "aten.clamp_min.default": Op(_clamp),
-    "aten.clamp_max.default": Op(lambda x, high: _clamp(x, None, high)),
+    "aten.gelu.default": ElementOp(_gelu),
+    "aten.pow.Tensor_Scalar": ElementOp(_power),
+    "aten.clamp.default": ElementOp(_clamp),
+    "aten.clamp_min.default": ElementOp(_clamp),
+    "aten.clamp_max.default": ElementOp(lambda x, high: _clamp(x, None, high)),
     # Both give NaN where either is, as torch does.
     "aten.maximum.default": _extreme(">"),
     "aten.minimum.default": _extreme("<"),
@@ -216,17 +218,21 @@ OPS: dict[str, Op] = {
     "aten.bitwise_or.Tensor": _form("{0} | {1}"),
     "aten.bitwise_xor.Tensor": _form("{0} ^ {1}"),
     "aten.bitwise_not.default": _form("~{0}"),
-    "aten.addcmul.default": Op(lambda a, b, c, value=1: _products(a, b, c, "*", value)),
-    "aten.addcdiv.default": Op(lambda a, b, c, value=1: _products(a, b, c, "/", value)),
-    "aten.lerp.Scalar": Op(_lerp),
+    "aten.addcmul.default": ElementOp(
+        lambda a, b, c, value=1: _products(a, b, c, "*", value)
+    ),
+    "aten.addcdiv.default": ElementOp(
+        lambda a, b, c, value=1: _products(a, b, c, "/", value)
+    ),
+    "aten.lerp.Scalar": ElementOp(_lerp),
     "aten.lerp.Tensor": _form(
         "tl.where(tl.abs({2}) < 0.5, {0} + {2} * ({1} - {0}),"
         " {1} - ({1} - {0}) * (1.0 - {2}))"
     ),
     "prims.fma.default": _form("{0} * {1} + {2}"),
-    "prims.convert_element_type.default": Op(lambda x, _: x),
-    "aten._to_copy.default": Op(lambda x, **_: x),
-    "aten.copy.default": Op(lambda _, x: x),
+    "prims.convert_element_type.default": ElementOp(lambda x, _: x),
+    "aten._to_copy.default": ElementOp(lambda x, **_: x),
+    "aten.copy.default": ElementOp(lambda _, x: x),
     # Gradients.
     "aten.threshold_backward.default": _form("tl.where({1} <= {2}, 0, {0})"),
     "aten.sigmoid_backward.default": _form("{0} * {1} * (1.0 - {1})"),
@@ -234,7 +240,7 @@ OPS: dict[str, Op] = {
     "aten.silu_backward.default": _form(
         "{0} * lib.sigmoid({1}) * (1.0 + {1} * (1.0 - lib.sigmoid({1})))"
     ),
-    "aten.gelu_backward.default": Op(_gelu_backward),
+    "aten.gelu_backward.default": ElementOp(_gelu_backward),
 }
 
 CASTS = frozenset({"prims.convert_element_type.default", "aten._to_copy.default"})
@@ -262,7 +268,7 @@ _ROUNDED = {name: f"({{}}).to(tl.{name}).to(tl.float32)" for name in FLOATS[1:]}
 _WRAPPED = {name: f"({{}}).to(tl.{name}).to(tl.int64)" for name in INTS[1:]}
 
 
-def expression(line: Line, operands: Sequence[Text | Any], result: str) -> str:
+def expression(line: Statement, operands: Sequence[Text | Any], result: str) -> str:
     """What computes a line. ``operands``: a Text for each value read, other arguments
     as they are. ``result``: its kind. Raises LookupError, saying what, if there is
     none."""

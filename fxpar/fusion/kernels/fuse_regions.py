@@ -23,21 +23,21 @@ from fxpar.config import write_dump
 from fxpar.errors import compose
 from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.implementations import Facts, Rung, choose
+from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
 from fxpar.fusion.kernels.in_place_results import writes_of
 from fxpar.fusion.kernels.kernel_text import kernel_of
 from fxpar.fusion.kernels.memory_traffic import bytes_of
-from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.select_region import (
     WAITS,
     Miss,
-    Region,
+    SelectedRegion,
     collectives,
     grow,
     results_of,
     under_way,
 )
-from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.fusion.verbs.fuse_nodes import arrange
 from fxpar.passes.bucket_collectives import region_of
@@ -55,7 +55,7 @@ class Fused:
     and written by what became regions. ``near``: near misses as text; ``left``: what a
     schedule wanted in a region and is in none. ``rungs``: how each region runs."""
 
-    programs: tuple[Program, ...] = ()
+    programs: tuple[RegionProgram, ...] = ()
     before: int = 0
     after: int = 0
     near: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Fused:
 @dataclass
 class _Log:
     left: dict[fx.Node, str]
-    programs: list[Program] = field(default_factory=list)
+    programs: list[RegionProgram] = field(default_factory=list)
     before: int = 0
     after: int = 0
     near: dict[str, None] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class _Log:
 def fuse_graph(
     graph: fx.Graph,
     *,
-    facts_of: Callable[[str], Facts],
+    facts_of: Callable[[str], GroupFacts],
     dump: str | Path | None = None,
     found: bool = True,
     tune: bool = False,
@@ -134,8 +134,8 @@ def fuse_graph(
 
 
 def _region(
-    start: fx.Node, facts_of: Callable[[str], Facts], log: _Log
-) -> Region | None:
+    start: fx.Node, facts_of: Callable[[str], GroupFacts], log: _Log
+) -> SelectedRegion | None:
     """That of a collective, if it pays or a schedule wants it."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
     log.near |= {_told(miss): None for miss in misses}
@@ -189,7 +189,7 @@ def say(fused: Fused, name: str, debug: int) -> None:
         log.log(logging.WARNING if debug >= 2 else logging.DEBUG, "%s: %s", name, text)
 
 
-def replace(graph: fx.Graph, region: Region, how: str) -> None:
+def replace(graph: fx.Graph, region: SelectedRegion, how: str) -> None:
     """Put one op in place of a region."""
     members = list(region.members)
     _views_outside(graph, members)
@@ -217,7 +217,7 @@ def replace(graph: fx.Graph, region: Region, how: str) -> None:
 
 
 def _call(
-    graph: fx.Graph, region: Region, writes: Mapping[fx.Node, fx.Node], how: str
+    graph: fx.Graph, region: SelectedRegion, writes: Mapping[fx.Node, fx.Node], how: str
 ) -> fx.Node:
     """The op of a region; one that changes operands if there is something to write."""
     found = region.outline
@@ -272,7 +272,7 @@ def _write(fused: Fused, folder: Path) -> None:
     for program in fused.programs:
         write_dump(folder / f"region_{program.hash}.txt", f"{program}\n")
         for step in stages_of(program):
-            if isinstance(step, Part):
+            if isinstance(step, ComputeStep):
                 kernel = kernel_of(step.program)
                 path = folder / f"region_{program.hash}_{kernel.name}.py"
                 write_dump(path, kernel.text)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fxpar.fusion.kernels.region_program import Program, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram, dtype_of
+from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
 
 DTYPES = ("float32", "bfloat16")
 RANKS = (1, 2, 4, 8)
@@ -43,7 +43,7 @@ ONE_SHOT = 400 << 10
 
 
 @dataclass(frozen=True)
-class Facts:
+class GroupFacts:
     """``ranks`` of the group; ``kernels``: whether generated kernels run; ``shared``:
     whether they reach other ranks' memory; ``bandwidth``: of the link, bytes/s one way;
     ``multicast``: whether that memory has an address through which a switch sums up.
@@ -74,7 +74,7 @@ class Rung:
         return self.name in FUSED
 
 
-def choose(program: Program, facts: Facts) -> Rung:
+def choose(program: RegionProgram, facts: GroupFacts) -> Rung:
     """The rung of a program with collectives."""
     if not facts.kernels:
         return Rung("interpret", "no generated kernel runs on this device")
@@ -82,7 +82,7 @@ def choose(program: Program, facts: Facts) -> Rung:
         return Rung("nccl", "kernels do not reach other ranks' memory")
     if facts.ranks not in RANKS or facts.ranks != program.ranks:
         return Rung("nccl", f"there are no templates for {facts.ranks} ranks")
-    moves = [step for step in stages_of(program) if isinstance(step, Move)]
+    moves = [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
     for move in moves:
         why = _why_not(program, move, facts)
         if why:
@@ -92,17 +92,17 @@ def choose(program: Program, facts: Facts) -> Rung:
     return _shots(nbytes_of(program, moves[0]), facts)
 
 
-def nbytes_of(program: Program, move: Move) -> int:
+def nbytes_of(program: RegionProgram, move: CollectiveStep) -> int:
     """Of the whole value of a collective."""
     values = program.values[move.operand], program.values[move.result]
     return max(v.count * dtype_of(v.dtype).itemsize for v in values)
 
 
-def rungs_of(program: Program, facts: Facts) -> tuple[str, ...]:
+def rungs_of(program: RegionProgram, facts: GroupFacts) -> tuple[str, ...]:
     """All that a program can have, whatever its size: what a tuner may try."""
     if not facts.kernels:
         return ("interpret",)
-    moves = [step for step in stages_of(program) if isinstance(step, Move)]
+    moves = [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
     known = facts.shared and facts.ranks in RANKS and facts.ranks == program.ranks
     if not known or any(_why_never(program, move) for move in moves):
         return ("nccl",)
@@ -112,7 +112,7 @@ def rungs_of(program: Program, facts: Facts) -> tuple[str, ...]:
     return ("one_shot", "two_shot", *switch, "nccl")
 
 
-def _why_not(program: Program, move: Move, facts: Facts) -> str:
+def _why_not(program: RegionProgram, move: CollectiveStep, facts: GroupFacts) -> str:
     """Why a collective does not run in a kernel; "" if it does."""
     why = _why_never(program, move)
     if why:
@@ -125,7 +125,7 @@ def _why_not(program: Program, move: Move, facts: Facts) -> str:
     return ""
 
 
-def _why_never(program: Program, move: Move) -> str:
+def _why_never(program: RegionProgram, move: CollectiveStep) -> str:
     """Why it does not, whatever its size."""
     value, result = program.values[move.operand], program.values[move.result]
     if value.dtype not in DTYPES:
@@ -139,7 +139,7 @@ def _why_never(program: Program, move: Move) -> str:
     return ""
 
 
-def _shots(nbytes: int, facts: Facts) -> Rung:
+def _shots(nbytes: int, facts: GroupFacts) -> Rung:
     """Of an all-reduce: reading everything costs (ranks - 1) S / B, two shots
     2 (ranks - 1) / ranks S / B and one more barrier."""
     if facts.ranks <= 2:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpar.fusion.kernels.region_program import Line, contiguous
+from fxpar.fusion.kernels.region_program import Statement, contiguous
 
 Shape = Sequence[int]
 
@@ -127,7 +127,7 @@ VIEWS = SAME_ORDER | {
 }
 
 
-def view_map(line: Line, source: Shape) -> Map:
+def view_map(line: Statement, source: Shape) -> Map:
     """The map of a view of a tensor of shape ``source``."""
     if line.op in SAME_ORDER:
         return IDENTITY if line.count != 1 else Map(())

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.fusion.kernels.region_program import Group, Number, Program, Ref, replaced
+from fxpar.fusion.kernels.region_program import (
+    GroupName,
+    Number,
+    Ref,
+    RegionProgram,
+    replaced,
+)
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
 from fxpar.passes import random as _random  # noqa: F401
 
@@ -27,7 +33,7 @@ FACTORIES = frozenset(
 
 
 def run(
-    program: Program,
+    program: RegionProgram,
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int] = (),
     group: str = "",
@@ -39,7 +45,7 @@ def run(
         zip((t.name for t in program.inputs), inputs, strict=True)
     )
 
-    def given(x: Ref | Number | Group) -> Any:
+    def given(x: Ref | Number | GroupName) -> Any:
         if isinstance(x, Ref):
             return made[x.name]
         return numbers[x.index] if isinstance(x, Number) else group
@@ -55,7 +61,7 @@ def run(
 
 
 def results(
-    program: Program,
+    program: RegionProgram,
     made: Mapping[str, torch.Tensor],
     inputs: Iterable[torch.Tensor],
     into: Mapping[int, torch.Tensor],
@@ -79,7 +85,7 @@ def results(
 
 
 @cache
-def last_read(program: Program) -> tuple[tuple[str, ...], ...]:
+def last_read(program: RegionProgram) -> tuple[tuple[str, ...], ...]:
     """For each line, the values that no later one reads: they need not be kept."""
     kept = {t.name for t in program.outputs}
     out = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fxpar.fusion.kernels.emit import Body, emit_body, number_source
 from fxpar.fusion.kernels.reductions import Space
-from fxpar.fusion.kernels.region_program import Program, Tensor
+from fxpar.fusion.kernels.region_program import RegionProgram, Tensor
 
 IMPORTS = """import triton
 import triton.language as tl
@@ -51,7 +51,7 @@ class Kernel:
 
 
 def kernel_of(
-    program: Program, *, random: str = "cpp", alone: Collection[str] = ()
+    program: RegionProgram, *, random: str = "cpp", alone: Collection[str] = ()
 ) -> Kernel:
     """The kernel of a program without collectives, from pointers to pointers.
     ``alone``: inputs of one float each that are given as numbers.
@@ -106,7 +106,7 @@ def warps_of(space: Space) -> int:
     return max(1, min(16, space.block // (_WARP * each)))
 
 
-def is_wide(program: Program) -> bool:
+def is_wide(program: RegionProgram) -> bool:
     """Whether places in memory need more than 32 bits."""
     tensors = (*program.inputs, *program.outputs)
     return any(

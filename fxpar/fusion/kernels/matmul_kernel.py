@@ -304,7 +304,7 @@ def signals_of(made: Gemm, device: torch.device | str) -> tuple[torch.Tensor, ..
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelLaunch:
     """A kernel's launch: the function, how many programs, arguments and constants."""
 
     function: Any
@@ -323,7 +323,7 @@ def call_of(
     flags: torch.Tensor,
     counts: torch.Tensor,
     rank: int,
-) -> Call:
+) -> KernelLaunch:
     """Its launch. ``operands``: pointers' tensors, in the order that ``Gemm`` says, as
     they were described to ``gemm``, at addresses that are multiples of 16; the product
     is among them."""
@@ -335,7 +335,9 @@ def call_of(
         "num_warps": made.tiles.warps,
         "num_stages": made.tiles.stages,
     }
-    return Call(function, made.programs, (*operands, flags, counts, rank), constants)
+    return KernelLaunch(
+        function, made.programs, (*operands, flags, counts, rank), constants
+    )
 
 
 def launch(

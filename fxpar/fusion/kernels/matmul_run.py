@@ -34,9 +34,9 @@ from fxpar import _torch
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.matmul_kernel import (
     ALIGNED,
-    Call,
     Epilogue,
     Gemm,
+    KernelLaunch,
     call_of,
     gemm,
 )
@@ -91,7 +91,7 @@ def prepared_gather(
     head, given = epilogue or (Epilogue(), [()] * len(weights))
     flags, counts = _signals(provider)
 
-    def by_kernel(i: int, signals: bool) -> Call:
+    def by_kernel(i: int, signals: bool) -> KernelLaunch:
         made = _kernel("gather", whole, weights[i], provider, head, signals)
         operands = x, whole, weights[i], products[i], *given[i]
         return call_of(made, operands, flags, counts, rank)
@@ -104,7 +104,7 @@ def prepared_gather(
     later = [by_kernel(i, False) if epilogue else by_library(i) for i in others]
     space = provider.workspace(x.nbytes)
     meet = _meeting(provider, space, f"a gather to {[*whole.shape]} with its matmul")
-    loaded = [call for call in later if isinstance(call, Call)]
+    loaded = [call for call in later if isinstance(call, KernelLaunch)]
     _load(provider, meet, _flag("raise_flag", flags, 0), multiply, *loaded)
     peers = [_rows(t, x, rows) for t in provider.tensors(space)]
 
@@ -225,18 +225,20 @@ def _kernel(
 _made = cache(gemm)
 
 
-def _call(name: str, programs: int, args: tuple[Any, ...], **constants: Any) -> Call:
+def _call(
+    name: str, programs: int, args: tuple[Any, ...], **constants: Any
+) -> KernelLaunch:
     """A launch of a kernel of ``matmul_signals``."""
     from fxpar.fusion.kernels import matmul_signals
 
-    return Call(getattr(matmul_signals, name), programs, args, constants)
+    return KernelLaunch(getattr(matmul_signals, name), programs, args, constants)
 
 
-def _flag(name: str, flags: torch.Tensor, chunk: int) -> Call:
+def _flag(name: str, flags: torch.Tensor, chunk: int) -> KernelLaunch:
     return _call(name, 1, (flags, chunk), num_warps=1)
 
 
-def _meeting(provider: Provider, space: Workspace, title: str) -> Call:
+def _meeting(provider: Provider, space: Workspace, title: str) -> KernelLaunch:
     """All ranks' second streams wait for each other: one program of each."""
     number = region_number(hashlib.sha256(title.encode()).hexdigest(), title)
     args = space.signals, provider.rank
@@ -247,7 +249,7 @@ def _meeting(provider: Provider, space: Workspace, title: str) -> Call:
 _LOADED: set[Any] = set()
 
 
-def _load(provider: Provider, *calls: Call) -> None:
+def _load(provider: Provider, *calls: KernelLaunch) -> None:
     """Compile and load kernels: a load behind a kernel that waits would wait for it."""
     if provider.device.type == "cpu":
         return
@@ -272,9 +274,9 @@ Copies = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 def _together(
     provider: Provider,
-    meet: Call,
+    meet: KernelLaunch,
     copies: Copies,
-    multiply: Call,
+    multiply: KernelLaunch,
     flags: torch.Tensor,
     *,
     waits: bool,
@@ -288,9 +290,9 @@ def _together(
 
 def _on_streams(
     provider: Provider,
-    meet: Call,
+    meet: KernelLaunch,
     copies: Copies,
-    multiply: Call,
+    multiply: KernelLaunch,
     flags: torch.Tensor,
     waits: bool,
 ) -> None:
@@ -323,9 +325,9 @@ def _on_streams(
 
 def _on_thread(
     provider: Provider,
-    meet: Call,
+    meet: KernelLaunch,
     copies: Copies,
-    multiply: Call,
+    multiply: KernelLaunch,
     flags: torch.Tensor,
     waits: bool,
 ) -> None:

@@ -19,12 +19,16 @@ from fxpar.fusion.kernels.expressions import SUMS
 from fxpar.fusion.kernels.in_place_results import writes_of
 from fxpar.fusion.kernels.reductions import reduction_of
 from fxpar.fusion.kernels.region_program import dtype_of
-from fxpar.fusion.kernels.select_region import Region, is_heavy
-from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
+from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
+from fxpar.fusion.kernels.split_at_collectives import (
+    CollectiveStep,
+    ComputeStep,
+    stages_of,
+)
 from fxpar.sharding.cost.op import changes_operand, is_light, is_view, nbytes_of
 
 
-def bytes_of(region: Region) -> tuple[int, int]:
+def bytes_of(region: SelectedRegion) -> tuple[int, int]:
     """(bytes of several kernels, bytes of one)."""
     program = region.outline.program
     size = {
@@ -35,13 +39,13 @@ def bytes_of(region: Region) -> tuple[int, int]:
     moved = {
         name
         for step in stages_of(program)
-        if isinstance(step, Move)
+        if isinstance(step, CollectiveStep)
         for name in (step.operand, step.result)
     }
     before = sum(size[name] for name in moved)
     after = sum(t.nbytes for t in program.inputs)
     for step in stages_of(program):
-        if isinstance(step, Part):
+        if isinstance(step, ComputeStep):
             before += _of_part(step, moved)
     writes = writes_of(region.members, region.outputs)
     for node in region.outputs:
@@ -53,7 +57,7 @@ def bytes_of(region: Region) -> tuple[int, int]:
     return before, after
 
 
-def _of_part(part: Part, moved: Iterable[str]) -> int:
+def _of_part(part: ComputeStep, moved: Iterable[str]) -> int:
     """What Inductor's kernels for a part read, and write for a collective."""
     program = part.program
     total = sum(t.nbytes for t in program.inputs)
@@ -77,7 +81,7 @@ def _of_part(part: Part, moved: Iterable[str]) -> int:
     return total
 
 
-def _readers(region: Region, node: fx.Node) -> tuple[bool, bool]:
+def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
     """Of a result: whether it is in memory in any case, and whether some read it that
     could have been in a kernel with it."""
     inside = set(region.members)
@@ -98,7 +102,7 @@ def _readers(region: Region, node: fx.Node) -> tuple[bool, bool]:
     return kept, read_again
 
 
-def _could_join(region: Region, user: fx.Node) -> bool:
+def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
     """Whether Inductor could compute a reader in the kernel that makes what it reads:
     it is light, and waits for nothing else that takes time."""
     if changes_operand(user.target):

@@ -28,7 +28,7 @@ from fxpar.fusion.kernels.reductions import (
     reduction_behind,
     reduction_of,
 )
-from fxpar.fusion.kernels.region_program import Line, Program, Ref, Tensor
+from fxpar.fusion.kernels.region_program import Ref, RegionProgram, Statement, Tensor
 
 # Made of no operand, at any place.
 FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
@@ -69,7 +69,7 @@ class Needs:
     Making one raises CannotEmit.
     """
 
-    def __init__(self, program: Program, space: Space) -> None:
+    def __init__(self, program: RegionProgram, space: Space) -> None:
         self.program, self.space = program, space
         mask = "" if space.is_whole else "live"
         self.at = Place("at", mask)
@@ -126,7 +126,7 @@ class Needs:
                     continue
             self._need(t.name, self.place_of(t))
 
-    def _summed(self, line: Line, found: Reduction) -> Reduction:
+    def _summed(self, line: Statement, found: Reduction) -> Reduction:
         over = found.rows * found.columns
         alike = found.kind == "all" or found.columns == self.space.columns
         if line.op not in BY_COLUMN:
@@ -143,7 +143,7 @@ class Needs:
             return self.row
         raise CannotEmit(t.name, "has neither all elements nor one a row")
 
-    def _operands(self, line: Line, place: Place) -> None:
+    def _operands(self, line: Statement, place: Place) -> None:
         """Say where a line's operands are needed for its value at ``place``."""
         if kind_of(line.dtype) is None and line.dtype != "tuple":
             raise CannotEmit(line.name, f"is of dtype {line.dtype}")
@@ -172,7 +172,7 @@ class Needs:
         elif line.op not in FILLED and line.op != IOTA:
             raise CannotEmit(line.name, f"{line.op} has no form in a generated kernel")
 
-    def _row_operand(self, line: Line, place: Place) -> None:
+    def _row_operand(self, line: Statement, place: Place) -> None:
         source = self.program.values[line.refs[0]].shape
         found = reduction_of(line.name, line.args, source)
         here = Space(found.rows * found.columns, found.columns)
@@ -184,7 +184,7 @@ class Needs:
             )
         self._need(line.refs[0], self.at)
 
-    def _choose(self, part: Choice, place: Place, line: Line) -> Part:
+    def _choose(self, part: Choice, place: Place, line: Statement) -> Part:
         """(mask or "", what, where) of one of the parts that a line is made of."""
         conditions = []
         for dim, low, high in part.ranges:
@@ -215,7 +215,7 @@ class Needs:
         return condition, part.source, where
 
 
-def formed(line: Line, fn: Callable[..., Any], *args: Any) -> Any:
+def formed(line: Statement, fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)``; that there is no form of something is said of the line."""
     try:
         return fn(*args)

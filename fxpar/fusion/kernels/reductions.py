@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.fusion.kernels.expressions import BY_COLUMN, SUMS
-from fxpar.fusion.kernels.region_program import Line, Program
+from fxpar.fusion.kernels.region_program import RegionProgram, Statement
 
 # Elements of a row that one block may hold.
 LONGEST = 16384
@@ -93,7 +93,7 @@ def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduc
     raise CannotEmit(name, "reduces dims that are not the last or the first ones")
 
 
-def space_of(program: Program) -> Space:
+def space_of(program: RegionProgram) -> Space:
     """What the kernel of a program runs over. Raises CannotEmit if its outputs and
     reductions do not agree."""
     found: Space | None = None
@@ -118,17 +118,17 @@ def space_of(program: Program) -> Space:
 CAST = "prims.convert_element_type.default"
 
 
-def reduction_behind(program: Program, name: str) -> Line | None:
+def reduction_behind(program: RegionProgram, name: str) -> Statement | None:
     """The line of ``SUMS`` that an output is, or is in another dtype; not if it was
     rounded to a third one in between."""
     line = program.values[name]
     dtypes = {line.dtype, "float32"}
-    while isinstance(line, Line) and line.op == CAST and line.dtype in dtypes:
+    while isinstance(line, Statement) and line.op == CAST and line.dtype in dtypes:
         line = program.values[line.refs[0]]
-    return line if isinstance(line, Line) and line.op in SUMS else None
+    return line if isinstance(line, Statement) and line.op in SUMS else None
 
 
-def _space_of_outputs(program: Program) -> Space:
+def _space_of_outputs(program: RegionProgram) -> Space:
     """Where rows are not reduced: flat, or by rows if some outputs are one a row."""
     counts = set()
     for t in program.outputs:

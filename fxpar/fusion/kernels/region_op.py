@@ -21,9 +21,9 @@ from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret, run_fused, run_kernels
 from fxpar.fusion.kernels.implementations import FUSED
-from fxpar.fusion.kernels.region_program import Program, dtype_of
+from fxpar.fusion.kernels.region_program import RegionProgram, dtype_of
 
-_KNOWN: dict[str, Program] = {}
+_KNOWN: dict[str, RegionProgram] = {}
 
 Runner = Callable[..., list[torch.Tensor]]
 
@@ -38,7 +38,7 @@ RUNNERS: dict[str, Runner] = {
 }
 
 
-def remember(program: Program) -> str:
+def remember(program: RegionProgram) -> str:
     """Make a program known; returns its hash. Where the disk refuses, it is known to
     this process alone."""
     if program.hash not in _KNOWN:
@@ -48,11 +48,11 @@ def remember(program: Program) -> str:
     return program.hash
 
 
-def lookup(name: str) -> Program:
+def lookup(name: str) -> RegionProgram:
     """The program of a hash. Raises FxparError if nobody knows it."""
     if name not in _KNOWN:
         try:
-            found = Program.parse(_path(name).read_text())
+            found = RegionProgram.parse(_path(name).read_text())
         except (OSError, ValueError, KeyError, TypeError):
             found = None
         if found is None or found.hash != name:
@@ -120,7 +120,7 @@ def _(*_: object) -> list[torch.Tensor]:
 
 
 def _run(
-    program: Program,
+    program: RegionProgram,
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int],
     group: str,

@@ -38,7 +38,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupName:
     """The name of the process group, as an argument of a line."""
 
 
@@ -63,7 +63,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Line:
+class Statement:
     """One op: ``name = op(*args, **kwargs)``. ``op``: "aten.mul.Tensor", or "getitem"
     of an op with several results, whose own dtype is "tuple"."""
 
@@ -86,12 +86,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Program:
+class RegionProgram:
     """``numbers``: how many integers it is given. ``ranks``: members of its group, 1
     if nothing is communicated."""
 
     inputs: tuple[Tensor, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[Statement, ...]
     outputs: tuple[Tensor, ...]
     numbers: int = 0
     ranks: int = 1
@@ -122,12 +122,12 @@ class Program:
         return hash(self.hash)
 
     @staticmethod
-    def parse(text: str) -> Program:
+    def parse(text: str) -> RegionProgram:
         """Inverse of ``text``. Raises ValueError if it is no program's."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError("not the text of a region's program")
-        return Program(
+        return RegionProgram(
             tuple(map(_as_tensor, data["inputs"])),
             tuple(map(_as_line, data["lines"])),
             tuple(map(_as_tensor, data["outputs"])),
@@ -143,9 +143,9 @@ class Program:
         return f"fxpar::region {' '.join(list(known)[:6])} {self.hash}"
 
     @cached_property
-    def values(self) -> Mapping[str, Tensor | Line]:
+    def values(self) -> Mapping[str, Tensor | Statement]:
         """Inputs and lines by name."""
-        found: dict[str, Tensor | Line] = {t.name: t for t in self.inputs}
+        found: dict[str, Tensor | Statement] = {t.name: t for t in self.inputs}
         return found | {line.name: line for line in self.lines}
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ _UNTOLD = frozenset({"wait_tensor", "view", "reshape", "expand", "full"})
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
-def short(value: Tensor | Line) -> str:
+def short(value: Tensor | Statement) -> str:
     """``f32[8, 64]``."""
     word = value.dtype.rstrip("0123456789")
     dtype = _SHORT.get(word, word) + value.dtype[len(word) :]
@@ -189,7 +189,7 @@ def refs_in(x: Any) -> list[str]:
 
 def replaced(x: Any, fn: Any) -> Any:
     """Arguments with ``fn`` of every Ref, Number and Group in place of it."""
-    if isinstance(x, (Ref, Number, Group)):
+    if isinstance(x, (Ref, Number, GroupName)):
         return fn(x)
     if isinstance(x, (tuple, list)):
         return tuple(replaced(part, fn) for part in x)
@@ -209,7 +209,7 @@ def _shown(x: Any) -> str:
         return x.name
     if isinstance(x, Number):
         return f"n{x.index}"
-    if isinstance(x, Group):
+    if isinstance(x, GroupName):
         return "group"
     if isinstance(x, tuple):
         return f"[{', '.join(map(_shown, x))}]"
@@ -225,16 +225,16 @@ def _as_tensor(row: Any) -> Tensor:
     return Tensor(name, tuple(shape), tuple(stride), dtype)
 
 
-def _line_text(line: Line) -> list[Any]:
+def _line_text(line: Statement) -> list[Any]:
     kwargs = [[k, _encode(v)] for k, v in line.kwargs]
     shape = list(line.shape)
     return [line.name, line.op, _encode(line.args), kwargs, shape, line.dtype]
 
 
-def _as_line(row: Any) -> Line:
+def _as_line(row: Any) -> Statement:
     name, op, args, kwargs, shape, dtype = row
     pairs = tuple((k, _decode(v)) for k, v in kwargs)
-    return Line(name, op, _decode(args), pairs, tuple(shape), dtype)
+    return Statement(name, op, _decode(args), pairs, tuple(shape), dtype)
 
 
 def _encode(x: Any) -> Any:
@@ -242,7 +242,7 @@ def _encode(x: Any) -> Any:
         return {"value": x.name}
     if isinstance(x, Number):
         return {"number": x.index}
-    if isinstance(x, Group):
+    if isinstance(x, GroupName):
         return {"group": True}
     if isinstance(x, torch.dtype):
         return {"dtype": str(x).removeprefix("torch.")}
@@ -265,7 +265,7 @@ def _decode(x: Any) -> Any:
     read: dict[str, Callable[[Any], Any]] = {
         "value": Ref,
         "number": Number,
-        "group": lambda _: Group(),
+        "group": lambda _: GroupName(),
         "dtype": dtype_of,
         "layout": lambda name: getattr(torch, name),
         "float": float,

@@ -20,11 +20,18 @@ import torch
 
 from fxpar import _torch
 from fxpar.fusion.kernels import interpret, run_kernels
-from fxpar.fusion.kernels.autotune import Run, Way, by_clock, by_events, tuned, ways_of
-from fxpar.fusion.kernels.implementations import FUSED, Facts, choose
+from fxpar.fusion.kernels.autotune import (
+    Run,
+    TunedWay,
+    by_clock,
+    by_events,
+    tuned,
+    ways_of,
+)
+from fxpar.fusion.kernels.implementations import FUSED, GroupFacts, choose
 from fxpar.fusion.kernels.kernel_text import Kernel
 from fxpar.fusion.kernels.reductions import CannotEmit
-from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.symmetric_memory import Provider, Unshared, symmetric
 from fxpar.fusion.kernels.templates import Template, template_of
 
@@ -61,7 +68,7 @@ def provider_of(group: str, device: torch.device) -> Provider | None:
 
 
 def run(
-    program: Program,
+    program: RegionProgram,
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int] = (),
     group: str = "",
@@ -78,7 +85,7 @@ def run(
 
 
 def fused(
-    program: Program,
+    program: RegionProgram,
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     group: str,
@@ -119,9 +126,9 @@ def fused(
     return interpret.results(program, made, tensors, into)
 
 
-def facts_of(provider: Provider, bandwidth: float = Facts.bandwidth) -> Facts:
+def facts_of(provider: Provider, bandwidth: float = GroupFacts.bandwidth) -> GroupFacts:
     """Of the group that shares memory, for the ladder."""
-    return Facts(
+    return GroupFacts(
         provider.ranks,
         kernels=True,
         shared=True,
@@ -131,30 +138,32 @@ def facts_of(provider: Provider, bandwidth: float = Facts.bandwidth) -> Facts:
 
 
 @cache
-def _by_table(program: Program, facts: Facts, programs: int, rung: str) -> Way:
+def _by_table(
+    program: RegionProgram, facts: GroupFacts, programs: int, rung: str
+) -> TunedWay:
     """``rung``: what was chosen when the graph was compiled, else the ladder's."""
     name = rung or choose(program, facts).name
     if name == "multimem" and not facts.multicast:
         name = "two_shot"
-    return Way(name, programs)
+    return TunedWay(name, programs)
 
 
 # Kernels found, by program, rung and numbers alone, for as long as a provider lives.
-_Key = tuple[Program, str, frozenset[str]]
+_Key = tuple[RegionProgram, str, frozenset[str]]
 _TEMPLATES: WeakKeyDictionary[Provider, dict[_Key, Template | None]] = (
     WeakKeyDictionary()
 )
 # What was measured, so long.
-_WAYS: WeakKeyDictionary[Provider, dict[Program, Way]] = WeakKeyDictionary()
+_WAYS: WeakKeyDictionary[Provider, dict[RegionProgram, TunedWay]] = WeakKeyDictionary()
 
 
 def _measured(
-    program: Program,
+    program: RegionProgram,
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     group: str,
     provider: Provider,
-) -> Way:
+) -> TunedWay:
     """The fastest way, found at the first call, which all ranks make together. What it
     runs on the tensors given writes to none of them."""
     known = _WAYS.setdefault(provider, {})
@@ -167,7 +176,7 @@ def _measured(
     alone = run_kernels.alone_of(program, tensors, device)
     values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
 
-    def prepare(way: Way) -> Run:
+    def prepare(way: TunedWay) -> Run:
         if way.rung == "nccl":
             return partial(run_kernels.run, program, tensors, numbers, group)
         template = planned(program, way, device.type, alone)
@@ -195,7 +204,10 @@ _INSTEAD = {"multimem": "two_shot"}
 
 @cache
 def planned(
-    program: Program, way: Way, device: str, alone: frozenset[str] = frozenset()
+    program: RegionProgram,
+    way: TunedWay,
+    device: str,
+    alone: frozenset[str] = frozenset(),
 ) -> Template | None:
     """The kernel of a program, if it is to be one. ``alone``: inputs that are given as
     numbers."""

@@ -28,19 +28,23 @@ from fxpar.fusion.kernels import interpret
 from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import (
-    Program,
+    RegionProgram,
     Tensor,
     contiguous,
     dtype_of,
     replaced,
 )
-from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
+from fxpar.fusion.kernels.split_at_collectives import (
+    CollectiveStep,
+    ComputeStep,
+    stages_of,
+)
 
 ALIGNED = 16  # bytes of the widest load
 
 
 def run(
-    program: Program,
+    program: RegionProgram,
     inputs: Sequence[torch.Tensor],
     numbers: Sequence[int] = (),
     group: str = "",
@@ -54,10 +58,12 @@ def run(
     values = dict(zip(names_of(program), inputs, strict=True))
     alone = alone_of(program, inputs, device)
     steps = stages_of(program)
-    last = max((i for i, s in enumerate(steps) if isinstance(s, Part)), default=0)
+    last = max(
+        (i for i, s in enumerate(steps) if isinstance(s, ComputeStep)), default=0
+    )
     targets = {program.outputs[i].name: x for i, x in into.items()}
     for i, step in enumerate(steps):
-        if isinstance(step, Move):
+        if isinstance(step, CollectiveStep):
             values[step.result] = move(step, values[step.operand], group)
             continue
         kernel = compiled(step.program, device.type, alone)
@@ -71,7 +77,7 @@ def run(
 
 
 @cache
-def names_of(program: Program) -> tuple[str, ...]:
+def names_of(program: RegionProgram) -> tuple[str, ...]:
     """Of its inputs."""
     return tuple(t.name for t in program.inputs)
 
@@ -97,7 +103,7 @@ _CPU = torch.device("cpu")
 
 
 def alone_of(
-    program: Program, inputs: Sequence[torch.Tensor], device: torch.device
+    program: RegionProgram, inputs: Sequence[torch.Tensor], device: torch.device
 ) -> frozenset[str]:
     """Inputs that are numbers on the CPU, while kernels run elsewhere: they are given
     as floats, since copies would wait for the device."""
@@ -110,7 +116,7 @@ def alone_of(
     )
 
 
-def move(step: Move, operand: torch.Tensor, group: str) -> torch.Tensor:
+def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tensor:
     """A collective, waited for."""
     args = replaced(step.line.args[1:], lambda _: group)
     moved = interpret.op_of(step.line.op)(operand.contiguous(), *args)
@@ -118,7 +124,7 @@ def move(step: Move, operand: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _interpreted(
-    part: Program, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
+    part: RegionProgram, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """What a part makes, by name, without a kernel."""
     made = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
@@ -131,7 +137,7 @@ def run_kernel(
     numbers: Sequence[int],
     device: torch.device,
     targets: Mapping[str, torch.Tensor],
-    region: Program,
+    region: RegionProgram,
 ) -> dict[str, torch.Tensor]:
     """What a kernel makes, by name; at ``targets`` where that is safe."""
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
@@ -171,7 +177,7 @@ LINES: dict[str, str | None] = {}
 
 
 def call(
-    kernel: Kernel, given: Sequence[Any], region: Program | None, **how: Any
+    kernel: Kernel, given: Sequence[Any], region: RegionProgram | None, **how: Any
 ) -> None:
     """Launch a kernel on the current stream. Raises FxparError, naming the region,
     where Triton does not compile it or the device does not take it."""
@@ -193,7 +199,7 @@ def call(
 
 @cache
 def compiled(
-    program: Program, device: str, alone: frozenset[str] = _NONE
+    program: RegionProgram, device: str, alone: frozenset[str] = _NONE
 ) -> Kernel | None:
     """The kernel of a part on a kind of device; None if there can be none. ``alone``:
     inputs that are given as numbers."""

@@ -32,7 +32,7 @@ from fxpar.fusion.kernels.split_at_collectives import (
     MOVES,
     REDUCE_SCATTER,
     WAIT,
-    Part,
+    ComputeStep,
     stages_of,
 )
 from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
@@ -65,7 +65,7 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Region:
+class SelectedRegion:
     """``members`` and ``outputs``, those that others read, in graph order."""
 
     collective: fx.Node
@@ -79,7 +79,9 @@ def collectives(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if op_name(n) in _STARTS]
 
 
-def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]:
+def grow(
+    collective: fx.Node, ranks_of: Any
+) -> tuple[SelectedRegion | None, list[Miss]]:
     """The region around a collective, None if there is nothing to put into it, and
     what was left out."""
     banned: dict[fx.Node, str] = {}
@@ -95,7 +97,7 @@ def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]
         found = outline(members, outputs, ranks_of)
         wrong = _refused(found)
         if wrong is None:
-            region = Region(collective, tuple(members), tuple(outputs), found)
+            region = SelectedRegion(collective, tuple(members), tuple(outputs), found)
             return region, growth.misses
         node = found.names.get(wrong.line)
         if node is None or node in banned or op_name(node) in _STARTS | WAITS:
@@ -107,7 +109,7 @@ def grow(collective: fx.Node, ranks_of: Any) -> tuple[Region | None, list[Miss]]
 def _refused(found: Outline) -> CannotEmit | None:
     """Why kernels cannot have a program."""
     for step in stages_of(found.program):
-        if isinstance(step, Part):
+        if isinstance(step, ComputeStep):
             try:
                 emit_body(step.program)
             except CannotEmit as error:
@@ -115,7 +117,7 @@ def _refused(found: Outline) -> CannotEmit | None:
     return None
 
 
-def under_way(region: Region) -> fx.Node | None:
+def under_way(region: SelectedRegion) -> fx.Node | None:
     """A collective that has begun, and is not waited for yet, when a region runs: where
     the last of what it reads is made. If the region's kernel waits inside, the two can
     keep each other's programs out on different GPUs, for ever."""

@@ -1,9 +1,10 @@
 """Split a region program at its collectives, for several kernels or for one.
 
-In: a program. Out: its steps in order: programs without collectives (a ``Part``) and
-collectives (a ``Move``), which hand values on by name (``stages_of``); or a ``Cut``, of
-which one kernel is made. What does not depend on a collective and is not needed for one
-is computed as late as it can be, beside what reads it. It copies lines and makes none.
+In: a program. Out: its steps in order (``stages_of``): programs without collectives
+(``ComputeStep``) and collectives (``CollectiveStep``), which hand values on by name;
+or a ``SplitProgram``, of which one kernel is made. What does not depend on a
+collective and is not needed for one is computed as late as it can be, beside what
+reads it. It copies statements and makes none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from fxpar.fusion.kernels.reductions import CannotEmit
-from fxpar.fusion.kernels.region_program import Line, Program, Ref, Tensor, contiguous
+from fxpar.fusion.kernels.region_program import (
+    Ref,
+    RegionProgram,
+    Statement,
+    Tensor,
+    contiguous,
+)
 
 WAIT = "_c10d_functional.wait_tensor.default"
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
@@ -24,11 +31,11 @@ MOVES = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 
 
 @dataclass(frozen=True)
-class Move:
+class CollectiveStep:
     """A collective with its wait: ``result`` is made of ``operand``. Both are
     contiguous. ``line``: the collective's own."""
 
-    line: Line
+    line: Statement
     operand: str
     result: str
 
@@ -39,18 +46,18 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Part:
+class ComputeStep:
     """What is computed between two collectives."""
 
-    program: Program
+    program: RegionProgram
 
 
 @cache
-def stages_of(program: Program) -> tuple[Part | Move, ...]:
+def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...]:
     """The steps of a program."""
     moves = [line for line in program.lines if line.op in MOVES]
     stage = _stages(program)
-    steps: list[Part | Move] = []
+    steps: list[ComputeStep | CollectiveStep] = []
     for k in range(len(moves) + 1):
         lines = [
             line
@@ -58,13 +65,13 @@ def stages_of(program: Program) -> tuple[Part | Move, ...]:
             if stage[line.name] == k and line.op not in MOVES and line.op != WAIT
         ]
         if lines:
-            steps.append(Part(_part(program, lines)))
+            steps.append(ComputeStep(_part(program, lines)))
         if k < len(moves):
             steps.append(_move(program, moves[k]))
     return tuple(steps)
 
 
-def _stages(program: Program) -> dict[str, int]:
+def _stages(program: RegionProgram) -> dict[str, int]:
     """The number of collectives that are done when a line runs."""
     least: dict[str, int] = {}  # by what it reads
     moved = 0
@@ -89,14 +96,14 @@ def _stages(program: Program) -> dict[str, int]:
     return least
 
 
-def _move(program: Program, line: Line) -> Move:
+def _move(program: RegionProgram, line: Statement) -> CollectiveStep:
     wait = next(w for w in program.lines if w.op == WAIT and line.name in w.refs)
     operand = line.args[0]
     assert isinstance(operand, Ref)
-    return Move(line, operand.name, wait.name)
+    return CollectiveStep(line, operand.name, wait.name)
 
 
-def _part(program: Program, lines: Sequence[Line]) -> Program:
+def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
     """Lines as a program: what others read of them are its outputs."""
     inside = {line.name for line in lines}
     read = {name: None for line in lines for name in line.refs if name not in inside}
@@ -117,22 +124,24 @@ def _part(program: Program, lines: Sequence[Line]) -> Program:
     # A collective reads what lies in memory row by row.
     moved = {n for x in program.lines if x.op in MOVES for n in x.refs}
     outputs = [row_major(t) if t.name in moved else t for t in outputs]
-    return Program(
+    return RegionProgram(
         tuple(given), tuple(lines), tuple(outputs), program.numbers, program.ranks
     )
 
 
-def row_major(value: Line | Tensor) -> Tensor:
+def row_major(value: Statement | Tensor) -> Tensor:
     """A value as it lies in memory row by row."""
     return Tensor(value.name, value.shape, contiguous(value.shape), value.dtype)
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitProgram:
     """A program split for one kernel with all of it."""
 
-    moves: tuple[Move, ...]
-    parts: tuple[Program, ...]  # before, between, behind ``moves``, perhaps no lines
+    moves: tuple[CollectiveStep, ...]
+    parts: tuple[
+        RegionProgram, ...
+    ]  # before, between, behind ``moves``, perhaps no lines
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -140,37 +149,40 @@ class Cut:
         return tuple(move.kind for move in self.moves)
 
 
-def cut(program: Program) -> Cut:
+def cut(program: RegionProgram) -> SplitProgram:
     """Split a program for one kernel: each part gives all that the kernel must write.
 
     That is also what passes from one collective to the next, or through one to the
     caller, and masks of this rank's part. Raises CannotEmit.
     """
-    moves: list[Move] = []
-    parts: dict[int, Program] = {}
+    moves: list[CollectiveStep] = []
+    parts: dict[int, RegionProgram] = {}
     for step in stages_of(program):
-        if isinstance(step, Move):
+        if isinstance(step, CollectiveStep):
             moves.append(step)
         else:
-            assert isinstance(step, Part)
+            assert isinstance(step, ComputeStep)
             parts[len(moves)] = step.program
     if {0, 1} <= parts.keys():
         parts[0], parts[1] = _settled(program, moves[0], parts[0], parts[1])
     wanted = {t.name for t in program.outputs}
     full = []
     for k in range(len(moves) + 1):
-        part = parts.get(k, Program((), (), (), program.numbers, program.ranks))
+        part = parts.get(k, RegionProgram((), (), (), program.numbers, program.ranks))
         if k and moves[k - 1].result in wanted:
             part = _given(part, row_major(program.values[moves[k - 1].result]))
         if k < len(moves) and moves[k].operand not in {t.name for t in part.outputs}:
             part = _given(part, _operand(program, moves, k))
         full.append(part)
-    return Cut(tuple(moves), tuple(full))
+    return SplitProgram(tuple(moves), tuple(full))
 
 
 def _settled(
-    program: Program, move: Move, first: Program, then: Program
-) -> tuple[Program, Program]:
+    program: RegionProgram,
+    move: CollectiveStep,
+    first: RegionProgram,
+    then: RegionProgram,
+) -> tuple[RegionProgram, RegionProgram]:
     """What has the size of a collective's result and not of its operand is computed
     behind it: a mask of this rank's rows, that is a result itself."""
     operand, result = program.values[move.operand], program.values[move.result]
@@ -200,7 +212,7 @@ def _settled(
     )
 
 
-def _cone(part: Program, names: set[str]) -> tuple[Line, ...]:
+def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
     """The lines that values are made by."""
     needed, out = set(names), []
     for line in reversed(part.lines):
@@ -210,7 +222,7 @@ def _cone(part: Program, names: set[str]) -> tuple[Line, ...]:
     return tuple(reversed(out))
 
 
-def _operand(program: Program, moves: Sequence[Move], k: int) -> Tensor:
+def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) -> Tensor:
     """What a collective is given that no line before it makes: an input, or the result
     of the one before."""
     name = moves[k].operand
@@ -222,7 +234,7 @@ def _operand(program: Program, moves: Sequence[Move], k: int) -> Tensor:
     )
 
 
-def _given(part: Program, t: Tensor) -> Program:
+def _given(part: RegionProgram, t: Tensor) -> RegionProgram:
     """A part that also hands on what it is given."""
     inputs = part.inputs
     if t.name not in {x.name for x in inputs}:

@@ -51,8 +51,13 @@ from fxpar.fusion.kernels.kernel_text import (
     warps_of,
 )
 from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
-from fxpar.fusion.kernels.region_program import Program, Tensor, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import Cut, Move, cut, row_major
+from fxpar.fusion.kernels.region_program import RegionProgram, Tensor, dtype_of
+from fxpar.fusion.kernels.split_at_collectives import (
+    CollectiveStep,
+    SplitProgram,
+    cut,
+    row_major,
+)
 from fxpar.fusion.kernels.symmetric_memory import region_number
 
 # Elements of the least block that parts of ranks are cut into: a warp's, 128 bits each.
@@ -81,11 +86,11 @@ class Template:
 
     kernel: Kernel
     nbytes: int
-    region: Program
+    region: RegionProgram
 
 
 def template_of(
-    program: Program,
+    program: RegionProgram,
     *,
     shots: int,
     programs: int,
@@ -104,16 +109,18 @@ def template_of(
         raise CannotEmit(" and ".join(found.kinds), "there is no template of these")
     if switch and (found.kinds != ("all_reduce",) or shots != 2):
         raise CannotEmit(found.moves[0].result, "has no sums for the switch to make")
-    return _Builder(program, found, shots, programs, random, alone, switch).build()
+    return _TemplateBuilder(
+        program, found, shots, programs, random, alone, switch
+    ).build()
 
 
-class _Builder:
+class _TemplateBuilder:
     """The phases of one kernel, in order."""
 
     def __init__(
         self,
-        program: Program,
-        found: Cut,
+        program: RegionProgram,
+        found: SplitProgram,
         shots: int,
         programs: int,
         random: str,
@@ -179,7 +186,7 @@ class _Builder:
         ranks = self.ranks if self.spread else 1
         return space, dataclasses.replace(space, count=space.count * ranks)
 
-    def _part(self, k: int, part: Program) -> None:
+    def _part(self, k: int, part: RegionProgram) -> None:
         """A phase: what is computed after ``k`` collectives."""
         if not part.outputs:
             return
@@ -266,7 +273,9 @@ class _Builder:
         start = f" + rank * {self.space.count}" if self.spread else ""
         return self._read_sum(move, start)
 
-    def _read_from(self, move: Move, name: str, rank: str, start: str) -> Source:
+    def _read_from(
+        self, move: CollectiveStep, name: str, rank: str, start: str
+    ) -> Source:
         """From one rank's buffer."""
 
         def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
@@ -278,7 +287,7 @@ class _Builder:
 
         return Source((), read)
 
-    def _read_sum(self, move: Move, start: str) -> Source:
+    def _read_sum(self, move: CollectiveStep, start: str) -> Source:
         """From all ranks' buffers, in their order."""
         given, name = f"{move.operand}_given", move.result
         dtype = self.program.values[name].dtype
@@ -297,7 +306,7 @@ class _Builder:
 
         return Source((), read, tuple(before))
 
-    def _sum_own(self, move: Move) -> None:
+    def _sum_own(self, move: CollectiveStep) -> None:
         """The second shot: this rank sums its blocks, and all ranks wait for them."""
         t = row_major(self.program.values[move.result])
         summed = f"{move.operand}_summed"
@@ -311,7 +320,7 @@ class _Builder:
             return [f"tl.store({summed} + {offset}, {value}{masked(mask)}"]
 
         body = emit_body(
-            Program((t,), (), (t,), 0, self.ranks),
+            RegionProgram((t,), (), (t,), 0, self.ranks),
             self.space,
             sources={t.name: self._read_sum(move, "")},
             sinks={t.name: Sink((), write, own)},

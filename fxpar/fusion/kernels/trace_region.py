@@ -19,11 +19,11 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.kernels.region_program import (
-    Group,
-    Line,
+    GroupName,
     Number,
-    Program,
     Ref,
+    RegionProgram,
+    Statement,
     Tensor,
     contiguous,
 )
@@ -49,7 +49,7 @@ class Outline:
     """``inputs`` and ``outputs``: nodes, in the program's order. ``names``: nodes by
     the names of their lines."""
 
-    program: Program
+    program: RegionProgram
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     numbers: tuple[int, ...]
@@ -79,7 +79,7 @@ class _Outliner:
     members: set[fx.Node]
     known: dict[fx.Node, str] = field(default_factory=dict)
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Statement] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     group: str = ""
     used: dict[str, int] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class _Outliner:
             self._line(node)
         given = [n for n in members if n in outputs]
         results = tuple(_dense(tensor_of(self.known[n], n.meta["val"])) for n in given)
-        program = Program(
+        program = RegionProgram(
             tuple(self.inputs.values()),
             tuple(self.lines),
             results,
@@ -116,7 +116,7 @@ class _Outliner:
         args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
         named = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
         if named or op == _OWN_GATHER:
-            self.group, args = args[-1], (*args[:-1], Group())
+            self.group, args = args[-1], (*args[:-1], GroupName())
         pairs = tuple(
             (k, self._argument(v)) for k, v in kwargs.items() if k not in _LEFT_OUT
         )
@@ -130,7 +130,7 @@ class _Outliner:
         tensor = value if isinstance(value, torch.Tensor) else None
         shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
         dtype = _text(tensor.dtype) if tensor is not None else "tuple"
-        self.lines.append(Line(name, op, encoded, pairs, shape, dtype))
+        self.lines.append(Statement(name, op, encoded, pairs, shape, dtype))
         self.known[made] = name
         self.names[name] = made
 

@@ -13,10 +13,10 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar import backend, fusion
+from fxpar import fusion
 from fxpar.fusion.kernels import fuse_regions
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
-from fxpar.runtime import compiled_graph
+from fxpar.runtime import compiled_graph, pipeline_steps
 from fxpar.sharding.plan import Plan
 from tests.helpers.kernels.fused_graphs import (
     GROUP,
@@ -125,19 +125,19 @@ def run(schedule: str) -> tuple[torch.Tensor, list[list[str]], str]:
     options: dict[str, Any] = {"mesh": "tp=2", "hints": HINTS, "codegen": "eager"}
     options |= {"schedule": schedule}
     found: list[list[str]] = []
-    kept = backend.fuse_graph
+    kept = pipeline_steps.fuse_graph
 
     def counting(*args: Any, **kwargs: Any) -> Fused:
         made = kept(*args, **kwargs)
         found.extend(lines(made))
         return made
 
-    backend.fuse_graph = counting
+    pipeline_steps.fuse_graph = counting
     try:
         compiled = torch.compile(model, backend="fxpar", options=options)
         compiled(x).square().sum().backward()
     finally:
-        backend.fuse_graph = kept
+        pipeline_steps.fuse_graph = kept
     assert model.up.weight.grad is not None
     plan = compiled_graph.plans()[-1]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -195,7 +195,7 @@ def regions(disable: list[str]) -> list[list[str]]:
         found.extend(lines(made))
         return made
 
-    with mock.patch.object(backend, "fuse_graph", counting):
+    with mock.patch.object(pipeline_steps, "fuse_graph", counting):
         compiled = torch.compile(model, backend="fxpar", options=options)
         compiled(x.requires_grad_()).square().sum().backward()
     return found

@@ -18,7 +18,7 @@ import torch
 from fxpar import _torch
 from fxpar.errors import DeviceError
 from fxpar.fusion.kernels import matmul_ops, matmul_run
-from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Call, Epilogue
+from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Epilogue, KernelLaunch
 from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.passes.custom_ops import JOINED
 from fxpar.sharding.cost import hardware_table
@@ -226,7 +226,7 @@ def test_all_is_loaded_and_there_before_the_first_launch() -> None:
             mock.patch.object(matmul_run, "_load") as load,
             mock.patch.object(matmul_run.run_kernels, "empty") as empty,
             mock.patch.object(matmul_run, "_together") as together,
-            mock.patch.object(Call, "__call__"),
+            mock.patch.object(KernelLaunch, "__call__"),
         ):
             start()
         assert together.call_count == 1

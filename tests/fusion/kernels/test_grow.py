@@ -9,7 +9,7 @@ import torch
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.fuse_regions import drop_double_permutes, fuse_graph
 from fxpar.fusion.kernels.kernel_text import kernel_of
-from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.passes.bucket_collectives import REGION
 from tests.helpers.kernels.fused_graphs import (
@@ -115,7 +115,7 @@ def test_a_kernel_writes_over_what_it_reads_in_that_order_alone() -> None:
     def fits(fn: Any, reads: list[torch.Tensor], *over: int) -> list[bool]:
         """Of each output, over one of the tensors that are read."""
         (program,) = fused(fn)[1].programs
-        (part,) = [s for s in stages_of(program) if isinstance(s, Part)]
+        (part,) = [s for s in stages_of(program) if isinstance(s, ComputeStep)]
         kernel = kernel_of(part.program)
         pairs = zip(kernel.writes, over, strict=True)
         return [run_kernels.fits(kernel, reads, t, reads[i]) for t, i in pairs]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fxpar.fusion.kernels import implementations
-from fxpar.fusion.kernels.implementations import Facts, Rung, choose
-from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
+from fxpar.fusion.kernels.region_program import RegionProgram
 from tests.helpers.kernels.collective_cases import (
     all_gather,
     all_reduce,
@@ -28,24 +28,26 @@ ORDER = ("one_shot", "two_shot", "nccl")
 SIZES = [16 << i for i in range(24)]
 
 
-def program(fn: Any, ranks: int, *given: torch.Tensor) -> Program:
+def program(fn: Any, ranks: int, *given: torch.Tensor) -> RegionProgram:
     found, _ = outlined(traced(fn, given))
     return dataclasses.replace(found.program, ranks=ranks)
 
 
-def reduced(ranks: int, nbytes: int, dtype: torch.dtype = torch.bfloat16) -> Program:
+def reduced(
+    ranks: int, nbytes: int, dtype: torch.dtype = torch.bfloat16
+) -> RegionProgram:
     return dataclasses.replace(_reduced(nbytes, dtype), ranks=ranks)
 
 
 @functools.cache
-def _reduced(nbytes: int, dtype: torch.dtype) -> Program:
+def _reduced(nbytes: int, dtype: torch.dtype) -> RegionProgram:
     x = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="meta")
     return program(lambda x: all_reduce(x) * 2, 1, x)
 
 
-def on(found: Program, **facts: Any) -> Rung:
+def on(found: RegionProgram, **facts: Any) -> Rung:
     given = {"ranks": found.ranks, "kernels": True, "shared": True} | facts
-    return choose(found, Facts(**given))
+    return choose(found, GroupFacts(**given))
 
 
 def by_size(ranks: int, **facts: Any) -> list[str]:
@@ -85,7 +87,7 @@ def test_other_ranks_have_no_template(ranks: int) -> None:
     assert set(by_size(ranks)) == {"nccl"}
 
 
-def scattered(ranks: int, count: int) -> Program:
+def scattered(ranks: int, count: int) -> RegionProgram:
     x = torch.empty(ranks * count, device="meta")
     fn = lambda x: all_gather(reduce_scatter(x, ranks) * 2, ranks)  # noqa: E731
     return program(fn, ranks, x)

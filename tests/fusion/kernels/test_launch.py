@@ -11,7 +11,7 @@ import torch
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import run_fused, run_kernels
 from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
-from fxpar.fusion.kernels.region_program import Program, Tensor
+from fxpar.fusion.kernels.region_program import RegionProgram, Tensor
 from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.compare_kernels import outlined, traced
@@ -20,7 +20,7 @@ from tests.helpers.kernels.fused_graphs import GRAPHS, fused
 CPU = torch.device("cpu")
 
 
-def made(fn: Any, *given: torch.Tensor, **how: Any) -> tuple[Program, Kernel]:
+def made(fn: Any, *given: torch.Tensor, **how: Any) -> tuple[RegionProgram, Kernel]:
     program = outlined(traced(fn, given))[0].program
     return program, kernel_of(program, **how)
 

@@ -14,8 +14,8 @@ import pytest
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.kernel_text import kernel_of
 from fxpar.fusion.kernels.reductions import CannotEmit
-from fxpar.fusion.kernels.region_program import Program
-from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram
+from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.templates import template_of
 from tests.helpers.interpreter import run_interpreted
 from tests.helpers.kernels import collective_cases as cases
@@ -95,7 +95,7 @@ def test_compiled_ahead(mesh: str) -> None:
     found = {}
     graphs = run_interpreted(regions_of, mesh, seconds=1500.0)
     for text in dict.fromkeys(text for graph in graphs for text in graph.texts):
-        for name, made in kernels_of(Program.parse(text)):
+        for name, made in kernels_of(RegionProgram.parse(text)):
             assert made.target == "sm_90a" and made.spilled == 0, name
             found[name] = [made.registers, made.shared]
     if os.environ.get("EXPECTTEST_ACCEPT"):
@@ -107,10 +107,10 @@ def test_compiled_ahead(mesh: str) -> None:
             assert registers <= golden[name][0] and shared <= golden[name][1], name
 
 
-def kernels_of(program: Program) -> Iterator[tuple[str, Compiled]]:
+def kernels_of(program: RegionProgram) -> Iterator[tuple[str, Compiled]]:
     """Those of its parts, and those with its collective inside."""
     for i, step in enumerate(stages_of(program)):
-        if isinstance(step, Part):
+        if isinstance(step, ComputeStep):
             kernel = kernel_of(step.program, random=RANDOM)
             yield f"{program.title} part {i}", compile_ahead(kernel)
     for name, how in ways_of(program).items():

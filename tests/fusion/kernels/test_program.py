@@ -25,14 +25,18 @@ from fxpar.fusion.kernels.reductions import (
     reduction_behind,
     reduction_of,
 )
-from fxpar.fusion.kernels.region_program import Program, contiguous
-from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram, contiguous
+from fxpar.fusion.kernels.split_at_collectives import (
+    CollectiveStep,
+    ComputeStep,
+    stages_of,
+)
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.compare_kernels import outlined, traced
 from tests.helpers.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
 
 
-def programs() -> list[Program]:
+def programs() -> list[RegionProgram]:
     out = [p for fn in GRAPHS.values() for p in fused(fn)[1].programs]
     for fn, names in samples.PIECES.values():
         given = [samples.make(name) for name in names]
@@ -42,11 +46,11 @@ def programs() -> list[Program]:
 
 def test_text_and_back() -> None:
     for program in programs():
-        again = Program.parse(program.text)
+        again = RegionProgram.parse(program.text)
         assert again.text == program.text and again.hash == program.hash
         assert str(again) == str(program)
     infinite = outlined(traced(lambda x: x.masked_fill(x > 0, -torch.inf), [ONE]))[0]
-    assert Program.parse(infinite.program.text) == infinite.program
+    assert RegionProgram.parse(infinite.program.text) == infinite.program
 
 
 ONE = torch.ones(4)
@@ -55,7 +59,7 @@ ONE = torch.ones(4)
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": "another"}', "no json"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Program.parse(text)
+        RegionProgram.parse(text)
 
 
 def test_the_hash_is_of_content() -> None:
@@ -125,14 +129,16 @@ def test_stages() -> None:
     """What does not need the collective is computed behind it."""
     (program,) = fused(GRAPHS["backward"])[1].programs
     move, part = stages_of(program)
-    assert isinstance(move, Move) and isinstance(part, Part)
+    assert isinstance(move, CollectiveStep) and isinstance(part, ComputeStep)
     assert move.kind == "all_reduce" and move.operand == "in0"
     assert "rsqrt" in [line.name for line in part.program.lines]
     (program,) = fused(GRAPHS["update"])[1].programs
-    kinds = [s.kind if isinstance(s, Move) else "part" for s in stages_of(program)]
+    kinds = [
+        s.kind if isinstance(s, CollectiveStep) else "part" for s in stages_of(program)
+    ]
     assert kinds == ["reduce_scatter_tensor", "part", "all_gather_into_tensor"]
     (program,) = fused(GRAPHS["prologue"])[1].programs
-    assert [type(s) for s in stages_of(program)] == [Part, Move]
+    assert [type(s) for s in stages_of(program)] == [ComputeStep, CollectiveStep]
 
 
 def test_sums_of_a_number_alone() -> None:

@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from fxpar import cache_files
 from fxpar.fusion.kernels import autotune
-from fxpar.fusion.kernels.autotune import Run, Way, fastest, tuned, ways_of
-from fxpar.fusion.kernels.implementations import Facts, choose
-from fxpar.fusion.kernels.region_program import Program
+from fxpar.fusion.kernels.autotune import Run, TunedWay, fastest, tuned, ways_of
+from fxpar.fusion.kernels.implementations import GroupFacts, choose
+from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
 from tests.helpers.kernels.fused_graphs import GRAPHS, fused
 
-ONE, TWO, NCCL = Way("one_shot", 8), Way("two_shot", 8), Way("nccl", 8)
+ONE, TWO, NCCL = TunedWay("one_shot", 8), TunedWay("two_shot", 8), TunedWay("nccl", 8)
 WAYS = (ONE, TWO, NCCL)
-Ran = list[tuple[int, Way]]
+Ran = list[tuple[int, TunedWay]]
 
 
-def program() -> Program:
+def program() -> RegionProgram:
     return fused(GRAPHS["epilogue"])[1].programs[0]
 
 
@@ -47,12 +47,12 @@ def on_ranks(fn: Callable[[Meeting], Any], ranks: int = 2) -> list[Any]:
     return out
 
 
-def clocks(*seconds: dict[Way, float]) -> tuple[Ran, Any, Any]:
+def clocks(*seconds: dict[TunedWay, float]) -> tuple[Ran, Any, Any]:
     """What ran on which rank; and, for a meeting, what prepares a way and times it."""
     ran: Ran = []
 
-    def prepare(meeting: Meeting) -> Callable[[Way], Run]:
-        def make(way: Way) -> Run:
+    def prepare(meeting: Meeting) -> Callable[[TunedWay], Run]:
+        def make(way: TunedWay) -> Run:
             if way not in seconds[meeting.rank]:
                 raise ValueError("it does not compile here")
             return lambda: way
@@ -109,7 +109,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found_on_ranks(
-    prepare: Any, clock: Any, ways: Sequence[Way] = WAYS, device: str = "some"
+    prepare: Any, clock: Any, ways: Sequence[TunedWay] = WAYS, device: str = "some"
 ) -> list[Any]:
     p, where = program(), {"device": device}
     return on_ranks(
@@ -149,7 +149,7 @@ def test_the_first_ranks_file_counts(
     ran, prepare, clock = clocks(times, times)
     p = program()
 
-    def one(meeting: Meeting) -> Way:
+    def one(meeting: Meeting) -> TunedWay:
         here.rank = meeting.rank
         where = {"device": "some"}
         kinds = prepare(meeting), meeting
@@ -160,10 +160,10 @@ def test_the_first_ranks_file_counts(
 
 
 def test_what_is_tried() -> None:
-    facts = Facts(2, kernels=True, shared=True)
+    facts = GroupFacts(2, kernels=True, shared=True)
     ways = ways_of(program(), facts, 100)
-    assert ways[0] == Way(choose(program(), facts).name, 100)
+    assert ways[0] == TunedWay(choose(program(), facts).name, 100)
     assert {way.rung for way in ways} == {"one_shot", "nccl"}
     assert len(set(ways)) == len(ways) == 4
-    alone = Facts(2, kernels=True, shared=False)
-    assert ways_of(program(), alone, 100) == (Way("nccl", 100),)
+    alone = GroupFacts(2, kernels=True, shared=False)
+    assert ways_of(program(), alone, 100) == (TunedWay("nccl", 100),)

@@ -32,8 +32,8 @@ from fxpar.fusion.kernels import (
     templates,
 )
 from fxpar.fusion.kernels.implementations import RANKS
-from fxpar.fusion.kernels.region_program import Program
-from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
+from fxpar.fusion.kernels.region_program import RegionProgram
+from fxpar.fusion.kernels.split_at_collectives import CollectiveStep, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, shared_files
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import (
@@ -236,7 +236,7 @@ class Job:
     """``order``: which inputs a program takes; ``numbers``: of each rank."""
 
     case: Case
-    program: Program
+    program: RegionProgram
     order: tuple[int, ...]
     numbers: tuple[tuple[int, ...], ...]
 
@@ -262,7 +262,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def moved(move: Move, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def moved(move: CollectiveStep, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A collective's results on all ranks."""
     if move.kind == "all_gather_into_tensor":
         return [torch.cat(list(given))] * len(given)
@@ -288,7 +288,7 @@ def oracle(found: Job, turn: int) -> list[list[torch.Tensor]]:
         names = [t.name for t in program.inputs]
         values.append(dict(zip(names, given, strict=True)))
     for step in steps:
-        if isinstance(step, Move):
+        if isinstance(step, CollectiveStep):
             narrow = program.values[step.operand].dtype == "bfloat16"
             sent = [v[step.operand] for v in values]
             sent = [rounded(x).to(dtype) for x in sent] if narrow else sent

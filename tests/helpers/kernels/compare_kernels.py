@@ -17,8 +17,8 @@ from fxpar import _torch
 from fxpar.fusion.kernels import interpret, run_kernels
 from fxpar.fusion.kernels.expressions import CASTS
 from fxpar.fusion.kernels.reductions import CAST
-from fxpar.fusion.kernels.region_program import Line, Program, Ref, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
+from fxpar.fusion.kernels.region_program import Ref, RegionProgram, Statement, dtype_of
+from fxpar.fusion.kernels.split_at_collectives import ComputeStep, stages_of
 from fxpar.fusion.kernels.trace_region import Outline, outline
 from fxpar.sharding.cost.op import is_view
 from tests.helpers.kernels import samples
@@ -128,7 +128,7 @@ def compared(
     if want is None:
         want = made
     got = run_kernels.run(program, inputs, found.numbers)
-    parts = [s for s in stages_of(program) if isinstance(s, Part)]
+    parts = [s for s in stages_of(program) if isinstance(s, ComputeStep)]
     kernels = [run_kernels.compiled(part.program, "cpu") for part in parts]
     return Comparison(
         kernels=None not in kernels and bool(parts),
@@ -171,16 +171,16 @@ def ulps(got: torch.Tensor, want: torch.Tensor) -> float:
     return (beyond / place).max().item()
 
 
-def in_dtype(program: Program, old: str, new: str) -> Program:
+def in_dtype(program: RegionProgram, old: str, new: str) -> RegionProgram:
     """A program with one dtype for another."""
-    return Program.parse(program.text.replace(f'"{old}"', f'"{new}"'))
+    return RegionProgram.parse(program.text.replace(f'"{old}"', f'"{new}"'))
 
 
-def widened(program: Program, dtype: str) -> Program:
+def widened(program: RegionProgram, dtype: str) -> RegionProgram:
     """A program in another dtype than float32 and bfloat16, whose casts to bfloat16
     still round."""
     wide = in_dtype(in_dtype(program, "bfloat16", dtype), "float32", dtype)
-    lines: list[Line] = []
+    lines: list[Statement] = []
     for old, line in zip(program.lines, wide.lines, strict=True):
         if old.op not in CASTS or old.dtype != "bfloat16":
             lines.append(line)

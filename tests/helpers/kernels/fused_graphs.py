@@ -17,7 +17,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
-from fxpar.fusion.kernels.implementations import Facts
+from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.symmetric_memory import shared_files
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.passes.order_collectives import give_outputs
@@ -170,9 +170,9 @@ GRAPHS: dict[str, Callable[..., Any]] = (
 )
 
 
-def facts(how: str) -> Facts:
+def facts(how: str) -> GroupFacts:
     """Of any group."""
-    return Facts(2, kernels=how == "triton", shared=True)
+    return GroupFacts(2, kernels=how == "triton", shared=True)
 
 
 def inputs(rank: int = 0) -> list[torch.Tensor]:

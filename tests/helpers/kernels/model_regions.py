@@ -25,12 +25,13 @@ from fxpar import backend
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import FUSED
 from fxpar.fusion.kernels.reductions import CannotEmit
-from fxpar.fusion.kernels.region_program import Program, Tensor, dtype_of
+from fxpar.fusion.kernels.region_program import RegionProgram, Tensor, dtype_of
 from fxpar.fusion.kernels.select_region import after
-from fxpar.fusion.kernels.split_at_collectives import MOVES, Part, stages_of
+from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages_of
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
+from fxpar.runtime import pipeline_steps
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels import collective_cases as cases
@@ -51,8 +52,8 @@ def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
     model, batch = build_loss(name)
     options = {"mesh": mesh, "codegen": "eager", "fuse": "interpret"}
     with (
-        mock.patch.object(backend, "say", keep),
-        mock.patch.object(backend.agree, "agree"),
+        mock.patch.object(pipeline_steps, "say", keep),
+        mock.patch.object(backend.consensus, "agree"),
         mock.patch.object(backend.inputs.Checks, "run"),
     ):
         torch.compile(model, backend="fxpar", options=options)(**batch).backward()
@@ -88,9 +89,9 @@ def fused_step(name: str) -> list[tuple[str, Fused]]:
     options: dict[str, Any] = {"mesh": "dp=2", "codegen": "eager", "fuse": "interpret"}
     options |= {"inputs": "local", "disable": "bucket"}
     with (
-        mock.patch.object(backend, "say", keep),
-        mock.patch.object(backend, "fuse_graph", asked),
-        mock.patch.object(backend.agree, "agree"),
+        mock.patch.object(pipeline_steps, "say", keep),
+        mock.patch.object(pipeline_steps, "fuse_graph", asked),
+        mock.patch.object(backend.consensus, "agree"),
         mock.patch.object(backend.inputs.Checks, "run"),
     ):
         step = fxpar.train_step(
@@ -123,8 +124,8 @@ class GraphRegions:
     texts: list[str]  # of programs, each once
 
     @property
-    def programs(self) -> list[Program]:
-        return [Program.parse(text) for text in self.texts]
+    def programs(self) -> list[RegionProgram]:
+        return [RegionProgram.parse(text) for text in self.texts]
 
 
 @functools.cache
@@ -155,18 +156,18 @@ def _regions_of(folder: Path, rank: int, ranks: int, mesh: str) -> list[GraphReg
     return out
 
 
-def programs_of(meshes: Iterable[str]) -> list[Program]:
+def programs_of(meshes: Iterable[str]) -> list[RegionProgram]:
     """Of the regions of all models on meshes, each once."""
     graphs = (graph for mesh in meshes for graph in regions_of(mesh))
     texts = (text for graph in graphs for text in graph.texts)
-    return [Program.parse(text) for text in dict.fromkeys(texts)]
+    return [RegionProgram.parse(text) for text in dict.fromkeys(texts)]
 
 
-def check_parts(program: Program) -> None:
+def check_parts(program: RegionProgram) -> None:
     """Each part's kernel beside the part itself."""
     draw = torch.Generator().manual_seed(1)
     for step in stages_of(program):
-        if isinstance(step, Part):
+        if isinstance(step, ComputeStep):
             inputs = [value_of(t, draw) for t in step.program.inputs]
             numbers = tuple(range(program.numbers))
             whole = Outline(step.program, (), (), numbers, "", {})
@@ -174,7 +175,7 @@ def check_parts(program: Program) -> None:
             assert kernels.kernels and kernels.error <= F32, step.program.title
 
 
-def ways_of(program: Program) -> dict[str, Any]:
+def ways_of(program: RegionProgram) -> dict[str, Any]:
     """How one kernel can do the collective: rungs, and what ``template_of`` takes."""
     moves = [line.op.split(".")[1] for line in program.lines if line.op in MOVES]
     if moves != ["all_reduce"] or program.ranks == 1:
@@ -186,7 +187,7 @@ def ways_of(program: Program) -> dict[str, Any]:
 class RegionCase:
     """A region as a case of ``collective_cases``."""
 
-    program: Program
+    program: RegionProgram
     shots: int
     switch: bool = False
     dtype: torch.dtype = torch.float32
@@ -198,7 +199,7 @@ class RegionCase:
 
 
 def jobs_of(
-    programs: Iterable[Program], ranks: int
+    programs: Iterable[RegionProgram], ranks: int
 ) -> tuple[dict[str, cases.Job], list[str]]:
     """Jobs by name, and why some programs have no kernel."""
     jobs, refused = {}, []
