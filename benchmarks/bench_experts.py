@@ -49,8 +49,8 @@ class Expert:
 
 def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     """The Program that a search sees: moments as sums, so that they can be split."""
+    from fxpar.passes.builder import Builder
     from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
-    from fxpar.passes.rewriter import Rewriter
     from fxpar.passes.signature import read_signature
     from fxpar.runtime.tracing import Call
     from fxpar.sharding.program import read
@@ -61,7 +61,7 @@ def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
         module.graph,
         lambda kind, of, node: call.declare(kind, of, node, [None] * call.count),
     )
-    rewriter = Rewriter(module.graph, mode)
+    rewriter = Builder(module.graph, mode)
     for normalize in NORMALIZE:
         normalize(module.graph, rewriter)
     moments = [node for node in module.graph.nodes if node.target in MOMENTS]

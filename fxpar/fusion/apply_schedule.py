@@ -35,9 +35,8 @@ from fxpar.fusion.verbs import (
     reorder,
     send_recv,
 )
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.rewriter import copy_of
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

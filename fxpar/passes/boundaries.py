@@ -19,7 +19,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
-from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Signature, user_line
 from fxpar.sharding.spec import Spec
@@ -59,7 +59,7 @@ def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
     Raises MeshError if a parameter rests on another mesh, PlanError if the program
     computes with one rank's part.
     """
-    found, rewriter = Boundaries(), Rewriter(graph, fake_mode)
+    found, rewriter = Boundaries(), Builder(graph, fake_mode)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     places = {node: i for i, node in enumerate(inputs)}
     for node in list(graph.nodes):
@@ -83,7 +83,7 @@ def _enter(
     node: fx.Node,
     places: dict[fx.Node, int],
     found: Boundaries,
-    rewriter: Rewriter,
+    rewriter: Builder,
     mesh: Mesh,
 ) -> None:
     """The parameter in global shape, for what ``to_global`` made of its part."""
@@ -117,7 +117,7 @@ def _leave(
     node: fx.Node,
     leaving: dict[fx.Node, Spec],
     taken: set[fx.Node],
-    rewriter: Rewriter,
+    rewriter: Builder,
 ) -> None:
     """The gradient itself, in global shape, for its part. It owns its memory, since
     autograd adds to it in place: ``taken`` are values that others have as results."""
@@ -161,7 +161,7 @@ def _owner(x: fx.Node) -> fx.Node:
     return x
 
 
-def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> None:
+def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Builder) -> None:
     """A step of a gradient from its crossing to the border, in global shape."""
     specs = {leaving.get(arg) for arg in node.all_input_nodes}
     if len(specs) > 1 or node.target not in _ON_GRADIENTS | _RENAMES:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.builder import Builder
 from fxpar.passes.sink_waits import WAIT, is_chunk
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class _Bucket:
 
 def bucket(
     graph: fx.Graph,
-    rewriter: Rewriter,
+    rewriter: Builder,
     *,
     reductions: bool,
     most: int = FULL,
@@ -192,13 +192,13 @@ def _wait_of(node: fx.Node) -> fx.Node:
     return wait
 
 
-def _flat(rewriter: Rewriter, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
+def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
     """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side."""
     parts = [rewriter.call(aten.reshape.default, x, [rows, -1]) for x in nodes]
     return rewriter.call(aten.cat.default, parts, 1)
 
 
-def _cut(rewriter: Rewriter, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
+def _cut(rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
     """Results of the members, from their bucket's [rows, all of them]."""
     at = 0
     for member in members:
@@ -213,7 +213,7 @@ def _cut(rewriter: Rewriter, x: fx.Node, rows: int, members: Sequence[fx.Node]) 
         rewriter.replace(_wait_of(member), part)
 
 
-def _join_gathers(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     """Each rank's parts in one row; the result has a row per rank."""
     first = members[0]
     _, count, group = first.args
@@ -235,7 +235,7 @@ def _hoist(node: fx.Node, before: fx.Node) -> None:
     before.prepend(node)
 
 
-def _join_scatters(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     """A row for each rank; the result is this rank's row."""
     last = members[-1]
     _, op, count, group = last.args
@@ -246,7 +246,7 @@ def _join_scatters(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
         _cut(rewriter, mine, 1, members)
 
 
-def _join_reductions(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     with rewriter.before(last):
         row = _flat(rewriter, [m.args[0] for m in members], 1)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxpar.passes.rewriter import Rewriter, shape_of
+from fxpar.passes.builder import Builder, shape_of
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ _EQUATION = {
 Words = list[str]
 
 
-def undo_views_around_matmul(graph: fx.Graph, rewriter: Rewriter) -> None:
+def undo_views_around_matmul(graph: fx.Graph, rewriter: Builder) -> None:
     """Every matrix product becomes a ``fxpar::dot`` over the dims its views merged."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _EQUATION:
@@ -62,7 +62,7 @@ def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | N
 class _Contraction:
     """One product on its way to a dot: two operands, an equation, the view back."""
 
-    def __init__(self, node: fx.Node, rewriter: Rewriter) -> None:
+    def __init__(self, node: fx.Node, rewriter: Builder) -> None:
         self.node, self.rewriter = node, rewriter
         left, right = _EQUATION[node.target].split("->")
         self.words: list[Words] = [side.split() for side in left.split(",")]
@@ -187,7 +187,7 @@ class _Contraction:
         return build.call(aten.add.Tensor, product, bias)
 
 
-def stack_of_equal(cat: fx.Node, rewriter: Rewriter) -> fx.Node | None:
+def stack_of_equal(cat: fx.Node, rewriter: Builder) -> fx.Node | None:
     """The stack that a cat of equal pieces merges, built before it; else None."""
     if "fxpar_stack" in cat.meta:
         return cat.meta["fxpar_stack"]
@@ -203,7 +203,7 @@ def stack_of_equal(cat: fx.Node, rewriter: Rewriter) -> fx.Node | None:
     return cat.meta["fxpar_stack"]
 
 
-def _sums_of_merged(graph: fx.Graph, rewriter: Rewriter) -> None:
+def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
     """``sum(view(x), dims)`` becomes a sum over the dims the view merged."""
     for node in list(graph.nodes):
         if node.target is not aten.sum.dim_IntList or node.args[1] is None:
@@ -231,7 +231,7 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Rewriter) -> None:
         rewriter.replace(node, made)
 
 
-def _cancel_views(graph: fx.Graph, rewriter: Rewriter) -> None:
+def _cancel_views(graph: fx.Graph, rewriter: Builder) -> None:
     """``view(view(x))`` is one view; a view to the same shape is nothing."""
     for node in list(graph.nodes):
         if node.target not in VIEWS:

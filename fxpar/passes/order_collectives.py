@@ -17,9 +17,9 @@ from torch import fx
 from fxpar import _torch
 from fxpar.config import runs
 from fxpar.passes.bucket_collectives import FULL, bucket, from_inputs
+from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
 from fxpar.passes.delay import delay
-from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import WAIT, is_chunk, sink, sink_waits
 
 c10d = torch.ops._c10d_functional
@@ -54,7 +54,7 @@ def schedule(
     fake_mode = _torch.fake.mode_of(values)
     if fake_mode is None or not graph.find_nodes(op="call_function", target=WAIT):
         return
-    rewriter = Rewriter(graph, fake_mode)
+    rewriter = Builder(graph, fake_mode)
     if runs("bucket", disable):
         most = FULL if settings.bucket is None else settings.bucket
         gathers = most if settings.gathers is None else settings.gathers
@@ -144,7 +144,7 @@ def _needed(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
+def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
     """On CPU, gather by an op of our own, into a tensor made before.
 
     The two threads of a gloo group (torch 2.13) both write the name of what they

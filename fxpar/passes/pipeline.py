@@ -20,13 +20,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.config import runs
 from fxpar.errors import FxparWarning, MeshError, UnknownOpError, compose
+from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.localize import partition
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
 from fxpar.passes.reshard_after_forward import regather
-from fxpar.passes.rewriter import Rewriter, copy_of
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.decide import Decision, decide, searched
 from fxpar.sharding.hints import Entries
@@ -122,7 +122,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     clock = _Clock()
     request.watch("traced", graph)
     show_bodies(graph, graph.owning_module)
-    rewriter = Rewriter(graph, fake_mode)
+    rewriter = Builder(graph, fake_mode)
     for normalize in NORMALIZE:
         if runs(normalize.__name__, request.disable):
             normalize(graph, rewriter)
@@ -191,7 +191,7 @@ def _finish(
     return Result(plan, normalized, local, decision, kept, scheduled.others)
 
 
-def _plan(graph: fx.Graph, rewriter: Rewriter, request: Request) -> Decision:
+def _plan(graph: fx.Graph, rewriter: Builder, request: Request) -> Decision:
     """Decide; where a plan splits dims that a moment needs whole, expand it, decide
     again. A search sees moments expanded: it would not split what their rules keep
     whole."""
@@ -236,7 +236,7 @@ def _searchable(request: Request) -> Request:
 
 def _recalled(
     graph: fx.Graph,
-    rewriter: Rewriter,
+    rewriter: Builder,
     plan: Plan,
     request: Request,
 ) -> Decision:

@@ -16,8 +16,8 @@ from torch import fx
 from fxpar import _torch
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import Facts
+from fxpar.passes.builder import Builder
 from fxpar.passes.order_collectives import give_outputs
-from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import sink_waits
 
 c10d = torch.ops._c10d_functional
@@ -183,7 +183,7 @@ def graph_of(fn: Callable[..., Any]) -> fx.Graph:
     graph = traced(fn, inputs())
     sink_waits(graph)
     fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
-    give_outputs(graph, Rewriter(graph, fake_mode))
+    give_outputs(graph, Builder(graph, fake_mode))
     return graph
 
 
