@@ -22,16 +22,13 @@ from fxpar.errors import MeshError, PlanError
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Signature, user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
-_RENAMES = {aten.view.default, aten.alias.default, aten.detach.default}
-_ON_GRADIENTS = {
-    aten.add.Tensor,
-    aten.clone.default,
-    torch.ops.prims.convert_element_type.default,
-}
+# What may be done to a gradient, besides casts.
+_ON_GRADIENTS = {aten.add.Tensor, aten.clone.default}
 
 
 @dataclass
@@ -96,7 +93,7 @@ def _enter(
         )
     between = []
     while local not in places:
-        if local.target not in _RENAMES:
+        if not op_facts_of(local.target).renames:
             raise _looks_inside(local)
         between.append(local)
         local = local.args[0]
@@ -164,9 +161,11 @@ def _owner(x: fx.Node) -> fx.Node:
 def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Builder) -> None:
     """A step of a gradient from its crossing to the border, in global shape."""
     specs = {leaving.get(arg) for arg in node.all_input_nodes}
-    if len(specs) > 1 or node.target not in _ON_GRADIENTS | _RENAMES:
+    facts = op_facts_of(node.target)
+    plain = facts.renames or facts.casts or node.target in _ON_GRADIENTS
+    if len(specs) > 1 or not plain:
         raise _looks_inside(node)
-    if node.target in _RENAMES:
+    if facts.renames:
         rewriter.replace(node, node.args[0])
         return
     with rewriter.before(node):

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.launches import KINDS, WAITS, depending_on_tangents
 from fxpar.passes.op_arithmetic import (
-    CONSTANTS,
     is_light,
     is_pointwise,
     is_view,
@@ -29,6 +28,7 @@ from fxpar.passes.op_arithmetic import (
     tensors_in,
 )
 from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 # What the tags of checkpoints say: whether the backward computes a value again.
 _TAGGED = {
@@ -170,7 +170,7 @@ def _is_given(node: fx.Node) -> bool:
         return _is_given(node.args[0])
     if node.target in KINDS or node.target in WAITS:
         return False
-    if node.op == "get_attr" or node.target in CONSTANTS:
+    if node.op == "get_attr" or op_facts_of(node.target).constant:
         return True
     return not tensors_in(node.meta.get("val")) or is_view(node)
 
@@ -193,7 +193,9 @@ def _is_lighter(
         return False
     size = _bytes(node)
     read = {_seen(read) for read in node.all_input_nodes}
-    read = {r for r in read if r.op != "placeholder" and r.target not in CONSTANTS}
+    read = {
+        r for r in read if r.op != "placeholder" and not op_facts_of(r.target).constant
+    }
     more = sum(_bytes(r) for r in read if r not in needed)
     # Of a function of one value that one is kept, from which there may be others.
     return more < size or more == size and len(read) == 1

@@ -19,16 +19,9 @@ from fxpar import _torch
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-
-CONSTANTS = (
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.empty.memory_format,
-    aten.scalar_tensor.default,
-)
 
 MOMENTS = (aten.var_mean.correction, aten.var.correction)
 
@@ -36,7 +29,8 @@ MOMENTS = (aten.var_mean.correction, aten.var.correction)
 def clone_constants(graph: fx.Graph, rewriter: Builder) -> None:
     """A constant per use, so that it never couples the specs of unrelated users."""
     for node in list(graph.nodes):
-        if node.target in CONSTANTS and len(node.users) > 1:
+        filled = op_facts_of(node.target).constant == "filled"
+        if filled and not node.all_input_nodes and len(node.users) > 1:
             for user in list(node.users)[1:]:
                 with rewriter.before(user):
                     twin = rewriter.call(node.target, *node.args, **node.kwargs)

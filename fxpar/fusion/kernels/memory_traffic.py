@@ -21,7 +21,8 @@ from fxpar.fusion.kernels.reductions import reduction_of
 from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import Region, is_heavy
 from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
-from fxpar.passes.op_arithmetic import changes_operand, is_light, is_view, nbytes_of
+from fxpar.passes.op_arithmetic import is_light, is_view, nbytes_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 def bytes_of(region: Region) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def _readers(region: Region, node: fx.Node) -> tuple[bool, bool]:
 def _could_join(region: Region, user: fx.Node) -> bool:
     """Whether Inductor could compute a reader in the kernel that makes what it reads:
     it is light, and waits for nothing else that takes time."""
-    if changes_operand(user.target):
+    if op_facts_of(user.target).mutates:
         return True  # written to in place
     if user.op == "output" or is_heavy(user) or not is_light(user.target):
         return False

@@ -12,24 +12,17 @@ from __future__ import annotations
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.program import Op, Program, is_view
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Time of what does not happen.
 NEVER = -1
 
 # So many light ops in a row are computed again, as AOTAutograd bans long chains.
 _CHAIN = 16
-
-# Pointwise, though torch does not tag them.
-_ELEMENTWISE = {
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.cat.default,
-    torch.ops.aten.constant_pad_nd.default,
-}
 
 # What the tags of checkpoints say: whether the backward computes a value again.
 _TAGGED = {
@@ -167,12 +160,8 @@ class _Backward:
         size = min(values[v].numel for v in op.results)
         if any(values[v].numel > size for v in op.operands):
             return False
-        tags = getattr(op.target, "tags", ())
-        return (
-            torch.Tag.pointwise in tags
-            or op.target in _ELEMENTWISE
-            or (not op.operands and torch.Tag.nondeterministic_seeded not in tags)
-        )
+        facts = op_facts_of(op.target)
+        return facts.pointwise or (not op.operands and not facts.draws)
 
     def _free(self, kept: set[int], there: set[int]) -> set[int]:
         """Of those kept, what a few light ops give of others that are there."""
