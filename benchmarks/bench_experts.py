@@ -49,10 +49,12 @@ class Expert:
 
 def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     """The Program that a search sees: moments as sums, so that they can be split."""
-    from fxpar.passes.builder import Builder
-    from fxpar.passes.normalize import MOMENTS, NORMALIZE, expand_moments
+    from fxpar.passes.normalize import MOMENTS, expand_moments
     from fxpar.passes.signature import read_signature
+    from fxpar.pipeline import JOINT, JointState, run_steps
     from fxpar.runtime.tracing import Call
+    from fxpar.sharding.mesh import Mesh
+    from fxpar.sharding.plan_request import Request
     from fxpar.sharding.program import read
 
     call = Call(model, (), dict(batch), True)
@@ -61,11 +63,16 @@ def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
         module.graph,
         lambda kind, of, node: call.declare(kind, of, node, [None] * call.count),
     )
-    rewriter = Builder(module.graph, mode)
-    for normalize in NORMALIZE:
-        normalize(module.graph, rewriter)
+    state = JointState(
+        graph=module.graph,
+        request=Request(Mesh((("all", 1),)), signature),
+        fake_mode=mode,
+        normalized=module.graph,
+    )
+    names = [step.name for step in JOINT]
+    run_steps(JOINT[: names.index("look_up_plan")], state)
     moments = [node for node in module.graph.nodes if node.target in MOMENTS]
-    expand_moments(moments, rewriter)
+    expand_moments(moments, state.rewriter)
     module.graph.eliminate_dead_code()
     return read(module.graph, signature)
 
@@ -197,7 +204,7 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
     from fxpar.sharding.search.formulate import Facts, formulate
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     machine = lookup(HARDWARE)
     on, program = machine.on(mesh), resting(program, expert.rest)

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import random_walk
 from _common import ROOT, conditions
 from _lower import lowered, timeline
 
@@ -121,7 +122,7 @@ def run(name: str, size: int, clusters: list[str], seconds: float) -> dict[str, 
 
     import fxpar
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     joined = JOINED if name in RECURRENT else 1
     net, mesh = nets(STEPS // joined)[name], MESHES[size]
@@ -159,21 +160,22 @@ def chosen(
 ) -> dict[str, Any]:
     """The search's plan, the one of a few that is best in the simulator (``data``: data
     parallelism's choice), and where a walk from there leads, all lowered."""
-    from fxpar.sharding.search.rank_candidates import polish, taken, walk
+    from fxpar.sharding.search.rank_candidates import polish, taken
 
     found = plan.result.decision.found
     out = {"search": facts(plan.result.decision, plan.result.local, machine)}
     begun = time.perf_counter()
     ranked = polish(found, seconds=seconds, others=[data])
     spent = time.perf_counter() - begun
-    walked = walk(found.formulation, ranked.walk.choice, PROPOSALS)
+    best = ranked.found.solution.choice
+    walked = random_walk.walk(found.formulation, best, PROPOSALS)
     known = {found.solution.choice: out["search"]}
-    for key, step in (("ranked", ranked.walk), ("walked", walked)):
-        if step.choice not in known:
-            other = taken(found, step.choice)
-            known[step.choice] = facts(*lowered(plan, other), machine)
-        out[key] = known[step.choice]
-    simulated = [*ranked.candidates[:1], ranked.walk.seconds, walked.seconds]
+    for key, choice in (("ranked", best), ("walked", walked.choice)):
+        if choice not in known:
+            other = taken(found, choice)
+            known[choice] = facts(*lowered(plan, other), machine)
+        out[key] = known[choice]
+    simulated = [*ranked.candidates[:1], ranked.seconds, walked.seconds]
     return {**out, "simulated": simulated, "rank_seconds": spent}
 
 

@@ -27,7 +27,7 @@ from fxpar.fusion.kernels import interpret
 from fxpar.fusion.kernels.region_program import Program, Ref
 from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
 from fxpar.fusion.kernels.trace_region import outline
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 
 c10d = torch.ops._c10d_functional
 F32, BF16 = torch.float32, torch.bfloat16

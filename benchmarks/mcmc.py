@@ -104,7 +104,8 @@ def costs(problem: Any, start: Sequence[int], seconds: float) -> dict[str, Any]:
 
 def joined(found: Any, choice: Sequence[int]) -> tuple[Any, list[int]]:
     """The problem with parameters and their gradients as one node, and a choice."""
-    from fxpar.sharding.search.random_walk import Moves
+    from random_walk import Moves
+
     from fxpar.sharding.solver.problem import tie
 
     together = Moves(found, list(choice)).together
@@ -150,14 +151,16 @@ def traced(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     """Steps with overlap: [as ``overlap`` has it, lowered] of each plan."""
+    from random_walk import walk
+
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.rank_candidates import polish, taken, walk
+    from fxpar.sharding.search.rank_candidates import polish, taken
     from fxpar.sharding.search.simulate_choice import Overlap
 
     found, machine = plan.result.decision.found, lookup("h100")
     form = found.formulation
     begun = time.perf_counter()
-    ranked = polish(found, seconds=2.0).walk
+    ranked = polish(found, seconds=2.0).found.solution
     spent = time.perf_counter() - begun
     begun = time.perf_counter()
     walked = walk(form, ranked.choice, PROPOSALS)
@@ -179,10 +182,10 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
 
 def run(name: str, mesh: str, seconds: float) -> dict[str, Any]:
     import fxpar
-    from fxpar.sharding.search.given_strategies import cost_of
+    from fxpar.sharding.search.solutions import cost_of
 
     if name == "made up":
-        from tests.sharding.solver.problems import layered
+        from tests.helpers.solver_problems import layered
 
         problem = layered(30, 8, 20, noise=0.05)
         return costs(problem, [0] * len(problem.costs), seconds)

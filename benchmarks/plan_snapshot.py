@@ -3,9 +3,9 @@
     python benchmarks/plan_snapshot.py FILE             # write
     python benchmarks/plan_snapshot.py FILE --against OLD    # and print what differs
 
-For each of the five models of ``tests/models.py`` and some toys on the figures of a
-CPU, and for a wide Llama and a wide mixture on those of an H100, on three meshes, by
-propagation and by search: the plan's hash, the specs of inputs and parameters, the
+For each of the five models of ``tests/helpers/models.py`` and some toys on the figures
+of a CPU, and for a wide Llama and a wide mixture on those of an H100, on three meshes,
+by propagation and by search: the plan's hash, the specs of inputs and parameters, the
 collectives, the schedule, the ops of the local graph, and the predicted seconds and
 bytes of a step.
 """
@@ -32,7 +32,7 @@ import fxpar
 
 os.environ.pop("FXPAR_SCHEDULE", None)  # as users have it, which _common does not
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.models import NAMES, build
+from tests.helpers.models import NAMES, build
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
 WIDE_MESHES = ("dp=8", "tp=8", "dp=2,tp=4")

@@ -2,8 +2,8 @@
 
 ``torch.compile(model, backend="fxpar")`` calls ``fxpar`` with each Dynamo graph. The
 graph goes through AOTAutograd and Inductor by ``compile_fx``; in between, on the joint
-graph, ``_Parallelize`` runs the pipeline of ``fxpar.passes`` and leaves this rank's
-graph in its place.
+graph, ``_Parallelize`` runs ``fxpar.pipeline`` and leaves this rank's graph in its
+place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar import _torch
-from fxpar.config import Options, runs
+from fxpar import _torch, pipeline
+from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
     FxparWarning,
@@ -28,18 +28,11 @@ from fxpar.errors import (
     PlanError,
     RankMismatchError,
 )
-from fxpar.explain.dump import report, watcher
-from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
-from fxpar.fusion.kernels.implementations import Facts
-from fxpar.fusion.kernels.interpret import device_of
-from fxpar.fusion.kernels.run_fused import facts_of, provider_of
-from fxpar.fusion.phase_settings import settings_of
-from fxpar.passes import Request, Result, Watch, random, with_schedule
+from fxpar.explain.dump import report
+from fxpar.passes import random
 from fxpar.passes.boundaries import absorb
-from fxpar.passes.delay import delay
 from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
-from fxpar.passes.order_collectives import DEFAULT, schedule
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import check_inputs as inputs
 from fxpar.runtime import (
@@ -49,23 +42,27 @@ from fxpar.runtime import (
     outside_graphs,
     presence,
 )
-from fxpar.runtime.binding import bind
 from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
-from fxpar.runtime.groups import Ranks, bandwidth_of, join, next_graph, settle
+from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
-from fxpar.runtime.plan_once import choices, plan_mode, planned, scheduling
 from fxpar.runtime.program_identity import placeholders, without_unused
 from fxpar.runtime.train_step.forward import End
 from fxpar.runtime.train_step.gradients import Asked
 from fxpar.runtime.train_step.step import TrainStep
-from fxpar.runtime.train_step.step_writes import keep_copies, lift_writes, put_writes
+from fxpar.runtime.train_step.step_writes import lift_writes
 from fxpar.runtime.train_step.trace import Step
-from fxpar.runtime.tune_schedule import tuned
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    known_machine,
+    named_machine,
+    plan_mode,
+)
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
@@ -307,6 +304,14 @@ class _Job:
         ]
 
 
+def _fed(job: _Job) -> tuple[str, ...] | None:
+    """Names of the inputs that hold one rank's part of the batch; None if every input
+    is global."""
+    if job.options.inputs != "local":
+        return None
+    return tuple(job.named[i].name for i in job.local)
+
+
 def _run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """``codegen="eager"``: the bound graph as it stands."""
     return _torch.inductor.make_boxed(gm.forward)
@@ -321,7 +326,27 @@ class _Parallelize:
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
         self.root = torch.nn.Module()  # holds the graph's constants
-        self.result: Result | None = None
+        # What is asked of the pipeline, and what it gives.
+        options = job.options
+        self.request = Request(
+            job.ranks.mesh,
+            Signature((), ()),
+            local=_fed(job),
+            summands=frozenset(job.results.own),
+            strict=options.strict,
+            disable=options.disable,
+            keep_gathered=not options.reshard_after_forward,
+            schedule=options.schedule,
+            tune=options.tune,
+            cached=options.cache_plans,
+            fuse=options.fuse,
+            step=job.writes,
+            name=f"graph{number}",
+            rank=job.ranks.rank,
+            debug=options.debug,
+            dump=options.dump,
+        )
+        self.result: pipeline.Result | None = None
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
 
@@ -348,106 +373,57 @@ class _Parallelize:
         )
         _torch.inductor.replace_random(gm, fake_mode)
         self.root = gm
-        name = f"graph{self.number}"
-        watch = watcher(options, f"rank{ranks.rank}/{name}")
+        name = self.request.name
         written = lift_writes(gm.graph) if self.job.writes else []
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
-        request = self._request(boundaries.declare(signature), name, watch)
-        keep = options.cache_plans
+        request = self.request = self._request(boundaries.declare(signature))
         with _said_by_rank_0(ranks.rank):
-            self.result = planned(
-                gm.graph, fake_mode, request, ranks.rank, name, keep=keep
-            )
+            self.result = pipeline.planned(gm.graph, fake_mode, request)
         parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
-        notes = self.job.results.said(self.results(), parts)
-        self.result = _noted(self.result, notes)
+        self.result = self.result.noted(*self.job.results.said(self.results(), parts))
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
+        inductor = options.codegen == "inductor"
         if options.tune:
-            self.result = self._tuned(self.result, request, name, fake_mode)
+            self.result = pipeline.tuned(
+                self.result, request, fake_mode, ranks, gm, inductor=inductor
+            )
         if self.job.together.kind != UNLIKE:
             consensus.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
-        bound = bind(
-            self.result.local,
-            ranks.mesh,
-            ranks.rank,
-            ranks.group,
-            fake_mode,
-            inductor=options.codegen == "inductor",
-        )
-        put_writes(bound, written)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
-        keep_copies(bound, [of for of in ends if of is not None])
-        watch("bound", bound)
+        bound = pipeline.bound(
+            self.result,
+            request,
+            fake_mode,
+            ranks,
+            inductor=inductor,
+            written=written,
+            copied=[of for of in ends if of is not None],
+        )
         hold(gm, bound)
         return bound
 
-    def _request(self, signature: Signature, name: str, watch: Watch) -> Request:
+    def _request(self, signature: Signature) -> Request:
         """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
         options, ranks = self.job.options, self.ranks
+        mode = plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
-        fed = [self.job.named[i].name for i in self.job.local]
-
-        def lay(mesh: Mesh) -> Signature:
-            if not local:
-                return signature
-            own = self.job.results.own
-            return compiled_graph.local_batch(signature, fed, own, mesh)
-
-        mode = plan_mode(options.plan, options, name)
-        return Request(
-            ranks.mesh,
-            lay(ranks.mesh),
-            load(options.hints),
-            mode,
-            strict=options.strict,
-            disable=options.disable,
-            keep_gathered=not options.reshard_after_forward,
-            watch=watch,
+        return replace(
+            self.request,
+            signature=signature,
+            hints=load(options.hints),
+            mode=mode,
             meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
-            lay=lay,
-            reschedule=scheduling(options),
-            keep_steps=options.tune,
-        )
-
-    def _tuned(
-        self, result: Result, request: Request, name: str, fake_mode: Any
-    ) -> Result:
-        """With the schedule that was the fastest, which ``request`` keeps steps for."""
-
-        def again(schedule: str) -> Result:
-            return with_schedule(result, schedule, fake_mode, request)
-
-        options = self.job.options
-        return tuned(
-            result,
-            again,
-            self.ranks,
-            self.root,
-            name=name,
-            codegen=options.codegen,
-            disable=options.disable,
-            fake_mode=fake_mode,
+            hardware=known_machine(options),
+            named_hardware=named_machine(options),
         )
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
-        settings = settings_of(self.plan.schedule) if self.plan else DEFAULT
-        disable = self.job.options.disable
-        fuses = bool(self.plan) and self.job.options.fuse != "none"
-        schedule(
-            graph,
-            # The backward is in the graph of a training step.
-            backward=backward or self.job.writes,
-            disable=(*disable, "delay") if fuses else disable,
-            settings=settings,
-        )
-        if self.plan:
-            self._fuse(graph, "backward" if backward else "forward")
-        if fuses and runs("delay", disable):
-            delay(graph)  # for collectives that no kernel has inside
+        request, result = self.request, self.result
+        self.regions += pipeline.scheduled(graph, request, result, backward=backward)
         self.launches += crossings(graph)
 
     def agree_on_launches(self) -> None:
@@ -471,36 +447,6 @@ class _Parallelize:
             error=error,
         )
 
-    def _fuse(self, graph: fx.Graph, which: str) -> None:
-        """Collectives with what is around them as one op: those that the schedule
-        says and, with ``options={"fuse": ...}``, those that pay."""
-        options, rank = self.job.options, self.ranks.rank
-        name = f"graph{self.number}/{which}"
-        folder = f"{options.dump}/rank{rank}/{name}" if options.dump else None
-        found = options.fuse != "none"
-        how = options.fuse if found else "triton"
-        inputs = graph.find_nodes(op="placeholder")
-        device = device_of([n.meta["val"] for n in inputs if _is_tensor(n)])
-        facts = cache(partial(self._facts, how, device))
-        fused = fuse_graph(
-            graph, facts_of=facts, dump=folder, found=found, tune=options.tune
-        )
-        self.regions += [f"{which}: {text}" for text in fused.lines]
-        if rank == 0 and (found or fused.programs or fused.left):
-            say(fused, name, options.debug)
-
-    def _facts(self, how: str, device: torch.device, group: str) -> Facts:
-        """Of a process group, for the ladder of kernels. On CPU, where there are none,
-        as if ranks shared memory."""
-        bandwidth = bandwidth_of(self.plan.mesh, group)
-        ranks, kernels = _torch.distributed.group_size(group), how == "triton"
-        if device.type != "cuda" or not kernels:
-            return Facts(ranks, kernels, True, bandwidth)
-        provider = provider_of(group, device)
-        if provider is None:
-            return Facts(ranks, kernels, False, bandwidth)
-        return facts_of(provider, bandwidth)
-
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""
         if self.result is None:
@@ -516,8 +462,11 @@ class _Parallelize:
 
     def verify(self, args: Sequence[Any]) -> None:
         """``FXPAR_VERIFY``, with the arguments of the first call."""
-        if self.result is not None:
-            verify(self.result, self.root, feeds_of(self.result, args, self.places))
+        if self.result is None:
+            return
+        local, normalized = self.result.local, self.result.normalized
+        feeds = feeds_of(normalized, args, self.places)
+        verify(local, normalized, self.result.decision, self.root, feeds)
 
     def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
         self.places.append(payload if kind == "input" else None)
@@ -553,11 +502,6 @@ def _said_by_rank_0(rank: int) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FxparWarning)
         yield
-
-
-def _noted(result: Result, notes: Sequence[str]) -> Result:
-    plan = replace(result.plan, notes=(*result.plan.notes, *notes))
-    return replace(result, plan=plan)
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from fxpar.errors import OptionError
 
 PREFIX = "FXPAR_"
 
-# Every pass that FXPAR_DISABLE may leave out, in the order they run: first those before
-# planning, then those of the local graph, then those of a forward or backward parted.
+# Every step of ``fxpar.pipeline`` that FXPAR_DISABLE may leave out, in the order they
+# run: first those before planning, then those of the local graph, then those of a
+# forward or backward parted.
 PASSES = (
     "random_by_index",
     "find_shifts",
@@ -28,18 +29,14 @@ PASSES = (
     "sum_one_hot",
     "clone_constants",
     "expand_moments",
+    "schedule",
     "sink_waits",
     "bucket",
     "prefetch",
     "drain",
+    "fuse_regions",
     "delay",
 )
-
-
-def runs(name: str, disable: Collection[str]) -> bool:
-    """Whether a pass of ``PASSES`` runs where those of ``disable`` are left out."""
-    assert name in PASSES, f"FXPAR_DISABLE does not know {name}"
-    return name not in disable
 
 
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.

@@ -21,24 +21,29 @@ from torch import fx
 from fxpar._torch.distributed import default_group
 from fxpar.config import Options
 from fxpar.errors import DeviceError, HintError, MeshError, PlanError
-from fxpar.explain.dump import watcher
 from fxpar.explain.html import render
 from fxpar.explain.text import short_seconds
 from fxpar.explain.timeline import chrome_trace
-from fxpar.fusion.phase_settings import settings_of
-from fxpar.passes import Request, Result, parallelize
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
-from fxpar.runtime.plan_once import choices, machine, plan_mode, scheduling
+from fxpar.pipeline import Result, parallelize
 from fxpar.runtime.tracing import Call, Outcome
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_facts import dearest, reshards_of
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    known_machine,
+    machine,
+    named_machine,
+    plan_mode,
+)
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, said
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
@@ -94,7 +99,7 @@ class TracedPlan(Plan):
 
     @cached_property
     def hardware(self) -> Hardware:
-        """As ``choose.machine``, which raises OptionError, and DeviceError."""
+        """As ``plan_request.machine``, which raises OptionError, and DeviceError."""
         return machine(self.options)
 
     @cached_property
@@ -107,8 +112,8 @@ class TracedPlan(Plan):
         Raises as ``hardware`` does.
         """
         result, _ = self._traced()
-        settings = settings_of(self.schedule)
-        graph = as_run(result.local, disable=self.options.disable, settings=settings)
+        settings, disable = result.schedule.settings, self.options.disable
+        graph = as_run(result.local, disable=disable, settings=settings)
         fused = self.options.codegen == "inductor"
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
         return simulate(graph, machine.on(mesh), machine, fused=fused)
@@ -298,9 +303,12 @@ def plan(
         chosen,
         strict=options.strict,
         disable=options.disable,
-        watch=watcher(options, "plan"),
         meshes=choices(mesh, chosen) if auto else (),
-        reschedule=scheduling(options),
+        schedule=options.schedule,
+        hardware=known_machine(options),
+        debug=options.debug,
+        dump=options.dump,
+        named_hardware=named_machine(options),
     )
     result = parallelize(module.graph, fake_mode, request)
     found = result.plan

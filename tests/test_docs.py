@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.spawn import run_script
+from tests.helpers.spawn import run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -162,14 +162,24 @@ def test_marked_code_prints_what_the_page_says(
     assert not capsys.readouterr().out, f"{name(page)} prints more than it shows"
 
 
-def test_debugging_lists_every_pass_that_can_be_left_out() -> None:
+def test_what_can_be_left_out_stands_in_the_options_and_the_docs() -> None:
     from fxpar.config import PASSES
-    from fxpar.passes.normalize import NORMALIZE
+    from fxpar.pipeline import STEPS
 
-    assert PASSES[: len(NORMALIZE)] == tuple(p.__name__ for p in NORMALIZE)
-    sources = (path.read_text() for path in (ROOT / "fxpar").rglob("*.py"))
-    asked = {name for text in sources for name in re.findall(r'runs\("(\w+)"', text)}
-    assert asked == set(PASSES[len(NORMALIZE) :])
-    names = PASSES
+    optional = dict.fromkeys(step.name for step in STEPS if step.optional)
+    assert list(optional) == list(PASSES)
     page = (ROOT / "docs" / "debugging.md").read_text()
-    assert [n for n in names if f"`{n}`" not in page] == []
+    assert [name for name in PASSES if f"`{name}`" not in page] == []
+
+
+def test_pages_name_the_stages_of_the_pipeline_in_order() -> None:
+    from fxpar.pipeline import STAGES
+
+    def named(page: str, row: str) -> list[str]:
+        return re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
+
+    table = named("docs/concepts.md", r"^\| (\w+) \| (?:global|local) \|")
+    figure = named("README.md", r"^   ([a-z]+)  +[a-z]+ .*$")
+    dumps = named("docs/debugging.md", r"\d_([a-z]+)\.")
+    assert table == figure == list(STAGES)
+    assert list(dict.fromkeys(dumps)) == list(STAGES)

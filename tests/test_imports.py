@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "fxpar"
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent / "fxpar"
 
 # A module imports from its own part and from parts on lower levels.
 LEVELS = [
@@ -23,7 +24,9 @@ LEVELS = [
     {"passes"},
     {"fusion"},
     {"runtime", "explain"},
-    {"backend", "planning"},
+    {"pipeline"},
+    # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.
+    {"backend", "planning", "runtime/at_rest/shard"},
     {"__init__"},
     {"__main__"},
 ]
@@ -48,8 +51,15 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def part(path: Path) -> str:
-    """``fxpar/sharding/mesh.py`` -> ``sharding``; ``fxpar/errors.py`` -> ``errors``."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    """``fxpar/sharding/mesh.py`` -> ``sharding``; ``fxpar/errors.py`` -> ``errors``. A
+    file that has a level of its own is a part."""
+    return part_of(list(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def part_of(names: list[str]) -> str:
+    """The part that a dotted name below ``fxpar`` belongs to."""
+    whole = ("/".join(names[:count]) for count in range(len(names), 1, -1))
+    return next((name for name in whole if name in LEVEL), names[0])
 
 
 def name(path: Path) -> str:
@@ -148,7 +158,7 @@ def upward_imports(path: Path) -> Iterator[str]:
         root, *rest = dotted.split(".")
         if root != "fxpar":
             continue
-        there = rest[0] if rest and rest[0] in LEVEL else "__init__"
+        there = part_of(rest) if rest and rest[0] in LEVEL else "__init__"
         if there == here or LEVEL[there] < LEVEL[here]:
             continue
         if not (deferred and LAZY.get(name(path)) == there):
@@ -210,6 +220,29 @@ def test_planning_needs_no_process_group(path: Path) -> None:
         assert not dotted.startswith("torch.distributed"), f"{name(path)}:{line}"
 
 
+def modules_of_tests(path: Path) -> list[str]:
+    """Imports in a file of tests of any other one that pytest collects."""
+    names = (dotted for dotted, *_ in imports(path) if dotted.startswith("tests."))
+    return [dotted for dotted in names if not dotted.startswith("tests.helpers.")]
+
+
+def test_tests_import_from_helpers_only() -> None:
+    shared = {
+        f"{path.relative_to(TESTS)}: {dotted}"
+        for path in TESTS.rglob("*.py")
+        for dotted in modules_of_tests(path)
+    }
+    assert not shared, "move to tests/helpers what tests share:\n" + "\n".join(shared)
+    beside = [
+        str(path.relative_to(TESTS))
+        for path in TESTS.rglob("*.py")
+        if TESTS / "helpers" not in path.parents
+        and path.parent.name not in ("scripts", "data")
+        and not path.name.startswith(("test_", "conftest"))
+    ]
+    assert not beside, f"move to tests/helpers: {beside}"
+
+
 def test_the_checks_see_what_they_should(tmp_path: Path) -> None:
     sample = tmp_path / "sample.py"
     sample.write_text(
@@ -230,6 +263,11 @@ def test_the_checks_see_what_they_should(tmp_path: Path) -> None:
         "sample.py:5: torch._inductor.ir.View",
     ]
     assert module(ROOT / "sharding" / "rules" / "views.py") == "fxpar.sharding.rules"
+    other = tmp_path / "other.py"
+    other.write_text(
+        "from tests.helpers.spawn import Pool\nfrom tests.e2e import test_search\n"
+    )
+    assert modules_of_tests(other) == ["tests.e2e.test_search"]
 
 
 def run_python(code: str) -> str:

@@ -8,10 +8,9 @@ line; ``.py`` the stage as a module. Debug levels: 1 the plan's summary, 2 the p
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import warnings
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,9 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")
+
+# So many ops are named of those that a step changed.
+_OPS = 12
 
 
 def node_text(node: fx.Node) -> str:
@@ -51,10 +53,14 @@ def node_text(node: fx.Node) -> str:
     line = user_line(node)
     cause = node.meta.get("fxpar_cause")
     note = f"  # {cause or line}" if cause or line else ""
-    target = node.target
+    return f"{name} = {target_text(node.target)}({', '.join(args)}){note}"
+
+
+def target_text(target: Any) -> str:
+    """The op that a node calls."""
     if inspect.isroutine(target):  # its address would differ between ranks
-        target = target.__name__
-    return f"{name} = {target}({', '.join(args)}){note}"
+        return target.__name__
+    return str(target)
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -98,19 +104,44 @@ def graph_python(graph: fx.Graph) -> str:
     return "\n".join(dict.fromkeys(lines)) + "\n" + imports + code.src
 
 
-def watcher(options: Options, name: str) -> Callable[[str, fx.Graph], None]:
-    """What ``parallelize`` hands its stages to, as the options ask."""
-    number = itertools.count()
+def show_stage(
+    graph: fx.Graph,
+    stage: str,
+    label: str,
+    number: int,
+    *,
+    debug: int,
+    dump: str | None,
+) -> None:
+    """Print or write a stage of a graph, the ``number``-th, as the options ask.
+    ``label``: of the graph, and its folder. Raises OptionError if it cannot be written.
+    """
+    if debug >= 4 or (debug == 3 and stage == "local"):
+        log.warning("%s: %s\n%s", label, stage, graph_text(graph))
+    if dump:
+        stem = Path(dump) / label / f"{number}_{stage}"
+        write_dump(stem.with_suffix(".txt"), graph_text(graph))
+        write_dump(stem.with_suffix(".py"), graph_python(graph))
 
-    def watch(stage: str, graph: fx.Graph) -> None:
-        if options.debug >= 4 or (options.debug == 3 and stage == "local"):
-            log.warning("%s: %s\n%s", name, stage, graph_text(graph))
-        if options.dump:
-            stem = Path(options.dump) / name / f"{next(number)}_{stage}"
-            write_dump(stem.with_suffix(".txt"), graph_text(graph))
-            write_dump(stem.with_suffix(".py"), graph_python(graph))
 
-    return watch
+def op_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each op is called."""
+    return Counter(
+        target_text(node.target) for node in graph.nodes if node.op == "call_function"
+    )
+
+
+def show_step(
+    label: str, step: str, seconds: float, before: Counter[str], after: Counter[str]
+) -> None:
+    """Print a step of the pipeline with its seconds, and the ops there are more or
+    fewer of after it: ``graph0: bucket 0.01 s: all_reduce.default 5 -> 2``."""
+    changed = [op for op in {**before, **after} if before[op] != after[op]]
+    changes = [f"{op} {before[op]} -> {after[op]}" for op in changed[:_OPS]]
+    if len(changed) > _OPS:
+        changes.append(f"{len(changed) - _OPS} more")
+    text = ", ".join(changes) or "no op more or fewer"
+    log.warning("%s: %s %.3f s: %s", label, step, seconds, text)
 
 
 def _splits_nothing(plan: Plan) -> bool:

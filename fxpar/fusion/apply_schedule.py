@@ -9,6 +9,7 @@ is a ScheduleError too, with the line of the schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import (
+    fused_matmul,
     kept_order,
     node_legality,
     parse,
-    phase_settings,
     writes_as_results,
 )
-from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
 from fxpar.fusion.verbs import (
     as_slice,
@@ -35,10 +36,13 @@ from fxpar.fusion.verbs import (
     reorder,
     send_recv,
 )
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.sink_waits import sink_waits
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Collective
 from fxpar.sharding.spec import Spec
 
 # verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
@@ -57,10 +61,12 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "fuse": fuse_nodes.fuse,
     "overlap": overlap.overlap,
     "bucket": bucket.bucket,
-    "buckets": phase_settings.buckets,
-    "prefetch": phase_settings.prefetch,
     "share": send_recv.share,
 }
+
+
+# Collectives that a schedule takes away, and those it brings.
+MovedCollectives = tuple[Counter[Collective], Counter[Collective]]
 
 
 class Unexpected(ScheduleError):
@@ -127,6 +133,44 @@ def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     sink_waits(graph)
 
 
+def moved_collectives(before: fx.Graph, after: fx.Graph) -> MovedCollectives:
+    """Collectives of a local graph with steps that are gone after a schedule, and those
+    that have come."""
+    had, have = Counter(_collectives(before)), Counter(_collectives(after))
+    return had - have, have - had
+
+
+def with_moved(
+    known: tuple[Collective, ...], moved: MovedCollectives
+) -> tuple[Collective, ...]:
+    """Collectives of the plan without those that the schedule took away, and with those
+    it brought."""
+    gone, come = Counter(moved[0]), moved[1]
+    stay = []
+    for collective in known:
+        if gone[collective]:
+            gone[collective] -= 1
+        else:
+            stay.append(collective)
+    return (*stay, *come.elements())
+
+
+def _collectives(graph: fx.Graph) -> list[Collective]:
+    out = []
+    for node in graph.nodes:
+        if node.target in collective_nodes.COLLECTIVE:
+            grows = node.target is not collective_nodes.reduce_scatter
+            whole = node if grows else node.all_input_nodes[0]
+            source = node.meta.get("fxpar_cause", node.name)
+            kind, axes = node.target.__name__, collective_nodes.axes_of(node)
+            size = nbytes_of(whole.meta["val"])
+            out.append(Collective(kind, axes, size, source))
+        elif node.target in node_legality.PRODUCTS:
+            source = node.meta.get("fxpar_cause", node.name)
+            out.append(fused_matmul.collective_of(node, source))
+    return out
+
+
 def _fake_mode(graph: fx.Graph) -> Any:
     if all("val" not in node.meta for node in graph.nodes):
         raise ScheduleError(
@@ -165,8 +209,8 @@ def _spec(given: Spec | Sequence[Any] | str) -> Spec:
 def do(edit: Edit, line: Line) -> None:
     """One line of a schedule. Raises ScheduleError."""
     if line.verb not in VERBS:
-        what = f"{line.verb!r} is no verb, in: {parse.shown(line)}"
-        raise ScheduleError(what, fix=f"verbs are {sorted(VERBS)}")
+        what = f"{line.verb!r} is no verb, in: {shown(line)}"
+        raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
     edit.look()
     try:
         arguments, options = parse.read(edit, line)
@@ -175,11 +219,11 @@ def do(edit: Edit, line: Line) -> None:
         _name(edit, line, made)
         edit.graph.lint()
     except ScheduleError as error:
-        error.add_note(f"in the schedule: {parse.shown(line)}")
+        error.add_note(f"in the schedule: {shown(line)}")
         raise
     except Exception as error:
         raise Unexpected(
-            f"{parse.shown(line)}: {type(error).__name__}: {error}",
+            f"{shown(line)}: {type(error).__name__}: {error}",
             fix="leave out the line, and report it",
         ) from error
 
@@ -187,8 +231,7 @@ def do(edit: Edit, line: Line) -> None:
 def _name(edit: Edit, line: Line, made: Sequence[fx.Node]) -> None:
     if len(line.gives) > len(made):
         raise ScheduleError(
-            f"{parse.shown(line)}: gives {len(made)} values, {len(line.gives)} are "
-            "named",
+            f"{shown(line)}: gives {len(made)} values, {len(line.gives)} are named",
             fix=f"name at most {len(made)} after '->'",
         )
     for name, node in zip(line.gives, made, strict=False):

@@ -13,6 +13,7 @@ the clock or on the rank.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,20 +22,19 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import ScheduleError
+from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
 from fxpar.fusion.overlap_candidates import Found, Machine, improved
-from fxpar.fusion.phase_settings import LATER, line_of, settings_of
 from fxpar.fusion.schedule import Schedule
-from fxpar.fusion.sliced_regions import alternatives, candidates, described, lines_of
+from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.launches import depending_on_tangents
-from fxpar.passes.op_arithmetic import nbytes_of
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
 
 # A schedule that saves no more than this share of a step is not worth its name.
@@ -82,6 +82,37 @@ class Chosen:
     peak: tuple[int, int]
     near: tuple[str, ...] = ()
     others: tuple[Schedule, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """What a plan notes of it."""
+        (seconds, then), (peak, after) = self.seconds, self.peak
+        return (
+            f"schedule: a step is predicted to take {then * 1e3:.4g} ms instead of "
+            f"{seconds * 1e3:.4g} ms, and {after} bytes instead of {peak}"
+        )
+
+
+def choose_or_warn(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen | None:
+    """As ``choose``; None, with a warning, if that fails: a program runs without."""
+    try:
+        return choose(graph, mesh, hardware)
+    except Exception as error:
+        failed(error)
+        return None
+
+
+def failed(error: Exception) -> None:
+    """Say that no schedule could be chosen: the program runs as it is without. What
+    the graph holds that no verb takes is a limit, anything else ours to mend."""
+    if isinstance(error, ScheduleError) and not isinstance(error, Unexpected):
+        what, where = f"no schedule is chosen: {error.what}", error.where
+        fix = "leave it so, or set FXPAR_SCHEDULE=none, which does not look for one"
+    else:
+        what, where = f"no schedule is chosen: {type(error).__name__}: {error}", None
+        fix = "report it, and set FXPAR_SCHEDULE=none"
+    text = compose(what, where=where, fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
 
 
 def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
@@ -147,11 +178,10 @@ class _Search:
         """A step as it would run. Raises ScheduleError."""
         if schedule in self.simulated:
             return self.simulated[schedule]
-        lines = tuple(line for line in schedule.lines if line.verb not in LATER)
-        if self._lowered[0].lines != lines or not self.simulated:
-            some = Schedule(lines)
-            self._lowered = some, apply(some, self.first, self.mesh, lowered=True)
-        run = as_run(self._lowered[1], settings=settings_of(schedule))
+        if self._lowered[0].lines != schedule.lines or not self.simulated:
+            lowered = apply(schedule, self.first, self.mesh, lowered=True)
+            self._lowered = schedule, lowered
+        run = as_run(self._lowered[1], settings=schedule.settings)
         return simulate(run, self.mesh, self.hardware)
 
     def attempt(self, schedule: Schedule, what: str) -> Timeline | None:
@@ -305,11 +335,10 @@ def _by_phase(state: _Search) -> None:
     for change in _SETTINGS:
         if state.now.exposed_seconds < _TRIED * state.now.seconds:
             return
-        settings = replace(settings_of(state.schedule), **change)
+        settings = replace(state.schedule.settings, **change)
         if settings.bucket is not None:
             settings = replace(settings, gathers=min(settings.bucket, room))
-        others = [line for line in state.schedule.lines if line.verb not in LATER]
-        schedule = Schedule(tuple(others)) + line_of(settings)
+        schedule = replace(state.schedule, settings=settings)
         then = state.timeline(schedule)
         if then.peak_bytes <= most:
             state.simulated[schedule] = then

@@ -23,9 +23,9 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
-from fxpar.passes.op_arithmetic import tensors_in
 from fxpar.passes.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import tensors_in
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

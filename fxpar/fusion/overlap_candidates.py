@@ -21,7 +21,9 @@ from fxpar.fusion.apply_schedule import Unexpected
 from fxpar.fusion.collective_window import Window
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
-from fxpar.passes.op_arithmetic import (
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import (
     contracts,
     flops_of,
     is_view,
@@ -29,8 +31,6 @@ from fxpar.passes.op_arithmetic import (
     nbytes_of,
     tensors_in,
 )
-from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
 
 # In so many chunks a product may run.

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from textwrap import shorten
 from typing import Any
 
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.schedule import Argument, Line
+from fxpar.fusion.schedule import Argument, Line, shown
 from fxpar.fusion.schedule_edit import Edit
 
 
@@ -120,14 +119,6 @@ TAKES: dict[str, Takes] = {
         },
     ),
     "bucket": Takes("bucket([c, c_1]) -> c", (_NODES,)),
-    "buckets": Takes(
-        "buckets(bytes=4194304, gathers=1048576)",
-        options={"bytes": _number(0), "gathers": _number(0)},
-        needs=("bytes",),
-    ),
-    "prefetch": Takes(
-        "prefetch(ahead=2)", options={"ahead": _number(1)}, needs=("ahead",)
-    ),
     "share": Takes(
         "share(axes=tp, tag=0, dim=0)",
         options={"axes": _AXES, "tag": _number(0), "dim": _DIM},
@@ -190,11 +181,6 @@ def _check_once(line: Line, values: list[Any]) -> None:
 def _each(values: list[Any]) -> Iterator[fx.Node]:
     for value in values:
         yield from value if isinstance(value, tuple) else (value,)
-
-
-def shown(line: Line) -> str:
-    """A line as errors quote it."""
-    return shorten(str(line), 160)
 
 
 def _unfit(line: Line, why: str) -> ScheduleError:

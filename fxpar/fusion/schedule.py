@@ -10,6 +10,13 @@ One verb per line, in order, over names of nodes:
 nor the graph. A line names its results after ``->``, for later lines; a result without
 a name has the one of its node. Text after ``#`` is a comment.
 
+Lines ``buckets`` and ``prefetch`` name no node: they are settings of how a forward and
+a backward order their collectives, once they are parted, and hold for both.
+``buckets(bytes=4194304)``: collectives of parameters and gradients that can run
+together are joined until so many bytes are full, 0 for none; ``gathers``: bytes of a
+bucket of gathers, if other. ``prefetch(ahead=2)``: gathers of parameters are started so
+many before they are read. They keep every number whatever they say.
+
 The verbs are those of CoCoNeT (arXiv 2105.05720, section 3), and what its schedules
 leave to the runtime.
 """
@@ -17,11 +24,14 @@ leave to the runtime.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from keyword import iskeyword
 from pathlib import Path
+from textwrap import shorten
 
 from fxpar.errors import ScheduleError
+from fxpar.passes.order_collectives import DEFAULT, Settings
 
 Argument = str | int | tuple[str, ...]
 
@@ -46,29 +56,69 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Lines, in the order they are applied."""
+class SettingForm:
+    """What a line that says settings may say."""
 
+    # As a user writes it.
+    form: str
+    # Option -> field of ``Settings``.
+    fields: Mapping[str, str]
+    # The least number that an option may be.
+    least: int
+    # The option that must be there.
+    needs: str
+
+
+# Lines that say settings.
+SETTINGS = {
+    "buckets": SettingForm(
+        "buckets(bytes=4194304, gathers=1048576)",
+        {"bytes": "bucket", "gathers": "gathers"},
+        0,
+        "bytes",
+    ),
+    "prefetch": SettingForm("prefetch(ahead=2)", {"ahead": "ahead"}, 1, "ahead"),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is done to a local graph, and to its forward and backward."""
+
+    # Verbs on the local graph, in the order they are applied.
     lines: tuple[Line, ...] = ()
+    # How a forward and a backward order their collectives.
+    settings: Settings = field(default=DEFAULT)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
+        return "\n".join(map(str, (*self.lines, *_setting_lines(self.settings))))
 
     def __bool__(self) -> bool:
-        return bool(self.lines)
+        return bool(self.lines) or self.settings != DEFAULT
 
     def __add__(self, other: Schedule) -> Schedule:
-        return Schedule(self.lines + other.lines)
+        default = asdict(DEFAULT)
+        said = {k: v for k, v in asdict(other.settings).items() if v != default[k]}
+        return Schedule(self.lines + other.lines, replace(self.settings, **said))
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read the text form. Raises ScheduleError with the number of a bad line."""
-        lines = []
+        """Read the text form; of lines that say the same settings the last one counts.
+
+        Raises ScheduleError with the number of a line that is none, and on settings
+        that cannot be.
+        """
+        lines, settings = [], DEFAULT
         for number, line in enumerate(text.splitlines(), 1):
             bare = line.partition("#")[0].strip()
-            if bare:
-                lines.append(_read(bare, number))
-        return cls(tuple(lines))
+            if not bare:
+                continue
+            read = _read(bare, number)
+            if read.verb in SETTINGS:
+                settings = _with_settings(settings, read)
+            else:
+                lines.append(read)
+        return cls(tuple(lines), settings)
 
     @classmethod
     def of(cls, given: Schedule | str | Path) -> Schedule:
@@ -85,6 +135,46 @@ class Schedule:
                 f"schedule {text!r} cannot be read: {error.strerror or error}",
                 fix="give the schedule's text, or a file that holds it",
             ) from error
+
+
+def shown(line: Line) -> str:
+    """A line as errors quote it."""
+    return shorten(str(line), 160)
+
+
+def _setting_lines(settings: Settings) -> Iterator[Line]:
+    """The lines that say so, where it is not the default."""
+    if settings.bucket is not None:
+        sizes: list[tuple[str, Argument]] = [("bytes", settings.bucket)]
+        if settings.gathers is not None:
+            sizes.append(("gathers", settings.gathers))
+        yield Line("buckets", (), tuple(sizes))
+    if settings.ahead != DEFAULT.ahead:
+        yield Line("prefetch", (), (("ahead", settings.ahead),))
+
+
+def _with_settings(settings: Settings, line: Line) -> Settings:
+    """The settings with what a line says. Raises ScheduleError."""
+    known, said = SETTINGS[line.verb], dict(line.options)
+    why = None
+    if line.arguments or line.gives:
+        why = f"it names no node, {line.arguments or line.gives} stand there"
+    for name, value in said.items():
+        if name not in known.fields:
+            why = f"{name}= is no option of it ({', '.join(known.fields)})"
+        elif not isinstance(value, int) or value < known.least:
+            why = f"{name} is {value}, not a number that is at least {known.least}"
+    if known.needs not in said:
+        why = why or f"{known.needs}= is missing"
+    if why:
+        error = ScheduleError(
+            f"{shown(line)}: {why}", fix=f"write it as in: {known.form}"
+        )
+        error.add_note(f"in the schedule: {shown(line)}")
+        raise error
+    default = asdict(DEFAULT)
+    fields = known.fields.items()
+    return replace(settings, **{f: said.get(name, default[f]) for name, f in fields})
 
 
 def _written(argument: Argument) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 
 _WRITE = torch.ops.aten.copy_.default
 

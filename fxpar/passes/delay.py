@@ -23,7 +23,8 @@ from torch import fx
 
 from fxpar.passes.bucket_collectives import from_inputs, region_of
 from fxpar.passes.launches import KINDS, WAITS
-from fxpar.passes.op_arithmetic import (
+from fxpar.passes.sink_waits import is_chunk
+from fxpar.sharding.cost.op import (
     contracts,
     is_light,
     is_view,
@@ -31,7 +32,6 @@ from fxpar.passes.op_arithmetic import (
     tensors_in,
     viewed,
 )
-from fxpar.passes.sink_waits import is_chunk
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 ours = torch.ops.fxpar

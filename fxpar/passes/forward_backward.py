@@ -20,14 +20,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.launches import KINDS, WAITS, depending_on_tangents
-from fxpar.passes.op_arithmetic import (
+from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
+from fxpar.sharding.cost.op import (
     is_light,
     is_pointwise,
     is_view,
     nbytes_of,
     tensors_in,
 )
-from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 # What the tags of checkpoints say: whether the backward computes a value again.

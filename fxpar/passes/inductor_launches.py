@@ -31,7 +31,7 @@ from fxpar.passes.launches import (
     Launches,
     backward_of,
 )
-from fxpar.passes.op_arithmetic import (
+from fxpar.sharding.cost.op import (
     Domain,
     domain_of,
     family_of,

@@ -1,15 +1,154 @@
-"""Local forms of fxpar's own ops: contractions, constraints, random numbers."""
+"""Local forms of fxpar's own ops: contractions, constraints, random numbers, shifts.
+
+A contraction (``fxpar::dot``) is views around one mm or bmm. Factors of its equation
+fall into four classes: in both operands and the result (batch), in the left one (m), in
+the right one (n), in both operands only (k). Runs of one class are merged by views
+where they stand together, so that no data moves that the program before normalizing
+did not move. Rows of a shift are cut, sent on along a split dim, and joined.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
 from fxpar.passes.local_call import Call, Localizer
-from fxpar.passes.local_dot import emit_dot
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.shift_messages import pieces
+
+aten = torch.ops.aten
+
+
+def local_dot(call: Any, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+    """Emit ``equation`` on local operands."""
+    return emit_dot(call.build, lhs, rhs, equation)
+
+
+def emit_dot(build: Builder, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+    """Append the views and the product; returns the result in the equation's order."""
+    operands, _, result = equation.partition("->")
+    left, right = (part.split() for part in operands.split(","))
+    out = result.split()
+    size = dict(zip(left, lhs.meta["val"].shape, strict=True))
+    size.update(zip(right, rhs.meta["val"].shape, strict=True))
+    batch = [f for f in left if f in right and f in out]
+    k = [f for f in left if f in right and f not in out]
+    m = [f for f in left if f not in right]
+    n = [f for f in right if f not in left]
+    a = _merge(build, lhs, left, [batch, m, k] if batch else [m, k], size)
+    b = _merge(build, rhs, right, [batch, k, n] if batch else [k, n], size)
+    target = aten.bmm.default if batch else aten.mm.default
+    product = build.call(target, a, b)
+    have = [*batch, *m, *n]
+    return reorder(build, product, have, out, size)
+
+
+def reorder(
+    build: Builder,
+    node: fx.Node,
+    have: Sequence[str],
+    want: Sequence[str],
+    size: dict[str, int],
+) -> fx.Node:
+    """View a product as its factors ``have`` and permute them to ``want``."""
+    shape = [size[f] for f in have]
+    if list(node.meta["val"].shape) != shape:
+        node = build.call(aten.reshape.default, node, shape)
+    if list(have) != list(want):
+        node = build.call(aten.permute.default, node, [have.index(f) for f in want])
+    return node
+
+
+def _merge(
+    build: Builder,
+    node: fx.Node,
+    words: list[str],
+    groups: list[list[str]],
+    size: dict[str, int],
+) -> fx.Node:
+    """``node`` with dims ``words`` as one dim per group, groups in the given order."""
+    place = {f: i for i, group in enumerate(groups) for f in group}
+    runs = [list(run) for _, run in itertools.groupby(words, key=lambda f: place[f])]
+    filled = [group for group in groups if group]
+    if sorted(runs) != sorted(filled):
+        order = [words.index(f) for group in groups for f in group]
+        if order != list(range(len(order))):
+            node = build.call(aten.permute.default, node, order)
+        runs = filled
+    shape = [math.prod(size[f] for f in run) for run in runs]
+    if list(node.meta["val"].shape) != shape:
+        node = build.call(aten.reshape.default, node, shape)
+    order = [runs.index(group) for group in filled]
+    if order != list(range(len(order))):
+        node = build.call(aten.permute.default, node, order)
+    if len(filled) < len(groups):
+        full = [math.prod(size[f] for f in group) for group in groups]
+        node = build.call(aten.reshape.default, node, full)
+    return node
+
+
+prims = torch.ops.prims
+
+
+def _shift(
+    call: Call, x: fx.Node, dim: int, by: int, fill: float | None = None
+) -> fx.Node:
+    build, rows = call.build, call.shapes[0][dim]
+    mesh, axes = build.mesh, call.operands[0].dims[dim]
+    shards = mesh.count(axes)
+    parts = []
+    for piece in pieces(rows, shards, by):
+        part = x
+        if piece.end - piece.start < rows // shards:
+            part = build.call(aten.slice.Tensor, x, dim, piece.start, piece.end)
+        if piece.further:
+            sources = _sources(mesh, axes, piece.further)
+            part = collective_nodes.step(
+                build, collective_nodes.permute, part, sources, mesh.ordered(axes)
+            )
+        parts.append(part)
+    moved = parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
+    if fill is not None:
+        moved = call.where(_inside(call, moved, dim, by), moved, fill)
+    if moved is x:
+        return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return moved
+
+
+def _sources(mesh: Mesh, axes: Sequence[str], further: int) -> tuple[int, ...]:
+    """For each member of a group, in mesh order, the member that holds the shard so
+    many further on."""
+    shard = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
+    holder = {s: i for i, s in enumerate(shard)}
+    return tuple(holder[(s + further) % len(shard)] for s in shard)
+
+
+def _inside(call: Call, moved: fx.Node, dim: int, by: int) -> fx.Node:
+    """Which rows come from within the dim."""
+    build, like = call.build, moved.meta["val"]
+    rows, n = call.shapes[0][dim], int(like.shape[dim])
+    index = build.call(
+        prims.iota.default,
+        n,
+        start=build.offset(call.operands[0].dims[dim], n),
+        step=1,
+        dtype=torch.int64,
+        device=like.device,
+        requires_grad=False,
+    )
+    for _ in range(like.dim() - 1 - dim):
+        index = build.call(aten.unsqueeze.default, index, -1)
+    if by > 0:
+        return build.call(aten.lt.Scalar, index, rows - by)
+    return build.call(aten.ge.Scalar, index, -by)
 
 
 def _dot(call: Call, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
@@ -52,4 +191,5 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::constrain": _constrain,
     "fxpar::random": _random,
     "fxpar::randint": _random,
+    "fxpar::shift": _shift,
 }

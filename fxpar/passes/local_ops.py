@@ -19,7 +19,6 @@ from fxpar.passes import (
     local_custom_ops,
     local_flex,
     local_indexing,
-    local_shift,
     local_sizes,
     local_views,
 )
@@ -34,7 +33,6 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_custom_ops.LOCAL,
     **local_flex.LOCAL,
-    **local_shift.LOCAL,
 }
 
 

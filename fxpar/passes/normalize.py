@@ -1,8 +1,8 @@
 """traced -> normalized: the few shapes that hide sharding from the factor rules undone.
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
-place, computing the same values. A pass is one concern; ``NORMALIZE`` is their order.
-``expand_moments`` runs only for the nodes that planning asks for.
+place, computing the same values. A pass is one concern; ``fxpar.pipeline`` has their
+order. ``expand_moments`` runs only for the nodes that planning asks for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.builder import Builder, shape_of
-from fxpar.passes.normalize_matmul import undo_views_around_matmul
-from fxpar.passes.normalize_shifts import find_shifts
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.program import Program
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -130,6 +130,24 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
         rewriter.replace(node, made)
 
 
+def moments_of(program: Program) -> list[fx.Node]:
+    """Nodes that could be expanded."""
+    return [op.node for op in program.ops if op.target in MOMENTS]
+
+
+def split_moments(decision: Decision) -> list[fx.Node]:
+    """Moments whose operand lies split over a dim they reduce."""
+    out = []
+    for op in decision.program.ops:
+        if op.target in MOMENTS:
+            spec = decision.settled[op.operands[0]]
+            whole = op.rule.whole
+            dims = zip(op.rule.operands[0], spec.dims, strict=True)
+            if any(axes and any(f in whole for f in dim) for dim, axes in dims):
+                out.append(op.node)
+    return out
+
+
 def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
     """``var``/``var_mean`` over dims that a plan splits, as two sums.
 
@@ -218,13 +236,3 @@ def _is_like(weight: Any, shape: tuple[int, ...], *others: fx.Node) -> bool:
         return False
     dtypes = {n.meta["val"].dtype for n in (weight, *others)}
     return len(dtypes) == 1 and dtypes.pop().is_floating_point
-
-
-NORMALIZE = (
-    random_by_index,
-    find_shifts,
-    undo_views_around_matmul,
-    split_fused_projections,
-    sum_one_hot,
-    clone_constants,
-)

@@ -1,21 +1,21 @@
-"""What is done to a forward or a backward by itself, once they were parted.
+"""Orders the collectives of a forward or a backward by itself, once they were parted.
 
-In: the bound graph of one of the two, as it goes to code generation. Out: the same
-graph, changed in place: ``drop_unread``, ``buckets.bucket``, ``sink_waits``,
-``prefetch``, ``drain``, ``delay`` and ``give_outputs``, in this order. Every rank has
-the same graph and does the same, so collectives keep one order on all of them.
+In: the bound graph of one of the two, as it goes to code generation: a ``Phase``. Out:
+the same graph, changed in place by ``PASSES``, in this order; in what is compiled
+``fxpar.pipeline`` fuses regions before ``delay``. Every rank has the same graph and
+does the same, so collectives keep one order on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.config import runs
 from fxpar.passes.bucket_collectives import FULL, bucket, from_inputs
 from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
@@ -29,16 +29,38 @@ _GATHER = c10d.all_gather_into_tensor.default
 
 @dataclass(frozen=True)
 class Settings:
-    """``bucket``: bytes of a full bucket, None for the default; ``gathers``: of one of
-    gathers, whose results are all there at once, None for those of the others.
-    ``ahead``: so many gathers of parameters are started before they are needed."""
+    """How collectives are joined and started early."""
 
+    # Bytes of a full bucket; None: the default.
     bucket: int | None = None
+    # Of a bucket of gathers, whose results are all there at once; None: as ``bucket``.
     gathers: int | None = None
+    # So many gathers of parameters are started before they are needed.
     ahead: int = 1
 
 
 DEFAULT = Settings()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A forward or a backward by itself."""
+
+    graph: fx.Graph
+    # Gradients are reduced in it: a backward, or a step that has one inside.
+    backward: bool
+    settings: Settings = DEFAULT
+
+    @cached_property
+    def rewriter(self) -> Builder:
+        values = [node.meta.get("val") for node in self.graph.nodes]
+        return Builder(self.graph, _torch.fake.mode_of(values))
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a collective to be waited for."""
+        waits = self.graph.find_nodes(op="call_function", target=WAIT)
+        return bool(waits) and self.rewriter.fake_mode is not None
 
 
 def schedule(
@@ -49,26 +71,26 @@ def schedule(
     settings: Settings = DEFAULT,
 ) -> None:
     """Run the passes that ``disable`` does not name."""
-    drop_unread(graph)
-    values = [node.meta.get("val") for node in graph.nodes]
-    fake_mode = _torch.fake.mode_of(values)
-    if fake_mode is None or not graph.find_nodes(op="call_function", target=WAIT):
-        return
-    rewriter = Builder(graph, fake_mode)
-    if runs("bucket", disable):
-        most = FULL if settings.bucket is None else settings.bucket
-        gathers = most if settings.gathers is None else settings.gathers
-        bucket(graph, rewriter, reductions=backward, most=most, gathers=gathers)
-    if runs("sink_waits", disable):
-        sink_waits(graph)
-    if runs("prefetch", disable):
-        prefetch(graph, settings.ahead)
-    if runs("drain", disable):
-        drain(graph)
-    if runs("delay", disable):
-        delay(graph)
-    give_outputs(graph, rewriter)
+    phase = Phase(graph, backward, settings)
+    for name, run in PASSES.items():
+        if name not in disable:
+            run(phase)
     graph.lint()
+
+
+def join(phase: Phase) -> None:
+    """Collectives in buckets of the sizes that the settings say."""
+    settings = phase.settings
+    most = FULL if settings.bucket is None else settings.bucket
+    gathers = most if settings.gathers is None else settings.gathers
+    if phase.waits:
+        bucket(
+            phase.graph,
+            phase.rewriter,
+            reductions=phase.backward,
+            most=most,
+            gathers=gathers,
+        )
 
 
 def drop_unread(graph: fx.Graph) -> None:
@@ -78,6 +100,12 @@ def drop_unread(graph: fx.Graph) -> None:
     among what dead code elimination may not touch.
     """
     graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
+
+
+def start_early(phase: Phase) -> None:
+    """Gathers as far ahead as the settings say."""
+    if phase.waits:
+        prefetch(phase.graph, phase.settings.ahead)
 
 
 def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
@@ -170,3 +198,15 @@ def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
                 done.meta["val"] = None
             rewriter.replace(wait, made)
         graph.erase_node(node)
+
+
+# What is done to a phase, in order, by the names that FXPAR_DISABLE takes.
+PASSES: dict[str, Callable[[Phase], None]] = {
+    "drop_unread": lambda phase: drop_unread(phase.graph),
+    "bucket": join,
+    "sink_waits": lambda phase: sink_waits(phase.graph),
+    "prefetch": start_early,
+    "drain": lambda phase: drain(phase.graph),
+    "give_outputs": lambda phase: give_outputs(phase.graph, phase.rewriter),
+    "delay": lambda phase: delay(phase.graph),
+}

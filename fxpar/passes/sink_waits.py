@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.launches import WAITS
-from fxpar.passes.op_arithmetic import viewed
+from fxpar.sharding.cost.op import viewed
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten

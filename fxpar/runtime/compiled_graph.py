@@ -6,7 +6,6 @@ Nothing here changes a graph. A ``Compiled`` is what ``calls.Calls`` runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unred
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.input_names import SUMMAND_MARK, Named
-from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import Input, Signature
-from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 _PLANS: list[Plan] = []
@@ -142,37 +138,6 @@ def local_inputs(
         and x.dim() > 0
         and getattr(x, LOCAL_MARK, True)
     )
-
-
-def local_batch(
-    signature: Signature, local: Sequence[str], own: Collection[int], mesh: Mesh
-) -> Signature:
-    """The signature of a graph that is fed parts of the batch: the inputs named in
-    ``local`` rest split over the batch axes, results that follow them stay local, and
-    of those at positions ``own`` each rank has a summand."""
-    axes = batch_axes(mesh)
-
-    def fed(x: Input) -> Input:
-        if x.kind == "summand" and x.rest is not None:
-            summand = Spec.of(x.rest.dims, [(axis, "sum") for axis in axes])
-            return replace(x, rest=summand)
-        if x.name not in local or x.rest is None:
-            return x
-        part = Spec.of([axes, *x.rest.dims[1:]])
-        return replace(x, rest=part, use=part)
-
-    inputs = tuple(map(fed, signature.inputs))
-    gradients = {i for i, x in enumerate(inputs) if x.name in local}
-    summands = {f"output_{i}" for i in own}
-    outputs = tuple(
-        replace(x, lie="summand")
-        if x.kind == "output" and x.name in summands
-        else replace(x, lie="batch")
-        if x.kind == "output" or (x.kind == "gradient" and x.of in gradients)
-        else x
-        for x in signature.outputs
-    )
-    return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
 
 
 def hint_of(x: Any) -> Any:

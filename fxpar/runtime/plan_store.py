@@ -27,11 +27,11 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparError
-from fxpar.passes import Request
 from fxpar.passes.graph_bodies import body_of
+from fxpar.sharding.choose_mesh import ALIKE
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
-from fxpar.sharding.search.mesh_candidates import ALIKE
 from fxpar.sharding.search.run_search import Asked, Found
 
 FORMAT = "fxpar plan on disk 1"
@@ -63,7 +63,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         own_version(),
         repr(replace(asked, seconds=0.0)),
         repr([request.mesh, *request.meshes]),
-        repr(request.signature),
+        repr(request.laid),
         repr(list(request.hints.items())),
         repr((request.keep_gathered, sorted(request.disable))),
         repr(sorted(program.reduce_here)),

@@ -1,9 +1,9 @@
 """``options={"tune": True}``: the schedules that come near, measured on the mesh.
 
-In: what planning gave, which knows the schedule that is predicted to be the fastest and
-others that were thought of. Out: the result with the one whose steps were the fastest.
-Each is run as it would be compiled, forward and backward in one graph, on random inputs
-of the right shapes, in turns, so that drift of the machine meets all alike. A step
+In: graphs of a step, one with the schedule that is predicted to be the fastest, others
+with those that come near. Out: the one whose steps were the fastest. Each is run as it
+would be compiled, forward and backward in one graph, on random inputs of the right
+shapes, in turns, so that drift of the machine meets all alike. A step
 takes as long as its slowest rank; all ranks see the same figures and choose alike. One
 that fails on a rank, for want of memory or whatever else, is left out on all of them.
 Nothing that the user owns is read or changed.
@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from textwrap import shorten
 from typing import Any
 
@@ -25,9 +24,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.fusion.phase_settings import settings_of
-from fxpar.passes import Result
-from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import hold, module_of
 from fxpar.runtime import consensus
 from fxpar.runtime.binding import bind
@@ -48,61 +44,59 @@ Step = Callable[[], Any]
 Dropped = dict[int, str]
 
 
-def tuned(
-    result: Result,
-    again: Callable[[str], Result],
+def candidates(schedules: Sequence[str], name: str) -> list[str]:
+    """The schedules to measure, as rank 0 has them, the predicted best first. Raises
+    RankMismatchError if a rank does not come."""
+    mine = json.dumps(list(schedules)[:MOST])
+    return json.loads(consensus.gather(f"the schedules of {name}", mine)[0])
+
+
+def fastest(
+    schedules: Sequence[str],
+    graphs: Mapping[int, fx.Graph],
+    failed: Mapping[int, str],
     ranks: Ranks,
     root: torch.nn.Module,
+    fake_mode: Any,
     *,
     name: str,
-    codegen: str,
-    disable: frozenset[str],
-    fake_mode: Any,
-) -> Result:
-    """The result with the fastest schedule. ``again``: the result with another, given
-    as text; ``root`` holds the graph's constants; ``name``: of the graph, for errors.
+    inductor: bool,
+) -> tuple[int, list[str]]:
+    """Which schedule is the fastest, and what to note of all.
+
+    graphs: as they run with it, of each schedule that did not fail here. failed: why
+    others did. root: holds the graph's constants. name: of the graph, for errors.
 
     One that a rank cannot make the code of, or run, is left out on all ranks, which the
-    plan's notes say. Raises PlanError on all ranks if none is left, RankMismatchError
-    if a rank does not come.
+    notes say. Raises PlanError on all ranks if none is left, RankMismatchError if a
+    rank does not come.
     """
-    mine = json.dumps([result.plan.schedule, *result.others][:MOST])
-    schedules = json.loads(consensus.gather(f"the schedules of {name}", mine)[0])
-    if len(schedules) < 2 or ranks.mesh.size == 1:
-        return _noted(result, _NOTHING)
-    inputs = made_up(result.local)
-    inductor = codegen == "inductor"
+    inputs = made_up(next(iter(graphs.values()))) if graphs else []
 
-    def prepared(text: str) -> tuple[Result, Step]:
-        candidate = again(text)
-        settings = settings_of(candidate.plan.schedule)
-        graph = as_run(candidate.local, disable=disable, settings=settings)
+    def prepare(graph: fx.Graph) -> Step:
         bound = bind(
             graph, ranks.mesh, ranks.rank, ranks.group, fake_mode, inductor=inductor
         )
         bound.set_codegen(fx.graph.CodeGen())
         module = module_of(root, bound)
         hold(module, bound)
-        return candidate, runnable(module, inputs, inductor=inductor)
+        return runnable(module, inputs, inductor=inductor)
 
-    made, dropped = _prepared(schedules, prepared, name)
-    steps = {i: step for i, (_, step) in made.items()}
-    seconds, failed = measure(steps, name)
-    dropped |= failed
+    steps, dropped = _prepared(graphs, failed, prepare, name)
+    seconds, failures = measure(steps, name)
+    dropped |= failures
     if not seconds:
         raise PlanError(
             f"no schedule of {name} could be measured: {dropped[min(dropped)]}",
             fix="leave out tune, and see that rank's error",
         )
     best = _fastest(seconds)
-    chosen, _ = made[best]
-    plan = replace(chosen.plan, near=result.plan.near)
-    left = (
+    notes = [
         f"tune: schedule {i + 1} of {len(schedules)}, {shorten(schedules[i], 160)!r}, "
         f"is left out: {why}"
         for i, why in dropped.items()
-    )
-    return _noted(replace(chosen, plan=plan), *left, _said(seconds, best))
+    ]
+    return best, [*notes, _said(seconds, best)]
 
 
 def _fastest(seconds: Mapping[int, float]) -> int:
@@ -111,15 +105,10 @@ def _fastest(seconds: Mapping[int, float]) -> int:
     return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
 
 
-_NOTHING = (
+NOTHING = (
     "tune: nothing is measured, since there is one schedule alone: a given or saved "
     "one, or no other comes near, or the hardware to choose by is unknown"
 )
-
-
-def _noted(result: Result, *notes: str) -> Result:
-    plan = replace(result.plan, notes=(*result.plan.notes, *notes))
-    return replace(result, plan=plan)
 
 
 def _said(seconds: Mapping[int, float], best: int) -> str:
@@ -131,17 +120,20 @@ def _said(seconds: Mapping[int, float], best: int) -> str:
 
 
 def _prepared(
-    schedules: Sequence[str], prepare: Callable[[str], Any], name: str
-) -> tuple[dict[int, Any], Dropped]:
+    graphs: Mapping[int, fx.Graph],
+    failures: Mapping[int, str],
+    prepare: Callable[[fx.Graph], Step],
+    name: str,
+) -> tuple[dict[int, Step], Dropped]:
     """What ``prepare`` gives for each schedule that all ranks have it for."""
-    made, failed = dict[int, Any](), dict[int, str]()
-    for i, text in enumerate(schedules):
+    steps, failed = dict[int, Step](), dict(failures)
+    for i, graph in graphs.items():
         try:
-            made[i] = prepare(text)
+            steps[i] = prepare(graph)
         except Exception as error:
-            failed[i] = _text(error)
+            failed[i] = text_of(error)
     dropped = _told(f"code of the schedules of {name}", failed)
-    return {i: each for i, each in made.items() if i not in dropped}, dropped
+    return {i: step for i, step in steps.items() if i not in dropped}, dropped
 
 
 def _told(tag: str, failed: Mapping[int, str]) -> Dropped:
@@ -155,7 +147,8 @@ def _told(tag: str, failed: Mapping[int, str]) -> Dropped:
     return out
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -209,7 +202,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
                 try:
                     took = _seconds(step)
                 except Exception as error:
-                    failed[i] = _text(error)
+                    failed[i] = text_of(error)
                 dropped |= _told(f"step {turn} of {name}", failed)
                 if turn >= WARMUP and i not in dropped:
                     times[i].append(took)

@@ -1,6 +1,6 @@
 """``FXPAR_VERIFY``: check a local graph against its one-device graph before it runs.
 
-In: the result of the pipeline and the arguments of the first call. The local graph runs
+In: the graphs of the pipeline and the arguments of the first call. The local graph runs
 for all ranks in lockstep in this process, the one-device graph beside it; what ranks
 would hold of every output is put together and compared. Nothing is changed, nothing is
 communicated; every rank does the same.
@@ -15,25 +15,31 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes import Result
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.sharding.decide import Decision
 
 
-def verify(result: Result, root: torch.nn.Module, feeds: Sequence[Any]) -> None:
-    """Raise PlanError naming the first output that differs. ``feeds``: one global value
-    per graph input; ``root`` holds the graph's constants."""
-    decision, mesh = result.decision, result.decision.mesh
-    program, edges = decision.program, decision.edges
+def verify(
+    local: fx.Graph,
+    normalized: fx.Graph,
+    decision: Decision,
+    root: torch.nn.Module,
+    feeds: Sequence[Any],
+) -> None:
+    """Raise PlanError naming the first output of the ``local`` graph that differs from
+    the ``normalized`` one's. ``feeds``: one global value per graph input; ``root``
+    holds the graphs' constants."""
+    program, edges, mesh = decision.program, decision.edges, decision.mesh
     parts = [
         [x] * mesh.size if v is None else scatter(x, edges.made[v], mesh)
         for x, v in zip(feeds, program.inputs, strict=True)
     ]
-    local, whole = (_module(root, g) for g in (result.local, result.normalized))
+    own, whole = (_module(root, graph) for graph in (local, normalized))
     with torch.no_grad(), torch.random.fork_rng():
         state = torch.get_rng_state()
         ranks = run_lockstep(
-            local, mesh, [_copies(part[r] for part in parts) for r in range(mesh.size)]
+            own, mesh, [_copies(part[r] for part in parts) for r in range(mesh.size)]
         )
         torch.set_rng_state(state)
         want = whole(*_copies(feeds))
@@ -64,12 +70,12 @@ def _copies(values: Iterable[Any]) -> list[Any]:
 
 
 def feeds_of(
-    result: Result, args: Sequence[Any], places: Sequence[int | None]
+    normalized: fx.Graph, args: Sequence[Any], places: Sequence[int | None]
 ) -> list[Any]:
     """Values for the inputs of a graph: the call's own arguments where they have the
     global shape, ones elsewhere. ``places``: position of each input among ``args``."""
     out: list[Any] = []
-    nodes = [n for n in result.normalized.nodes if n.op == "placeholder"]
+    nodes = [n for n in normalized.nodes if n.op == "placeholder"]
     for node, i in zip(nodes, places, strict=True):
         value, given = node.meta.get("val"), None if i is None else args[i]
         if not isinstance(value, torch.Tensor):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.sharding.constant_values import make_as_read
+from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Mesh
@@ -36,6 +37,12 @@ from fxpar.sharding.spec import Spec
 _WIDE, _POOR = 0.005, 0.05
 # Plans of programs of more ops are not simulated: that takes longer than to search.
 _RANKED = 2500
+
+# What ops are priced on where no hardware is named: propagation then depends on the
+# program, the mesh and the hints alone, not on the device that happens to be here. Ties
+# are between compute and links as fast as one another, which are those of this machine
+# and of ``Link()``.
+UNNAMED = "h100"
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,12 @@ def decide(
     *,
     mode: str = "propagate",
     batch: Sequence[str] | None = None,
+    hardware: Hardware | None = None,
 ) -> Decision:
     """Propagate hints (and conventions for axes no hint names), then choose strategies,
     place reductions and connect. ``constraints``: (value, entries) found in the code;
-    ``batch``: the axes that split the batch, by default those named so.
+    ``batch``: the axes that split the batch, by default those named so. ``hardware``:
+    what ties are priced on; None: ops on ``UNNAMED``, reshards on the mesh's links.
 
     Raises HintError for hints that do not fit.
     """
@@ -87,12 +96,13 @@ def decide(
         _seed_all(engine, seeds + _resting_outputs(program, mesh), axes, notes)
     settle_at_rest(engine)
     state = engine.state
-    strategies = choose(program, state, mesh)
-    strategies, settled = place_reductions(program, state, strategies, mesh)
+    priced = hardware.on(mesh) if hardware is not None else mesh
+    strategies = choose(program, state, priced, hardware or lookup(UNNAMED))
+    strategies, settled = place_reductions(program, state, strategies, priced)
     gather_before_views(program, strategies, settled, mesh)
     make_as_read(program, strategies, settled, mesh)
     lie_as_read(program, may_lie_as_read(program, state), strategies, settled)
-    edges = connect(program, strategies, settled, mesh)
+    edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     return Decision(
         program,
@@ -121,7 +131,8 @@ def searched(
     Raises HintError for hints that do not fit, PlanError if no plan does.
     """
     if program.signature.batch:
-        program = with_rests(program, decide(program, mesh, {}).edges.outputs)
+        propagated = decide(program, mesh, {}, hardware=asked.hardware)
+        program = with_rests(program, propagated.edges.outputs)
     seeds: dict[int, list[Seed]] = {}
     for seed in _given(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
@@ -132,7 +143,9 @@ def searched(
     rank = asked.ranked and len(program.ops) <= _RANKED
     # What one would begin with by hand.
     known = [
-        decide(program, mesh, hints, constraints, batch=batch).strategies
+        decide(
+            program, mesh, hints, constraints, batch=batch, hardware=asked.hardware
+        ).strategies
         for batch in (None, mesh.names)
         if wide or rank
     ]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.border.libraries import fxpar_options, torchrun
-from tests.spawn import shared_pool
+from tests.helpers.libraries import fxpar_options, torchrun
+from tests.helpers.spawn import shared_pool
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparError, PlanError, ShardError
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,7 +15,7 @@ from torch import nn
 import fxpar
 from fxpar.errors import FxparWarning, InputMismatchError
 from fxpar.runtime.uneven_batch import Parts, share_of
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

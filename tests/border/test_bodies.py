@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from fxpar.errors import FxparWarning
 from tests.helpers import bodies
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

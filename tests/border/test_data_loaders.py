@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import fxpar
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

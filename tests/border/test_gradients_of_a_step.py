@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import OptionError, PlanError
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 CALLS = 7  # two updates of three, and one that is left open
 CLIP = 0.2

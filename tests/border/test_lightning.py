@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.border.libraries import torchrun
-from tests.spawn import shared_pool
+from tests.helpers.libraries import torchrun
+from tests.helpers.spawn import shared_pool
 
 lightning = pytest.importorskip("pytorch_lightning")
 from pytorch_lightning.strategies import DDPStrategy  # noqa: E402

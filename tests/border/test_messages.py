@@ -16,12 +16,12 @@ import fxpar
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, PlanError, ScheduleError
 from fxpar.fusion.apply_schedule import Unexpected
-from fxpar.fusion.schedule_stage import failed
+from fxpar.fusion.choose_schedule import failed
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
-from fxpar.sharding.rules.example import example
+from fxpar.sharding.rules.unknown_ops import example
 from fxpar.sharding.search.run_search import Asked, _sizes
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 
 def compiled(fn: Any, **options: Any) -> Any:

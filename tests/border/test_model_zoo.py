@@ -12,8 +12,8 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparWarning
-from tests.border.zoo import ZOO, make
-from tests.spawn import shared_pool
+from tests.helpers.model_zoo import ZOO, make
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

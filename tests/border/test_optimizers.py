@@ -15,7 +15,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparError
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 STEPS = 4
 

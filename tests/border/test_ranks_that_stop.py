@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fxpar import pipeline
 from fxpar.errors import HintError, PlanError, RankMismatchError
-from fxpar.runtime import plan_once
 from tests.helpers.patience import given_up_at_call
-from tests.spawn import run_script, shared_pool
+from tests.helpers.spawn import run_script, shared_pool
 
 pytestmark = pytest.mark.multiprocess
 
@@ -154,20 +154,20 @@ def test_a_rank_that_computes_is_waited_for() -> None:
 def fails_to_plan(who: int, kind: str) -> list[tuple[str, str, float]]:
     """Failures that a script catches, then calls that all ranks make."""
     torch._dynamo.reset()
-    out, before = [], plan_once.parallelize
+    out, before = [], pipeline.parallelize
 
     def parallelize(*args: Any, **kwargs: Any) -> Any:
         raise PlanError("nothing fits", fix="give it more")
 
     for turn in range(3):
         if rank() == who and kind == "plan":
-            plan_once.parallelize = parallelize
+            pipeline.parallelize = parallelize
         hints = {"up.weight": ["nowhere", "_"]} if rank() == who else None
         options = {"hints": hints} if kind == "hint" else {}
         try:
             out.append(said(compiled(model_of(10 + turn), **options), torch.ones(4, 4)))
         finally:
-            plan_once.parallelize = before
+            pipeline.parallelize = before
     run = compiled(model_of())
     out += [said(run, torch.ones(rows, 4)) for rows in (4, 6, 4)]
     return out

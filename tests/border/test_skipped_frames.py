@@ -17,7 +17,7 @@ from torch import nn
 import fxpar
 from fxpar import FxparWarning
 from fxpar.errors import GradientError, RankMismatchError
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

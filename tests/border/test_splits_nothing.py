@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpar import FxparWarning
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import FxparWarning
 from fxpar.runtime.compiled_graph import plans
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

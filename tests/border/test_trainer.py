@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from fxpar.errors import InputMismatchError
-from tests.border.libraries import fxpar_options, llama, rows, torchrun
-from tests.spawn import shared_pool
+from tests.helpers.libraries import fxpar_options, llama, rows, torchrun
+from tests.helpers.spawn import shared_pool
 
 pytest.importorskip("accelerate")
 from transformers import Trainer, TrainingArguments  # noqa: E402

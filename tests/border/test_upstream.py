@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 
 class Counted(nn.Module):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import InputMismatchError, MeshError
 from fxpar.runtime.groups import join
-from tests.sharding.search.test_search import machine
-from tests.spawn import shared_pool
+from tests.helpers.machines import machine
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

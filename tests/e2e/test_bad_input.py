@@ -25,7 +25,7 @@ from fxpar.errors import (
     UnknownOpError,
 )
 from fxpar.sharding import rules
-from tests.spawn import run_script, shared_pool
+from tests.helpers.spawn import run_script, shared_pool
 
 WIDTH = 16
 

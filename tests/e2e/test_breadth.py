@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from tests.sharding.breadth import OpCall, name_of, samples_of
-from tests.spawn import shared_pool
+from tests.helpers.all_ops import OpCall, name_of, samples_of
+from tests.helpers.spawn import shared_pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

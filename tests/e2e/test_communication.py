@@ -27,8 +27,8 @@ from fxpar import _torch
 from fxpar.runtime.groups import group_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from tests.models import LAYERS, LENGTH, WIDTH, WORDS, build_loss
-from tests.spawn import shared_pool
+from tests.helpers.models import LAYERS, LENGTH, WIDTH, WORDS, build_loss
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
 from fxpar.sharding.plan import Plan
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 WIDTH = 16
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2")

@@ -11,8 +11,8 @@ import torch
 
 import fxpar
 from fxpar import backend
-from tests.models import NAMES, build_loss
-from tests.spawn import shared_pool
+from tests.helpers.models import NAMES, build_loss
+from tests.helpers.spawn import shared_pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -18,9 +18,9 @@ from torch import nn
 
 import fxpar
 from tests.helpers.late import late_collectives
+from tests.helpers.models import NAMES, build_loss
+from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import hazards, launches
-from tests.models import NAMES, build_loss
-from tests.spawn import shared_pool
 
 
 class Block(nn.Module):

@@ -10,19 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpar import FxparError
-from tests.models import build, build_loss
-from tests.spawn import shared_pool
+from tests.helpers.models import build, build_loss
+from tests.helpers.spawn import shared_pool
+from tests.helpers.training import MESHES, part
 
 pytestmark = pytest.mark.multiprocess
-
-MESHES = {"dp=4": 4, "dp=2,tp=2": 2}
-
-
-def part(batch: dict[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
-    """This rank's part; ranks that differ on other axes feed the same one."""
-    rank = torch.distributed.get_rank()
-    i = rank * parts // torch.distributed.get_world_size()
-    return {k: v.chunk(parts)[i].clone() for k, v in batch.items()}
 
 
 def options(mesh: str) -> dict[str, str]:

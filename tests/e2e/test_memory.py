@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import fxpar
-from tests.models import NAMES, build_loss
-from tests.spawn import run_script, shared_pool
+from tests.helpers.models import NAMES, build_loss
+from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.training import loop
 
 pytestmark = pytest.mark.multiprocess
 
@@ -56,17 +57,6 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
-def train(model: nn.Module, compiled, optimizer, batch: dict, steps: int) -> list:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = compiled(**batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def measure(name: str, mesh: str | None) -> tuple[int, int]:
     """Bytes of parameters, gradients and moments after a step: of all, and of those
     that lie whole on every rank."""
@@ -77,7 +67,7 @@ def measure(name: str, mesh: str | None) -> tuple[int, int]:
         options = {"mesh": mesh, "codegen": "eager"}
         compiled = torch.compile(model, backend="fxpar", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, compiled, optimizer, batch, 1)
+    loop(compiled, optimizer, [batch])
     every, whole = [], []
     for p in model.parameters():
         state = optimizer.state[p]
@@ -112,12 +102,10 @@ def big(extra: int, sharded: bool) -> None:
     if sharded:  # what the first compile and collectives need is not counted
         tiny = fxpar.shard(tiny)
     options = {"codegen": "eager"}
-    train(
-        tiny,
+    loop(
         torch.compile(lambda x: tiny(x).sum(), backend="fxpar", options=options),
         torch.optim.AdamW(tiny.parameters()),
-        {"x": torch.ones(4, 4)},
-        2,
+        [{"x": torch.ones(4, 4)}] * 2,
     )
     torch._dynamo.reset()
     limited(extra)
@@ -129,7 +117,7 @@ def big(extra: int, sharded: bool) -> None:
     model.apply(initialize)
     compiled = torch.compile(model, backend="fxpar", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    losses = train(model, compiled, optimizer, batch, 2)
+    losses, _ = loop(compiled, optimizer, [batch] * 2)
     print("losses", *losses, flush=True)
 
 

@@ -14,10 +14,10 @@ from torch import nn
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs import gathers
-from tests.e2e.test_training import compare, one_device, train
-from tests.models import NAMES, build_double
-from tests.sharding.search.test_search import machine
-from tests.spawn import shared_pool
+from tests.helpers.machines import machine
+from tests.helpers.models import NAMES, build_double
+from tests.helpers.spawn import shared_pool
+from tests.helpers.training import compare, one_device, train
 
 TP: dict[str, dict[str, Any]] = {
     "llama": {

@@ -3,23 +3,20 @@ and gradients of one device."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import fxpar
-from fxpar.runtime import plan_once
-from tests.e2e.test_sharded_training import whole
-from tests.e2e.test_training import DOUBLE, STEPS, Run, compare, one_device
-from tests.models import NAMES, build_double, build_loss, double
-from tests.sharding.search.test_search import machine
-from tests.spawn import shared_pool
+from fxpar.sharding import plan_request
+from tests.helpers.machines import machine
+from tests.helpers.models import NAMES, build_loss
+from tests.helpers.spawn import shared_pool
+from tests.helpers.training import STEPS, compare, one_device, train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,32 +27,6 @@ def _forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(name: str, mesh: str, sharded: bool) -> tuple[Run, list[str]]:
-    """A model trained on searched plans, and the hashes of these."""
-    torch._dynamo.reset()
-    before = len(fxpar.plans())
-    with double() if name in DOUBLE else contextlib.nullcontext():
-        model, batch = (build_loss, build_double)[name in DOUBLE](name)
-        if sharded:
-            sample = ((), batch) if mesh == "auto" else None
-            model = fxpar.shard(model, mesh=mesh, sample=sample)
-        options = {"mesh": mesh, "codegen": "eager", "search_seconds": 5}
-        program: Any = torch.compile(model, backend="fxpar", options=options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        torch.manual_seed(5)
-        losses, first = [], {}
-        for step in range(STEPS):
-            loss = program(**batch)
-            loss.backward()
-            if step == 0:
-                first = {n: whole(p.grad) for n, p in model.named_parameters()}
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        run = Run(losses, first, dict(model.named_buffers()))
-    return run, [plan.hash for plan in fxpar.plans()[before:]]
-
-
 def check(name: str, mesh: str, path: Path, sharded: bool) -> None:
     machine().save(path / "slow.json")
     pool, env = shared_pool(4), {"FXPAR_PLAN": "search"}
@@ -63,12 +34,14 @@ def check(name: str, mesh: str, path: Path, sharded: bool) -> None:
     env |= {"TORCHINDUCTOR_CACHE_DIR": str(path)}  # no plan is there
     if mesh == "auto":  # chosen for the life of a process group
         pool.renew()
-    results = pool.run(trained, name, mesh, sharded, env=env, timeout=400.0)
+    options = {"mesh": mesh, "codegen": "eager", "search_seconds": 5}
+    rest = ("sample" if mesh == "auto" else "sharded") if sharded else "whole"
+    runs = pool.run(train, name, options, STEPS, rest, env=env, timeout=400.0)
     if mesh == "auto":
         pool.renew()
-    compare([run for run, _ in results], one_device(name))
-    for _, hashes in results:
-        assert hashes and hashes == results[0][1]
+    compare(runs, one_device(name))
+    for run in runs:
+        assert run.plans and run.plans == runs[0].plans
 
 
 @pytest.mark.slow
@@ -152,5 +125,5 @@ def test_a_search_that_fails_fails_on_every_rank(tmp_path: Path) -> None:
 def test_the_mode_names_its_hardware(tmp_path: Path) -> None:
     from fxpar.config import Options
 
-    asked = plan_once.plan_mode("search", Options.read({"hardware": "h100"}))
+    asked = plan_request.plan_mode("search", Options.read({"hardware": "h100"}))
     assert asked.hardware.name == "h100"

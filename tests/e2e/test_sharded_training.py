@@ -16,10 +16,18 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.sharding.plan import Plan
-from tests.e2e.test_local_inputs import part
-from tests.e2e.test_training import DOUBLE, STEPS, Run, compare, one_device
-from tests.models import NAMES, build_double, build_loss, double
-from tests.spawn import shared_pool
+from tests.helpers.models import NAMES, build_loss
+from tests.helpers.spawn import shared_pool
+from tests.helpers.training import (
+    STEPS,
+    compare,
+    gradients,
+    loop,
+    one_device,
+    part,
+    train,
+    whole,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,20 +46,6 @@ def _forget() -> Iterator[None]:
 def compiled(model: Any, mesh: str, **options: Any) -> Any:
     chosen = {"codegen": "eager", "mesh": mesh} | options
     return torch.compile(model, backend="fxpar", options=chosen)
-
-
-def whole(x: Any) -> torch.Tensor:
-    """A tensor's global value, a copy."""
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x.detach().clone()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: whole(p.grad)
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
 
 
 def near(got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
@@ -80,28 +74,6 @@ def alike(fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
 # Five real models
 
 
-def train(name: str, mesh: str, codegen: str, steps: int = STEPS) -> Run:
-    """As ``test_training.train``, with ``fxpar.shard``."""
-    with double() if name in DOUBLE else contextlib.nullcontext():
-        model, batch = (build_loss, build_double)[name in DOUBLE](name)
-        model = fxpar.shard(model, mesh=mesh)
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        program = compiled(model, mesh, codegen=codegen)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        torch.manual_seed(5)
-        losses, first = [], {}
-        for step in range(steps):
-            loss = program(**batch)
-            loss.backward()
-            if step == 0:
-                first = gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        state = dict(model.named_buffers())
-    return Run(losses, first, state)
-
-
 def cases() -> Iterator[object]:
     for name in NAMES:
         for mesh in MESHES:
@@ -111,14 +83,15 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("name", "mesh"), list(cases()))
 def test_op_by_op(name: str, mesh: str) -> None:
-    runs = shared_pool(4).run(train, name, mesh, "eager", timeout=300.0)
+    options = {"mesh": mesh, "codegen": "eager"}
+    runs = shared_pool(4).run(train, name, options, STEPS, "sharded", timeout=300.0)
     compare(runs, one_device(name))
 
 
 @pytest.mark.slow
 def test_generated_kernels() -> None:
-    args = "llama", "dp=2,tp=2", "inductor"
-    runs = shared_pool(4).run(train, *args, timeout=900.0)
+    options = {"mesh": "dp=2,tp=2", "codegen": "inductor"}
+    runs = shared_pool(4).run(train, "llama", options, STEPS, "sharded", timeout=900.0)
     compare(runs, one_device("llama"))
 
 
@@ -179,16 +152,7 @@ def steps(
     after: Callable[[], Any] = lambda: None,
 ) -> list[Any]:
     """Losses, first gradients, parameters at the end."""
-    losses, first = [], {}
-    for step, batch in enumerate(batches(count)):
-        loss = program(**batch)
-        loss.backward()
-        if step == 0:
-            first = gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        after()
-        losses.append(loss.item())
+    losses, first = loop(program, optimizer, batches(count), model=model, after=after)
     state = {name: whole(p) for name, p in model.named_parameters()}
     return [losses, first, state]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxpar
-from tests.models import DRAWS_RANDOM, NAMES, Batch, build_double, double
+from tests.helpers.models import DRAWS_RANDOM, NAMES, Batch, build_double, double
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "dp=2,fsdp=2,tp=2")
 TOLERANCE = 1e-9

@@ -4,6 +4,7 @@ optimizer is that of the eager loop on one device, for whole parameters and shar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from torch.optim import lr_scheduler
 
 import fxpar
 from fxpar.errors import PlanError
-from tests.e2e.test_local_inputs import MESHES, part
-from tests.models import NAMES, build_double, double
-from tests.runtime.test_step import OPTIMIZERS, batches, build, loss_fn
-from tests.spawn import shared_pool
+from tests.helpers.models import NAMES, build_double, double
+from tests.helpers.spawn import shared_pool
+from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn
+from tests.helpers.training import MESHES, loop, part
 
 pytestmark = pytest.mark.multiprocess
 
@@ -130,15 +131,13 @@ def one_device(kind: str, name: str) -> Run:
         model, loss_of, data = make(kind)
         optimizer = OPTIMIZERS[name][0](model.parameters())
         scheduler = lr_scheduler.StepLR(optimizer, 1, 0.8)
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = loss_of(model, *batch)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.item())
+        losses, _ = loop(
+            partial(loss_of, model),
+            optimizer,
+            data,
+            clip=CLIP,
+            after=scheduler.step,
+        )
         return losses, state_of(model, optimizer), 0
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import fxpar
 from fxpar.runtime import tune_schedule
-from tests.sharding.search.test_search import machine
-from tests.spawn import shared_pool
+from tests.helpers.machines import machine
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

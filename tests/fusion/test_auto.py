@@ -15,8 +15,8 @@ from fxpar.fusion.collective_window import shapes_of, window
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
-from tests.fusion.blocks import BLOCKS
-from tests.fusion.every import fastest, graph_of, hardware_of, timeline
+from tests.helpers.every_schedule import fastest, graph_of, hardware_of, timeline
+from tests.helpers.toy_blocks import BLOCKS
 
 # ``auto`` may take so much longer than the best of all.
 AS_GOOD = 1.01

@@ -18,12 +18,13 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import FxparWarning, ScheduleError
-from fxpar.fusion import schedule_stage
+from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.passes import collective_nodes
-from tests.passes.random_programs import Case
-from tests.passes.test_fuzz import close, run
-from tests.sharding.search.test_search import machine
+from tests.helpers.check_random import close, run
+from tests.helpers.machines import machine
+from tests.helpers.random_programs import Case
+from tests.helpers.toys import form_of
 
 QUICK, ALL = 20, 1000
 
@@ -53,14 +54,14 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(error: Exception) -> None:
         raise error
 
-    monkeypatch.setattr(schedule_stage, "failed", failed)
+    monkeypatch.setattr(choose_schedule, "failed", failed)
 
 
 def test_a_failure_to_choose_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(*_: Any) -> None:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(schedule_stage, "choose", choose)
+    monkeypatch.setattr(choose_schedule, "choose", choose)
     x = torch.randn(4, 4)
     with pytest.warns(FxparWarning, match="no schedule is chosen: KeyError"):
         plan = fxpar.plan(torch.relu, x, mesh="dp=2", schedule="auto")
@@ -166,13 +167,6 @@ class Scheduler:
             before = node.all_input_nodes[0]
             yield before.name, node.name
             yield from ((node.name, user.name) for user in node.users)
-
-
-def form_of(line: str) -> str:
-    """The verb of a line; of an overlap, which."""
-    verb, _, rest = line.partition("(")
-    forms = ("chunks", "ring", "fused") if verb == "overlap" else ()
-    return next((form for form in forms if f"{form}=" in rest), verb)
 
 
 def check(seed: int) -> Counter[str]:

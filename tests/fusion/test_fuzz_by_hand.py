@@ -19,22 +19,21 @@ from fxpar.fusion.pipeline_stages import apply_stages
 from fxpar.passes import collective_nodes
 from fxpar.passes.lockstep import scatter
 from fxpar.sharding.spec import Spec
-from tests.fusion.ranks import pipeline
-from tests.fusion.test_fuzz import form_of
-from tests.fusion.test_sends import simulated
-from tests.fusion.test_would_be_wrong import dropped
-from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+from tests.helpers.schedule_cases import pipeline, simulated
+from tests.helpers.toys import (
+    Toy,
+    all_gather,
+    all_reduce,
+    dropped,
+    form_of,
+    reduce_scatter,
+)
 
 QUICK, ALL = 80, 2000
 TRIES = 20
 
-# ``buckets`` and ``prefetch`` leave a graph as it is; ``share`` is for stages.
-ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {
-    "overlap",
-    "buckets",
-    "prefetch",
-    "share",
-}
+# ``share`` is for stages.
+ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {"overlap", "share"}
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 

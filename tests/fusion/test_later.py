@@ -13,11 +13,11 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import ScheduleError
-from fxpar.fusion import schedule_stage
+from fxpar.fusion import choose_schedule
 from fxpar.fusion.choose_schedule import Chosen
-from fxpar.fusion.phase_settings import line_of, settings_of
+from fxpar.fusion.schedule import Schedule
 from fxpar.passes.order_collectives import DEFAULT, Settings
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
 
 LAYERS = 4
 
@@ -37,8 +37,11 @@ LAYERS = 4
     ],
 )
 def test_lines_say_settings(text: str, settings: Settings) -> None:
-    assert settings_of(text) == settings
-    assert settings_of(line_of(settings)) == settings
+    schedule = Schedule.parse(text)
+    assert schedule.settings == settings
+    assert Schedule.parse(str(schedule)) == schedule
+    assert bool(schedule) == bool(text)
+    assert (Schedule() + schedule) == schedule == (schedule + Schedule())
 
 
 class Net(nn.Module):
@@ -126,8 +129,8 @@ def test_buckets_that_take_too_much_memory_are_not_chosen(
         others[:] = map(str, chosen.others)
         return chosen
 
-    kept = schedule_stage.choose
-    monkeypatch.setattr(schedule_stage, "choose", choose)
+    kept = choose_schedule.choose
+    monkeypatch.setattr(choose_schedule, "choose", choose)
     assert planned("auto").predicted.peak_bytes > plain
     assert any("buckets(" in other for other in others)
     monkeypatch.setattr("fxpar.fusion.choose_schedule._LITTLE", 0)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fusion.ranks import CASES, Case, run_all
-from tests.spawn import shared_pool
+from tests.helpers.schedule_cases import CASES, Case, run_all
+from tests.helpers.spawn import shared_pool
 
 EXACT, DOUBLE = 1e-14, 1e-12
 

@@ -16,7 +16,7 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.verbs import reorder
 from fxpar.sharding.spec import Spec
-from tests.fusion.toys import Toy, all_gather, all_reduce
+from tests.helpers.toys import Toy, all_gather, all_reduce
 
 c10d = torch.ops._c10d_functional
 

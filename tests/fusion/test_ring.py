@@ -13,7 +13,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.passes import collective_nodes, custom_ops
-from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 c10d = torch.ops._c10d_functional
 

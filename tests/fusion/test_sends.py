@@ -14,8 +14,7 @@ from fxpar.explain.dump import node_text
 from fxpar.fusion import apply_stages, kept_order
 from fxpar.fusion.node_legality import Region
 from fxpar.fusion.verbs import send_recv
-from fxpar.passes.lockstep import run_stages
-from tests.fusion.ranks import (
+from tests.helpers.schedule_cases import (
     CHUNKED,
     FIRST,
     PIPE,
@@ -26,8 +25,9 @@ from tests.fusion.ranks import (
     pipeline,
     recv,
     send,
+    simulated,
 )
-from tests.fusion.toys import Toy, all_reduce
+from tests.helpers.toys import Toy, all_reduce
 
 
 def text(graph: fx.Graph) -> str:
@@ -39,14 +39,6 @@ def staged(toys: Sequence[Toy], schedule: str, **how: Any) -> list[fx.Graph]:
     specs = [toy.specs for toy in toys]
     graphs = [toy.before for toy in toys]
     return apply_stages(schedule, graphs, toys[0].mesh, "pp", inputs=specs, **how)
-
-
-def simulated(toys: Sequence[Toy], graphs: Sequence[fx.Graph]) -> list[Any]:
-    mesh = toys[0].mesh
-    parts = [toy.parts(seed) for seed, toy in enumerate(toys)]
-    given = [parts[mesh.index(r, ["pp"])][r] for r in range(mesh.size)]
-    modules = [fx.GraphModule(torch.nn.Module(), graph) for graph in graphs]
-    return run_stages(modules, mesh, "pp", given)
 
 
 def equal(toys: Sequence[Toy], schedule: str) -> list[fx.Graph]:

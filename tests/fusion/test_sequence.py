@@ -17,8 +17,8 @@ from fxpar.fusion.sliced_dims import Rows, rows_of
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.sharding.mesh import Mesh
-from tests.fusion.toys import Toy, all_reduce
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
+from tests.helpers.toys import Toy, all_reduce
 
 TP = ("tp",)
 

@@ -14,8 +14,8 @@ import fxpar
 from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
-from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
+from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 ours = torch.ops.fxpar
 

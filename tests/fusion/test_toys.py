@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs.fuse_nodes import Region
 from fxpar.passes import collective_nodes
-from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 GRADIENT = "[_, _] partial(sum: tp)", (8, 4)
 STATE = "[_, _]", (8, 4)

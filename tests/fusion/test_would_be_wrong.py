@@ -15,10 +15,10 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import fused_matmul, kept_order, node_legality, slice_op, varying_axes
 from fxpar.fusion.verbs import bucket, overlap, reorder
 from fxpar.passes import collective_nodes
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
 from fxpar.sharding.spec import Spec
-from tests.fusion.toys import Toy, all_gather, all_reduce, reduce_scatter
+from tests.helpers.toys import Toy, all_gather, all_reduce, dropped, reduce_scatter
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -147,10 +147,6 @@ def _in_place(w: Any, g: Any) -> Any:
     y = all_gather(w)
     w.sub_(g)
     return y + 1, w * 2
-
-
-def dropped(x: Any) -> Any:
-    return aten.native_dropout(x, 0.5, True)[0]
 
 
 def _draws(x: Any, r: Any) -> Any:

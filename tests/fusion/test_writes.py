@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from tests.fusion.toys import Toy, all_reduce
+from tests.helpers.toys import Toy, all_reduce
 
 WRITE = torch.ops.aten.copy_.default
 GIVEN = ("[_, _] partial(sum: tp)", (4, 8)), ("[_, _]", (4, 8))

@@ -10,13 +10,14 @@ import torch
 from torch import fx, nn
 
 from fxpar.errors import MeshError, PlanError
-from fxpar.passes import Request, Result, parallelize
 from fxpar.passes.boundaries import Boundaries, absorb
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
+from fxpar.pipeline import Result, parallelize
 from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
 from fxpar.runtime.tracing import Call
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output, Signature
 from fxpar.sharding.spec import Spec
 

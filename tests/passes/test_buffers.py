@@ -22,7 +22,7 @@ from fxpar.fusion.kernels.fuse_regions import fuse_graph
 from fxpar.fusion.kernels.implementations import Facts
 from fxpar.passes.order_collectives import Settings, schedule
 from fxpar.passes.sink_waits import WAIT, sink_waits
-from tests.fusion.test_waits import CHUNKS, RINGS, bound
+from tests.helpers.overlaps import CHUNKS, RINGS, bound
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 
 c10d = torch.ops._c10d_functional

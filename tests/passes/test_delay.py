@@ -19,7 +19,7 @@ import fxpar
 from fxpar.passes.delay import _may_move, delay
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.sink_waits import WAIT
-from tests.passes.test_schedule import GATHER, REDUCE, Sketch, check_equal
+from tests.helpers.sketch import GATHER, REDUCE, Sketch, check_equal
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -14,7 +14,7 @@ from fxpar.passes.lower import lower_graph
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
-from tests.sharding.every_spec import every_spec
+from tests.helpers.every_spec import every_spec
 
 
 def lowered(

@@ -24,20 +24,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 import fxpar
 from fxpar._torch.fake import new_fake_mode
 from fxpar.errors import PlanError
-from fxpar.passes import Request, op_arithmetic, parallelize
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.inductor_launches import launches_of
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Simulation, Task, Timeline, simulate, tasks_of
+from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import Call
+from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import LIGHT, Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import asdict_shallow
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output
 from fxpar.sharding.spec import Spec
-from tests.models import build_loss
+from tests.helpers.models import build_loss
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -1015,7 +1017,7 @@ def test_kernels_of_light_ops_count_what_they_do():
     rates = (("root", 1.0), ("erf", 0.5))
     out = s.run(found, hardware=machine(launch=0.0, light=rates))
     assert out.compute_seconds == pytest.approx(8 + 16)
-    assert set(op_arithmetic._CLASSES.values()) < set(LIGHT)
+    assert set(one_op._CLASSES.values()) < set(LIGHT)
 
 
 @pytest.mark.parametrize("beside", [0.0, 0.25, 1.0])

@@ -11,7 +11,7 @@ from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
 from fxpar.runtime import consensus, presence
 from fxpar.runtime.store_channel import current
 from tests.helpers.patience import given_up_in_round
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 
 def rank() -> int:

@@ -17,14 +17,14 @@ import fxpar
 from fxpar.__main__ import main
 from fxpar.config import Options
 from fxpar.errors import MeshError
-from fxpar.passes import op_arithmetic
 from fxpar.runtime import groups
 from fxpar.runtime.calibrate import fit_curves, probe_device, probe_network
 from fxpar.runtime.calibrate import measure as calibrate
 from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.mesh import Link, Mesh
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 NOISE = np.random.default_rng(0)
 
@@ -215,12 +215,12 @@ def test_flops_are_those_of_a_local_graph(make, shape) -> None:
     graph = fxpar.plan(op, *operands, mesh="dp=1", grad=True).result.local
     counted = [
         (
-            op_arithmetic.flops_of(n),
-            op_arithmetic.least_of(n),
-            op_arithmetic.family_of(n.target),
+            one_op.flops_of(n),
+            one_op.least_of(n),
+            one_op.family_of(n.target),
         )
         for n in graph.nodes
-        if n.op == "call_function" and op_arithmetic.contracts(n.target)
+        if n.op == "call_function" and one_op.contracts(n.target)
     ]
     name = "attention" if make is probe_device._attended else "convolution"
     assert counted == [(flops, least, name), (late_flops, least, f"{name} backward")]

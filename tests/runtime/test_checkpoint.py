@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from tests.models import build_loss
-from tests.spawn import RankError, shared_pool
+from tests.helpers.models import build_loss
+from tests.helpers.spawn import RankError, shared_pool
 
 WHOLE = states.StateDictOptions(full_state_dict=True)
 EXPORT = states.StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -14,7 +14,7 @@ from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import groups
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
-from tests.spawn import run_script, shared_pool
+from tests.helpers.spawn import run_script, shared_pool
 
 MESH = Mesh.parse("dp=2,tp=2")
 

@@ -15,7 +15,7 @@ from fxpar.runtime import check_inputs
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.input_names import Named
 from fxpar.sharding.mesh import Mesh
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 MESH = Mesh.parse("dp=2,tp=2")
 

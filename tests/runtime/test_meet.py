@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fxpar.errors import RankMismatchError
 from fxpar.runtime import meeting, presence
 from tests.helpers.patience import given_up_at_call
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageR
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from tests.models import NAMES, build
-from tests.spawn import shared_pool
+from tests.helpers.models import NAMES, build
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,13 +80,13 @@ def fill(how: str, dtype: torch.dtype, model: nn.Module) -> dict[str, torch.Tens
 
 
 def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
-    from fxpar.runtime.at_rest import init_random
+    from fxpar.runtime.at_rest import dtensor_ops
 
-    before, init_random.CHUNK = init_random.CHUNK, chunk
+    before, dtensor_ops.CHUNK = dtensor_ops.CHUNK, chunk
     try:
         return fill(how, dtype, on_meta(lambda: Flat().to(dtype), mesh))
     finally:
-        init_random.CHUNK = before
+        dtensor_ops.CHUNK = before
 
 
 @pytest.mark.parametrize(

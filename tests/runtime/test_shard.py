@@ -26,7 +26,7 @@ from fxpar.errors import (
     ShardError,
 )
 from fxpar.runtime.at_rest.shard import is_sharded
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 multiprocess = pytest.mark.multiprocess
 

@@ -14,17 +14,20 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar import pipeline
 from fxpar.explain.dump import graph_text
-from fxpar.passes import Request, Result
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import consensus, plan_once, plan_store
+from fxpar.pipeline import Result
+from fxpar.runtime import consensus, plan_store
 from fxpar.runtime.tracing import Call
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.mesh_candidates import candidates
 from fxpar.sharding.search.run_search import Asked
-from tests.sharding.search.test_search import batch, machine
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch
 
 SECONDS = 5.0
 
@@ -72,8 +75,10 @@ def planned(
 
     signature = read_signature(module.graph, declare)
     asked = asked or Asked(machine(), SECONDS)
-    request = Request(Mesh.parse(mesh), signature, {}, asked)
-    return plan_once.planned(module.graph, mode, change(request), rank, "g", keep=keep)
+    request = Request(
+        Mesh.parse(mesh), signature, {}, asked, cached=keep, name="g", rank=rank
+    )
+    return pipeline.planned(module.graph, mode, change(request))
 
 
 def files(disk: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import torch
 
 from fxpar.sharding.rules import TABLE, pointwise
 from fxpar.sharding.rules.table import row
-from tests.sharding.breadth import Trial, name_of, shares, trial
+from tests.helpers.all_ops import Trial, name_of, shares, trial
 
 PARTS = 16
 TRIALS: dict[str, Trial] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 
 import fxpar
 from fxpar import FxparError, Spec
+from fxpar.sharding.cost.hardware_table import lookup
 
 
 def planned(fn, *args, **options):
@@ -178,3 +181,27 @@ def test_propagation_is_deterministic():
     plans = [planned(model, x, mesh="dp=2,tp=2", grad=True) for _ in range(2)]
     assert plans[0].hash == plans[1].hash
     assert str(plans[0]) == str(plans[1])
+
+
+@pytest.mark.parametrize("slow", ["kernels", "links"])
+def test_ties_are_priced_on_the_hardware_that_is_named(slow, tmp_path, monkeypatch):
+    """Rows, columns or neither: slow kernels split the product and gather its result,
+    slow links gather the smaller operands and let every rank compute all of it."""
+    hardware = lookup("h100")
+    levels = [replace(x, bandwidth=x.bandwidth * 1e-6) for x in hardware.levels]
+    named = {
+        "kernels": hardware.at_speed(1e-6),
+        "links": replace(hardware, levels=tuple(levels)),
+    }
+    named[slow].save(tmp_path / "machine.json")
+    monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "machine.json"))
+    plan = planned(
+        torch.mm,
+        torch.empty(512, 64, device="meta"),
+        torch.empty(64, 512, device="meta"),
+        mesh="tp=4",
+        in_specs=[("tp", None), (None, "tp")],
+        out_specs=[(None, None)],
+    )
+    (product,) = plan.nodes
+    assert bool(product.factors) == (slow == "kernels")

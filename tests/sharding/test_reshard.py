@@ -16,7 +16,7 @@ from fxpar.sharding.reshard.all_pairs import matrix, path
 from fxpar.sharding.reshard.route import price, steps
 from fxpar.sharding.reshard.steps import KINDS, Step, duration
 from fxpar.sharding.spec import Spec
-from tests.sharding.every_spec import every_spec
+from tests.helpers.every_spec import every_spec
 
 LARGE = 4096  # size of a dim at which bandwidth decides
 

@@ -15,15 +15,15 @@ import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops, random  # noqa: F401  (register fxpar's own)
 from fxpar.passes.local_ops import LOCAL
-from fxpar.runtime.at_rest import matrix_optimizers  # noqa: F401  (registers an op)
+from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Passage, Rule, Strategy, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules import TABLE, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.row_builders import keys
 from fxpar.sharding.rules.table import row
-from tests.sharding import samples_core, samples_linalg, samples_nn, samples_points
-from tests.sharding.one_op import OneOp, is_expressible
+from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
+from tests.helpers.one_op import OneOp, is_expressible
 
 SAMPLES: dict[Any, list] = {}
 for _table in (samples_core, samples_nn, samples_linalg, samples_points):
@@ -191,7 +191,7 @@ ROWS = [key for key in TABLE if key not in BODIES]
 
 @pytest.mark.parametrize("key", ROWS, ids=name_of)
 def test_row(key: Any) -> None:
-    assert key in SAMPLES, f"give {key} a sample in tests/sharding/samples_*.py"
+    assert key in SAMPLES, f"give {key} a sample in tests/helpers/samples_*.py"
     try_row(key, single, passing)
 
 

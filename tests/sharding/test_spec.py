@@ -13,7 +13,7 @@ from fxpar.errors import SpecError
 from fxpar.passes.lockstep import scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
-from tests.sharding.every_spec import every_spec
+from tests.helpers.every_spec import every_spec
 
 MESH = Mesh.parse("a=2,b=3,c=2")
 

@@ -41,7 +41,7 @@ from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.fusion.verbs.fuse_nodes import arrange
 from fxpar.passes.bucket_collectives import region_of
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")

@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default

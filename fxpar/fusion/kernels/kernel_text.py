@@ -18,7 +18,7 @@ from fxpar.fusion.kernels.region_program import Program, Tensor
 IMPORTS = """import triton
 import triton.language as tl
 
-from fxpar.fusion.kernels import library as lib
+from fxpar.fusion.kernels import device_functions as lib
 """
 
 # Blocks that run at a time where each writes a part of a sum: what they write is read

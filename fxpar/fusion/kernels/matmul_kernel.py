@@ -2,9 +2,9 @@
 chunks.
 
 In: sizes, the kind, an epilogue. Out: a ``Gemm``: the readable source of one Triton
-function, which ``launch`` runs, and ``gemm_run`` with its copies. Shapes are numbers in
-the text. A chunk is the rows of one rank; flags (``gemm_signals``) join the kernel with
-whoever copies, on another stream:
+function, which ``launch`` runs, and ``matmul_run`` with its copies. Shapes are numbers
+in the text. A chunk is the rows of one rank; flags (``matmul_signals``) join the kernel
+with whoever copies, on another stream:
 
     gather    waits for the flag of a chunk of A before it reads it, own chunk first
     scatter   raises the flag of a chunk of the product once it is stored, own last
@@ -125,8 +125,8 @@ _TEXT = '''\
 import triton
 import triton.language as tl
 
-from fxpar.fusion.kernels import gemm_signals as signals
-from fxpar.fusion.kernels import library as lib  # of epilogues
+from fxpar.fusion.kernels import matmul_signals as signals
+from fxpar.fusion.kernels import device_functions as lib  # of epilogues
 
 
 @triton.jit(do_not_specialize=["rank"])

@@ -2,7 +2,7 @@
 
 In: a provider of memory that ranks share, this rank's tensors. Out: new tensors. Two
 streams: kernels compute on the current one, the provider's second one copies (a copy
-engine), raises or awaits flags (``gemm_signals``) and meets the other ranks. On CPU,
+engine), raises or awaits flags (``matmul_signals``) and meets the other ranks. On CPU,
 for tests, a thread is the second stream; since Triton's interpreter runs one kernel at
 a time, ranks then meet before or after the matmul.
 
@@ -14,9 +14,9 @@ a time, ranks then meet before or after the matmul.
 Whatever a kernel waits for is launched before it, and kernels are loaded and memory is
 there before the first: the host waits for nothing and owes a running kernel nothing.
 Kernels take no more programs than the provider has, which leaves multiprocessors
-(``providers.FREE``) to the meeting and to NCCL. Only the meeting waits for other ranks;
-it has a deadline (``library.barrier``) and goes on behind it, and so does all that
-waits for it. Never decides whether it pays (``gemm_worth``).
+(``symmetric_memory.FREE``) to the meeting and to NCCL. Only the meeting waits for other
+ranks; it has a deadline (``device_functions.barrier``) and goes on behind it, and so
+does all that waits for it. Never decides whether it pays (``matmul_cost``).
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ _made = cache(gemm)
 
 
 def _call(name: str, programs: int, args: tuple[Any, ...], **constants: Any) -> Call:
-    """A launch of a kernel of ``gemm_signals``."""
+    """A launch of a kernel of ``matmul_signals``."""
     from fxpar.fusion.kernels import matmul_signals
 
     return Call(getattr(matmul_signals, name), programs, args, constants)

@@ -120,7 +120,7 @@ def written(flag, count, TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def meet(signals_ptr, rank, RANKS: tl.constexpr, REGION: tl.constexpr):
-    """A barrier of all ranks (``library.barrier``), by the first program's signals."""
+    """Meet all ranks (``device_functions.barrier``) by the first program's signals."""
     left = lib.patience(signals_ptr, rank)
     lib.barrier(signals_ptr, rank, RANKS, REGION, left)
 

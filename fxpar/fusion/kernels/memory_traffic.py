@@ -21,7 +21,7 @@ from fxpar.fusion.kernels.reductions import reduction_of
 from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import Region, is_heavy
 from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
-from fxpar.passes.op_arithmetic import is_light, is_view, nbytes_of
+from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 

@@ -37,7 +37,7 @@ from fxpar.fusion.kernels.split_at_collectives import (
 )
 from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
 from fxpar.passes.bucket_collectives import region_of
-from fxpar.passes.op_arithmetic import (
+from fxpar.sharding.cost.op import (
     contracts,
     is_light,
     is_view,

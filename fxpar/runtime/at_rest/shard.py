@@ -23,22 +23,24 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
-from fxpar.passes import Request
 from fxpar.passes.signature import read_signature
+from fxpar.pipeline import planned
 from fxpar.runtime import consensus
 from fxpar.runtime.at_rest.crossings import part_of
-from fxpar.runtime.at_rest.dtensor_fixes import complete_partials
-from fxpar.runtime.at_rest.init_random import draw_as_one_device
-from fxpar.runtime.at_rest.matrix_optimizers import orthogonalize_whole
+from fxpar.runtime.at_rest.dtensor_ops import (
+    complete_partials,
+    draw_as_one_device,
+    orthogonalize_whole,
+)
 from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
 from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
-from fxpar.runtime.plan_once import choices, plan_mode, planned
 from fxpar.runtime.tracing import Call
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, check, entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
 from fxpar.sharding.program import Input
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -319,10 +321,13 @@ def _uses(
         meshes=choices(ranks.mesh, mode, local=options.inputs == "local")
         if ranks.open
         else (),
+        cached=True,
+        name="the sample's call",
+        rank=ranks.rank,
+        named_hardware=named_machine(options),
     )
-    name = "the sample's call"
     try:
-        decision = planned(module.graph, fake_mode, request, ranks.rank, name).decision
+        decision = planned(module.graph, fake_mode, request).decision
     except Exception as error:
         consensus.abort(error)
         raise

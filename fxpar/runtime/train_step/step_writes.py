@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.bucket_collectives import PHASE
-from fxpar.passes.op_arithmetic import is_view
+from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default

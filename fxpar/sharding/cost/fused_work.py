@@ -12,21 +12,17 @@ A light op is any that multiplies no matrices. Views cost nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from fxpar.sharding import shift_messages
-from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.op import flops_of, least_of_factors
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program, contracts, is_view
-
-# Attention without an entry in torch's registry: flops per (query, key) pair and
-# element of a head, forward and backward.
-_ATTENTION = {False: 4.0, True: 10.0}
+from fxpar.sharding.program import Op, Program, Value, contracts, is_view
 
 
 @dataclass(frozen=True)
@@ -61,43 +57,39 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         streamed = moved / on.bandwidth + points / on.peak("float32").flops
         return streamed + shift_messages.seconds(op, strategy, mesh)
     flops = work.flops / math.prod(shards.values())
-    arithmetic = flops / on.peak(work.dtype).rate(flops, _least(op, shards))
+    arithmetic = on.arithmetic(flops, _least(op, shards), work.dtype)
     return max(arithmetic, moved / on.bandwidth)
 
 
-def _least(op: Op, shards: dict[str, int]) -> float:
+def work_alone(op: Op, values: Sequence[Value]) -> Work:
+    """The work of an op that is fused with nothing: it moves each of its tensors."""
+    tensors = [values[v] for v in op.tensors]
+    floating = [x.dtype for x in tensors if x.dtype.is_floating_point]
+    dtype = floating[0] if floating else tensors[-1].dtype
+    if is_view(op):
+        return Work(0.0, (), (), False, dtype)
+    moved = tuple((i, float(x.nbytes)) for i, x in enumerate(tensors))
+    points = tuple(x.numel for x in tensors)
+    return Work(flops_of_op(op), moved, points, True, dtype)
+
+
+def _least(op: Op, shards: Mapping[str, int]) -> float:
     """The smallest of m, n, k of a contraction of two operands, on one rank."""
     rule = op.rule
     if len(rule.operands) != 2 or len(rule.results) != 1:
         return math.inf
-    a, b, out = ({f for dim in t for f in dim} for t in rule.tensors)
-
-    def size(factors: Iterable[str]) -> float:
-        return math.prod(rule.size[f] / shards.get(f, 1) for f in factors)
-
-    return min(size(a - b), size(b - a), size((a & b) - out))
+    left, right, result = ({f for dim in t for f in dim} for t in rule.tensors)
+    size = {f: n / shards.get(f, 1) for f, n in rule.size.items()}
+    return least_of_factors(left, right, result, size)
 
 
-def flops_of(op: Op, program: Program) -> float:
-    """Flops of a contraction, attention or convolution as a whole; 0 for others."""
-    node, target = op.node, op.target
-    flex = str(target).startswith("flex_attention")
-    count = flop_registry.get(getattr(target, "overloadpacket", target))
-    if count is not None and not flex:
-        val = node.meta["val"]
-        args, kwargs = torch.fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: n.meta["val"]
-        )
-        return float(count(*args, **kwargs, out_val=val))
-    if flex or "scaled_dot_product" in str(target):
-        backward = "backward" in str(target)
-        first = int(backward and not flex)  # behind a gradient
-        query, key = op.operands[first : first + 2]
-        keys = program.values[key].shape[-2]
-        return _ATTENTION[backward] * program.values[query].numel * keys
-    if contracts(op):
-        return 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
-    return 0.0
+def flops_of_op(op: Op) -> float:
+    """Flops as a whole; of an op that torch has no formula for, and whose rule is a
+    contraction, those of its factors. 0 for light ops."""
+    flops = flops_of(op.node)
+    if not flops and contracts(op):
+        flops = 2.0 * math.prod(op.rule.size[f] for f in op.rule.factors)
+    return flops
 
 
 class Regions:
@@ -106,7 +98,7 @@ class Regions:
     def __init__(self, program: Program, backward: set[int]) -> None:
         self.program, self.backward = program, backward
         self.base = list(range(len(program.values)))  # what a view looks at
-        self.flops = [flops_of(op, program) for op in program.ops]
+        self.flops = [flops_of_op(op) for op in program.ops]
         for op in program.ops:
             if is_view(op):
                 self.base[op.results[0]] = self.base[op.operands[0]]

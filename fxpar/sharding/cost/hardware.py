@@ -140,11 +140,22 @@ class Hardware:
 
         A contraction has ``flops`` and a smallest dim of ``least``.
         """
-        work = 0.0
-        if flops:
-            peak = self.peak(dtype, tf32=tf32, family=family)
-            work = flops / peak.rate(flops, least)
+        work = self.arithmetic(flops, least, dtype, tf32=tf32, family=family)
         return self.launch + max(work, self.streaming(nbytes))
+
+    def arithmetic(
+        self,
+        flops: float,
+        least: float = math.inf,
+        dtype: Any = "float32",
+        *,
+        tf32: bool = False,
+        family: str = "",
+    ) -> float:
+        """Seconds a contraction multiplies and adds; 0 of what has no ``flops``."""
+        if not flops:
+            return 0.0
+        return flops / self.peak(dtype, tf32=tf32, family=family).rate(flops, least)
 
     def fused(self, nbytes: float, counts: Mapping[str, float]) -> float:
         """Seconds of a kernel of light ops that moves ``nbytes`` and does so many

@@ -13,9 +13,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 from fxpar.sharding.constant_values import made_of_constants
-from fxpar.sharding.cost.op_roofline import work
+from fxpar.sharding.cost.fused_work import Work, seconds, work_alone
+from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.factors import (
     Axes,
     Rule,
@@ -37,8 +39,10 @@ from fxpar.sharding.spec import Spec
 _JOINT = 64
 
 
-def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
-    """A strategy per op."""
+def choose(
+    program: Program, state: State, mesh: Mesh, hardware: Hardware
+) -> list[Strategy]:
+    """A strategy per op; ``hardware``, and the links of ``mesh``, price ties."""
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
     # What lies, or is made, as it is read costs nothing to bring there.
@@ -57,7 +61,7 @@ def choose(program: Program, state: State, mesh: Mesh) -> list[Strategy]:
         lie = tuple(specs[v] for v in op.tensors)
         key = (op.rule, lie, batch, rests, free, op.target, moved_rows(op))
         if key not in cache:
-            made = _Choice(program, op, specs, batch, rests, free, mesh)
+            made = _Choice(program, op, specs, batch, rests, free, mesh, hardware)
             cache[key] = made.strategy()
         out.append(cache[key])
     return out
@@ -75,8 +79,10 @@ class _Choice:
         rests: tuple[bool, ...],
         free: tuple[bool, ...],
         mesh: Mesh,
+        hardware: Hardware,
     ) -> None:
         self.program, self.op, self.mesh = program, op, mesh
+        self.hardware = hardware
         self.specs = [specs[v] for v in op.tensors]
         self.views = [
             project(dims, spec, op.rule.size, mesh)
@@ -90,6 +96,10 @@ class _Choice:
             spec.without(held) if ours else spec
             for spec, ours in zip(self.specs, rests, strict=False)
         ]
+
+    @cached_property
+    def work(self) -> Work:
+        return work_alone(self.op, self.program.values)
 
     def strategy(self) -> Strategy:
         options = self._options()
@@ -177,7 +187,7 @@ class _Choice:
             return math.inf
         op, mesh, values = self.op, self.mesh, self.program.values
         n = len(op.operands)
-        total = work(op, strategy, values, mesh)
+        total = seconds(op, self.work, strategy, mesh, self.hardware)
         for i, v in enumerate(op.operands):
             if self.free[i]:
                 continue

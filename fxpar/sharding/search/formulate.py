@@ -34,10 +34,10 @@ from fxpar.sharding.program import Output, Program, backward_ops
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
-from fxpar.sharding.search import op_strategies
+from fxpar.sharding.search import search_space
 from fxpar.sharding.search.memory_entries import Entry, entries
 from fxpar.sharding.search.memory_rows import Places, rows
-from fxpar.sharding.search.value_specs import allowed, lying
+from fxpar.sharding.search.search_space import allowed, lying
 from fxpar.sharding.search.variables import End, Node, Pool
 from fxpar.sharding.shift_messages import moved_rows
 from fxpar.sharding.solver import Edge, Live, Problem
@@ -111,12 +111,9 @@ class _Builder:
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
-                found = op_strategies.strategies(op.rule, self.mesh)
+                found = search_space.strategies(op.rule, self.mesh)
                 rows = [
-                    [
-                        self.pool.number(s)
-                        for s in op_strategies.specs(op.rule, strategy)
-                    ]
+                    [self.pool.number(s) for s in search_space.specs(op.rule, strategy)]
                     for strategy in found
                 ]
                 self.columns[key] = found, np.array(rows).reshape(len(found), -1)
@@ -131,7 +128,7 @@ class _Builder:
         op, mine = self.program.ops[index], self.regions.works[index]
         key = (op.rule, mine, moved_rows(op))
         if key not in self.prices:
-            found = op_strategies.strategies(op.rule, self.mesh)
+            found = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
                     fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)

@@ -1,29 +1,20 @@
-"""Which mesh: the factorisations of the ranks into axes, and the one with the fastest
-plan.
+"""Mesh candidates: the factorisations of the ranks into axes.
 
-In: ``"auto"``, ``"auto:8"`` or ``"auto:4x8"`` (nodes x devices) with the hardware; a
-way to search on one mesh. Out: meshes, fewest axes first, and the Decision on the best
-with a note of what the others would take. Never searches longer than asked for, pricing
-apart, and knows nothing of process groups.
+In: ``"auto"``, ``"auto:8"`` or ``"auto:4x8"`` (nodes x devices) with the hardware. Out:
+meshes, fewest axes first. Knows nothing of process groups.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fxpar.errors import FxparError, HintError, MeshError, PlanError, SpecError
+from fxpar.errors import MeshError
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.solver.message_passing import warm
-
-if TYPE_CHECKING:
-    from fxpar.sharding.decide import Decision
-    from fxpar.sharding.search.run_search import Asked, Found
 
 _FORM = 'write FXPAR_MESH="auto", or "auto:4x8" for 4 nodes of 8 devices'
 _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
@@ -32,12 +23,6 @@ _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
 # part of the batch, every axis is one of the batch by its name.
 NAMES = ("dp", "cp", "tp")
 LOCAL_NAMES = ("dp", "zero", "fsdp")
-
-# Plans of so nearly the same time are alike: then fewer axes are better.
-ALIKE = 1e-3
-
-# What a mesh may do to a plan that it has none: hints and specs name axes, memory.
-_UNFIT = (HintError, MeshError, PlanError, SpecError)
 
 
 @dataclass(frozen=True)
@@ -126,106 +111,3 @@ def unlike(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
         axes = [(size, link) for (_, size), link in zip(mesh.axes, links, strict=True)]
         kept.setdefault(tuple(sorted(axes, key=repr)), mesh)
     return tuple(kept.values())
-
-
-# A search on one mesh; of a shorter search found before, it goes on from that.
-Attempt = Callable[[Mesh, "Asked", "Found | None"], "Decision"]
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """What is known of a mesh: seconds of the plan found, and of no plan less."""
-
-    mesh: Mesh
-    seconds: float = math.inf
-    bound: float = 0.0
-    error: FxparError | None = None
-
-    def __str__(self) -> str:
-        if self.error is not None:
-            return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
-        known = math.isfinite(self.seconds)
-        return f"{self.mesh} {_ms(self.seconds) if known else 'not tried'}"
-
-
-def fastest(meshes: Sequence[Mesh], asked: Asked, attempt: Attempt) -> Decision:
-    """The decision on the mesh with the fastest plan found, with ``rivals`` set and a
-    note of every candidate.
-
-    Half of the seconds go to a glance at each mesh, in the order given, which ends as
-    soon as it is proved to be no faster than the best so far. Pricing takes time too:
-    once all seconds have passed, what is left is not tried. The rest goes to the best,
-    unless its plan is proved to be. Raises what ``attempt`` does if no mesh has a plan.
-    """
-    warm()
-    asked = replace(asked, ranked=False)  # meshes are compared by one ruler
-    begun, spent = time.perf_counter(), 0.0
-    share = asked.seconds / 2 / len(meshes) if len(meshes) > 1 else asked.seconds
-    glance = replace(asked, seconds=share)
-    tried: list[_Tried] = []
-    best: Decision | None = None
-    for mesh in meshes:
-        if best is not None and time.perf_counter() - begun > asked.seconds:
-            tried.append(_Tried(mesh))
-            continue
-        try:
-            decision = attempt(mesh, glance, None)
-        except _UNFIT as error:
-            tried.append(_Tried(mesh, bound=math.inf, error=error))
-            continue
-        found = found_of(decision)
-        spent += found.took
-        tried.append(_Tried(mesh, found.predicted, found.bound))
-        if best is None or found.predicted < found_of(best).predicted * (1 - ALIKE):
-            best = decision
-            glance = replace(glance, enough=found.predicted)
-    if best is None:
-        return _hopeless(tried, asked, attempt)
-    return _finished(best, tried, spent, asked, attempt)
-
-
-def found_of(decision: Decision) -> Found:
-    """The search that decided."""
-    assert decision.found is not None, "what is chosen was searched"
-    return decision.found
-
-
-def _finished(
-    best: Decision,
-    tried: Sequence[_Tried],
-    spent: float,
-    asked: Asked,
-    attempt: Attempt,
-) -> Decision:
-    """The best mesh searched with the time that is left."""
-    before = found_of(best)
-    if not before.is_proved and len(tried) > 1:
-        left = max(asked.seconds - spent, asked.seconds / 2)
-        longer = attempt(before.mesh, replace(asked, seconds=left), before)
-        spent += found_of(longer).took
-        if found_of(longer).predicted <= before.predicted:
-            best = longer
-    found = found_of(best)
-    others = [t for t in tried if t.mesh.axes != found.mesh.axes]
-    rivals = min((t.bound for t in others), default=math.inf)
-    found = replace(found, took=spent, rivals=rivals)
-    note = f"mesh {found.mesh} chosen of {len(tried)}: {_ms(found.predicted)} a step"
-    if others:
-        listed = sorted(others, key=lambda t: t.seconds)
-        note += f"; {', '.join(map(str, listed))}"
-    return replace(best, found=found, notes=(*best.notes, note))
-
-
-def _hopeless(tried: Sequence[_Tried], asked: Asked, attempt: Attempt) -> Decision:
-    """No glance found a plan. The mesh of most axes has most plans: all of the time
-    goes to it, unless hints fit none."""
-    searched = [t for t in tried if isinstance(t.error, PlanError)]
-    if not searched:
-        error = tried[-1].error
-        assert error is not None
-        raise error
-    return attempt(searched[-1].mesh, asked, None)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"

@@ -1,34 +1,23 @@
-"""A search polished in the simulator: of several plans the one whose step is shortest
-when communication runs beside compute, and what a random walk from there finds.
+"""Rank candidate plans of a search by the simulated step, communication beside compute.
 
 In: what a search found. Out: ``Polished``: a ``Found`` whose simulated step, as
-``overlap`` has it, is no longer. The additive problem knows no overlap: it pays for a
-gradient's reduction though the backward hides it. So plans that are the best with such
-communication at a discount are tried as well. The walk is Metropolis's: of random
-changes (``moves``) a better one is taken, a worse one with probability exp(-(more
-seconds) / heat). It never leaves the memory limit, counts proposals, not time, and is
-the same for the same seed.
-
-Source: FlexFlow (Jia, Zaharia and Aiken, SysML 2019, section 6); the restarts at the
-best plan are those of its release of July 2022.
+``simulate_choice`` has it, is no longer. The additive problem knows no overlap: it pays
+for a gradient's reduction though the backward hides it. So plans that are the best with
+such communication at a discount are tried as well. Never leaves the memory limit.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.search.choice_tasks import layout
-from fxpar.sharding.search.decode import decode
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.given_strategies import cost_of
-from fxpar.sharding.search.random_walk import Moves, Room
 from fxpar.sharding.search.run_search import Asked, Found
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, Problem, evaluate, solve
 
 # Shares of its price at which communication that may be hidden stands for overlap. Not
@@ -38,62 +27,48 @@ DISCOUNTS = (0.5, 0.2, 0.02)
 # A simulated step must be shorter by this share: the simulation is a model, too.
 _SAME = 0.02
 
-# Of the walk: heat as a share of the step; back to the best plan so many times.
-HEAT, RESTARTS = 2e-4, 20
-
-
-@dataclass(frozen=True)
-class Walk:
-    """``choice``: the best that was met, ``seconds`` of its simulated step, those of
-    the ``start``; of so many ``proposals`` so many were ``accepted``."""
-
-    choice: tuple[int, ...]
-    seconds: float
-    start: float
-    proposals: int
-    accepted: int
-
 
 @dataclass(frozen=True)
 class Polished:
-    """``found``: the plan; its bound and gap are still those of the additive problem.
-    ``candidates``: simulated seconds of the plans that were compared, that of the
-    search first. ``walk``: from the best of them."""
+    """The plan with the shortest simulated step among candidates.
+
+    found: the plan; its bound and gap are still those of the additive problem.
+    candidates: simulated seconds of the plans that were compared, the search's first.
+    """
 
     found: Found
     candidates: tuple[float, ...]
-    walk: Walk
+
+    @property
+    def seconds(self) -> float:
+        """Of the simulated step of ``found``."""
+        return min(self.candidates)
 
     def __str__(self) -> str:
         return (
             f"polished in the simulator: {self.candidates[0] * 1e3:.4g} ms to "
-            f"{self.walk.seconds * 1e3:.4g} ms, the best of {len(self.candidates)} "
-            f"plans at {self.walk.start * 1e3:.4g} ms, then {self.walk.proposals} "
-            f"proposals of which {self.walk.accepted} were accepted"
+            f"{self.seconds * 1e3:.4g} ms, the best of {len(self.candidates)} plans"
         )
 
 
 def polish(
     found: Found,
-    proposals: int = 0,
     *,
-    seed: int = 0,
     discounts: Sequence[float] = DISCOUNTS,
     seconds: float = 2.0,
     others: Sequence[Sequence[int]] = (),
 ) -> Polished:
     """A plan whose simulated step takes no longer than that of ``found``.
 
-    ``proposals``: of the walk; none only compares. ``seconds``: for solving the problem
-    again with each of the ``discounts``. ``others``: choices to compare besides, which
-    must fit, e.g. of an expert (``compare.cost_of``).
+    ``seconds``: for solving the problem again with each of the ``discounts``.
+    ``others``: choices to compare besides, which must fit, e.g. of an expert
+    (``solutions.cost_of``).
     """
     form = found.formulation
     choices = [found.solution.choice, *cheaper(found, discounts, seconds), *others]
     times = [Overlap(form, choice).seconds for choice in choices]
     best = min(range(len(choices)), key=times.__getitem__)
-    walked = walk(form, choices[best], proposals, seed=seed)
-    return Polished(taken(found, walked.choice), tuple(times), walked)
+    return Polished(taken(found, choices[best]), tuple(times))
 
 
 def ranked(
@@ -110,7 +85,7 @@ def ranked(
             continue
     seconds = min(1.0, asked.seconds / 10)
     best = polish(found, others=others, seconds=seconds)
-    before, after = best.candidates[0], min(best.candidates)
+    before, after = best.candidates[0], best.seconds
     if after >= before * (1 - _SAME):
         return found, []
     note = (
@@ -166,40 +141,3 @@ def discounted(found: Formulation, share: float) -> Problem:
             tables.append(tables[edge.table] * share)
         edges.append(edge._replace(table=cheap[edge.table]) if aside else edge)
     return replace(problem, edges=tuple(edges), tables=tuple(tables))
-
-
-def walk(
-    found: Formulation,
-    start: Sequence[int],
-    proposals: int,
-    *,
-    seed: int = 0,
-    heat: float = HEAT,
-) -> Walk:
-    """A random walk from a choice that fits; never worse than it."""
-    step = Overlap(found, start)
-    moves, room = Moves(found, step.choice, seed), Room(found.problem, step.choice)
-    chance = random.Random(seed)
-    begun = least = step.seconds
-    best, accepted = list(start), 0
-    every = max(1, proposals // RESTARTS)
-    for n in range(1, proposals + 1):
-        if n % every == 0 and step.seconds > least:
-            back = {i: k for i, k in enumerate(best) if step.choice[i] != k}
-            room.used = room.after(back)
-            step.change(back)
-        changes = moves.propose()
-        if not changes or not moves.allowed(changes):
-            continue
-        used = room.after(changes)
-        if not room.fits(used):
-            continue
-        more = step.tried(changes) - step.seconds
-        if more > 0 and chance.random() >= math.exp(-more / (heat * begun)):
-            continue
-        step.change(changes)
-        room.used = used
-        accepted += 1
-        if step.seconds < least:
-            best, least = list(step.choice), step.seconds
-    return Walk(tuple(best), least, begun, proposals, accepted)

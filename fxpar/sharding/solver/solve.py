@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fxpar.sharding.solver import (
-    column_generation,
     crossover,
     infeasibility,
     lagrangian,
@@ -251,7 +250,7 @@ def _mixed(
     if not len(tied.room):
         return ()
     until = time.perf_counter() + 0.1 * search.left()
-    priced = column_generation.generate(tied, until, lagrangian.prices_at(tied, known))
+    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, known))
     flat = flatten(net)
     others = []
     for choice in priced.met[:_MIXED]:

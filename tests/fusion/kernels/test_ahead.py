@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from tests.fusion.kernels import samples
-from tests.fusion.kernels.ahead import Compiled, compile_ahead, large
+from tests.helpers.kernels import samples
+from tests.helpers.kernels.ahead import Compiled, compile_ahead, large
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -18,9 +18,16 @@ from fxpar.fusion.kernels import fuse_regions
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.runtime import compiled_graph
 from fxpar.sharding.plan import Plan
-from tests.fusion.kernels.fused_graphs import GROUP, ROWS, WIDTH, all_reduce, facts
-from tests.fusion.kernels.test_grow import lines, ops
-from tests.spawn import shared_pool
+from tests.helpers.kernels.fused_graphs import (
+    GROUP,
+    ROWS,
+    WIDTH,
+    all_reduce,
+    facts,
+    lines,
+    ops,
+)
+from tests.helpers.spawn import shared_pool
 
 SQUARE = torch.zeros(WIDTH, WIDTH)
 TALL = torch.zeros(ROWS, WIDTH)

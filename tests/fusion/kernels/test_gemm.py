@@ -26,7 +26,7 @@ from fxpar.fusion.kernels.matmul_kernel import (
 )
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.run_kernels import module_of
-from tests.fusion.kernels.ahead import TYPES, _usage
+from tests.helpers.kernels.ahead import TYPES, _usage
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -41,9 +41,9 @@ H100 = {"link": 4e11, "peak": 7.9e14}
 
 @functools.cache
 def interpreted() -> dict[str, Any]:
-    """What tests.fusion.kernels.gemm_cases finds."""
+    """What tests.helpers.kernels.gemm_cases finds."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "tests.fusion.kernels.gemm_cases", file.name]
+        command = [sys.executable, "-m", "tests.helpers.kernels.gemm_cases", file.name]
         env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=ROOT, env=env

@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import apart
 
 from fxpar import _torch
 from fxpar.errors import DeviceError
@@ -28,8 +29,7 @@ from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Call, Epilogue
 from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.passes.custom_ops import JOINED
 from fxpar.sharding.cost import hardware_table
-from tests.fusion.kernels.ahead import TYPES, _usage
-from tests.fusion.kernels.interpreted import apart
+from tests.helpers.kernels.ahead import TYPES, _usage
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -62,9 +62,9 @@ MORE_WRONG = (
 
 
 def run(*what: str) -> dict[str, Any]:
-    """What tests.fusion.kernels.gemm_run_cases finds."""
+    """What tests.helpers.kernels.gemm_run_cases finds."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        script = "tests.fusion.kernels.gemm_run_cases"
+        script = "tests.helpers.kernels.gemm_run_cases"
         command = [sys.executable, "-m", script, file.name, *what]
         env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxpar.fusion.kernels import run_kernels
-from fxpar.fusion.kernels.fuse_regions import Fused, drop_double_permutes, fuse_graph
+from fxpar.fusion.kernels.fuse_regions import drop_double_permutes, fuse_graph
 from fxpar.fusion.kernels.kernel_text import kernel_of
 from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.passes.bucket_collectives import REGION
-from tests.fusion.kernels.fused_graphs import (
+from tests.helpers.kernels.fused_graphs import (
     ELSEWHERE,
     GRAPHS,
     GROUP,
@@ -27,18 +26,10 @@ from tests.fusion.kernels.fused_graphs import (
     graph_of,
     in_other_place,
     in_place,
+    lines,
     norm,
+    ops,
 )
-
-
-def ops(graph: fx.Graph) -> list[str]:
-    """Short names of a graph's calls."""
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    return [op_name(n).split(".")[1 if "." in op_name(n) else 0] for n in calls]
-
-
-def lines(found: Fused) -> list[list[str]]:
-    return [[line.name for line in p.lines] for p in found.programs]
 
 
 def test_from_one_product_to_the_next() -> None:

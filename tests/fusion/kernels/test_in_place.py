@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar import backend
-from tests.spawn import shared_pool
+from tests.helpers.spawn import shared_pool
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fxpar.fusion.kernels.placement import KNOWN
-from tests.fusion.kernels import samples
+from tests.helpers.kernels import samples
 
 ROOT = Path(__file__).parents[3]
 HALF = 0.51  # units of the last place: what rounding costs
@@ -26,9 +26,9 @@ QUICK, ALL = 15, 200
 
 
 def run(*what: str) -> dict[str, Any]:
-    """What tests.fusion.kernels.interpreted finds."""
+    """What tests.helpers.kernels.interpreted finds."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "tests.fusion.kernels.interpreted", file.name]
+        command = [sys.executable, "-m", "tests.helpers.kernels.interpreted", file.name]
         env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, *what], capture_output=True, text=True, cwd=ROOT, env=env
@@ -88,7 +88,7 @@ def test_piece_in_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("how", ["interpret", "triton"])
 def test_fused_graphs_give_the_same(how: str) -> None:
-    from tests.fusion.kernels.fused_graphs import GRAPHS
+    from tests.helpers.kernels.fused_graphs import GRAPHS
 
     for name in GRAPHS:
         found = quick()["graphs"][f"{name} {how}"]
@@ -99,7 +99,7 @@ def test_fused_graphs_give_the_same(how: str) -> None:
 @pytest.mark.multiprocess
 def test_fused_graphs_on_two_ranks() -> None:
     """From a graph to regions to kernels that wait inside for the other rank."""
-    from tests.fusion.kernels.fused_graphs import OF_TWO
+    from tests.helpers.kernels.fused_graphs import OF_TWO
 
     for name in OF_TWO:
         by_op, found = (quick()["two"][f"{name} {h}"] for h in ("interpret", "triton"))

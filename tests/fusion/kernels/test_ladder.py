@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.fusion.kernels import implementations
 from fxpar.fusion.kernels.implementations import Facts, Rung, choose
 from fxpar.fusion.kernels.region_program import Program
-from tests.fusion.kernels.collective_cases import all_gather, all_reduce, reduce_scatter
-from tests.fusion.kernels.interpreted import outlined, traced
+from tests.helpers.kernels.collective_cases import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 
 c10d = torch.ops._c10d_functional
 KIB, MIB = 1 << 10, 1 << 20

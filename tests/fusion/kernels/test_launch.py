@@ -7,15 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import run_fused, run_kernels
 from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import Program, Tensor
 from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
-from tests.fusion.kernels import samples
-from tests.fusion.kernels.fused_graphs import GRAPHS, fused
-from tests.fusion.kernels.interpreted import outlined, traced
+from tests.helpers.kernels import samples
+from tests.helpers.kernels.fused_graphs import GRAPHS, fused
 
 CPU = torch.device("cpu")
 
@@ -91,7 +91,7 @@ def test_such_a_kernel_compiles() -> None:
     pytest.importorskip("triton")
     if run_kernels.has_kernels(CPU):
         pytest.skip("Triton is an interpreter here")
-    from tests.fusion.kernels.ahead import RANDOM, compile_ahead
+    from tests.helpers.kernels.ahead import RANDOM, compile_ahead
 
     fn, names = samples.PIECES["adamw"]
     given = [samples.make(name) for name in names]

@@ -22,11 +22,11 @@ from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.templates import template_of
-from tests.e2e.test_training import Run, compare, train
-from tests.fusion.kernels.ahead import RANDOM, Compiled, compile_ahead
-from tests.fusion.kernels.model_regions import programs_of, ways_of
-from tests.models import NAMES
-from tests.spawn import Pool, shared_pool
+from tests.helpers.kernels.ahead import RANDOM, Compiled, compile_ahead
+from tests.helpers.kernels.model_regions import programs_of, ways_of
+from tests.helpers.models import NAMES
+from tests.helpers.spawn import Pool, shared_pool
+from tests.helpers.training import Run, compare, train
 
 triton = pytest.importorskip("triton")
 
@@ -46,7 +46,7 @@ FILES = {1: ("tp=2",), 2: ("tp=2", "dp=2 step"), 4: ("tp=4",)}
 def script(name: str, *args: str) -> Any:
     """What a script of this folder, with Triton as an interpreter, writes."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", f"tests.fusion.kernels.{name}", file.name]
+        command = [sys.executable, "-m", f"tests.helpers.kernels.{name}", file.name]
         env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, *args], capture_output=True, text=True, cwd=ROOT, env=env

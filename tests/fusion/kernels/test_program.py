@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import region_op
@@ -26,9 +27,8 @@ from fxpar.fusion.kernels.reductions import (
 )
 from fxpar.fusion.kernels.region_program import Program, contiguous
 from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
-from tests.fusion.kernels import samples
-from tests.fusion.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
-from tests.fusion.kernels.interpreted import outlined, traced
+from tests.helpers.kernels import samples
+from tests.helpers.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
 
 
 def programs() -> list[Program]:

@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.helpers.kernels.interpreted import apart, outlined, traced
 
 from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.reductions import CannotEmit
@@ -27,9 +28,8 @@ from fxpar.fusion.kernels.region_program import Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
 from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.fusion.kernels.templates import Template, template_of
-from tests.fusion.kernels import collective_cases as cases
-from tests.fusion.kernels.ahead import RANDOM, TYPES, _usage
-from tests.fusion.kernels.interpreted import apart, outlined, traced
+from tests.helpers.kernels import collective_cases as cases
+from tests.helpers.kernels.ahead import RANDOM, TYPES, _usage
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -55,9 +55,9 @@ WRONG = (f"no_barrier:2:{BROKEN}", f"one_half:2:{BROKEN}")
 
 
 def run(*what: str) -> dict[str, Any]:
-    """What tests.fusion.kernels.collective_cases finds."""
+    """What tests.helpers.kernels.collective_cases finds."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        script = "tests.fusion.kernels.collective_cases"
+        script = "tests.helpers.kernels.collective_cases"
         command = [sys.executable, "-m", script, file.name, *what]
         env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

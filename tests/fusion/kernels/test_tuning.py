@@ -16,7 +16,7 @@ from fxpar.fusion.kernels.autotune import Run, Way, fastest, tuned, ways_of
 from fxpar.fusion.kernels.implementations import Facts, choose
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
-from tests.fusion.kernels.fused_graphs import GRAPHS, fused
+from tests.helpers.kernels.fused_graphs import GRAPHS, fused
 
 ONE, TWO, NCCL = Way("one_shot", 8), Way("two_shot", 8), Way("nccl", 8)
 WAYS = (ONE, TWO, NCCL)

@@ -21,11 +21,11 @@ from fxpar.sharding.cost import fused_work
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.reshard import all_pairs
-from fxpar.sharding.search import op_strategies
+from fxpar.sharding.search import search_space
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.spec import Spec
-from tests.passes.random_programs import Case
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
+from tests.helpers.random_programs import Case
 
 MOST = 200_000  # choices of a program
 
@@ -59,9 +59,9 @@ class Everything:
         self.makers: dict[int, End] = {}
         self.readers: dict[int, list[End]] = {v.index: [] for v in program.values}
         for op in program.ops:
-            found = op_strategies.strategies(op.rule, mesh)
+            found = search_space.strategies(op.rule, mesh)
             self.axes["op", op.index] = len(found)
-            rows = [op_strategies.specs(op.rule, strategy) for strategy in found]
+            rows = [search_space.specs(op.rule, strategy) for strategy in found]
             for i, v in enumerate(op.tensors):
                 end = End(("op", op.index), [row[i] for row in rows])
                 if i < len(op.operands):
@@ -106,7 +106,7 @@ class Everything:
         axes last."""
         shape, found = self.program.values[v].shape, {}
         specs = [Spec.of([()] * len(shape))]
-        for order in op_strategies.orders(self.mesh):
+        for order in search_space.orders(self.mesh):
             these = [[()] * len(shape)]
             for axis in order:
                 these += [
@@ -134,7 +134,7 @@ class Everything:
         hardware = machine()
         works = fused_work.Regions(self.program, backward_ops(self.program)).works
         for op in self.program.ops:
-            found = op_strategies.strategies(op.rule, self.mesh)
+            found = search_space.strategies(op.rule, self.mesh)
             mine = works[op.index]
             seconds = [
                 fused_work.seconds(op, mine, s, self.mesh, hardware) for s in found

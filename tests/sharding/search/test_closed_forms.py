@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.sharding.cost.fused_work import flops_of
+from fxpar.sharding.cost.fused_work import flops_of_op
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak
 from fxpar.sharding.decide import searched
 from fxpar.sharding.mesh import Mesh
@@ -87,7 +87,7 @@ def best(
     """The plan found for forward and backward of a loss."""
     plan = fxpar.plan(model, *args, mesh=mesh, mode="replicate", grad=True)
     program, on = plan.result.decision.program, Mesh.parse(mesh)
-    flops = [f for f in (flops_of(op, program) for op in program.ops) if f]
+    flops = [f for f in (flops_of_op(op) for op in program.ops) if f]
     rate = min(flops) / 1e7  # the smallest product, repeated, costs more than any plan
     hardware = machine(levels or (level(0, on.size, 1, 1),), rate)
     asked = Asked(hardware, 300.0, memory)
@@ -341,7 +341,7 @@ def test_what_adds_at_indices_multiplies_nothing() -> None:
     ids = torch.zeros(4, 6, dtype=torch.long)
     plan = fxpar.plan(Words(), ids, mesh="x=2", mode="replicate", grad=True)
     program = plan.result.decision.program
-    flops = {op.name: flops_of(op, program) for op in program.ops}
+    flops = {op.name: flops_of_op(op) for op in program.ops}
     added = [name for name in flops if "index_put" in name]
     assert added and not any(flops[name] for name in added)
     assert sum(f > 0 for f in flops.values()) == 3  # the product and its gradients

@@ -24,11 +24,11 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.search.formulate import Facts, Formulation, formulate
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.memory_entries import MOMENTS
 from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
-from tests.models import NAMES, build_loss
+from tests.helpers.models import NAMES, build_loss
 
 # What moves collectives about, which holds buffers for longer: of small models, all.
 MOVES = "bucket,sink_waits,prefetch,drain"

@@ -5,27 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fxpar
 from fxpar.errors import HintError, MeshError, PlanError
+from fxpar.sharding import choose_mesh
 from fxpar.sharding.cost.hardware_table import Hardware, Level, lookup
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.mesh_candidates import (
     Auto,
     candidates,
-    fastest,
     in_nodes,
     read_auto,
     unlike,
 )
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.solver import solve
-from tests.sharding.search.test_search import batch, machine, mlp, program_of
-from tests.sharding.solver.problems import layered
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch, mlp, program_of
+from tests.helpers.solver_problems import layered
 
 
 def texts(meshes: Any) -> list[str]:
@@ -139,7 +142,9 @@ class Searches:
     asked: list[tuple[str, float, bool]] = field(default_factory=list)
     enough: list[float] = field(default_factory=list)
 
-    def __call__(self, mesh: Mesh, asked: Asked, before: Any) -> Any:
+    def __call__(self, program: Any, request: Request, before: Any) -> Any:
+        mesh, asked = request.mesh, request.mode
+        assert isinstance(asked, Asked)
         self.asked.append((str(mesh), asked.seconds, before is not None))
         self.enough.append(asked.enough)
         found = self.results[str(mesh)]
@@ -150,8 +155,13 @@ class Searches:
         return Decided(Made(mesh, *found))
 
     def choose(self, seconds: float = 8.0) -> Any:
-        meshes = [Mesh.parse(text) for text in self.results]
-        return fastest(meshes, Asked(machine(), seconds), self)  # type: ignore[arg-type]
+        meshes = tuple(Mesh.parse(text) for text in self.results)
+        program = program_of(mlp(), batch(), mesh=str(meshes[0]))
+        hints = {"0.0.weight": ("dp", None)}  # so that each of the meshes is tried
+        asked = Asked(machine(), seconds)
+        request = Request(meshes[0], program.signature, hints, asked, meshes=meshes)
+        with mock.patch.object(choose_mesh, "decide_on", self):
+            return choose_mesh.fastest(program, request)
 
 
 def test_the_fastest_is_searched_longer_and_the_others_noted() -> None:

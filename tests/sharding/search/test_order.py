@@ -23,9 +23,8 @@ from fxpar.passes.simulate_step import simulate
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.cost.hardware_table import BUILT_IN
 from fxpar.sharding.reshard.needed import connect
-from fxpar.sharding.search import op_strategies
-from fxpar.sharding.search.decode import decode
-from fxpar.sharding.search.given_strategies import cost_of
+from fxpar.sharding.search import search_space
+from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, evaluate
 
 
@@ -79,7 +78,7 @@ def at_random(rng: random.Random, plan: fxpar.planning.TracedPlan) -> tuple[int,
     found = plan.result.decision.found
     while True:
         strategies = [
-            rng.choice(op_strategies.strategies(op.rule, found.mesh))
+            rng.choice(search_space.strategies(op.rule, found.mesh))
             for op in found.formulation.program.ops
         ]
         with contextlib.suppress(Infeasible, PlanError):

@@ -1,10 +1,12 @@
-"""The simulated step of a choice, and the walk that shortens it."""
+"""The simulated step of a choice, candidates ranked by it, and a walk in it."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,16 @@ from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.given_strategies import cost_of
-from fxpar.sharding.search.random_walk import Moves
-from fxpar.sharding.search.rank_candidates import discounted, polish, taken, walk
+from fxpar.sharding.search.rank_candidates import discounted, polish, taken
 from fxpar.sharding.search.run_search import Asked, Found, search
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
-from tests.sharding.search.test_search import batch, machine, mlp, slow  # noqa: F401
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch, mlp
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from random_walk import Moves, walk
 
 MESH = "dp=2,tp=2"
 
@@ -224,23 +229,22 @@ def test_what_compute_may_hide_is_cheaper(found: Found) -> None:
         assert less == pytest.approx(0.9 * sum(aside))
 
 
-def test_the_best_candidate_is_where_the_walk_begins(found: Found) -> None:
+def test_the_best_candidate_is_taken(found: Found) -> None:
     form = found.formulation
     poor = taken(found, random_choices(form, 6, 60)[-1])
     ranked = polish(poor, discounts=[1.0])
     assert ranked.candidates[0] == Overlap(form, poor.solution.choice).seconds
-    assert ranked.walk.start == min(ranked.candidates) < ranked.candidates[0]
-    assert ranked.found.solution.choice == ranked.walk.choice
-    polished = polish(found, 200)
-    assert polished.walk.seconds <= polished.walk.start == min(polished.candidates)
-    assert polished.found.solution.cost == pytest.approx(
-        evaluate(form.problem, polished.walk.choice)[0]
+    assert ranked.seconds == min(ranked.candidates) < ranked.candidates[0]
+    choice = ranked.found.solution.choice
+    assert Overlap(form, choice).seconds == ranked.seconds
+    assert ranked.found.solution.cost == pytest.approx(
+        evaluate(form.problem, choice)[0]
     )
-    assert "proposals" in str(polished)
+    assert f"the best of {len(ranked.candidates)} plans" in str(ranked)
 
 
 def test_a_polished_plan_has_the_numbers_of_one_device(
-    slow: Hardware,  # noqa: F811
+    slow: Hardware,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
@@ -248,7 +252,7 @@ def test_a_polished_plan_has_the_numbers_of_one_device(
     def polished(*args: Any, **kwargs: Any) -> Found:
         found = search(*args, **kwargs)
         start = random_choices(found.formulation, 7, 60)[-1]
-        made.append(polish(found, 100, others=[start]).found)
+        made.append(polish(found, others=[start]).found)
         return made[-1]
 
     monkeypatch.setattr(decide, "search", polished)

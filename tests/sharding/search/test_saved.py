@@ -14,7 +14,7 @@ import fxpar
 from fxpar.explain.dump import graph_text
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.plan import Plan
-from tests.sharding.search.test_search import machine
+from tests.helpers.machines import machine
 
 # Moves whose cheapest path depends on the links.
 MOVES = [

@@ -22,7 +22,7 @@ from fxpar.errors import FxparWarning, HintError, PlanError
 from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops)
 from fxpar.sharding import decide
 from fxpar.sharding.cost.fused_work import Regions
-from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
+from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import backward_ops, is_view
 from fxpar.sharding.reshard import all_pairs
@@ -31,59 +31,17 @@ from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import Facts, formulate
-from fxpar.sharding.search.given_strategies import cost_of
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.rank_candidates import taken
 from fxpar.sharding.search.run_search import Asked, search
 from fxpar.sharding.search.simulate_choice import Overlap
+from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate, solve
 from fxpar.sharding.spec import Spec
-from tests.passes.random_programs import Case
-from tests.passes.test_fuzz import check
-
-
-def machine() -> Hardware:
-    """Slow at computing, with fast links in pairs: so that small programs are split."""
-    levels = (Level(2, 1e10, 1e-8, 1e-7), Level(0, 1e9, 1e-8, 1e-7))
-    peaks = tuple((name, Peak(1e8)) for name, _ in lookup("cpu").peaks)
-    return replace(
-        lookup("cpu"),
-        name="slow",
-        launch=0.0,
-        bandwidth=1e8,
-        peaks=peaks,
-        levels=levels,
-    )
-
-
-@pytest.fixture
-def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """FXPAR_HARDWARE is ``machine()``."""
-    path = tmp_path / "slow.json"
-    machine().save(path)
-    monkeypatch.setenv("FXPAR_HARDWARE", str(path))
-    return machine()
-
-
-def program_of(fn: Any, *args: Any, mesh: str, **kwargs: Any) -> Any:
-    plan = fxpar.plan(fn, *args, mesh=mesh, mode="replicate", **kwargs)
-    return plan.result.decision.program
-
-
-def mlp(layers: int = 1, width: int = 16) -> nn.Module:
-    torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-        for _ in range(layers)
-    ]
-    return nn.Sequential(*blocks).double()
-
-
-def batch(rows: int = 32, width: int = 16) -> torch.Tensor:
-    return torch.randn(rows, width, dtype=torch.float64)
-
+from tests.helpers.check_random import check
+from tests.helpers.machines import machine
+from tests.helpers.programs import batch, mlp, program_of
+from tests.helpers.random_programs import Case
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from fxpar.sharding.solver import (
 )
 from fxpar.sharding.solver.flat_arrays import Flat, flatten
 from fxpar.sharding.solver.network import Network, build
-from tests.sharding.solver.problems import brute, small
+from tests.helpers.solver_problems import brute, small
 
 SEEDS = range(120)
 

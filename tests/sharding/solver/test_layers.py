@@ -16,7 +16,6 @@ from fxpar.sharding.solver import (
     Infeasible,
     Live,
     Problem,
-    column_generation,
     crossover,
     evaluate,
     lagrangian,
@@ -25,7 +24,7 @@ from fxpar.sharding.solver import (
 )
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
-from tests.sharding.solver.problems import brute, layered, small
+from tests.helpers.solver_problems import brute, layered, small
 
 SEEDS = range(60)
 
@@ -186,7 +185,7 @@ def test_prices_of_columns_prove_no_more_than_is_true() -> None:
         flat = flatten(build(problem))
         if not len(flat.room) or not len(flat.size):
             continue
-        priced = column_generation.generate(flat, soon(), np.zeros(len(flat.room)))
+        priced = lagrangian.generate(flat, soon(), np.zeros(len(flat.room)))
         assert (priced.prices >= 0).all()
         assert priced.bound <= best + 1e-9 * (1 + abs(best)), seed
         if priced.choice is not None:

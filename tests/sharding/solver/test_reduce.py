@@ -12,7 +12,7 @@ from fxpar.sharding.solver import Edge, Live, Problem, evaluate
 from fxpar.sharding.solver.exact_reductions import reduce
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, flatten, usage_of
 from fxpar.sharding.solver.network import build
-from tests.sharding.solver.problems import brute
+from tests.helpers.solver_problems import brute
 
 
 def two_triangles(seed: int, differs: str) -> Problem:

@@ -20,7 +20,7 @@ from fxpar.sharding.solver import (
     resolve,
     solve,
 )
-from tests.sharding.solver.problems import brute, layered, small
+from tests.helpers.solver_problems import brute, layered, small
 
 # The package's function hides the module of the same name.
 phases = importlib.import_module("fxpar.sharding.solver.solve")

@@ -1,0 +1,329 @@
+"""The pipeline: every step from the traced graph to what is compiled, in order.
+
+``JOINT`` takes forward and backward in one graph from traced to local, ``RANK`` puts
+one rank into it, ``PHASE`` takes a forward or a backward by itself, once AOTAutograd
+parted them. A step is a row: its name, what it runs, the stage that the graph then is
+in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes out
+(``Result``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.explain.dump import op_counts, show_stage, show_step
+from fxpar.fusion.schedule import Schedule
+from fxpar.passes import normalize
+from fxpar.passes.builder import Builder
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.normalize_matmul import undo_views_around_matmul
+from fxpar.passes.normalize_shifts import find_shifts
+from fxpar.passes.order_collectives import PASSES, Phase, Settings
+from fxpar.passes.sink_waits import sink_waits
+from fxpar.runtime import consensus, presence, tune_schedule
+from fxpar.runtime import pipeline_steps as steps
+from fxpar.runtime.groups import Ranks
+from fxpar.runtime.pipeline_steps import (
+    JointState,
+    PhaseState,
+    PipelineState,
+    RankState,
+)
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.search.run_search import Asked
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """One step of the pipeline."""
+
+    # In FXPAR_DISABLE, and where it is printed.
+    name: str
+    run: Callable[[Any], None]
+    # The stage that the graph is in after it, as docs/concepts.md calls it; "" where
+    # another step ends the stage.
+    stage: str = ""
+    # FXPAR_DISABLE may leave it out.
+    optional: bool = False
+
+
+def _always(name: str, run: Callable[[Any], None], stage: str = "") -> PipelineStep:
+    return PipelineStep(name, run, stage)
+
+
+def _may(name: str, run: Callable[[Any], None], stage: str = "") -> PipelineStep:
+    return PipelineStep(name, run, stage, optional=True)
+
+
+def _rewrite(
+    function: Callable[[fx.Graph, Builder], None],
+) -> Callable[[JointState], None]:
+    return lambda state: function(state.graph, state.rewriter)
+
+
+def _order(name: str) -> Callable[[PhaseState], None]:
+    return lambda state: PASSES[name](state.phase)
+
+
+# Forward and backward in one graph, the same on every rank: traced -> local.
+JOINT = (
+    _always("show_bodies", steps.show_bodies),
+    _may("random_by_index", _rewrite(normalize.random_by_index)),
+    _may("find_shifts", _rewrite(find_shifts)),
+    _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
+    _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
+    _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
+    _may("clone_constants", _rewrite(normalize.clone_constants)),
+    _always("drop_dead", steps.drop_dead, "normalized"),
+    _always("look_up_plan", steps.look_up_plan),
+    _may("expand_moments", steps.expand_moments),
+    _always("plan", steps.make_plan, "planned"),
+    _always("insert_reshards", steps.insert_reshards, "resharded"),
+    _always("localize", steps.localize),
+    _may("schedule", steps.apply_schedule, "rewritten"),
+    _always("lower", steps.lower),
+    _may("sink_waits", lambda state: sink_waits(state.graph)),
+    _always("reshard_after_forward", steps.regather, "local"),
+    _always("describe", steps.describe),
+    _always("keep_plan", steps.keep_plan),
+)
+
+# One rank is put into it: local -> bound.
+RANK = (
+    _always("bind", steps.bind),
+    _always("put_writes", steps.put_writes, "bound"),
+)
+
+# A forward or a backward by itself, as AOTAutograd parted them: bound -> scheduled.
+# ``order_collectives.schedule`` has the same order, to predict a step.
+PHASE = (
+    _always("drop_unread", _order("drop_unread")),
+    _may("bucket", _order("bucket")),
+    _may("sink_waits", _order("sink_waits")),
+    _may("prefetch", _order("prefetch")),
+    _may("drain", _order("drain")),
+    _always("give_outputs", _order("give_outputs")),
+    _may("fuse_regions", steps.fuse_regions),
+    _may("delay", _order("delay"), "scheduled"),
+)
+
+STEPS = (*JOINT, *RANK, *PHASE)
+STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What planning gives."""
+
+    plan: Plan
+    # The one-device graph that the plan is of.
+    normalized: fx.Graph
+    # What each rank runs, the same text on all.
+    local: fx.Graph
+    decision: Decision
+    # What was done to the local graph, and is done to forward and backward.
+    schedule: Schedule = field(default_factory=Schedule)
+    # The local graph before its schedule, if the request is to be tuned.
+    unscheduled: fx.Graph | None = None
+    # Schedules that come near, as texts, the best first.
+    others: tuple[str, ...] = ()
+    # So many stages were dumped.
+    shown: int = 0
+
+    def noted(self, *notes: str) -> Result:
+        """With more notes in the plan."""
+        return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
+
+
+def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
+    """Each step in turn that is not left out; times it, and shows what it changed."""
+    request = state.request
+    for step in rows:
+        graph = state.graph
+        if not (step.optional and step.name in request.disable):
+            _run_step(step, state)
+        # A schedule that does nothing gives no stage of its own.
+        if step.stage and (step.stage != "rewritten" or state.graph is not graph):
+            show(state, step.stage)
+
+
+def _run_step(step: PipelineStep, state: PipelineState) -> None:
+    shown = state.request.debug >= 2 and state.request.leads
+    before = op_counts(state.graph) if shown else Counter[str]()
+    begun = time.perf_counter()
+    step.run(state)
+    seconds = state.seconds[step.name] = time.perf_counter() - begun
+    if shown:
+        show_step(state.label, step.name, seconds, before, op_counts(state.graph))
+
+
+def show(state: PipelineState, stage: str) -> None:
+    """Dump or print the graph as it now is, if that is asked for."""
+    request = state.request
+    show_stage(
+        state.graph,
+        stage,
+        state.label,
+        state.shown,
+        debug=request.debug,
+        dump=request.dump,
+    )
+    state.shown += 1
+
+
+def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """Run the steps of ``JOINT`` on a traced graph (changed in place by normalizing).
+
+    Raises HintError, RuleError, PlanError, ScheduleError, and UnknownOpError under
+    ``strict``.
+    """
+    state = JointState(
+        graph=graph, request=request, fake_mode=fake_mode, normalized=graph
+    )
+    show(state, "traced")
+    run_steps(JOINT, state)
+    return _result(state)
+
+
+def _result(state: JointState) -> Result:
+    return Result(
+        replace(state.plan, timings=state.seconds),
+        state.normalized,
+        state.graph,
+        state.decided,
+        state.schedule,
+        state.unscheduled,
+        state.others,
+        state.shown,
+    )
+
+
+def with_schedule(
+    result: Result, schedule: str, fake_mode: Any, request: Request
+) -> Result:
+    """What ``parallelize`` gave, with another schedule; ``request`` had ``tune``.
+
+    Raises ScheduleError.
+    """
+    assert result.unscheduled is not None
+    quiet = replace(request, schedule=schedule or "none", debug=0, dump=None)
+    state = JointState(
+        graph=result.unscheduled,
+        request=quiet,
+        fake_mode=fake_mode,
+        normalized=result.normalized,
+        decision=result.decision,
+    )
+    names = [step.name for step in JOINT]
+    run_steps(JOINT[names.index("schedule") :], state)
+    return _result(state)
+
+
+def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """What ``parallelize`` gives; of a search, what it gives on rank 0: it depends on
+    the clock, so one rank searches and the others follow its plan, mesh and links.
+
+    Raises as ``parallelize`` does, and RankMismatchError if rank 0 does not come.
+    """
+    asked, tag = request.mode, f"the plan of {request.name}"
+    if not isinstance(asked, Asked):
+        return parallelize(graph, fake_mode, request)
+    request = replace(request, mesh=asked.hardware.on(request.mesh))
+    if request.leads:
+        with presence.works(f"searches {tag}"):
+            result = parallelize(graph, fake_mode, request)
+        consensus.gather(tag, json.dumps(result.plan.to_record()))
+        return result
+    text, *_ = consensus.gather(tag, "")
+    plan = Plan.from_dict(json.loads(text))
+    return parallelize(graph, fake_mode, replace(request, mode=plan))
+
+
+def tuned(
+    result: Result,
+    request: Request,
+    fake_mode: Any,
+    ranks: Ranks,
+    root: torch.nn.Module,
+    *,
+    inductor: bool,
+) -> Result:
+    """The result with the schedule that is the fastest on the mesh. ``root`` holds the
+    graph's constants.
+
+    Raises PlanError on all ranks if none could be measured, RankMismatchError if a rank
+    does not come.
+    """
+    name = request.name
+    texts = tune_schedule.candidates((str(result.schedule), *result.others), name)
+    if len(texts) < 2 or ranks.mesh.size == 1:
+        return result.noted(tune_schedule.NOTHING)
+    results: dict[int, Result] = {}
+    graphs: dict[int, fx.Graph] = {}
+    failed: dict[int, str] = {}
+    for i, text in enumerate(texts):
+        try:
+            results[i] = with_schedule(result, text, fake_mode, request)
+            settings = results[i].schedule.settings
+            local, disable = results[i].local, request.disable
+            graphs[i] = as_run(local, disable=disable, settings=settings)
+        except Exception as error:
+            failed[i] = tune_schedule.text_of(error)
+    best, notes = tune_schedule.fastest(
+        texts, graphs, failed, ranks, root, fake_mode, name=name, inductor=inductor
+    )
+    plan = replace(results[best].plan, near=result.plan.near)
+    return replace(results[best], plan=plan, shown=result.shown).noted(*notes)
+
+
+def bound(
+    result: Result,
+    request: Request,
+    fake_mode: Any,
+    ranks: Ranks,
+    *,
+    inductor: bool,
+    written: Sequence[int] = (),
+    copied: Sequence[int] = (),
+) -> fx.Graph:
+    """The graph of one rank. ``written``: positions of the inputs that results are
+    written to; ``copied``: of those whose written values are copied."""
+    state = RankState(
+        graph=result.local,
+        request=request,
+        shown=result.shown,
+        fake_mode=fake_mode,
+        ranks=ranks,
+        inductor=inductor,
+        written=list(written),
+        copied=list(copied),
+    )
+    run_steps(RANK, state)
+    return state.graph
+
+
+def scheduled(
+    graph: fx.Graph, request: Request, result: Result | None, *, backward: bool
+) -> list[str]:
+    """Run the steps of ``PHASE`` on a forward or a backward, in place; what of it runs
+    as generated kernels. ``result``: None where nothing was planned."""
+    settings = result.schedule.settings if result else Settings()
+    state = PhaseState(
+        graph=graph,
+        request=request,
+        phase=Phase(graph, backward or request.step, settings),
+        which="backward" if backward else "forward",
+        mesh=result.plan.mesh if result else None,
+    )
+    run_steps(PHASE, state)
+    return state.regions

@@ -1,0 +1,161 @@
+"""Ops on DTensors of parameters at rest that compute what one device computes.
+
+Norms and ``item``: DTensor (2.13) leaves a norm of a split tensor partial. ``item()``
+of one is then this rank's summand, and what changes it in place fails, as Adafactor
+does. Here both see the whole value.
+
+Random values on CPU: DTensor keeps random ops on shards apart by the offsets of CUDA's
+generator. The CPU's has none, so that after one seed the parts on all ranks would be
+copies of each other. Here every rank draws all numbers, as one device does, a chunk at
+a time, and keeps its own: the values do not depend on the mesh, and generators stay in
+step. It is as slow as one device, and needs little memory.
+
+Whole matrices: Muon (``torch.optim``) makes a gradient orthogonal by products in
+bfloat16. Of a split matrix these are sums of rounded summands, several collectives a
+product. Here the gradient is gathered, every rank makes it orthogonal by itself, and
+takes its part: two reshards, and the numbers of one device. In a traced step it is one
+op, since a pass that parts a product from what is added to it would round twice.
+
+All of it holds for every DTensor in the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from fxpar import _torch
+
+
+@functools.cache
+def complete_partials() -> None:
+    """Reduce partial values before ``item()`` and after a norm."""
+    _torch.dtensor.reduce_before_item()
+    _torch.dtensor.reduce_norms(norm)
+
+
+def norm(
+    x: Any,
+    order: float,
+    dims: Sequence[int] | int | None,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> Any:
+    """``torch.linalg.vector_norm`` of a DTensor, partial over no axis."""
+    x = x if dtype is None else x.to(dtype)
+    x = x.abs() if order != 2 or x.is_complex() else x
+    over: Any = list(range(x.ndim)) if dims is None or dims == [] else dims
+    if order == 0:
+        return _whole((x != 0).to(x.dtype).sum(over, keepdim))
+    if math.isinf(order):
+        return _whole(x.amax(over, keepdim) if order > 0 else x.amin(over, keepdim))
+    if order == 2:
+        return _whole((x * x).sum(over, keepdim)).sqrt()
+    return _whole((x**order).sum(over, keepdim)) ** (1 / order)
+
+
+def _whole(x: Any) -> Any:
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements)
+
+
+CHUNK = 1 << 22  # numbers drawn at a time
+
+
+LANES = 16  # normal_ makes its numbers in groups of so many, the last one overlapping
+
+
+# These draw a seed at each call and not a number for each element: one chunk.
+UNDIVIDED = frozenset({torch.ops.aten.bernoulli_.float})
+
+
+@functools.cache
+def draw_as_one_device() -> None:
+    """Let random ops on CPU DTensors give what they would on one device."""
+    _torch.dtensor.on_random_op(draw)
+
+
+def draw(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    shape: Sequence[int],
+    start: Sequence[int],
+) -> Any:
+    """Run a random op on ``args[0]``, the part that begins at ``start`` of a tensor of
+    the global ``shape``."""
+    part, *rest = args
+    if tuple(part.shape) == tuple(shape):
+        return op(*args, **kwargs)
+    out = part if _torch.objects.schema_of(op).name.endswith("_") else None
+    for low, high in _chunks(shape, math.inf if op in UNDIVIDED else CHUNK):
+        made = op(part.new_empty((high - low, *shape[1:])), *rest, **kwargs)
+        if out is None:
+            out = made.new_empty(part.shape)
+        first = max(low, start[0])
+        last = max(first, min(high, start[0] + part.shape[0]))
+        for d in range(1, part.dim()):
+            made = made.narrow(d, start[d], part.shape[d])
+        made = made[first - low : last - low]
+        out[first - start[0] : last - start[0]].copy_(made)
+    return out
+
+
+def _chunks(shape: Sequence[int], size: float) -> Iterator[tuple[int, int]]:
+    """Ranges of dim 0 of about ``size`` elements, where the numbers drawn are those of
+    one call: multiples of LANES, and at least LANES in the last."""
+    rows, row = shape[0], max(1, math.prod(shape[1:]))
+    align = LANES // math.gcd(LANES, row)
+    step = rows if size >= rows * row else max(1, int(size) // row // align) * align
+    bounds = [*range(0, rows, max(1, step))]
+    if len(bounds) > 1 and (rows - bounds[-1]) * row < LANES:
+        bounds.pop()
+    yield from zip(bounds, [*bounds[1:], rows], strict=True)
+
+
+_ITERATE = _torch.dtensor.newton_schulz()  # as torch has it
+
+
+@torch.library.custom_op("fxpar::orthogonal", mutates_args=())
+def orthogonal(
+    x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    """Muon's iteration on a whole matrix, in which no pass looks."""
+    return _ITERATE(x, tuple(coefficients), steps, eps).contiguous()
+
+
+@orthogonal.register_fake
+def _(
+    x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.bfloat16)
+
+
+@functools.cache
+def orthogonalize_whole() -> None:
+    """Let Muon see whole gradients, eagerly and in a traced step."""
+    _torch.dtensor.replace_newton_schulz(
+        functools.partial(_of_whole_gradient, _ITERATE)
+    )
+
+
+def _of_whole_gradient(
+    iterate: Callable[..., Any], gradient: Any, *settings: Any
+) -> Any:
+    """``iterate(gradient, *settings)``, of the whole gradient on every rank."""
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        everywhere = [Replicate()] * mesh.ndim
+        lies = [Replicate() if p.is_partial() else p for p in gradient.placements]
+        whole = gradient.redistribute(placements=everywhere).to_local()
+        update = iterate(whole, *settings).contiguous()
+        made = DTensor.from_local(update, mesh, everywhere, run_check=False)
+        return made.redistribute(placements=lies)
+    if _torch.fake.fake_mode_of([gradient]) is not None:
+        return torch.ops.fxpar.orthogonal(gradient, *settings)
+    return iterate(gradient, *settings)

@@ -1,0 +1,333 @@
+"""What each step of ``fxpar.pipeline`` runs, and the state that it changes.
+
+In: a state whose graph is as the step before left it. Out: the same state, its graph
+changed or another. Every rank does the same but in ``look_up_plan`` and ``keep_plan``,
+which know a disk, and ``bind``. The order is ``fxpar.pipeline``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import FxparWarning, compose
+from fxpar.fusion.apply_schedule import (
+    MovedCollectives,
+    apply,
+    moved_collectives,
+    with_moved,
+)
+from fxpar.fusion.choose_schedule import choose_or_warn
+from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
+from fxpar.fusion.kernels.implementations import Facts
+from fxpar.fusion.kernels.interpret import device_of
+from fxpar.fusion.kernels.run_fused import facts_of, provider_of
+from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.verbs import fuse_nodes
+from fxpar.passes import graph_bodies, normalize, reshard_after_forward
+from fxpar.passes import insert_reshards as resharding
+from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes.localize import partition
+from fxpar.passes.lower import lower_graph
+from fxpar.passes.order_collectives import Phase
+from fxpar.runtime import binding, plan_store
+from fxpar.runtime.groups import Ranks, bandwidth_of
+from fxpar.runtime.train_step import step_writes
+from fxpar.sharding import plan_facts
+from fxpar.sharding.choose_mesh import decide_on, fastest
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import Program, read
+from fxpar.sharding.recall_plan import recall
+from fxpar.sharding.reshard.all_pairs import MOST
+from fxpar.sharding.rules.unknown_ops import report_unknown
+from fxpar.sharding.search.run_search import Asked, has_too_many_axes
+
+log = logging.getLogger("fxpar")
+
+
+@dataclass(kw_only=True)
+class PipelineState:
+    """What steps change."""
+
+    # As the last step left it.
+    graph: fx.Graph
+    request: Request
+    # So many stages were dumped.
+    shown: int = 0
+    # Of each step, by its name.
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Where stages are dumped, and what logs begin with."""
+        return self.request.label
+
+
+@dataclass(kw_only=True)
+class JointState(PipelineState):
+    """The program while it is planned."""
+
+    fake_mode: Any
+    # The one-device graph.
+    normalized: fx.Graph
+    program: Program = field(init=False)
+    # A plan to apply again: that of the request, or one from disk.
+    recalled: Plan | None = None
+    # Of the plan on disk.
+    key: str = ""
+    decision: Decision | None = None
+    # The local graph before its schedule, if the request is to be tuned.
+    unscheduled: fx.Graph | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    # What came near to be the schedule, and others that were simulated.
+    near: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    # Collectives that the schedule took away, and those it brought.
+    moved: MovedCollectives = (Counter(), Counter())
+    plan: Plan = field(init=False)
+
+    @property
+    def decided(self) -> Decision:
+        assert self.decision is not None, "the step plan comes first"
+        return self.decision
+
+    @property
+    def rewriter(self) -> Builder:
+        return Builder(self.graph, self.fake_mode)
+
+
+@dataclass(kw_only=True)
+class RankState(PipelineState):
+    """The local graph while one rank is put into it."""
+
+    fake_mode: Any
+    ranks: Ranks
+    # The graph goes to Inductor.
+    inductor: bool
+    # Positions of the inputs that results are written to, and of those whose written
+    # values are copied.
+    written: list[int]
+    copied: list[int]
+
+
+@dataclass(kw_only=True)
+class PhaseState(PipelineState):
+    """A forward or a backward while its communication is ordered."""
+
+    phase: Phase
+    # "forward" or "backward".
+    which: str
+    # None where nothing was planned: no regions are fused.
+    mesh: Mesh | None
+    # What runs as generated kernels.
+    regions: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.request.label}/{self.which}"
+
+
+def show_bodies(state: JointState) -> None:
+    graph_bodies.show_bodies(state.graph, state.graph.owning_module)
+
+
+def drop_dead(state: JointState) -> None:
+    state.graph.eliminate_dead_code()
+    state.graph.lint()
+
+
+def look_up_plan(state: JointState) -> None:
+    """The plan of the request, or of the disk, if there is one."""
+    request = state.request = _searchable(state.request)
+    asked = request.mode
+    state.program = read(state.graph, request.laid)
+    if isinstance(asked, Plan):
+        state.recalled = asked
+    elif isinstance(asked, Asked) and request.cached and plan_store.allowed():
+        state.key = plan_store.key_of(state.program, state.graph, request)
+        state.recalled = plan_store.load(state.key, asked.seconds)
+        if state.recalled is not None:
+            note = state.recalled.notes[-1]
+            log.info("a plan found before, nothing is searched: %s", note)
+    plan = state.recalled
+    if plan and plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
+        state.request = request.on(plan.mesh)
+
+
+def _searchable(request: Request) -> Request:
+    """The request; to propagate, where its mesh has too many axes for a search."""
+    if not isinstance(request.mode, Asked) or not has_too_many_axes(request.mesh):
+        return request
+    what = f"a search takes at most {MOST} axes of more than one rank: the plan"
+    fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
+    text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
+    return replace(request, mode="propagate")
+
+
+def expand_moments(state: JointState) -> None:
+    """Before a search all: it would not split what their rules keep whole. Else those
+    of which a first decision splits what must be whole."""
+    request, program = state.request, state.program
+    moments = normalize.moments_of(program)
+    if not moments or state.recalled or (request.meshes and not _searches(request)):
+        return
+    if not _searches(request):
+        state.decision = decide_on(program, request)
+        moments = normalize.split_moments(state.decision)
+    _expand(state, moments)
+
+
+def _searches(request: Request) -> bool:
+    return isinstance(request.mode, Asked)
+
+
+def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
+    if moments:
+        normalize.expand_moments(moments, state.rewriter)
+        state.graph.eliminate_dead_code()
+        state.program = read(state.graph, state.request.laid)
+        state.decision = None
+
+
+def make_plan(state: JointState) -> None:
+    """Recall, search or propagate."""
+    request, plan = state.request, state.recalled
+    if plan is not None:
+        # Moments that the plan does not contain were expanded before it was made.
+        known = {node.name for node in plan.nodes}
+        moments = normalize.moments_of(state.program)
+        _expand(state, [node for node in moments if node.name not in known])
+        state.decision = recall(read(state.graph, request.laid), request.mesh, plan)
+    elif request.meshes:
+        state.decision = fastest(state.program, request)
+        state.request = request.on(state.decision.mesh)
+    elif state.decision is None:
+        state.decision = decide_on(state.program, request)
+    report_unknown(state.decision.program, request.strict)
+
+
+def insert_reshards(state: JointState) -> None:
+    state.graph = resharding.insert_reshards(state.graph, state.decided)
+
+
+def localize(state: JointState) -> None:
+    state.graph = partition(state.graph, state.decided, state.fake_mode)
+
+
+def apply_schedule(state: JointState) -> None:
+    """The verbs of the schedule that is given, saved or chosen."""
+    request, mesh, before = state.request, state.decided.mesh, state.graph
+    state.unscheduled = before if request.tune else None
+    saved = request.mode if isinstance(request.mode, Plan) else None
+    if request.schedule == "auto" and saved is None:
+        if request.hardware is None or mesh.size == 1:
+            return
+        chosen = choose_or_warn(before, mesh, request.hardware.at_speed(mesh.slowest))
+        if chosen is None:
+            return
+        state.near, state.others = chosen.near, tuple(map(str, chosen.others))
+        state.schedule, after = chosen.schedule, chosen.graph
+        state.notes = (chosen.note,) if chosen.schedule else ()
+    else:
+        text = "" if request.schedule == "none" else request.schedule
+        if saved is not None and text == "auto":
+            text = saved.schedule
+        state.schedule = Schedule.of(text)
+        after = apply(state.schedule, before, mesh) if state.schedule else before
+    if state.schedule:
+        fuse_nodes.inline(after)
+        state.graph, state.moved = after, moved_collectives(before, after)
+
+
+def lower(state: JointState) -> None:
+    if state.graph is state.unscheduled:
+        state.graph = copy_of(state.graph)
+    state.graph = lower_graph(state.graph, state.decided.mesh, state.fake_mode)
+
+
+def regather(state: JointState) -> None:
+    if not state.request.keep_gathered:
+        reshard_after_forward.regather(state.graph)
+
+
+def describe(state: JointState) -> None:
+    """The plan as data, with what the schedule changed."""
+    keep = state.request.keep_gathered
+    plan = plan_facts.describe(state.decided, keep_gathered=keep)
+    state.plan = replace(
+        plan,
+        schedule=str(state.schedule),
+        near=state.near,
+        notes=(*plan.notes, *state.notes),
+        collectives=with_moved(plan.collectives, state.moved),
+    )
+
+
+def keep_plan(state: JointState) -> None:
+    """Leave a plan that was searched on disk."""
+    searched, asked = state.decided.found, state.request.mode
+    if state.key and searched is not None and isinstance(asked, Asked):
+        plan_store.save(state.key, state.plan, searched, asked.seconds)
+
+
+def bind(state: RankState) -> None:
+    ranks = state.ranks
+    state.graph = binding.bind(
+        state.graph,
+        ranks.mesh,
+        ranks.rank,
+        ranks.group,
+        state.fake_mode,
+        inductor=state.inductor,
+    )
+
+
+def put_writes(state: RankState) -> None:
+    step_writes.put_writes(state.graph, state.written)
+    step_writes.keep_copies(state.graph, state.copied)
+
+
+def fuse_regions(state: PhaseState) -> None:
+    """Collectives with what is around them as one op: those that the schedule says and,
+    with ``options={"fuse": ...}``, those that pay."""
+    request, which = state.request, state.which
+    if state.mesh is None:
+        return
+    folder = f"{request.dump}/{state.label}" if request.dump else None
+    chosen = request.fuse != "none"
+    values = [n.meta["val"] for n in state.graph.find_nodes(op="placeholder")]
+    device = device_of([x for x in values if isinstance(x, torch.Tensor)])
+    kernels = request.fuse in ("none", "triton")
+    facts = cache(partial(_facts, state.mesh, kernels, device))
+    fused = fuse_graph(
+        state.graph, facts_of=facts, dump=folder, found=chosen, tune=request.tune
+    )
+    state.regions += [f"{which}: {text}" for text in fused.lines]
+    if request.leads and (chosen or fused.programs or fused.left):
+        say(fused, f"{request.name}/{which}", request.debug)
+
+
+def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> Facts:
+    """Of a process group, for the ladder of kernels. On CPU, where there are none, as
+    if ranks shared memory."""
+    bandwidth, ranks = bandwidth_of(mesh, group), _torch.distributed.group_size(group)
+    if device.type != "cuda" or not kernels:
+        return Facts(ranks, kernels, True, bandwidth)
+    provider = provider_of(group, device)
+    if provider is None:
+        return Facts(ranks, kernels, False, bandwidth)
+    return facts_of(provider, bandwidth)

@@ -1,0 +1,272 @@
+"""The arithmetic of one op: flops, smallest dim, the points it runs over, whether it is
+a view, whether it can be fused.
+
+In: a node with fake values (``meta["val"]``), of a graph in global shapes or in local
+ones. Out: numbers and yes or no. Reads the op's facts, arguments and shapes alone;
+never changes a node. The roofline that these numbers enter is ``Hardware.seconds``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fxpar import _torch
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+_DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
+
+# Namespaces of ops that Inductor generates.
+_GENERATED = {"aten", "prims", "fxpar", "inductor_prims"}
+
+# A reduction to few rows takes a second kernel to add up, from so many columns on.
+_FEW, _MANY = 64, 8192
+
+# Flops of attention for a pair of query and key and an element of a head, where torch's
+# registry has no formula: forward, backward.
+_ATTENTION = (4.0, 10.0)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a node's value."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [v for v in value if isinstance(v, torch.Tensor)]
+    return []
+
+
+def nbytes_of(value: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def flops_of(node: fx.Node) -> float:
+    """Flops of a contraction, convolution or attention; 0 for all else."""
+    target = node.target
+    if not contracts(target):
+        return 0.0
+    if _name(target) == _DOT:
+        return 2.0 * math.prod(_sizes(node).values())
+    packet = getattr(target, "overloadpacket", None)
+    if packet in flop_registry:
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: n.meta["val"]
+        )
+        count = flop_registry[packet]
+        return float(count(*args, **kwargs, out_val=node.meta["val"]))
+    query, key = _attended(node)
+    each = _ATTENTION["backward" in _name(target)]
+    return each * math.prod(query.shape) * key.shape[-2]
+
+
+@cache
+def family_of(target: Any) -> str:
+    """Of what contracts: which peak it has, as ``Hardware.peak`` knows it."""
+    found = "attention" if "attention" in _name(target) else ""
+    found = "convolution" if "convolution" in _name(target) else found
+    return f"{found} backward" if found and "backward" in _name(target) else found
+
+
+def least_of(node: fx.Node) -> float:
+    """The smallest of m, n and k of what ``flops_of`` counts."""
+    target = node.target
+    if _name(target) == _DOT:
+        left, right, result = _words(node)
+        return least_of_factors(left, right, result, _sizes(node))
+    first = op_facts_of(target).product
+    if first is not None:
+        a, b = (node.args[first + i].meta["val"].shape for i in range(2))
+        return float(min(a[-2], a[-1], b[-1]))
+    if "attention" in _name(target):
+        query, key = _attended(node)
+        return float(min(query.shape[-2], query.shape[-1], key.shape[-2]))
+    return _least_of_convolution(node)
+
+
+def least_of_factors(
+    left: Collection[str],
+    right: Collection[str],
+    result: Collection[str],
+    size: Mapping[str, float],
+) -> float:
+    """The smallest of m, n and k of a product of two operands by named factors."""
+    a, b = set(left), set(right)
+    parts = a - b, b - a, (a & b).difference(result)
+    return float(min(math.prod(size[f] for f in part) for part in parts))
+
+
+def _least_of_convolution(node: fx.Node) -> float:
+    """Of the product it is: points by channels out, by channels in and window."""
+    late = node.target is aten.convolution_backward.default
+    made = node.args[0].meta["val"] if late else node.meta["val"]
+    weight = node.args[2 if late else 1].meta["val"].shape
+    points = made.shape[0] * math.prod(made.shape[2:])
+    groups = node.args[-2] if late else node.args[-1]
+    return float(min(points, weight[0] // groups, math.prod(weight[1:])))
+
+
+def _words(node: fx.Node) -> list[list[str]]:
+    """Factors of both operands and of the result of ``fxpar::dot``."""
+    left, right = node.args[2].split("->")
+    return [word.split() for word in (*left.split(","), right)]
+
+
+def _sizes(node: fx.Node) -> dict[str, int]:
+    size: dict[str, int] = {}
+    for word, operand in zip(_words(node), node.args[:2], strict=False):
+        size.update(zip(word, operand.meta["val"].shape, strict=True))
+    return size
+
+
+def _is_flex(target: Any) -> bool:
+    return _name(target).startswith("flex_attention")
+
+
+def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key; most backwards have the gradient before them."""
+    first = int("backward" in _name(node.target) and not _is_flex(node.target))
+    query, key = node.args[first : first + 2]
+    return query.meta["val"], key.meta["val"]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call gives its first operand's memory, seen in another way."""
+    facts = op_facts_of(node.target)
+    if facts.reshapes and not facts.view:
+        source = node.args[0].meta["val"]
+        return viewable(source.shape, source.stride(), node.meta["val"].shape)
+    return facts.view
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node whose memory a chain of views shows; itself where it is no view."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def viewable(
+    shape: Sequence[int], stride: Sequence[int], target: Sequence[int]
+) -> bool:
+    """Whether strided memory can be seen in another shape without a copy."""
+    runs: list[int] = []  # sizes of neighbouring dims that lie in memory as one
+    step = None
+    for n, s in zip(reversed(shape), reversed(stride), strict=True):
+        if n == 1:
+            continue
+        if s == step:
+            runs[-1] *= n
+        else:
+            runs.append(n)
+        step = n * s
+    sizes = [n for n in target if n != 1]
+    for run in runs:
+        filled = 1
+        while filled < run and sizes:
+            filled *= sizes.pop()
+        if filled != run:
+            return False
+    return True
+
+
+@cache
+def contracts(target: Any) -> bool:
+    """Whether an op is a contraction, a convolution or attention."""
+    counted = getattr(target, "overloadpacket", None) in flop_registry
+    attends = "scaled_dot_product" in _name(target) or _is_flex(target)
+    return counted or _name(target) == _DOT or attends
+
+
+@cache
+def is_light(target: Any) -> bool:
+    """Whether Inductor generates the op, and so can fuse it."""
+    if contracts(target) or not isinstance(target, _torch.inductor.OpOverload):
+        return False
+    facts = op_facts_of(target)
+    return target.namespace in _GENERATED and not (facts.mutates or facts.alone)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether the op is light and each element of its result is made by itself."""
+    target = node.target
+    facts = op_facts_of(target)
+    if not is_light(target) or facts.gathers or facts.rows is not None:
+        return False
+    if is_unordered(node) or facts.random:
+        return False
+    reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
+    return not domain_of(node, reads).rows
+
+
+def light_class(node: fx.Node) -> str:
+    """What a light op does with each point, a class of ``hardware.LIGHT``."""
+    return op_facts_of(node.target).work
+
+
+def is_unordered(node: fx.Node) -> bool:
+    """Whether its threads write in any order: nothing follows in the same kernel. Into
+    a constant Inductor writes by comparing indices instead."""
+    if not op_facts_of(node.target).scatters:
+        return False
+    into = node.args[0]
+    compared = node.target is aten.scatter.value and isinstance(into, fx.Node)
+    return not (compared and op_facts_of(into.target).constant)
+
+
+@cache
+def _name(target: Any) -> str:
+    return str(target)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What a light op runs over: ``points``, in ``rows`` that it reduces, 0 if none."""
+
+    points: int
+    rows: int = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it takes a kernel more to add up."""
+        return 0 < self.rows < _FEW and self.points >= self.rows * _MANY
+
+    def fits(self, other: Domain) -> bool:
+        """Whether both can be one kernel: one number of points (what has fewer is
+        computed again for each), of rows and columns where something is reduced."""
+        if self.rows and other.rows:
+            return self == other
+        if not (self.rows or other.rows):
+            return True
+        reduced, plain = (self, other) if self.rows else (other, self)
+        return plain.points <= reduced.rows or plain.points == reduced.points
+
+    def joined(self, other: Domain) -> Domain:
+        """That of both in one kernel."""
+        return Domain(max(self.points, other.points), self.rows or other.rows)
+
+
+def domain_of(node: fx.Node, operands: Iterable[torch.Tensor]) -> Domain:
+    """The domain of a light op."""
+    made = [math.prod(v.shape) for v in tensors_in(node.meta.get("val"))]
+    read = max((math.prod(v.shape) for v in operands), default=0)
+    most, least = max(made, default=0), min(made, default=0)
+    facts = op_facts_of(node.target)
+    if facts.rows is not None:
+        value, dim = node.args[0].meta["val"], node.args[facts.rows]
+        return Domain(read, read // max(1, value.shape[dim] if value.dim() else 1))
+    if facts.gathers:
+        return Domain(most)
+    if is_unordered(node):
+        return Domain(max(read, most))
+    if least < max(read, most):
+        return Domain(max(read, most), max(1, least))
+    return Domain(most)

@@ -1,0 +1,178 @@
+"""What planning is asked for, as data: a ``Request``.
+
+In: a mesh, or those a search may choose from; where inputs and outputs rest; hints; the
+mode; what is done to the local graph. It is data alone and pickles, so a rank can send
+it, and a test can hold it. The functions read what options ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fxpar.config import Options
+from fxpar.errors import DeviceError
+from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
+from fxpar.sharding.hints import Entries
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import Input, Signature
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.search.mesh_candidates import candidates, in_nodes, read_auto
+from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.spec import Spec
+
+Mode = str | Asked | Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the pipeline."""
+
+    # Where a search chooses the mesh, the first of ``meshes``.
+    mesh: Mesh
+    # The inputs and outputs, where each is a global value.
+    signature: Signature
+    # Name pattern -> axes per dim.
+    hints: Mapping[str, Entries] = field(default_factory=dict)
+    # "propagate", "replicate", an Asked (to search), or a Plan to apply again.
+    mode: Mode = "propagate"
+    # Meshes that a search may choose from; none: ``mesh`` is named.
+    meshes: tuple[Mesh, ...] = ()
+    # Names of the inputs of which each rank feeds its own part of the batch; None:
+    # every input is global.
+    local: tuple[str, ...] | None = None
+    # Positions of the results of which each rank then has a summand.
+    summands: frozenset[int] = frozenset()
+    # An op without a rule is an error, not a warning.
+    strict: bool = False
+    # Steps of the pipeline to leave out, by name.
+    disable: frozenset[str] = frozenset()
+    # Parameters at rest are gathered once for forward and backward.
+    keep_gathered: bool = False
+    # "auto", "none", a schedule's text, or the file that holds it.
+    schedule: str = "none"
+    # What "auto" is priced on; None: it chooses no schedule.
+    hardware: Hardware | None = None
+    # That FXPAR_HARDWARE names, on which propagation prices ties.
+    named_hardware: Hardware | None = None
+    # The local graph before its schedule is kept, to try other schedules on it.
+    tune: bool = False
+    # A searched plan is first looked for on disk, and left there.
+    cached: bool = False
+    # As the option: regions of ``fuse`` that pay are generated kernels.
+    fuse: str = "none"
+    # The graph has the backward of its step inside.
+    step: bool = False
+    # Of the graph, in dumps and logs.
+    name: str = "plan"
+    # That plans; None: one process plans for all.
+    rank: int | None = None
+    # As FXPAR_DEBUG.
+    debug: int = 0
+    # As FXPAR_DUMP: a directory.
+    dump: str | None = None
+
+    @property
+    def laid(self) -> Signature:
+        """The signature on ``mesh``: parts of the batch lie over its batch axes."""
+        if self.local is None:
+            return self.signature
+        return local_batch(self.signature, self.local, self.summands, self.mesh)
+
+    @property
+    def label(self) -> str:
+        """The name, with the rank's before it."""
+        return self.name if self.rank is None else f"rank{self.rank}/{self.name}"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process says what is the same on every rank."""
+        return not self.rank
+
+    def on(self, mesh: Mesh) -> Request:
+        """The request for one of ``meshes``."""
+        return replace(self, mesh=mesh, meshes=())
+
+
+def local_batch(
+    signature: Signature, local: Sequence[str], own: Collection[int], mesh: Mesh
+) -> Signature:
+    """The signature of a graph that is fed parts of the batch: the inputs named in
+    ``local`` rest split over the batch axes, results that follow them stay local, and
+    of those at positions ``own`` each rank has a summand."""
+    axes = batch_axes(mesh)
+
+    def fed(x: Input) -> Input:
+        if x.kind == "summand" and x.rest is not None:
+            summand = Spec.of(x.rest.dims, [(axis, "sum") for axis in axes])
+            return replace(x, rest=summand)
+        if x.name not in local or x.rest is None:
+            return x
+        part = Spec.of([axes, *x.rest.dims[1:]])
+        return replace(x, rest=part, use=part)
+
+    inputs = tuple(map(fed, signature.inputs))
+    gradients = {i for i, x in enumerate(inputs) if x.name in local}
+    summands = {f"output_{i}" for i in own}
+    outputs = tuple(
+        replace(x, lie="summand")
+        if x.kind == "output" and x.name in summands
+        else replace(x, lie="batch")
+        if x.kind == "output" or (x.kind == "gradient" and x.of in gradients)
+        else x
+        for x in signature.outputs
+    )
+    return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
+
+
+def machine(options: Options) -> Hardware:
+    """What costs are for: that of FXPAR_HARDWARE, else this process's device, in nodes
+    as ``FXPAR_MESH="auto:4x8"`` says.
+
+    Raises OptionError on unknown hardware, DeviceError on a device without known
+    figures.
+    """
+    hardware = lookup(options.hardware) if options.hardware else detect()
+    auto = read_auto(options.mesh)
+    return in_nodes(hardware, auto.devices if auto else None)
+
+
+def known_machine(options: Options) -> Hardware | None:
+    """As ``machine``; None on a device without known figures."""
+    try:
+        return machine(options)
+    except DeviceError:
+        return None
+
+
+def named_machine(options: Options) -> Hardware | None:
+    """That of FXPAR_HARDWARE; None if it is not set. Raises OptionError."""
+    return machine(options) if options.hardware else None
+
+
+def choices(mesh: Mesh, mode: Mode, *, local: bool = False) -> tuple[Mesh, ...]:
+    """The meshes a plan of this mode may choose from, the first of them ``mesh``, which
+    is all ranks along one axis. ``local``: each rank feeds its own part of the batch.
+    """
+    if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
+        return tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
+    if isinstance(mode, Asked):
+        return candidates(mesh.size, mode.hardware, local=local)
+    return (mesh,)
+
+
+def plan_mode(text: str, options: Options, graph: str = "") -> Mode:
+    """A mode of the pipeline, or the Plan a file holds; of a folder as FXPAR_DUMP
+    writes it, the plan of this ``graph``.
+
+    Raises PlanError, OptionError on unknown hardware, DeviceError on a device without
+    known figures.
+    """
+    if text == "search":
+        return Asked(machine(options), options.search_seconds, options.memory)
+    if text in ("propagate", "replicate"):
+        return text
+    path = Path(text)
+    return Plan.load(path / graph / "plan.json" if path.is_dir() else path)

@@ -1,0 +1,97 @@
+"""Ops without a rule: what is said of them, and the rule each might have.
+
+In: a program. Out: one warning per op, with the line of the user's and a rule read off
+the shapes of one call; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import string
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from fxpar import _torch
+from fxpar.errors import FxparWarning, RuleError, UnknownOpError, compose
+from fxpar.sharding.factors import parse_rule
+from fxpar.sharding.program import Op, Program, user_line
+
+Shape = Sequence[int]
+
+
+def report_unknown(program: Program, strict: bool) -> None:
+    """One warning per unknown op, or UnknownOpError under ``strict``."""
+    unknown: dict[Any, list[Op]] = {}
+    for op in program.ops:
+        if not op.known:
+            unknown.setdefault(_called(op), []).append(op)
+    for target, calls in unknown.items():
+        size = sum(program.values[v].nbytes for op in calls for v in op.operands)
+        what = (
+            f"{target} has no sharding rule: its operands are made whole on every rank "
+            f"({len(calls)} calls, {size} bytes)"
+        )
+        where = user_line(calls[0].node)
+        fix = _how_to_split(program, calls[0])
+        if strict:
+            raise UnknownOpError(what, where=where, fix=fix)
+        warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
+
+
+def _called(op: Op) -> Any:
+    """The op that is called: with an effect, the one it is kept in order for."""
+    in_order = _torch.aot.higher_order_name(op.target) == "higher_order::with_effects"
+    return op.node.args[1] if in_order else op.target
+
+
+def _how_to_split(program: Program, op: Op) -> str:
+    """What to do about an unknown op: a rule that fits its own tensors."""
+    if not isinstance(op.target, _torch.inductor.OpOverload):
+        return "keep it out of the compiled model if whole operands cost too much"
+    operands, results = (
+        [program.values[v].shape for v in side] for side in (op.operands, op.results)
+    )
+    fits = example(operands, results)
+    if fits is None:
+        return "nothing of it can be split: leave it, or compute it outside"
+    call = f'fxpar.rule("{op.target.name()}", "{fits}")'
+    return f'give it a rule, with "!" on dims it needs whole, such as {call}'
+
+
+def example(operands: Sequence[Shape], results: Sequence[Shape]) -> str | None:
+    """A rule that fits tensors of these shapes, or None if text has no rule for them,
+    or nothing in it could be split. Dims of one size share a factor, those at the same
+    place first; what stands on one side of the arrow only stays whole."""
+    shapes, sizes = [*operands, *results], dict[str, int]()
+    words = [_words(shape, sizes) for shape in shapes]
+    read, made = (
+        {name for dims in side for name in dims}
+        for side in (words[: len(operands)], words[len(operands) :])
+    )
+    whole = (read ^ made) - {"_"}
+    text = [
+        " ".join(f"{name}!" if name in whole else name for name in dims)
+        for dims in words
+    ]
+    rule = f"{', '.join(text[: len(operands)])} -> {', '.join(text[len(operands) :])}"
+    try:
+        return rule if parse_rule(rule).with_sizes(shapes).free else None
+    except RuleError:
+        return None
+
+
+def _words(shape: Shape, sizes: dict[str, int]) -> list[str]:
+    """A factor for each dim; ``sizes`` has those there are, and gets the new ones."""
+    out: list[str] = []
+    for i, size in enumerate(shape):
+        fits = [name for name, n in sizes.items() if n == size and name not in out]
+        letters = iter([*string.ascii_lowercase, *(f"d{k}" for k in range(99))])
+        if size == 1:
+            name = "_"
+        elif fits:
+            name = next((f for f in fits if list(sizes).index(f) == i), fits[0])
+        else:
+            name = next(x for x in letters if x not in sizes)
+            sizes[name] = size
+        out.append(name)
+    return out

@@ -1,0 +1,165 @@
+"""The search space: strategies of an op, and specs of a value.
+
+In: an op's rule and a mesh. Out: Strategies. An axis splits one factor, passes through
+as a partial sum, or is left unused (the op is repeated along it); several axes may
+split one factor. So sample, operator, attribute and parameter dims are all in the space
+(FlexFlow's SOAP), and partial results beside them. What no Spec expresses is left out,
+and of strategies that read and make the same specs only the first is kept.
+
+In: a shape, hints (``Seed``) and a mesh. Out: Specs without partial axes, of axes of
+more than one rank. Prices nothing and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from fxpar.errors import HintError
+from fxpar.sharding.factors import (
+    Axes,
+    Rule,
+    Strategy,
+    expressible,
+    operand_spec,
+    result_spec,
+)
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Value
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.spec import Spec
+
+# What one axis does in one op: the factor it splits, the passage it takes, or nothing.
+Part = str | int | None
+
+
+@lru_cache(maxsize=1 << 14)
+def strategies(rule: Rule, mesh: Mesh) -> tuple[Strategy, ...]:
+    """All strategies of an op with this rule, the one that leaves all whole first."""
+    axes = [axis for axis in orders(mesh)[0] if mesh.sizes[axis] > 1]
+    found: dict[tuple[Spec, ...], Strategy] = {}
+    options = [_parts(rule, mesh, axis) for axis in axes]
+    for parts in itertools.product(*options):
+        for strategy in _strategies(dict(zip(axes, parts, strict=True)), mesh):
+            if _fits(rule, strategy, mesh):
+                found.setdefault(specs(rule, strategy), strategy)
+    return tuple(found.values())
+
+
+def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
+    """Of the operands, then of the results as they are made."""
+    operands = [operand_spec(rule, strategy, i) for i in range(len(rule.operands))]
+    results = [result_spec(rule, strategy, i) for i in range(len(rule.results))]
+    return (*operands, *results)
+
+
+def orders(mesh: Mesh) -> tuple[Axes, ...]:
+    """The orders in which axes share a dim: as in the mesh, and with batch axes minor,
+    as parameters rest."""
+    batch = batch_axes(mesh)
+    minor = tuple(sorted(mesh.names, key=lambda axis: axis in batch))
+    return tuple(dict.fromkeys((mesh.names, minor)))
+
+
+def _parts(rule: Rule, mesh: Mesh, axis: str) -> list[Part]:
+    size = mesh.sizes[axis]
+    factors = [f for f in rule.free if rule.size[f] % size == 0]
+    passages = [
+        p
+        for p, passage in enumerate(rule.passages)
+        if passage.operands and "sum" in passage.reductions
+    ]
+    return [None, *factors, *passages]
+
+
+def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
+    passes = tuple((a, "sum", p) for a, p in parts.items() if isinstance(p, int))
+    made = set()
+    for order in orders(mesh):
+        axes_of: dict[str, list[str]] = {}
+        for axis in order:
+            part = parts.get(axis)
+            if isinstance(part, str):
+                axes_of.setdefault(part, []).append(axis)
+        factors = tuple(sorted((f, tuple(axes)) for f, axes in axes_of.items()))
+        if factors not in made:
+            made.add(factors)
+            yield Strategy(factors, passes)
+
+
+def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether every tensor can lie so, and results are partial by one reduction."""
+    axes_of = strategy.axes_of
+    if any(rule.size[f] % mesh.count(axes) for f, axes in strategy.factors):
+        return False
+    if not all(expressible(t, axes_of, rule.size, mesh) for t in rule.tensors):
+        return False
+    for spec in specs(rule, strategy):
+        if len({"sum" if op == "avg" else op for _, op in spec.partial}) > 1:
+            return False
+    return True
+
+
+def lying(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
+    """Every spec without partial axes that divides ``shape`` evenly, whole first."""
+    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
+    found: dict[Spec, None] = {}
+    for places in itertools.product([None, *range(len(shape))], repeat=len(axes)):
+        where = dict(zip(axes, places, strict=True))
+        for order in orders(mesh):
+            dims = [
+                tuple(axis for axis in order if where.get(axis) == d)
+                for d in range(len(shape))
+            ]
+            if all(
+                n % mesh.count(split) == 0 for n, split in zip(shape, dims, strict=True)
+            ):
+                found[Spec.of(dims)] = None
+    return list(found)
+
+
+def allowed(
+    value: Value, seeds: Sequence[Seed], specs: Iterable[Spec], mesh: Mesh
+) -> list[Spec]:
+    """Those of ``specs`` that keep to the hints on a value; if none does, any that do.
+
+    Raises HintError if hints on the value contradict each other.
+    """
+    found = [s for s in specs if all(keeps(seed, s, mesh) for seed in seeds)]
+    if found or not seeds:
+        return found
+    also = [*lying(value.shape, mesh), *_joined(seeds, mesh)]
+    found = [s for s in also if all(keeps(seed, s, mesh) for seed in seeds)]
+    if not found:
+        raise HintError(
+            f"{' and '.join(seed.origin for seed in seeds)} contradict each other "
+            f"on {value.name}",
+            fix="leave some of their dims open with '?'",
+        )
+    return found
+
+
+def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
+    """Whether a spec is what a hint asks: closed dims exactly, open ones at least."""
+    asked = stripped(Spec.of(seed.dims), mesh)
+    return not spec.partial and all(
+        have == want if shut else have[: len(want)] == want
+        for have, want, shut in zip(spec.dims, asked.dims, seed.closed, strict=True)
+    )
+
+
+def _joined(seeds: Sequence[Seed], mesh: Mesh) -> list[Spec]:
+    """The spec that has what all hints ask for, in their order of axes."""
+    parts = zip(*(seed.dims for seed in seeds), strict=True)
+    dims = [max(part, key=len) for part in parts]
+    used = [axis for dim in dims for axis in dim]
+    if len(set(used)) < len(used):
+        return []
+    return [stripped(Spec.of(dims), mesh)]
+
+
+def stripped(spec: Spec, mesh: Mesh) -> Spec:
+    """A spec without axes of one rank, of which the space has none."""
+    return spec.without({axis for axis in mesh.names if mesh.sizes[axis] == 1})

@@ -1,0 +1,21 @@
+"""Figures of machines on which small programs are split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
+
+
+def machine() -> Hardware:
+    """Slow at computing, with fast links in pairs: so that small programs are split."""
+    levels = (Level(2, 1e10, 1e-8, 1e-7), Level(0, 1e9, 1e-8, 1e-7))
+    peaks = tuple((name, Peak(1e8)) for name, _ in lookup("cpu").peaks)
+    return replace(
+        lookup("cpu"),
+        name="slow",
+        launch=0.0,
+        bandwidth=1e8,
+        peaks=peaks,
+        levels=levels,
+    )

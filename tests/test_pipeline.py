@@ -1,0 +1,131 @@
+"""The list of steps: what it says of itself, what can be left out, what is printed."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar import pipeline
+from fxpar.config import PASSES, Options
+from fxpar.errors import OptionError
+from fxpar.passes import order_collectives
+from fxpar.passes.builder import copy_of
+from fxpar.pipeline import JOINT, PHASE, STEPS
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.search.mesh_candidates import candidates
+from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.spec import Spec
+from tests.helpers.machines import machine
+
+MESH = Mesh.parse("dp=2")
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)).double()
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, **options: str) -> Any:
+    for name, value in options.items():
+        monkeypatch.setenv(f"FXPAR_{name.upper()}", value)
+    x = torch.ones(4, 4, dtype=torch.float64)
+    return fxpar.plan(layers(), x, mesh=MESH, mode="propagate", grad=True)
+
+
+def printed(text: str, label: str) -> list[str]:
+    """Steps that FXPAR_DEBUG=2 says were run."""
+    return re.findall(rf"{label}: (\w+) \d+\.\d{{3}} s: ", text)
+
+
+def test_a_request_pickles() -> None:
+    inputs = (Input("x", rest=Spec("dp", None)), Input("w", "parameter"))
+    request = Request(
+        MESH,
+        Signature(inputs, (Output("output_0"),)),
+        {"w": ("dp", None)},
+        Asked(machine()),
+        meshes=candidates(4, machine()),
+        local=("x",),
+        summands=frozenset({0}),
+        hardware=machine(),
+        schedule="prefetch(ahead=2)",
+        rank=1,
+    )
+    again = pickle.loads(pickle.dumps(request))
+    assert again == request and again.laid == request.laid
+    assert again.on(request.meshes[1]).laid.batch == ("dp",)
+    plan = fxpar.plan(torch.relu, torch.ones(4), mesh=MESH, mode="propagate")
+    of_plan = replace(request, mode=Plan.from_dict(plan.to_record()))
+    assert pickle.loads(pickle.dumps(of_plan)).mode.hash == plan.hash
+
+
+def test_a_prediction_runs_the_steps_of_a_phase() -> None:
+    names = [step.name for step in PHASE if step.name != "fuse_regions"]
+    assert names == list(order_collectives.PASSES)
+
+
+def test_each_step_is_printed_with_what_it_changed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = planned(monkeypatch, debug="2")
+    names = [step.name for step in JOINT]
+    assert printed(caplog.text, "plan") == names == list(plan.timings)
+    lowered = next(r.message for r in caplog.records if "plan: lower " in r.message)
+    assert "_c10d_functional.all_reduce.default 0 -> " in lowered
+    assert "wait_tensor.default 0 -> " in lowered
+    assert "keep_plan" in caplog.text and "no op more or fewer" in caplog.text
+
+
+def test_other_ranks_print_no_steps(caplog: pytest.LogCaptureFixture) -> None:
+    graph = torch.fx.Graph()
+    graph.output([])
+    request = Request(MESH, Signature((), ()), debug=2, name="g", rank=1)
+    pipeline.scheduled(graph, request, None, backward=False)
+    assert not caplog.text
+    pipeline.scheduled(graph, replace(request, rank=0), None, backward=False)
+    names = [step.name for step in PHASE]
+    assert printed(caplog.text, "rank0/g/forward") == names
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_can_be_left_out_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = "no_verb(x)" if name == "schedule" else "none"  # which is never read
+    plan = planned(monkeypatch, debug="2", disable=name, schedule=given)
+    x = torch.ones(4, 4, dtype=torch.float64)
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    request = Request(MESH, Signature((), ()), debug=2, disable=frozenset({name}))
+    graph = copy_of(plan.result.local)
+    with caplog.at_level(logging.WARNING, "fxpar"):
+        pipeline.scheduled(graph, request, plan.result, backward=True)
+    run = printed(caplog.text, "plan") + printed(caplog.text, "plan/backward")
+    every = [step.name for step in (*JOINT, *PHASE)]
+    assert run == [step for step in every if step != name]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("shedule", "schedule"), ("fuse_region", "fuse_regions"), ("drian", "drain")],
+)
+def test_another_name_is_an_error(name: str, near: str) -> None:
+    with pytest.raises(OptionError, match=f"did you mean '{near}'"):
+        Options.read({"disable": f"delay,{name}"}, {})
+
+
+def test_a_step_that_others_need_cannot_be_left_out() -> None:
+    for step in STEPS:
+        if not step.optional:
+            with pytest.raises(OptionError, match="passes are random_by_index"):
+                Options.read({"disable": step.name}, {})
