@@ -77,7 +77,7 @@ def _waited(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is WAIT or (
-            op_facts_of(node.target).moves and found.issuperset(node.all_input_nodes)
+            op_facts_of(node.target).sinks and found.issuperset(node.all_input_nodes)
         ):
             found.add(node)
     return found

@@ -29,6 +29,9 @@ class OpFacts:
     reshapes: bool = False
     # It gives elements of its operands as they are, at other places, and constants.
     moves: bool = False
+    # It moves down with the wait whose result it rearranges: what lowering puts behind
+    # a collective. (Of all that moves elements, some schedules come out slower.)
+    sinks: bool = False
     # It gives its operand under another name.
     renames: bool = False
     # It gives its operand in another dtype.
@@ -109,6 +112,9 @@ _ROWS: tuple[dict[str, dict], ...] = (
         moves=True,
     ),
     _each("mul div", scales=True),
+    _each(
+        "view.default reshape permute clone slice unsqueeze squeeze.dims", sinks=True
+    ),
     # At indices.
     _each(
         "embedding index _unsafe_index _unsafe_masked_index gather index_select take",
