@@ -11,6 +11,9 @@ READY := $(VENV)/.installed
 endif
 
 JOBS ?= 2
+# One of several parts of the tests, as 2/8; all parts together are all of them.
+PART ?=
+PARTS := $(if $(PART),--part $(PART))
 # Inductor's compiled kernels are kept, so a second run is fast.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # Each rank is one process on a shared machine; also keeps torchrun quiet.
@@ -21,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      train a small Llama on 1 device and on a 2x2 mesh, compare losses"
 	@echo "make test      the quick tests"
-	@echo "make test-all  every test, the slow ones too"
+	@echo "make test-all  every test, the slow ones too; PART=2/8 runs an eighth of them"
 	@echo "make bench     the short benchmarks; JSON goes to .benchmarks/"
 	@echo "make lint      ruff and mypy"
 
@@ -40,10 +43,10 @@ demo: $(READY)
 	@$(PY) -m fxpar demo
 
 test: $(READY)
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" $(PARTS) $(ARGS)
 
 test-all: $(READY)
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PARTS) $(ARGS)
 
 bench: $(READY)
 	@mkdir -p .benchmarks

@@ -78,6 +78,8 @@ def _order(name: str) -> Callable[[PhaseState], None]:
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", steps.show_bodies),
+    _always("lift_seeds", steps.lift_body_seeds),
+    _always("count_loop_steps", steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("find_shifts", _rewrite(find_shifts)),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
@@ -148,23 +150,20 @@ class Result:
 def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
     """Each step in turn that is not left out; times it, and shows what it changed."""
     request = state.request
+    printed = request.debug >= 2 and request.leads
     for step in rows:
         graph = state.graph
         if not (step.optional and step.name in request.disable):
-            _run_step(step, state)
+            before = op_counts(graph) if printed else Counter[str]()
+            begun = time.perf_counter()
+            step.run(state)
+            seconds = state.seconds[step.name] = time.perf_counter() - begun
+            if printed:
+                after = op_counts(state.graph)
+                show_step(state.label, step.name, seconds, before, after)
         # A schedule that does nothing gives no stage of its own.
         if step.stage and (step.stage != "rewritten" or state.graph is not graph):
             show(state, step.stage)
-
-
-def _run_step(step: PipelineStep, state: PipelineState) -> None:
-    shown = state.request.debug >= 2 and state.request.leads
-    before = op_counts(state.graph) if shown else Counter[str]()
-    begun = time.perf_counter()
-    step.run(state)
-    seconds = state.seconds[step.name] = time.perf_counter() - begun
-    if shown:
-        show_step(state.label, step.name, seconds, before, op_counts(state.graph))
 
 
 def show(state: PipelineState, stage: str) -> None:

@@ -22,7 +22,6 @@ from fxpar._torch.distributed import default_group
 from fxpar.config import Options
 from fxpar.errors import DeviceError, HintError, MeshError, PlanError
 from fxpar.explain.html import render
-from fxpar.explain.text import short_seconds
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
@@ -44,6 +43,7 @@ from fxpar.sharding.plan_request import (
     named_machine,
     plan_mode,
 )
+from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, said
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto

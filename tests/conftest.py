@@ -5,11 +5,54 @@ A search leaves small programs whole, since splitting them does not pay; most te
 about what happens when they are split. Tests of the search say so themselves, and
 tests/e2e/test_search.py runs with the default as a user has it; so do the tests of
 schedules, and the code of the docs.
+
+``--part 2/8`` runs one of eight parts of the tests, which together are all of them.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
+
+import pytest
+
+from tests.helpers import interpreter
 
 os.environ.setdefault("FXPAR_PLAN", "propagate")
 os.environ.setdefault("FXPAR_SCHEDULE", "none")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="N/OF", help="run part N of so many")
+
+
+def in_part(test: str, part: str) -> bool:
+    """Whether a test, by its id, is in a part such as "2/8"."""
+    number, of = map(int, part.split("/"))
+    if not 1 <= number <= of:
+        raise pytest.UsageError(f"--part {part}: the first is 1/{of}")
+    return zlib.crc32(test.encode()) % of == number - 1
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    part = config.getoption("--part")
+    if part:
+        others = [item for item in items if not in_part(item.nodeid, part)]
+        items[:] = [item for item in items if in_part(item.nodeid, part)]
+        config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests marked ``interpreted`` run where Triton is an interpreter."""
+    if pyfuncitem.get_closest_marker("interpreted") is None:
+        return None
+    interpreter.call(pyfuncitem)
+    return True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if interpreter.is_interpreter() and not item.get_closest_marker("interpreted"):
+        pytest.skip("Triton is an interpreter here")

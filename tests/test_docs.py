@@ -85,7 +85,8 @@ MARKED = re.compile(
     re.DOTALL | re.M,
 )
 RUNNABLE = [page for page in PAGES if MARKED.search(page.read_text())]
-SLOW = ("migrating.md",)  # with several scripts of several ranks
+# With several scripts of several ranks.
+SLOW = ("migrating.md", "parameters_at_rest.md", "checkpointing.md", "debugging.md")
 
 
 def runnable() -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
@@ -138,15 +137,15 @@ def test_other_shapes_than_planned_are_refused():
 def test_verify_finds_a_local_graph_that_computes_something_else():
     x, w = torch.randn(8, 4), torch.randn(4, 6)
     plan = fxpar.plan(lambda x, w: (x @ w) * 3.0, x, w, mesh="dp=2")
-    feeds = feeds_of(plan.result, [x, w], [0, 1])
-    verify(plan.result, plan.module, feeds)
+    local, normalized = plan.result.local, plan.result.normalized
+    feeds = feeds_of(normalized, [x, w], [0, 1])
+    verify(local, normalized, plan.result.decision, plan.module, feeds)
     wrong = fx.Graph()
-    wrong.output(wrong.graph_copy(plan.result.local, {}))
+    wrong.output(wrong.graph_copy(local, {}))
     node = next(n for n in wrong.nodes if n.target is torch.ops.aten.mul.Tensor)
     node.args = (node.args[0], 4.0)
-    broken = dataclasses.replace(plan.result, local=wrong)
     with pytest.raises(FxparError, match="FXPAR_VERIFY: output output_0 differs"):
-        verify(broken, plan.module, feeds)
+        verify(wrong, normalized, plan.result.decision, plan.module, feeds)
 
 
 def test_hints_from_a_toml_file(tmp_path):

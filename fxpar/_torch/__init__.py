@@ -10,6 +10,7 @@ from fxpar._torch import (
     dynamo,
     fake,
     inductor,
+    loops,
     objects,
     version,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "dynamo",
     "fake",
     "inductor",
+    "loops",
     "objects",
     "version",
 ]

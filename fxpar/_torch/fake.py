@@ -13,7 +13,14 @@ def depends_on_data(x: torch.Tensor) -> bool:
     """Whether the shape of a fake tensor is known only once it is computed."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return bool(free_unbacked_symbols(x))
+    return any(map(free_unbacked_symbols, (*x.shape, *x.stride())))
+
+
+def lies_by_data(x: torch.Tensor) -> bool:
+    """Whether where a fake tensor begins in its memory is known only then."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(x.storage_offset()))
 
 
 def fake_mode_of(values: Any) -> Any:

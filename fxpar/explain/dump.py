@@ -19,9 +19,9 @@ from torch import fx
 
 from fxpar.config import Options, write_dump
 from fxpar.errors import FxparWarning, compose
-from fxpar.explain.text import short_dtype
 from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_text import short_dtype
 from fxpar.sharding.program import user_line
 
 log = logging.getLogger("fxpar")

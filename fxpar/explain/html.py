@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxpar.explain.text import short_dtype
 from fxpar.explain.tree import Group, tree
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
+from fxpar.sharding.plan_text import short_dtype
 from fxpar.sharding.spec import Spec
 
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -25,11 +25,10 @@ from fxpar.passes.bucket_collectives import from_inputs, region_of
 from fxpar.passes.launches import KINDS, WAITS
 from fxpar.passes.sink_waits import is_chunk
 from fxpar.sharding.cost.op import (
+    bytes_of,
     contracts,
     is_light,
     is_view,
-    nbytes_of,
-    tensors_in,
     viewed,
 )
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -85,13 +84,13 @@ def _unneeded(
     place if nothing does later."""
     needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
     source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
-    room = HELD * max(_bytes(node), _bytes(operand))
+    room = HELD * max(bytes_of(node), bytes_of(operand))
     held: set[fx.Node] = set()
     later = []
     for each in reversed(since):
         reads = {viewed(n) for n in each.all_input_nodes}
         longer = [n for n in reads - held if not any(node < u for u in n.users)]
-        size = sum(map(_bytes, longer)) - (_bytes(each) if each in held else 0)
+        size = sum(map(bytes_of, longer)) - (bytes_of(each) if each in held else 0)
         stays = each in needed or each in moved or not _may_move(each)
         if stays or size > room or source in reads:
             needed.update(each.all_input_nodes)
@@ -100,10 +99,6 @@ def _unneeded(
         held.update(reads)
         room -= size
     return later[::-1]
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(map(nbytes_of, tensors_in(node.meta.get("val"))))
 
 
 def _may_move(node: fx.Node) -> bool:

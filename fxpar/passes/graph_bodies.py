@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
 from fxpar.passes.builder import Builder
-from fxpar.sharding.program import user_line
 
 
 def body_of(node: fx.Node) -> fx.GraphModule | None:
@@ -43,29 +41,12 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def show_bodies(graph: fx.Graph, root: torch.nn.Module | None) -> None:
-    """Give nodes that stand for bodies of ``root`` these as values, in place.
-
-    Raises PlanError where a body draws random numbers, which ranks would not draw
-    alike."""
+    """Give nodes that stand for bodies of ``root`` these as values, in place."""
     for node in graph.find_nodes(op="get_attr"):
         found = _attribute(root, str(node.target)) if root is not None else None
         if isinstance(found, fx.GraphModule):
             node.meta["val"] = found
             show_bodies(found.graph, found)
-            _require_determined(node, found)
-
-
-def _require_determined(node: fx.Node, body: fx.GraphModule) -> None:
-    for inner in body.graph.nodes:
-        tags = getattr(inner.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
-            caller = next(iter(node.users))
-            raise PlanError(
-                f"{caller.target} runs {inner.target} in a graph of its own, where "
-                "ranks would not draw the same random numbers",
-                where=user_line(inner) or user_line(caller),
-                fix="draw the numbers outside and pass them in",
-            )
 
 
 def _attribute(root: Any, path: str) -> Any:

@@ -61,14 +61,16 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
 
 
 @dataclass(eq=False)
-class _Value:
-    """A tensor as a node gives it: ``buffer``, None for a constant; how much of it is
-    seen, in elements; their size. ``kernel``: the one of light ops that makes it."""
+class _TensorView:
+    """A tensor as a node gives it."""
 
     node: fx.Node
+    # None for a constant.
     buffer: Buffer | None
+    # How much of it is seen, in elements, and their size.
     points: int
     itemsize: int
+    # The one of light ops that makes it.
     kernel: _Growing | None = None
 
     @property
@@ -78,15 +80,17 @@ class _Value:
 
 @dataclass(eq=False)
 class _Growing:
-    """A kernel of light ops. ``seen``: what it reads, bytes. ``closed``: it was
-    read by another launch. ``final``: nothing can follow in it. ``into``: what it
-    became part of."""
+    """A kernel of light ops."""
 
     launch: Launch
     domain: Domain
-    seen: dict[_Value, int] = field(default_factory=dict)
+    # What it reads, bytes.
+    seen: dict[_TensorView, int] = field(default_factory=dict)
+    # It was read by another launch.
     closed: bool = False
+    # Nothing can follow in it.
     final: bool = False
+    # What it became part of.
     into: _Growing | None = None
 
     def now(self) -> _Growing:
@@ -104,7 +108,7 @@ class _Reader:
 
     def __init__(self, fused: bool) -> None:
         self.fused = fused
-        self.values: dict[fx.Node, list[_Value | None]] = {}
+        self.values: dict[fx.Node, list[_TensorView | None]] = {}
         self.done: list[Launch] = []
         self.inputs: list[Buffer] = []
         self.outputs: dict[Buffer, None] = {}
@@ -135,18 +139,24 @@ class _Reader:
         return Launches(kept, self.inputs, list(self.outputs))
 
     def _input(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
-        self.values[node] = []
-        if isinstance(value, torch.Tensor):
+        """What the graph is given; a part of a graph may be given an op's results."""
+
+        def buffered(value: Any) -> _TensorView | None:
+            if not isinstance(value, torch.Tensor):
+                return None
             buffer = Buffer(node, nbytes_of(value))
             self.inputs.append(buffer)
-            self.values[node] = [_value(node, buffer, value)]
+            return _value(node, buffer, value)
 
-    def _operands(self, node: fx.Node) -> list[_Value]:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        self.values[node] = [buffered(each) for each in values]
+
+    def _operands(self, node: fx.Node) -> list[_TensorView]:
         found = (v for read in node.all_input_nodes for v in self.values[read])
         return [v for v in found if v is not None]
 
-    def _call(self, node: fx.Node) -> list[_Value | None]:
+    def _call(self, node: fx.Node) -> list[_TensorView | None]:
         """The values that a call gives."""
         target, value = node.target, node.meta.get("val")
         if target is operator.getitem:
@@ -170,7 +180,7 @@ class _Reader:
             return self._alone(node, operands, flops)
         return self._light(node, operands)
 
-    def _wait(self, node: fx.Node) -> list[_Value | None]:
+    def _wait(self, node: fx.Node) -> list[_TensorView | None]:
         source = self.values[node.args[0]]
         for value in source:
             assert value is not None and value.buffer is not None
@@ -184,7 +194,7 @@ class _Reader:
         for buffer in of.makes:
             buffer.late, buffer.ready = None, at
 
-    def _collective(self, node: fx.Node) -> list[_Value | None]:
+    def _collective(self, node: fx.Node) -> list[_TensorView | None]:
         group = node.kwargs.get("group_name", node.args[-1])
         if not str(group).startswith(custom_ops.GROUP_PREFIX):
             raise PlanError(
@@ -201,8 +211,8 @@ class _Reader:
         return made
 
     def _alone(
-        self, node: fx.Node, operands: list[_Value], flops: float
-    ) -> list[_Value | None]:
+        self, node: fx.Node, operands: list[_TensorView], flops: float
+    ) -> list[_TensorView | None]:
         launch = self._alone_launch(node, "contraction" if flops else "alone")
         for value in operands:
             self._read(launch, value)
@@ -224,7 +234,7 @@ class _Reader:
 
     def _make(
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
-    ) -> list[_Value | None]:
+    ) -> list[_TensorView | None]:
         """Fresh buffers for what a node gives, in lists as that is nested."""
 
         def made(tensor: Any) -> Any:
@@ -241,7 +251,7 @@ class _Reader:
         found = made(node.meta.get("val"))
         return found if isinstance(found, list) else [found]
 
-    def _touch(self, value: _Value) -> Buffer:
+    def _touch(self, value: _TensorView) -> Buffer:
         """The buffer of what a launch reads from memory: there, and finished."""
         if value.buffer is None:
             value.buffer = self._materialized(value)
@@ -254,7 +264,7 @@ class _Reader:
         buffer.written = True
         return buffer
 
-    def _materialized(self, value: _Value) -> Buffer:
+    def _materialized(self, value: _TensorView) -> Buffer:
         """A constant in memory after all, made by a kernel of its own."""
         at = self.at - 0.5
         launch = Launch("fused", [value.node], at, self.backward)
@@ -263,14 +273,18 @@ class _Reader:
         self.done.append(launch)
         return buffer
 
-    def _read(self, launch: Launch, value: _Value, points: float = math.inf) -> int:
+    def _read(
+        self, launch: Launch, value: _TensorView, points: float = math.inf
+    ) -> int:
         """Let a launch read a value, of ``points`` elements at most; its bytes."""
         self._touch(value)
         nbytes = int(min(points, value.points)) * value.itemsize
         _count(launch, value, nbytes)
         return nbytes
 
-    def _light(self, node: fx.Node, operands: list[_Value]) -> list[_Value | None]:
+    def _light(
+        self, node: fx.Node, operands: list[_TensorView]
+    ) -> list[_TensorView | None]:
         """Let a light op join the kernels it reads from, or start one."""
         reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
         domain = domain_of(node, reads)
@@ -300,7 +314,7 @@ class _Reader:
             self._close(kernel)
         return made
 
-    def _joined(self, operands: list[_Value], domain: Domain) -> _Growing | None:
+    def _joined(self, operands: list[_TensorView], domain: Domain) -> _Growing | None:
         """The kernel that an op over ``domain`` becomes part of; those that still grow
         become one."""
         kernels = {k: None for v in operands if (k := v.home) is not None}
@@ -319,7 +333,7 @@ class _Reader:
 
     def _late(
         self,
-        operands: list[_Value],
+        operands: list[_TensorView],
         kernels: dict[_Growing, None],
         domain: Domain,
     ) -> _Growing | None:
@@ -370,7 +384,7 @@ class _Reader:
             self._close(kernel)
 
 
-def _count(launch: Launch, value: _Value, nbytes: int) -> None:
+def _count(launch: Launch, value: _TensorView, nbytes: int) -> None:
     """Add to what a launch reads of a buffer, all of it at most."""
     buffer = value.buffer
     assert buffer is not None, "constants are not read"
@@ -383,10 +397,10 @@ def _value(
     buffer: Buffer | None,
     tensor: torch.Tensor,
     kernel: _Growing | None = None,
-) -> _Value:
+) -> _TensorView:
     size = math.prod(tensor.shape)
-    return _Value(node, buffer, size, tensor.dtype.itemsize, kernel)
+    return _TensorView(node, buffer, size, tensor.dtype.itemsize, kernel)
 
 
-def _view(of: _Value, tensor: torch.Tensor) -> _Value:
+def _view(of: _TensorView, tensor: torch.Tensor) -> _TensorView:
     return _value(of.node, of.buffer, tensor, of.kernel)

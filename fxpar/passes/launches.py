@@ -1,7 +1,7 @@
 """What one rank launches to run a local graph, as data: kernels, collectives, waits.
 
-``kernels.launches_of`` makes it of a graph, ``simulate`` times it. Also here: which ops
-are collectives and waits, and where the backward of a joint graph begins.
+``inductor_launches`` makes it of a graph, ``simulate_step`` times it. Also here: which
+ops are collectives and waits, and where the backward of a joint graph begins.
 """
 
 from __future__ import annotations
@@ -28,41 +28,44 @@ WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
 
 @dataclass(eq=False)
 class Buffer:
-    """One tensor of ``nbytes``. ``written``: whether it is in memory; what only its own
-    kernel reads is not. ``ready``: place in the order from which on it can be read,
-    None while its kernel grows. ``late``: the collective to be waited for before."""
+    """One tensor."""
 
     node: fx.Node
     nbytes: int
+    # Whether it is in memory; what only its own kernel reads is not.
     written: bool = True
+    # Place in the order from which on it can be read; None while its kernel grows.
     ready: float | None = -1.0
+    # The collective to be waited for before.
     late: Launch | None = None
 
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel ("fused", "contraction" or "alone"), a collective (its kind) or "wait".
+    """A kernel, a collective, or a wait."""
 
-    ``nodes``: what it computes. ``order``: its place. ``reads``: bytes of each buffer.
-    ``flops``, ``least``, ``dtype``, ``family``: of a contraction. ``light``: operations
-    on elements, as ``Hardware.light`` counts. ``axes``, ``before``,
-    ``after``: of a collective, and bytes on this rank. ``of``: what a wait waits for.
-    """
-
+    # "fused", "contraction" or "alone"; a collective's; or "wait".
     kind: str
+    # What it computes.
     nodes: list[fx.Node]
+    # Its place.
     order: float
     backward: bool
+    # Bytes of each buffer.
     reads: dict[Buffer, int] = field(default_factory=dict)
     makes: list[Buffer] = field(default_factory=list)
+    # Of a contraction.
     flops: float = 0.0
     least: float = math.inf
     dtype: torch.dtype = torch.float32
     family: str = ""
+    # Operations on elements, as ``Hardware.light`` counts.
     light: Counter[str] = field(default_factory=Counter)
+    # Of a collective, and bytes on this rank before and after it.
     axes: tuple[str, ...] = ()
     before: int = 0
     after: int = 0
+    # What a wait waits for.
     of: Launch | None = None
 
     @property

@@ -4,13 +4,13 @@ In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tas
 gives what takes time in it, for a ``Simulation`` of a search that changes one duration
 after the other. Never runs and never changes the graph; linear in nodes.
 
-What is launched, and which ops are one kernel, says ``kernels``; when it runs, with the
-streams of PyTorch and NCCL, ``sharding.streams``. A kernel takes its launch and the
-larger of arithmetic and memory, as ``Hardware.seconds`` has it, a collective what
-``sharding.collectives`` says: of that the share ``Hardware.beside`` holds the kernels
-up, where it is called, and the rest runs beside them. The host is always ahead of the
-device. Memory is that of
-a caching allocator: it follows the order of launches, not time.
+What is launched, and which ops are one kernel, says ``inductor_launches``; when it
+runs, with the streams of PyTorch and NCCL, ``sharding.cost.streams``. A kernel takes
+its launch and the larger of arithmetic and memory, as ``Hardware.seconds`` has it, a
+collective what ``sharding.cost.collectives`` says: of that the share
+``Hardware.beside`` holds the kernels up, where it is called, and the rest runs beside
+them. The host is always ahead of the device. Memory is that of a caching allocator: it
+follows the order of launches, not time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fxpar.sharding.reshard.steps import KINDS
 __all__ = [
     "COMPUTE",
     "Event",
-    "Held",
+    "LiveTensor",
     "Simulation",
     "Task",
     "Timeline",
@@ -52,24 +52,25 @@ LARGEST = 10
 
 @dataclass(frozen=True)
 class Event:
-    """One launch, when it runs. ``stream``: "compute", or axes joined by "+".
-
-    ``kind``: "fused", "contraction", "alone", "wait", or a collective. ``bytes``: that
-    a kernel moves through memory; of a collective as in ``plan.Collective``. ``of``:
-    name of the collective that a wait waits for.
-    ``origin``: node of the one-device graph. ``nodes``: how many ops it runs.
-    """
+    """One launch, when it runs."""
 
     name: str
+    # "fused", "contraction", "alone", "wait", or a collective.
     kind: str
+    # "compute", or axes joined by "+".
     stream: str
+    # Seconds.
     start: float
     duration: float
     axes: tuple[str, ...] = ()
+    # That a kernel moves through memory; of a collective as in ``plan.Collective``.
     bytes: int = 0
     flops: float = 0.0
+    # How many ops it runs.
     nodes: int = 1
+    # Name of the collective that a wait waits for.
     of: str | None = None
+    # Node of the one-device graph.
     origin: str | None = None
     line: str | None = None
 
@@ -79,7 +80,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveTensor:
     """A tensor in memory at the peak."""
 
     name: str
@@ -89,37 +90,37 @@ class Held:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind along the same axes. ``bytes``: as in
-    ``plan.Collective``; ``sent``: what one rank sends, by a ring where there are
-    several ways."""
+    """Collectives of one kind along the same axes."""
 
     kind: str
     axes: tuple[str, ...]
     calls: int
+    # As in ``plan.Collective``.
     bytes: int
+    # What one rank sends, by a ring where there are several ways.
     sent: int
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one rank, in seconds and bytes.
+    """One step of one rank, in seconds and bytes."""
 
-    ``events``: in the order they are launched. ``compute_seconds``: kernels;
-    ``communication_seconds``: collectives, wherever they run; ``exposed_seconds``: when
-    they run and no kernel does, or hold kernels up. ``backward``: when the backward of
-    a joint graph begins. ``memory``: (time, bytes) wherever that changes;
-    ``held``: the largest tensors at its peak, largest first.
-    """
-
+    # In the order they are launched.
     events: tuple[Event, ...]
     seconds: float
+    # Kernels.
     compute_seconds: float
+    # Collectives, wherever they run.
     communication_seconds: float
+    # When collectives run and no kernel does, or hold kernels up.
     exposed_seconds: float
     traffic: tuple[Traffic, ...]
+    # (time, bytes) wherever that changes.
     memory: tuple[tuple[float, int], ...]
     peak_bytes: int
-    held: tuple[Held, ...]
+    # The largest tensors at the peak, largest first.
+    held: tuple[LiveTensor, ...]
+    # When the backward of a joint graph begins.
     backward: float | None = None
 
     @property
@@ -193,7 +194,7 @@ def _machine(hardware: Hardware, fused: bool) -> Hardware:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _LaunchTasks:
     """``tasks`` of some launches. ``first``, ``last``: of each launch, indices of its
     tasks, of which a collective may have two: what it takes from kernels, and the rest,
     which runs beside them."""
@@ -212,9 +213,9 @@ class _Work:
         return sum(self.tasks[a].seconds for a, b in pairs if a != b)
 
 
-def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _Work:
+def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _LaunchTasks:
     where = {launch: i for i, launch in enumerate(found.launches)}
-    work = _Work([], [], [])
+    work = _LaunchTasks([], [], [])
     for launch in found.launches:
         work.first.append(len(work.tasks))
         if launch.of is not None:
@@ -244,7 +245,7 @@ def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _Work:
 
 
 def _events(
-    launches: Sequence[Launch], work: _Work, times: Simulation
+    launches: Sequence[Launch], work: _LaunchTasks, times: Simulation
 ) -> tuple[Event, ...]:
     lines = _Lines()
     out = []
@@ -308,7 +309,7 @@ class _Memory:
     def __init__(
         self,
         found: Launches,
-        work: _Work,
+        work: _LaunchTasks,
         times: Simulation,
         keep_inputs: bool,
         *,
@@ -340,7 +341,7 @@ class _Memory:
                 if mine and self.born[buffer] >= 0:
                     self.dies[buffer] = i - 1
 
-    def _follow(self, found: Launches, work: _Work, times: Simulation) -> None:
+    def _follow(self, found: Launches, work: _LaunchTasks, times: Simulation) -> None:
         freed: dict[int, int] = defaultdict(int)
         for buffer, i in self.dies.items():
             freed[i] += buffer.nbytes
@@ -360,11 +361,11 @@ class _Memory:
             if gone:
                 self.curve[times.clock(work.last[i])] = held
 
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[LiveTensor, ...]:
         """The largest tensors at the peak."""
         lines = _Lines()
         there = [b for b in self.born if self.born[b] <= self.at <= self.dies[b]]
         there.sort(key=lambda buffer: -buffer.nbytes)
         return tuple(
-            Held(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
+            LiveTensor(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
         )

@@ -19,6 +19,7 @@ from fxpar.passes import custom_ops
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of, bound_body
 from fxpar.passes.local_flex import op_by_op
+from fxpar.passes.loop_steps import uncount_steps
 from fxpar.passes.unroll import unroll_scans
 from fxpar.sharding.mesh import Mesh
 
@@ -69,6 +70,7 @@ def bind(
                 done[node] = _of_rank_0(build, copy, mesh, group_of)
     if inductor:
         unroll_scans(new, mesh, fake_mode)
+        uncount_steps(new, fake_mode)
     new.lint()
     return new
 

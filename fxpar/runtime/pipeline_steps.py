@@ -35,8 +35,10 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
+from fxpar.passes.body_seeds import lift_seeds
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.localize import partition
+from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order_collectives import Phase
 from fxpar.runtime import binding, plan_store
@@ -142,6 +144,16 @@ class PhaseState(PipelineState):
 
 def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
+
+
+def lift_body_seeds(state: JointState) -> None:
+    """Bodies take their random seeds as operands."""
+    lift_seeds(state.graph, state.fake_mode)
+
+
+def count_loop_steps(state: JointState) -> None:
+    """Loops whose number of steps depends on data get a nominal one."""
+    count_steps(state.graph, state.fake_mode)
 
 
 def drop_dead(state: JointState) -> None:

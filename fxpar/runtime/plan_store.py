@@ -15,8 +15,6 @@ import functools
 import hashlib
 import inspect
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
 from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.choose_mesh import ALIKE
@@ -44,11 +42,6 @@ _USED = 0.45
 def allowed() -> bool:
     """Whether torch's own caches are in use (TORCHINDUCTOR_FORCE_DISABLE_CACHES)."""
     return not _torch.inductor.caches_disabled()
-
-
-def folder() -> Path:
-    """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
-    return Path(_torch.inductor.cache_dir()) / "fxpar"
 
 
 def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
@@ -148,21 +141,12 @@ def save(key: str, plan: Plan, found: Found, seconds: float) -> None:
         "plan": plan.to_record(),
     }
     data["digest"] = _digest(data)
-    path = _path(key)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(data, file)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        cache_files.write_file(_path(key), json.dumps(data))
 
 
 def _path(key: str) -> Path:
-    return folder() / f"{key}.json"
+    return cache_files.folder() / f"{key}.json"
 
 
 def _digest(data: dict[str, Any]) -> str:

@@ -292,6 +292,7 @@ class Call:
             stack.enter_context(_torch.aot.reparametrize(self.program, fakes))
             stack.enter_context(_torch.aot.preserve_node_meta())
             stack.enter_context(_torch.aot.as_compiling())
+            stack.enter_context(_torch.loops.steps_looked_up(mode))
             try:
                 module = _torch.aot.export_joint(
                     stack, self.program, arguments, grad=self.grad

@@ -270,7 +270,7 @@ class Plan:
 
     def summary(self) -> str:
         """Mesh, specs of parameters, and collectives by kind and axes with bytes."""
-        from fxpar.explain.text import summary_text
+        from fxpar.sharding.plan_text import summary_text
 
         return summary_text(self)
 
@@ -281,7 +281,7 @@ class Plan:
         Path(path).write_text(render(self), encoding="utf-8")
 
     def __str__(self) -> str:
-        from fxpar.explain.text import plan_text
+        from fxpar.sharding.plan_text import plan_text
 
         return plan_text(self)
 

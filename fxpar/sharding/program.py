@@ -206,6 +206,13 @@ def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
     )
 
 
+def _whole(node: fx.Node) -> Rule:
+    """The rule of a call of which nothing is split."""
+    tensors = [x.meta["val"] for x in tensor_nodes(node)]
+    shapes = [tuple(t.shape) for t in tensors + tensors_of(node.meta["val"])]
+    return _whole_rule(shapes, len(tensors))
+
+
 def _key(target: Any, args: Any, kwargs: Any) -> Any:
     """Hashable description of a call, tensors by shape and dtype."""
 
@@ -229,6 +236,8 @@ class RuleReader:
 
     def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
         """(rule, known). Raises RuleError naming the node if a row does not fit."""
+        if node.meta.get("fxpar_whole"):
+            return _whole(node), not _torch.aot.higher_order_name(node.target)
         args, kwargs = fx.node.map_arg(
             (node.args, node.kwargs), lambda n: n.meta["val"]
         )
@@ -259,9 +268,7 @@ class RuleReader:
         bodies = inside(node.target, args, node.meta["val"], read_body)
         if bodies is not None and bodies.rule is not None:
             return bodies.rule, True
-        operands = tensors_of((args, kwargs))
-        shapes = [tuple(t.shape) for t in operands + tensors_of(node.meta["val"])]
-        return _whole_rule(shapes, len(operands)), False
+        return _whole(node), False
 
 
 def read(graph: fx.Graph, signature: Signature) -> Program:
@@ -286,8 +293,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             raise PlanError(
                 f"{name} ({node.target}) has a size that depends on data",
                 where=user_line(node),
-                fix="compute it outside of the compiled code; for gradients of a "
-                "while_loop, write it as a scan of a fixed number of steps",
+                fix="compute it outside of the compiled code",
             )
         values.append(Value(index, name, tuple(map(int, tensor.shape)), tensor.dtype))
         uses.append([])
@@ -393,6 +399,22 @@ def backward_ops(program: Program) -> set[int]:
         if any(v in reached for v in op.operands):
             out.add(op.index)
             reached.update(op.results)
+    return out
+
+
+def values_by_node(program: Program) -> dict[fx.Node, int]:
+    """The value that each node of the graph gives that makes one: of an op with several
+    results its ``getitem`` nodes."""
+    out: dict[fx.Node, int] = {}
+    for op in program.ops:
+        if isinstance(op.node.meta["val"], torch.Tensor):
+            out[op.node] = op.results[0]
+        taken = [node for node in op.node.users if node.target is operator.getitem]
+        for node in taken:
+            taken += [user for user in node.users if user.target is operator.getitem]
+            place = _element(node)[1]
+            if place >= 0:
+                out[node] = op.results[place]
     return out
 
 

@@ -39,7 +39,9 @@ def differ(name: str, grad: bool, **options: str) -> tuple[float, list[str]]:
         out = compiled(x, w)
         return [out, *(torch.autograd.grad(out.square().sum(), [x, w]) if grad else ())]
 
-    want = run(torch.compile(fn, backend="aot_eager"))
+    # Without it Dynamo gives up on loops with gradients, here and below.
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        want = run(torch.compile(fn, backend="aot_eager"))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got = run(
@@ -73,7 +75,7 @@ def test_backward_on_two_ranks(name: str) -> None:
 
 
 def test_what_runs_whole_is_said_with_its_line() -> None:
-    (text,) = compared("until_small", False, "eager")
+    (text,) = compared("until_small", True, "eager")
     assert "while_loop" in text and "bodies.py" in text
 
 
@@ -91,7 +93,7 @@ EVERY = [
 @pytest.mark.parametrize("plan", ["search", "propagate", "replicate"])
 @pytest.mark.parametrize(("name", "codegen"), EVERY)
 def test_every_program(name: str, codegen: str, plan: str) -> None:
-    compared(name, name not in {*bodies.OPEN, "attention"}, codegen, plan)
+    compared(name, name != "attention", codegen, plan)
 
 
 class Summed(torch.nn.Module):
@@ -147,15 +149,25 @@ def test_sums_leave_local_mode_as_means_over_ranks(name: str) -> None:
             assert got == pytest.approx(want, rel=1e-5)
 
 
-def backward_of_a_loop() -> None:
+def noisy(codegen: str, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A program that draws in each step of a loop, and a gradient of it, on ranks whose
+    generators have drifted apart."""
     torch.compiler.reset()
-    x, w = torch.randn(4, 4, 8), torch.randn(8, 8, requires_grad=True)
-    run = torch.compile(bodies.repeated, backend="fxpar", options={"codegen": "eager"})
-    run(x, w).sum().backward()
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, 8)
+    w = (torch.randn(8, 8) * 0.4).requires_grad_()
+    options = {"mesh": "dp=2", "codegen": codegen, "plan": plan}
+    run = torch.compile(bodies.noisy_steps, backend="fxpar", options=options)
+    torch.manual_seed(dist.get_rank())
+    out = run(x, w)
+    (grad,) = torch.autograd.grad(out.square().sum(), w)
+    return out.detach(), grad
 
 
 @pytest.mark.slow
-def test_the_backward_of_a_loop_of_unknown_length_is_refused() -> None:
-    for error in shared_pool(2).errors(backward_of_a_loop):
-        text = str(error)
-        assert "size that depends on data" in text and "write it as a scan" in text
+def test_steps_draw_alike_on_all_ranks_under_all_plans() -> None:
+    pool, how = shared_pool(2), [("eager", "propagate"), ("inductor", "propagate")]
+    want, _ = pool.run(noisy, "eager", "replicate", timeout=400.0)
+    for codegen, plan in how:
+        for got in pool.run(noisy, codegen, plan, timeout=400.0):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

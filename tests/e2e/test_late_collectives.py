@@ -146,9 +146,14 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
 
 
 def check(
-    name: str, options: dict[str, Any], shard: bool = True, *, seed: int = 0
+    name: str,
+    options: dict[str, Any],
+    shard: bool = True,
+    *,
+    seed: int = 0,
+    ranks: int = 4,
 ) -> None:
-    compare(late, wanted(name), name, options, shard, seed)
+    compare(late, wanted(name), name, options, shard, seed, ranks)
 
 
 def compare(
@@ -158,9 +163,10 @@ def compare(
     options: dict[str, Any],
     shard: bool,
     seed: int = 0,
+    ranks: int = 4,
 ) -> None:
     args = name, options, shard, seed
-    for got, faults, started in shared_pool(4).run(run, *args, timeout=900.0):
+    for got, faults, started in shared_pool(ranks).run(run, *args, timeout=900.0):
         assert started > 0
         assert faults == []
         assert got.keys() == want.keys()
@@ -173,12 +179,20 @@ def compare(
 BOTH: dict[str, Any] = {"mesh": "dp=2,tp=2", "plan": "search", "schedule": "auto"}
 
 
+FULL = "buckets(bytes=1048576)\nprefetch(ahead=4)"
+
+
+@pytest.mark.multiprocess
+def test_buckets() -> None:
+    check("blocks", BOTH | {"mesh": "dp=2", "schedule": FULL}, ranks=2)
+
+
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_buckets_over_two_axes() -> None:
-    check("blocks", BOTH | {"schedule": "buckets(bytes=1048576)\nprefetch(ahead=4)"})
+    check("blocks", BOTH | {"schedule": FULL})
 
 
-FULL = "buckets(bytes=1048576)\nprefetch(ahead=4)"
 MODELS = [*NAMES, "qwen3", "mixtral"]
 
 

@@ -67,8 +67,8 @@ def eagerly(
 def cases() -> Iterator[Any]:
     for name in NAMES:
         for mesh in MESHES:
-            slow = name == "bert" and mesh != "dp=2,tp=2"
-            marks = (pytest.mark.slow,) if slow else ()
+            quick = name == "llama" or mesh == "dp=2,tp=2"
+            marks = () if quick else pytest.mark.slow
             yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
 
 

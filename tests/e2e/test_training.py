@@ -24,7 +24,6 @@ QUICK = {
     ("llama", "dp=2,tp=2"),
     ("resnet", "dp=4"),
 }
-QUICK_GENERATED = frozenset({"llama"})
 
 
 def cases() -> Iterator[object]:
@@ -41,14 +40,15 @@ def test_op_by_op(name: str, mesh: str) -> None:
     compare(runs, one_device(name))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK_GENERATED else pytest.mark.slow)
-        for name in NAMES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_generated_kernels(name: str) -> None:
     options = {"mesh": "dp=2,tp=2", "codegen": "inductor"}
     runs = shared_pool(4).run(train, name, options, timeout=900.0)
     compare(runs, one_device(name))
+
+
+def test_generated_kernels_of_two_ranks() -> None:
+    options = {"mesh": "tp=2", "codegen": "inductor"}
+    runs = shared_pool(2).run(train, "llama", options, 2, timeout=900.0)
+    compare(runs, one_device("llama", 2))

@@ -85,6 +85,9 @@ def samples_of(info: Any, count: int, found: Trial) -> Iterator[tuple[tuple, dic
     except Exception as error:
         found.refused = f"no samples: {str(error)[:80]}"
         return
+    # torch lists those of meshgrid in the order of a set of texts, which each process
+    # has its own of.
+    listed.sort(key=lambda s: s.kwargs.get("indexing", ""))
     made = [((s.input, *s.args), s.kwargs) for s in listed]
     tensors = [x for x in _pytree.tree_leaves(made) if isinstance(x, torch.Tensor)]
     if any(x.layout is not torch.strided or x.is_nested for x in tensors):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as over_rows
@@ -70,6 +71,17 @@ def summed_up(x: Tensor, w: Tensor) -> Tensor:
     return each.sum(1) + total.sum()
 
 
+def noisy_steps(x: Tensor, w: Tensor) -> Tensor:
+    """A recurrence along dim 1 that draws random numbers in each step."""
+
+    def step(h, row):
+        h = F.dropout(torch.sin(h @ w) + row, 0.5)
+        return h * 1.0, h.cos() * torch.rand_like(row)
+
+    last, each = scan(step, torch.zeros_like(x[:, 0]), x, dim=1)
+    return last.sum(-1) + each.sum((0, 2))
+
+
 def attention(x: Tensor, w: Tensor) -> Tensor:
     """Four heads over two of keys; scores by batch and head, a mask by batch."""
     q = (x @ w).view(4, 4, 4, 2).transpose(1, 2)
@@ -104,5 +116,5 @@ CONTROL: dict[str, Program] = {
         until_small,
     )
 }
-# Loops of unknown length have no backward whose shapes are known.
-OPEN = {"repeated", "until_small"}
+# Loops of a length that depends on data run whole where they have a backward.
+UNKNOWN_LENGTH = {"repeated", "until_small"}

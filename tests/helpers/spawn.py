@@ -3,9 +3,9 @@
 ``Pool(n)`` keeps n processes that have imported torch and share a process group, since
 that import costs seconds. ``pool.run(fn, *args)`` calls a function that can be imported
 by name on every rank and returns the results in order of ranks; ``pool.errors`` what
-they raised. ``shared_pool(n)`` is one pool per test session. ``run_script`` starts a
-script as torchrun does. Nothing outlives its timeout, and no port is guessed: this
-process holds the store that ranks meet at.
+they raised. ``shared_pool(n)`` is n ranks of one pool for the test session.
+``run_script`` starts a script as torchrun does. Nothing outlives its timeout, and no
+port is guessed: this process holds the store that ranks meet at.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+RANKS = 4  # of the session's pool
 TAIL = 4000  # characters of a rank's output shown when it fails
 
 
@@ -50,10 +51,15 @@ class _Rank:
 
 
 class Pool:
-    """``size`` ranks, started when first used and again after one was lost."""
+    """``size`` ranks, started when first used and again after one was lost.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    ``env``: variables they start with; ``group``: whether they are a process group.
+    """
+
+    def __init__(
+        self, size: int, *, env: Mapping[str, str] | None = None, group: bool = True
+    ) -> None:
+        self.size, self.env, self.group = size, dict(env or {}), group
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._life = self._world = 0
@@ -65,6 +71,7 @@ class Pool:
         ``ranks``: use only so many; ``env``: variables to set meanwhile; ``timeout``:
         seconds. Raises RankError with the tracebacks if a rank raised.
         """
+        __tracebackhide__ = True
         outcomes = self._outcomes(fn, args, **how)
         failed = {r: text for r, (kind, _, text) in enumerate(outcomes) if kind != "ok"}
         if failed:
@@ -116,7 +123,7 @@ class Pool:
             "fn": (fn.__module__, fn.__qualname__),
             "args": args,
             "world": count,
-            "life": self._life,
+            "life": self._life if self.group else None,
             "env": dict(env or {}),
         }
         members = self._ranks[:count]
@@ -163,7 +170,7 @@ class Pool:
                 pass_fds=[theirs.fileno()],
                 stdout=output,
                 stderr=output,
-                env=_environment(),
+                env=_environment(self.env),
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -171,9 +178,34 @@ class Pool:
             self._ranks.append(_Rank(process, ours, output))
 
 
+@dataclass(frozen=True)
+class SharedPool:
+    """``size`` ranks of a pool that has at least as many."""
+
+    size: int
+    pool: Pool
+
+    def run(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+        """As ``Pool.run``."""
+        __tracebackhide__ = True
+        return self.pool.run(fn, *args, **{"ranks": self.size} | how)
+
+    def errors(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+        """As ``Pool.errors``."""
+        return self.pool.errors(fn, *args, **{"ranks": self.size} | how)
+
+    def renew(self) -> None:
+        """As ``Pool.renew``."""
+        self.pool.renew()
+
+
+def shared_pool(size: int) -> SharedPool:
+    """``size`` ranks of the session's one pool, which start once for all tests."""
+    return SharedPool(size, _session_pool(max(size, RANKS)))
+
+
 @functools.cache
-def shared_pool(size: int) -> Pool:
-    """One pool of this size per session, ended with it."""
+def _session_pool(size: int) -> Pool:
     pool = Pool(size)
     atexit.register(pool.close)
     return pool

@@ -21,7 +21,7 @@ import fxpar
 from tests.helpers.models import DRAWS_RANDOM, build_double, build_loss, double
 
 STEPS = 10
-MESHES = {"dp=4": 4, "dp=2,tp=2": 2}  # with the parts of a batch
+MESHES = {"dp=2": 2, "dp=4": 4, "dp=2,tp=2": 2}  # with the parts of a batch
 
 LOSS = 1e-5  # relative
 GRADIENT = 1e-4  # relative to the largest value of a gradient

@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops import scan
+from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as over_rows
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
+from fxpar.passes.loop_steps import STEPS
 from fxpar.planning import TracedPlan
-from fxpar.sharding.program import inside_of
-from tests.helpers.bodies import CONTROL, OPEN, attention
+from fxpar.sharding.program import Input, Signature, inside_of, read
+from tests.helpers.bodies import CONTROL, UNKNOWN_LENGTH, attention, noisy_steps
 
 BATCH = ("dp", None, None)
 
@@ -61,7 +66,7 @@ def test_the_batch_is_split_inside(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CONTROL.keys() - OPEN))
+@pytest.mark.parametrize("name", sorted(CONTROL.keys() - UNKNOWN_LENGTH))
 def test_gradients_are_those_of_one_device(name: str) -> None:
     plan = planned(CONTROL[name], grad=True)
     assert_equal(plan)
@@ -79,8 +84,7 @@ def test_any_mesh(
     name: str, mode: str, mesh: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXPAR_HARDWARE", "h100")
-    how: dict[str, Any] = {"mode": mode, "in_specs": None, "grad": name not in OPEN}
-    assert_equal(planned(CONTROL[name], mesh, **how))
+    assert_equal(planned(CONTROL[name], mesh, mode=mode, in_specs=None, grad=True))
 
 
 def test_a_loop_whose_test_sums_over_the_batch_runs_whole() -> None:
@@ -90,6 +94,66 @@ def test_a_loop_whose_test_sums_over_the_batch_runs_whole() -> None:
         )
     assert_equal(plan)
     assert plan.unknown == ("while_loop",)
+
+
+def times(count: int) -> Callable[..., Any]:
+    """A loop of so many steps, which only running it tells."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        _, out = while_loop(
+            lambda i, x: i < count,
+            lambda i, x: (i + 1, torch.tanh(x @ w) + 0.5 * x),
+            (torch.zeros((), dtype=torch.int64), x),
+        )
+        return out * w[0]
+
+    return fn
+
+
+def one_by_one(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and the gradients of ``times(count)``, without a loop in the graph."""
+    x, w = (t.requires_grad_() for t in inputs())
+    out = x
+    for _ in range(count):
+        out = torch.tanh(out @ w) + 0.5 * out
+    out = out * w[0]
+    return out.detach(), *torch.autograd.grad(out.sum(), [x, w])
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        (1, "dp=2"),
+        (STEPS + 3, "dp=2"),
+        pytest.param(3, "dp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param(STEPS, "dp=3", marks=pytest.mark.slow),
+        pytest.param(STEPS - 1, "dp=4", marks=pytest.mark.slow),
+    ],
+)
+def test_the_backward_of_a_loop_of_unknown_length(count: int, mesh: str) -> None:
+    plan = planned(times(count), mesh, grad=True)
+    out, grads = plan.simulate(*inputs())
+    got = out, grads["x"], grads["w"]
+    torch.testing.assert_close(got, one_by_one(count))
+    assert plan.unknown == ("while_loop",)
+
+
+@pytest.mark.slow
+def test_the_number_of_steps_is_that_of_each_call() -> None:
+    """One plan, called with inputs of which the loop takes more steps or fewer."""
+    plan = planned(CONTROL["until_small"], grad=True)
+    x, w = inputs()
+    for scale in (1e-3, 1.0, 1e6):
+        got, want = plan.simulate(x * scale, w), plan.reference(x * scale, w)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_size_that_depends_on_data_otherwise_is_refused() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        x = mode.from_tensor(torch.ones(4))
+        graph = make_fx(lambda x: x.nonzero().sum(0))(x).graph
+    with pytest.raises(PlanError, match="nonzero.* has a size that depends on data"):
+        read(graph, Signature((Input("x"),), ()))
 
 
 def test_a_loop_carries_partial_sums_and_reduces_them_once() -> None:
@@ -169,15 +233,91 @@ def test_positions_inside_count_by_global_index() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_random_numbers_inside_are_refused() -> None:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
+# Random numbers
+
+
+def _noisy_branches(x: Tensor, w: Tensor) -> Tensor:
+    def noise(x):
+        return x * torch.rand_like(x) + torch.randn_like(x)
+
+    return torch.cond(x.sum() > 0, noise, lambda x: F.dropout(x, 0.5), (x,))
+
+
+def _noisy_rows(x: Tensor, w: Tensor) -> Tensor:
+    return over_rows(lambda row, w: F.dropout(row @ w, 0.5), x, w)
+
+
+def _noisy_branch_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    def some(row):
         return torch.cond(
-            x.sum() > 0, lambda x: x * torch.rand_like(x), lambda x: x * 1.0, (x,)
+            row.mean() > 9, lambda r: r * 2.0, lambda r: F.dropout(r, 0.5), (row,)
         )
 
-    with pytest.raises(PlanError, match="same random numbers") as error:
-        planned(fn)
+    return over_rows(lambda row: some(row) + torch.rand_like(row), x)
+
+
+def _noisy_loop(x: Tensor, w: Tensor) -> Tensor:
+    return while_loop(
+        lambda x: x.abs().sum() < 100, lambda x: (x + torch.rand_like(x),), (x,)
+    )[0]
+
+
+def _of_seed(run: Callable[..., Any], seed: int) -> Any:
+    given = inputs()
+    torch.manual_seed(seed)
+    return run(*given)
+
+
+@pytest.mark.parametrize(
+    ("fn", "mesh", "grad"),
+    [
+        (_noisy_branches, "dp=2", False),
+        (noisy_steps, "dp=2", True),
+        pytest.param(_noisy_rows, "dp=4", False, marks=pytest.mark.slow),
+        pytest.param(noisy_steps, "dp=2,tp=2", True, marks=pytest.mark.slow),
+        pytest.param(_noisy_branch_of_rows, "dp=2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_random_numbers_inside_do_not_depend_on_the_mesh(
+    fn: Callable[..., Any], mesh: str, grad: bool
+) -> None:
+    plan = planned(fn, mesh, grad=grad)
+    got, want = _of_seed(plan.simulate, 1), _of_seed(plan.reference, 1)
+    torch.testing.assert_close(got, want)
+    (node, *_) = higher(plan)
+    split = fn is not _noisy_branches  # where every rank needs its predicate whole
+    assert any("dp" in spec.sharded_axes for spec in node.operands) or not split
+    other = _of_seed(plan.simulate, 2)
+    assert not torch.equal(other[0] if grad else other, got[0] if grad else got)
+
+
+def test_each_step_draws_numbers_of_its_own() -> None:
+    plan = planned(lambda x, w: over_rows(lambda row: torch.rand_like(row), x))
+    rows = plan.simulate(*inputs())
+    assert len({tuple(row.flatten().tolist()) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("fn", "grad", "why"),
+    [
+        (_noisy_loop, False, "same random numbers"),
+        (_noisy_branches, True, "again in its backward"),
+        (
+            lambda x, w: torch.cond(
+                x.sum() > 0, lambda x: torch.poisson(x.abs()), lambda x: x * 1.0, (x,)
+            ),
+            False,
+            "same random numbers",
+        ),
+    ],
+)
+def test_random_numbers_inside_are_refused(
+    fn: Callable[..., Any], grad: bool, why: str
+) -> None:
+    with pytest.raises(PlanError, match=why) as error:
+        planned(fn, grad=grad)
     assert "test_bodies.py" in str(error.value)
+    assert "pass them in" in str(error.value)
 
 
 # Attention

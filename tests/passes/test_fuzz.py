@@ -11,7 +11,7 @@ from fxpar.passes import collective_nodes, lower
 from tests.helpers.check_random import run
 from tests.helpers.random_programs import Case
 
-QUICK, ALL = 100, 2000
+QUICK, ALL = 40, 2040
 
 
 @pytest.mark.parametrize("seed", range(QUICK))

@@ -110,6 +110,16 @@ def where(timeline: Timeline) -> dict[str, tuple[float, float]]:
     }
 
 
+def test_a_part_of_a_graph_may_be_given_the_results_of_an_op():
+    """As a window behind the backward of a convolution is: one of them may be None."""
+    s = Sketch()
+    given = s.input(4)
+    given.meta["val"] = [None, s.input(4).meta["val"], s.input(8).meta["val"]]
+    out = s.run(s(aten.exp, s(operator.getitem, given, 2)))
+    (event,) = out.events
+    assert event.bytes == 2 * 8 * 4
+
+
 # Kernels
 
 

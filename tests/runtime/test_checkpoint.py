@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,19 +134,25 @@ def at(name: str, mesh: str | None, path: str, fn) -> dict:
     return results[0]
 
 
+MESHES = [
+    ("dp=4", "dp=2,tp=2"),
+    ("dp=4", None),
+    (None, "dp=4"),
+    ("dp=2,tp=2", "dp=4"),
+    ("dp=2,tp=2", None),
+]
+QUICK = [("gpt2", MESHES[0]), ("gpt2", MESHES[2]), ("resnet", MESHES[4])]
+
+
+def cases() -> Iterator[Any]:
+    for name, meshes in itertools.product(MODELS, MESHES):
+        marks = () if (name, meshes) in QUICK else pytest.mark.slow
+        names = "->".join(mesh or "one" for mesh in meshes)
+        yield pytest.param(name, meshes, id=f"{name}-{names}", marks=marks)
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "meshes",
-    [
-        ("dp=4", "dp=2,tp=2"),
-        ("dp=4", None),
-        (None, "dp=4"),
-        ("dp=2,tp=2", "dp=4"),
-        ("dp=2,tp=2", None),
-    ],
-    ids=lambda pair: "->".join(mesh or "one" for mesh in pair),
-)
+@pytest.mark.parametrize(("name", "meshes"), list(cases()))
 def test_between_meshes(tmp_path: Path, name: str, meshes: tuple) -> None:
     saved_on, loaded_on = meshes
     saved = at(name, saved_on, str(tmp_path), save)

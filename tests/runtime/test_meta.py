@@ -94,8 +94,8 @@ def filled(how: str, dtype: torch.dtype, mesh: str, chunk: int) -> dict:
     [
         pytest.param(torch.float32, "dp=4", 1 << 22, marks=pytest.mark.slow),
         (torch.float32, "dp=2,tp=2", 32),
-        (torch.bfloat16, "dp=2,tp=2", 1 << 22),
-        (torch.float64, "dp=4", 100),
+        pytest.param(torch.bfloat16, "dp=2,tp=2", 1 << 22, marks=pytest.mark.slow),
+        pytest.param(torch.float64, "dp=4", 100, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -33,6 +33,7 @@ FORMS = {
     "passes/local_sizes.py",
     "passes/local_views.py",
     "passes/normalize_shifts.py",
+    "passes/loop_steps.py",  # calls that read a loop's steps and spell no size
 }
 
 

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _torch
-from fxpar.fusion.kernels import run_kernels
+from fxpar import _torch, cache_files
 from fxpar.fusion.kernels.implementations import Facts, choose, rungs_of
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.symmetric_memory import Meeting, Unshared
@@ -123,14 +122,14 @@ def tuned(
     way, seconds = fastest(ways, prepare, meeting, clock)
     if meeting.rank == 0:
         text = json.dumps({"way": asdict(way), "seconds": seconds}, indent=1)
-        run_kernels.keep(path, text)
+        cache_files.write_file(path, text)
     return way
 
 
 def _path(program: Program, ranks: int, where: Mapping[str, Any]) -> Path:
     facts = [program.hash, ranks, sorted(where.items()), *_torch.version.versions()]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return run_kernels.folder() / "tuned" / f"{digest}.json"
+    return cache_files.folder() / "tuned" / f"{digest}.json"
 
 
 def _kept(path: Path) -> str:

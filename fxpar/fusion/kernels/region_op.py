@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret, run_fused, run_kernels
 from fxpar.fusion.kernels.implementations import FUSED
@@ -44,7 +44,7 @@ def remember(program: Program) -> str:
     if program.hash not in _KNOWN:
         _KNOWN[program.hash] = program
         with contextlib.suppress(OSError):
-            run_kernels.keep(_path(program.hash), program.text)
+            cache_files.write_file(_path(program.hash), program.text)
     return program.hash
 
 
@@ -65,7 +65,7 @@ def lookup(name: str) -> Program:
 
 
 def _path(name: str) -> Path:
-    return run_kernels.folder() / "programs" / f"{name}.json"
+    return cache_files.folder() / "programs" / f"{name}.json"
 
 
 torch.library.define(

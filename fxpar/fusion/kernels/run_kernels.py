@@ -11,7 +11,6 @@ alone, so that it is one on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import interpret
 from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
@@ -188,7 +187,7 @@ def call(
             f"{type(error).__name__}: {first}",
             where=LINES.get(region.hash) if region else None,
             fix='compile with options={"fuse": "none"}, and report the kernel: its '
-            f"source is in {folder() / 'kernels'}",
+            f"source is in {cache_files.folder() / 'kernels'}",
         ) from error
 
 
@@ -295,9 +294,9 @@ def module_of(name: str, text: str) -> Any:
     """A source text as a module. Triton reads the source of a function again from the
     file it stands in."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = folder() / "kernels" / f"{name}_{digest}.py"
+    path = cache_files.folder() / "kernels" / f"{name}_{digest}.py"
     try:
-        keep(path, text)
+        cache_files.write_file(path, text)
     except OSError:
         path = Path(tempfile.mkdtemp(prefix="fxpar_")) / path.name
         path.write_text(text)
@@ -306,25 +305,3 @@ def module_of(name: str, text: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def folder() -> Path:
-    """Beside the caches of Inductor (TORCHINDUCTOR_CACHE_DIR)."""
-    return Path(_torch.inductor.cache_dir()) / "fxpar"
-
-
-def keep(path: Path, text: str) -> None:
-    """Write a file, unless it is there: in one step, since other ranks read it. Raises
-    OSError."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if path.read_text() == text:
-            return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".new")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise

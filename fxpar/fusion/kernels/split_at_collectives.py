@@ -1,17 +1,19 @@
-"""A program cut at its collectives.
+"""Split a region program at its collectives, for several kernels or for one.
 
 In: a program. Out: its steps in order: programs without collectives (a ``Part``) and
-collectives (a ``Move``), which hand values on by name. What does not depend on a
-collective and is not needed for one is computed as late as it can be, beside what reads
-it. It copies lines and makes none.
+collectives (a ``Move``), which hand values on by name (``stages_of``); or a ``Cut``, of
+which one kernel is made. What does not depend on a collective and is not needed for one
+is computed as late as it can be, beside what reads it. It copies lines and makes none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Line, Program, Ref, Tensor, contiguous
 
 WAIT = "_c10d_functional.wait_tensor.default"
@@ -107,18 +109,123 @@ def _part(program: Program, lines: Sequence[Line]) -> Program:
         for name in other.refs
     }
     outputs = [
-        results.get(line.name, _tensor(line))
+        results.get(line.name, row_major(line))
         for line in lines
         if line.name in wanted or line.name in results
     ]
-    given = [inputs.get(name) or _tensor(program.values[name]) for name in read]
+    given = [inputs.get(name) or row_major(program.values[name]) for name in read]
     # A collective reads what lies in memory row by row.
     moved = {n for x in program.lines if x.op in MOVES for n in x.refs}
-    outputs = [_tensor(t) if t.name in moved else t for t in outputs]
+    outputs = [row_major(t) if t.name in moved else t for t in outputs]
     return Program(
         tuple(given), tuple(lines), tuple(outputs), program.numbers, program.ranks
     )
 
 
-def _tensor(value: Line | Tensor) -> Tensor:
+def row_major(value: Line | Tensor) -> Tensor:
+    """A value as it lies in memory row by row."""
     return Tensor(value.name, value.shape, contiguous(value.shape), value.dtype)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A program split for one kernel with all of it."""
+
+    moves: tuple[Move, ...]
+    parts: tuple[Program, ...]  # before, between, behind ``moves``, perhaps no lines
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the collectives, in order."""
+        return tuple(move.kind for move in self.moves)
+
+
+def cut(program: Program) -> Cut:
+    """Split a program for one kernel: each part gives all that the kernel must write.
+
+    That is also what passes from one collective to the next, or through one to the
+    caller, and masks of this rank's part. Raises CannotEmit.
+    """
+    moves: list[Move] = []
+    parts: dict[int, Program] = {}
+    for step in stages_of(program):
+        if isinstance(step, Move):
+            moves.append(step)
+        else:
+            assert isinstance(step, Part)
+            parts[len(moves)] = step.program
+    if {0, 1} <= parts.keys():
+        parts[0], parts[1] = _settled(program, moves[0], parts[0], parts[1])
+    wanted = {t.name for t in program.outputs}
+    full = []
+    for k in range(len(moves) + 1):
+        part = parts.get(k, Program((), (), (), program.numbers, program.ranks))
+        if k and moves[k - 1].result in wanted:
+            part = _given(part, row_major(program.values[moves[k - 1].result]))
+        if k < len(moves) and moves[k].operand not in {t.name for t in part.outputs}:
+            part = _given(part, _operand(program, moves, k))
+        full.append(part)
+    return Cut(tuple(moves), tuple(full))
+
+
+def _settled(
+    program: Program, move: Move, first: Program, then: Program
+) -> tuple[Program, Program]:
+    """What has the size of a collective's result and not of its operand is computed
+    behind it: a mask of this rank's rows, that is a result itself."""
+    operand, result = program.values[move.operand], program.values[move.result]
+    fit = {t for t in first.outputs if t.count == result.count != operand.count}
+    if not fit:
+        return first, then
+    rest = tuple(t for t in first.outputs if t not in fit)
+    names = {t.name for t in fit}
+    known = {line.name for line in then.lines}
+    lines = [line for line in _cone(first, names) if line.name not in known]
+    lines += then.lines
+    made = {line.name for line in lines}
+    inputs = {t.name: t for t in (*first.inputs, *then.inputs)}
+    read = dict.fromkeys(name for line in lines for name in line.refs)
+    outputs = (*(t for t in first.outputs if t in fit), *then.outputs)
+    wanted = {t.name for t in program.outputs}
+    return (
+        dataclasses.replace(
+            first, lines=_cone(first, {t.name for t in rest}), outputs=rest
+        ),
+        dataclasses.replace(
+            then,
+            inputs=tuple(inputs[name] for name in read if name not in made),
+            lines=tuple(lines),
+            outputs=tuple(t for t in outputs if t.name in wanted or t not in fit),
+        ),
+    )
+
+
+def _cone(part: Program, names: set[str]) -> tuple[Line, ...]:
+    """The lines that values are made by."""
+    needed, out = set(names), []
+    for line in reversed(part.lines):
+        if line.name in needed:
+            needed.update(line.refs)
+            out.append(line)
+    return tuple(reversed(out))
+
+
+def _operand(program: Program, moves: Sequence[Move], k: int) -> Tensor:
+    """What a collective is given that no line before it makes: an input, or the result
+    of the one before."""
+    name = moves[k].operand
+    known = {t.name for t in program.inputs} | {move.result for move in moves[:k]}
+    if name not in known:
+        raise CannotEmit(name, "is given to a collective long after it is made")
+    return next(
+        (t for t in program.inputs if t.name == name), row_major(program.values[name])
+    )
+
+
+def _given(part: Program, t: Tensor) -> Program:
+    """A part that also hands on what it is given."""
+    inputs = part.inputs
+    if t.name not in {x.name for x in inputs}:
+        inputs = (*inputs, t)
+    moved = dataclasses.replace(t, stride=contiguous(t.shape))
+    return dataclasses.replace(part, inputs=inputs, outputs=(*part.outputs, moved))

@@ -52,8 +52,7 @@ from fxpar.fusion.kernels.kernel_text import (
 )
 from fxpar.fusion.kernels.reductions import FLAT_BLOCK, CannotEmit, Space, space_of
 from fxpar.fusion.kernels.region_program import Program, Tensor, dtype_of
-from fxpar.fusion.kernels.split_at_collectives import Move
-from fxpar.fusion.kernels.split_fused import Cut, cut, row_major
+from fxpar.fusion.kernels.split_at_collectives import Cut, Move, cut, row_major
 from fxpar.fusion.kernels.symmetric_memory import region_number
 
 # Elements of the least block that parts of ranks are cut into: a warp's, 128 bits each.
@@ -228,7 +227,7 @@ class _Builder:
     def _give(self, k: int) -> Sink:
         """Into the own buffer, and to memory if others read it from there."""
         name = self.cut.moves[k].operand
-        t = row_major(self.program, name)
+        t = row_major(self.program.values[name])
         own = self._place(f"{name}_given", t)
         kept = {x.name for part in self.cut.parts[k + 1 :] for x in part.inputs}
         kept -= {move.result for move in self.cut.moves}
@@ -300,7 +299,7 @@ class _Builder:
 
     def _sum_own(self, move: Move) -> None:
         """The second shot: this rank sums its blocks, and all ranks wait for them."""
-        t = row_major(self.program, move.result)
+        t = row_major(self.program.values[move.result])
         summed = f"{move.operand}_summed"
         own = self._place(summed, t)
         if self.switch:

@@ -33,7 +33,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Line:
+class AlphaBeta:
     """One algorithm: ``alpha`` seconds, and ``beta`` for each byte."""
 
     algorithm: str
@@ -45,7 +45,7 @@ class Line:
 class Curve:
     """Time over bytes: the least of some lines, so monotone and concave."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[AlphaBeta, ...]
 
     def seconds(self, nbytes: Any) -> Any:
         """Seconds for ``nbytes`` on each rank: a number, or an array of them."""
@@ -58,7 +58,7 @@ class Curve:
 
         return np.min(times, 0)
 
-    def line(self, nbytes: float) -> Line:
+    def line(self, nbytes: float) -> AlphaBeta:
         """Of the algorithm that is fastest for ``nbytes``."""
         return min(self.lines, key=lambda line: line.alpha + line.beta * nbytes)
 
@@ -144,7 +144,7 @@ def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Ranks:
     """Stages as a kind of collective sees them, each innermost first.
 
     ``within``: ranks of the group in one unit of a stage. ``lanes``: bytes/s that these
@@ -166,14 +166,14 @@ class _Group:
         )
 
 
-def _ring(group: _Group, rounds: int) -> tuple[float, float]:
+def _ring(group: _Ranks, rounds: int) -> tuple[float, float]:
     """Alpha and beta of the ring: each round sends (N-1)/N of the bytes in N-1 steps
     (Patarasuk and Yuan, 2009)."""
     volume = rounds * (group.count - 1) / group.count
     return rounds * group.around(), volume / min(group.lanes)
 
 
-def _tree(group: _Group) -> tuple[float, float] | None:
+def _tree(group: _Ranks) -> tuple[float, float] | None:
     """Two complementary trees of half the bytes each, up and down (Sanders, Speck and
     Träff, 2009), chains inside nodes; None where the library has none."""
     if not any(link.tree for link in group.links):
@@ -187,12 +187,12 @@ def _tree(group: _Group) -> tuple[float, float] | None:
     return alpha, beta
 
 
-def _gather(group: _Group) -> tuple[float, float]:
+def _gather(group: _Ranks) -> tuple[float, float]:
     """A ring in which all but a rank's own part arrives: N-1 times its bytes."""
     return group.around(), (group.count - 1) / min(group.lanes)
 
 
-def _exchange(group: _Group) -> tuple[float, float]:
+def _exchange(group: _Ranks) -> tuple[float, float]:
     """Every rank sends 1/N of its bytes to each other one, all stages at once."""
     alpha = beta = 0.0
     for n, link, m in zip(group.sizes, group.links, group.within, strict=True):
@@ -202,7 +202,7 @@ def _exchange(group: _Group) -> tuple[float, float]:
     return alpha, beta
 
 
-def _shift(group: _Group) -> tuple[float, float]:
+def _shift(group: _Ranks) -> tuple[float, float]:
     """Every rank sends all it holds to one other, over the slowest link at worst."""
     return (
         max(link.latency for link in group.links),
@@ -210,7 +210,7 @@ def _shift(group: _Group) -> tuple[float, float]:
     )
 
 
-_Algorithm = Callable[[_Group], "tuple[float, float] | None"]
+_Algorithm = Callable[[_Ranks], "tuple[float, float] | None"]
 
 # What a library may run for each kind. The ring comes first, and wins a tie.
 _ALGORITHMS: dict[str, dict[str, _Algorithm]] = {
@@ -228,16 +228,16 @@ KINDS = tuple(_ALGORITHMS)
 def _curve(kind: str, stages: tuple[Stage, ...]) -> Curve:
     algorithms = _ALGORITHMS[kind]
     if not stages:
-        return Curve((Line("none", 0.0, 0.0),))
+        return Curve((AlphaBeta("none", 0.0, 0.0),))
     links = [dict(stage.link.kinds).get(kind, stage.link) for stage in stages]
     sizes = [stage.size for stage in stages]
     within = [math.prod(sizes[:i]) for i in range(len(sizes))]
     lanes = [link.bandwidth * m for link, m in zip(links, within, strict=True)]
-    group = _Group(sizes, links, within, lanes, math.prod(sizes))
+    group = _Ranks(sizes, links, within, lanes, math.prod(sizes))
     overhead = max(link.overhead for link in links)
     lines = []
     for name, algorithm in algorithms.items():
         found = algorithm(group)
         if found is not None:
-            lines.append(Line(name, overhead + found[0], found[1]))
+            lines.append(AlphaBeta(name, overhead + found[0], found[1]))
     return Curve(tuple(lines))

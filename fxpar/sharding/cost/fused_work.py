@@ -19,7 +19,7 @@ import torch
 
 from fxpar.sharding import shift_messages
 from fxpar.sharding.cost.hardware import Hardware
-from fxpar.sharding.cost.op import flops_of, least_of_factors
+from fxpar.sharding.cost.op import family_of, flops_of, least_of_factors
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, Value, contracts, is_view
@@ -27,19 +27,20 @@ from fxpar.sharding.program import Op, Program, Value, contracts, is_view
 
 @dataclass(frozen=True)
 class Work:
-    """One op's work, of all ranks together.
+    """One op's work, of all ranks together."""
 
-    ``flops``: of its contraction, 0 for a light op. ``moved``: (position among
-    ``op.tensors``, bytes) that it reads or writes in memory, of what its region shares
-    its share. ``points``: elements of each tensor, none for a view. ``launches``:
-    whether its kernel starts with it.
-    """
-
+    # Of its contraction; 0 for a light op.
     flops: float
+    # (position among ``op.tensors``, bytes) that it reads or writes in memory; of what
+    # its region shares, its share.
     moved: tuple[tuple[int, float], ...]
+    # Elements of each tensor; none for a view.
     points: tuple[int, ...]
+    # Whether its kernel starts with it.
     launches: bool
     dtype: torch.dtype
+    # Which peak a contraction has, as ``Hardware.peak`` knows it.
+    family: str = ""
 
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
@@ -57,7 +58,9 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         streamed = moved / on.bandwidth + points / on.peak("float32").flops
         return streamed + shift_messages.seconds(op, strategy, mesh)
     flops = work.flops / math.prod(shards.values())
-    arithmetic = on.arithmetic(flops, _least(op, shards), work.dtype)
+    arithmetic = on.arithmetic(
+        flops, _least(op, shards), work.dtype, family=work.family
+    )
     return max(arithmetic, moved / on.bandwidth)
 
 
@@ -70,7 +73,7 @@ def work_alone(op: Op, values: Sequence[Value]) -> Work:
         return Work(0.0, (), (), False, dtype)
     moved = tuple((i, float(x.nbytes)) for i, x in enumerate(tensors))
     points = tuple(x.numel for x in tensors)
-    return Work(flops_of_op(op), moved, points, True, dtype)
+    return Work(flops_of_op(op), moved, points, True, dtype, family_of(op.target))
 
 
 def _least(op: Op, shards: Mapping[str, int]) -> float:
@@ -199,5 +202,6 @@ class Regions:
             dtype = floating[0] if floating else dtype
             points = tuple(program.values[v].numel for v in op.tensors)
             flops = self.flops[op.index]
-            out.append(Work(flops, tuple(moved), points, launches, dtype))
+            family = family_of(op.target)
+            out.append(Work(flops, tuple(moved), points, launches, dtype, family))
         return out

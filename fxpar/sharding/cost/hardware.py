@@ -30,10 +30,10 @@ class Peak:
     Each quantity saturates as in Hockney's r = r_inf n / (n + n_half): ``half_flops``
     is the work at which starting up takes half the time, ``half_dim`` the smallest of
     m, n, k at which half of a tile is idle. Starting up takes as long whatever the
-    tiles: so a contraction that grows in any dim never takes less time. ``flops`` is
-    the data sheet's figure and ``efficiency`` what large contractions reach of it.
+    tiles: so a contraction that grows in any dim never takes less time.
     """
 
+    # Flops/s of the data sheet, and what large contractions reach of it.
     flops: float
     efficiency: float = 1.0
     half_flops: float = 0.0
@@ -57,48 +57,50 @@ class Measured:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a network, e.g. NVLink in a node. ``devices``: how many it joins, 0
-    for any number. ``bandwidth``: bytes/s one device sends; if ``shared``, what all
-    devices of a unit (the level below) send together. ``latency``: seconds from rank to
-    rank. ``overhead``: seconds per collective. ``tree``: see ``mesh.Link``.
-    """
+    """One level of a network, e.g. NVLink in a node."""
 
+    # How many it joins; 0: any number.
     devices: int
+    # Bytes/s one device sends.
     bandwidth: float
+    # Seconds from rank to rank.
     latency: float
+    # Seconds per collective.
     overhead: float = 0.0
+    # ``bandwidth`` is what all devices of a unit (the level below) send together.
     shared: bool = False
+    # See ``mesh.Link``.
     tree: bool = False
     kinds: tuple[tuple[str, Measured], ...] = ()
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """``bandwidth``, ``memory``: of the device memory, bytes/s that streaming reaches
-    and bytes. ``launch``: seconds for each kernel (on CPU: op or fused region) of a
-    compiled graph, ``eager_launch`` of one run op by op. ``levels``: the network,
-    innermost first. ``about``: where the figures are from.
-
-    ``peaks`` may tell a family of ops apart from products of matrices by a name as
-    "float32 convolution backward". ``near``: (bytes, bytes/s), of kernels that move no
-    more than that, which caches hold; from the last to ``bandwidth`` the rate changes
-    evenly in logarithms, as between them. ``beside``: what share of a collective's time
-    kernels that run beside it lose, 0 where it has engines of its own, about 1 where
-    the cores that compute also copy and add up. ``light``: how many operations on
-    single elements fused kernels do in a second, by the classes of ``LIGHT``; one that
-    is not there never takes longer than memory does.
-    """
+    """What one device and its network can do."""
 
     name: str
+    # By dtype. A name as "float32 convolution backward" tells a family of ops apart
+    # from products of matrices.
     peaks: tuple[tuple[str, Peak], ...]
+    # Of the device memory: bytes/s that streaming reaches, and bytes.
     bandwidth: float
     memory: float
+    # Seconds for each kernel (on CPU: op or fused region) of a compiled graph, and of
+    # one run op by op.
     launch: float
     eager_launch: float
+    # The network, innermost first.
     levels: tuple[Level, ...]
+    # Where the figures are from.
     about: str = ""
+    # (bytes, bytes/s) of kernels that move no more than that, which caches hold; from
+    # the last to ``bandwidth`` the rate changes evenly in logarithms, as between them.
     near: tuple[tuple[float, float], ...] = ()
+    # What share of a collective's time kernels that run beside it lose: 0 where it has
+    # engines of its own, about 1 where the cores that compute also copy and add up.
     beside: float = 0.0
+    # Operations on single elements that fused kernels do in a second, by the classes of
+    # ``LIGHT``; one that is not there never takes longer than memory does.
     light: tuple[tuple[str, float], ...] = ()
 
     def peak(self, dtype: Any, *, tf32: bool = False, family: str = "") -> Peak:

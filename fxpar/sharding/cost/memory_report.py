@@ -1,9 +1,9 @@
 """What a rank holds under a plan, by kind, when it holds most.
 
 In: a Decision. Out: (kind, bytes) at the peak of a training step or of a forward. Where
-the search counts what its choices decide one by one (``search.memory``), here every
-reshard is known: each value in each of its specs is a buffer, from what makes it to
-what last reads it. Never changes the Decision and runs nothing.
+the search counts what its choices decide one by one (``search.memory_constraints``),
+here every reshard is known: each value in each of its specs is a buffer, from what
+makes it to what last reads it. Never changes the Decision and runs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import backward_ops, is_view
 from fxpar.sharding.propagate.at_rest import derived, gathered_again, resting
 from fxpar.sharding.reshard.needed import Reshard
-from fxpar.sharding.search.memory_entries import MOMENTS
+from fxpar.sharding.search.memory_constraints import MOMENTS
 from fxpar.sharding.spec import Spec
 
 # In the order in which they are told.
@@ -36,7 +36,7 @@ KINDS = (
 Version = tuple[int, Spec]
 
 # (kind, bytes, first op, last op)
-Held = tuple[str, int, int, int]
+_Buffer = tuple[str, int, int, int]
 
 
 def footprint(
@@ -44,7 +44,7 @@ def footprint(
 ) -> tuple[tuple[str, int], ...]:
     """(kind, bytes a rank holds) at the peak, kinds of which there is nothing left out.
 
-    Optimizer state is that of ``search.memory.MOMENTS``, of parameters that have a
+    Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
     gradient. ``keep_gathered``: parameters at rest are gathered once for both phases.
     """
     held = list(_Holding(decision, keep_gathered).all())
@@ -173,7 +173,7 @@ class _Holding:
         mesh = self.decision.mesh
         return self.program.values[v].nbytes // mesh.count(spec.sharded_axes)
 
-    def all(self) -> Iterator[Held]:
+    def all(self) -> Iterator[_Buffer]:
         """Every buffer with its kind and when it is there."""
         yield from self._inputs()
         gradients = self._gradients()
@@ -186,7 +186,7 @@ class _Holding:
             if not (kernel or (made and v in given) or (v, spec) in gradients):
                 yield from self._buffer(v, spec, span, made)
 
-    def _buffer(self, v: int, spec: Spec, span: _Span, made: bool) -> Iterator[Held]:
+    def _buffer(self, v: int, spec: Spec, span: _Span, made: bool) -> Iterator[_Buffer]:
         """A version of a value, once for each time it is made."""
         size, born = self._size(v, spec), span.born
         if made:
@@ -209,7 +209,7 @@ class _Holding:
         settles = spec == self.decision.settled[v]
         return "passing" if settles else "buffers of collectives"
 
-    def _inputs(self) -> Iterator[Held]:
+    def _inputs(self) -> Iterator[_Buffer]:
         signature = self.program.signature
         trained = {out.of for out in signature.outputs if out.kind == "gradient"}
         pairs = zip(signature.inputs, self.program.inputs, strict=True)

@@ -49,6 +49,11 @@ def nbytes_of(value: torch.Tensor) -> int:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the tensors that a node gives."""
+    return sum(map(nbytes_of, tensors_in(node.meta.get("val"))))
+
+
 def flops_of(node: fx.Node) -> float:
     """Flops of a contraction, convolution or attention; 0 for all else."""
     target = node.target
@@ -229,9 +234,10 @@ def _name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class Domain:
-    """What a light op runs over: ``points``, in ``rows`` that it reduces, 0 if none."""
+    """What a light op runs over."""
 
     points: int
+    # That it reduces ``points`` to; 0: it reduces nothing.
     rows: int = 0
 
     @property

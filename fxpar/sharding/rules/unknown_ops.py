@@ -38,10 +38,10 @@ def report_unknown(program: Program, strict: bool) -> None:
         warnings.warn(compose(what, where=where, fix=fix), FxparWarning, stacklevel=2)
 
 
-def _called(op: Op) -> Any:
+def _called(op: Op) -> str:
     """The op that is called: with an effect, the one it is kept in order for."""
     in_order = _torch.aot.higher_order_name(op.target) == "higher_order::with_effects"
-    return op.node.args[1] if in_order else op.target
+    return str(op.node.args[1] if in_order else op.target)
 
 
 def _how_to_split(program: Program, op: Op) -> str:

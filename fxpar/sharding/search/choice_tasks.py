@@ -5,11 +5,11 @@ kernel for each op, and for each edge a row of collectives, one for each step th
 reshard may take. No choice changes them or their order; durations and axes are what
 ``overlap`` gives them. Never looks at a cost but to leave out edges that have none.
 
-Collectives stand where lowering puts them (``passes.resharded``, ``passes.schedule``):
-a value settles, and a partial result is reduced, behind the op that makes it; a
-parameter is gathered where the one read before it is first read; anything else moves
-right before its reader. A result is waited for where an op first reads it, views left
-out, and by the next collective that moves it on.
+Collectives stand where lowering puts them (``passes.insert_reshards``,
+``passes.order_collectives``): a value settles, and a partial result is reduced, behind
+the op that makes it; a parameter is gathered where the one read before it is first
+read; anything else moves right before its reader. A result is waited for where an op
+first reads it, views left out, and by the next collective that moves it on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOVE, _WAIT, _RUN, _REDUCE = range(4)
 
 
 @dataclass(frozen=True)
-class Moved:
+class EdgeValue:
     """The value that an edge of the problem moves, and the columns of the specs that
     its two nodes have for it."""
 
@@ -41,11 +41,13 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Tasks of an edge: ``behind`` the op that makes the value, ``before`` the one that
-    reads it. Only a partial value takes the former where there are both."""
+class EdgeTasks:
+    """Tasks of an edge. Only a partial value takes those ``behind`` its op where there
+    are both."""
 
+    # Behind the op that makes the value.
     behind: tuple[int, ...] = ()
+    # Before the one that reads it.
     before: tuple[int, ...] = ()
 
     def of(self, partial: bool) -> tuple[int, ...]:
@@ -57,15 +59,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """``tasks``: in the order they are launched. ``kernels``: task of each node that is
-    an op. ``rows``: tasks of each edge. ``moved``: what each edge moves. ``aside``:
-    whether what it moves is no op's at once: an input gathered ahead, or a gradient
-    that nothing computes with."""
+    """The tasks of one step, and whose they are."""
 
+    # In the order they are launched.
     tasks: tuple[Task, ...]
+    # Task of each node that is an op.
     kernels: dict[int, int]
-    rows: tuple[Row, ...]
-    moved: tuple[Moved, ...]
+    # Tasks of each edge, and what it moves.
+    rows: tuple[EdgeTasks, ...]
+    moved: tuple[EdgeValue, ...]
+    # Whether what an edge moves is no op's at once: an input gathered ahead, or a
+    # gradient that nothing computes with.
     aside: tuple[bool, ...]
 
 
@@ -77,7 +81,7 @@ def layout(found: Formulation, axes: Sequence[str]) -> Layout:
     return drawn.layout()
 
 
-def moved(found: Formulation) -> tuple[Moved, ...]:
+def moved(found: Formulation) -> tuple[EdgeValue, ...]:
     """What each edge of the problem moves, by the order in which they were made."""
     seen: dict[tuple[int, int], int] = defaultdict(int)
     out = []
@@ -87,19 +91,19 @@ def moved(found: Formulation) -> tuple[Moved, ...]:
     return tuple(out)
 
 
-def _moved(found: Formulation, i: int, j: int, nth: int) -> Moved:
+def _moved(found: Formulation, i: int, j: int, nth: int) -> EdgeValue:
     """What the n-th of the edges between two nodes moves."""
     program, a, b = found.program, found.nodes[i], found.nodes[j]
     if a.kind == "op" and b.kind == "op":
         maker, reader = program.ops[a.of], program.ops[b.of]
         common = set(maker.results) & set(reader.operands) - set(found.settling)
         v = sorted(common)[nth]
-        return Moved(v, _made(program, a, v), reader.operands.index(v))
+        return EdgeValue(v, _made(program, a, v), reader.operands.index(v))
     v = _value(program, b if a.kind == "op" else a)
     if b.kind != "op":
-        return Moved(v, _made(program, a, v), 0)
+        return EdgeValue(v, _made(program, a, v), 0)
     operands = program.ops[b.of].operands
-    return Moved(v, 0, [k for k, x in enumerate(operands) if x == v][nth])
+    return EdgeValue(v, 0, [k for k, x in enumerate(operands) if x == v][nth])
 
 
 def _value(program: Program, node: Node) -> int:
@@ -134,7 +138,7 @@ class _Drawn:
         self.views = {op.index for op in self.program.ops if is_view(op)}
         self.tasks: list[Task] = []
         self.places: list[_Place] = []
-        self.rows: list[Row] = []
+        self.rows: list[EdgeTasks] = []
         self.pending: dict[int, int] = {}  # node -> the last task that moved its value
         self.waited: dict[int, int] = {}  # task -> the first op that reads its result
         self.kernels = {
@@ -207,7 +211,7 @@ class _Drawn:
         """The row of an edge, and the wait for what it moved."""
         i, j, table = self.found.problem.edges[e]
         a, b = self.found.nodes[i], self.found.nodes[j]
-        row, last = Row(), self.pending.get(i)
+        row, last = EdgeTasks(), self.pending.get(i)
         if self.moves[table]:
             if a.kind in ("input", "constant"):
                 row, last = self._row(e, None, (self.gathered[e], _MOVE), last)
@@ -234,7 +238,7 @@ class _Drawn:
         behind: tuple[int, int] | None,
         before: tuple[int, int] | None,
         last: int | None,
-    ) -> tuple[Row, int | None]:
+    ) -> tuple[EdgeTasks, int | None]:
         """Collectives of an edge, each behind the one before it; the last of them."""
         made = []
         for at in (behind, before):
@@ -244,7 +248,7 @@ class _Drawn:
                 last = self.task(f"edge {e}", at, self.axes, last)
                 row.append(last)
             made.append(tuple(row))
-        return Row(*made), last
+        return EdgeTasks(*made), last
 
     def layout(self) -> Layout:
         """All tasks in order, waits among them."""
@@ -259,7 +263,7 @@ class _Drawn:
                 replace(self.tasks[task], of=None if of is None else index[of])
             )
         rows = [
-            Row(
+            EdgeTasks(
                 tuple(index[task] for task in row.behind),
                 tuple(index[task] for task in row.before),
             )

@@ -35,8 +35,7 @@ from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
-from fxpar.sharding.search.memory_entries import Entry, entries
-from fxpar.sharding.search.memory_rows import Places, rows
+from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.search_space import allowed, lying
 from fxpar.sharding.search.variables import End, Node, Pool
 from fxpar.sharding.shift_messages import moved_rows

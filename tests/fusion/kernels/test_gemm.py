@@ -3,14 +3,7 @@ compiled for sm_90a where there is no GPU; and when they are worth it."""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,105 +19,104 @@ from fxpar.fusion.kernels.matmul_kernel import (
 )
 from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.run_kernels import module_of
+from tests.helpers.kernels import gemm_cases as cases
 from tests.helpers.kernels.ahead import TYPES, _usage
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is an interpreter here"
-)
 
-ROOT = Path(__file__).parents[3]
 F32 = 1e-5  # relative to the largest number of a result
 INF = float("inf")
 H100 = {"link": 4e11, "peak": 7.9e14}
 
 
-@functools.cache
-def interpreted() -> dict[str, Any]:
-    """What tests.helpers.kernels.gemm_cases finds."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "tests.helpers.kernels.gemm_cases", file.name]
-        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=env
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(Path(file.name).read_text(), parse_constant=float)
-
-
-def cases(kind: str) -> dict[str, Any]:
-    """Of a kind: the name without it, and what was found."""
-    head = f"{kind} "
-    found = {k.removeprefix(head): v for k, v in interpreted().items() if head in k}
-    assert len(found) >= 12
-    return found
-
-
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", cases.CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_product(kind: str) -> None:
-    """In every round, of all ranks' chunks; bf16 is cut off by the interpreter."""
-    for name, case in cases(kind).items():
-        if "bf16" in name:
-            assert case["ulps"] <= 1.0, name
-        else:
-            assert case["error"] <= F32, name
+def test_product(kind: str, name: str) -> None:
+    """In every round, of all ranks' chunks, and signals are as they were."""
+    case = cases.CASES[name]
+    rounds = cases.run(case, case.kernel(kind))
+    if "bf16" in name:
+        assert rounds.ulps <= 1.0
+    else:
+        assert rounds.error <= F32
+    assert rounds.left == 0 and len(rounds.orders) == case.rounds
+    if kind == "scatter" and not case.signals:
+        assert rounds.orders == [[]] * 2
+    elif kind == "scatter" and name.startswith("rank"):
+        want = [(case.rank - 1 - i) % 4 for i in range(4)]
+        assert rounds.orders == [want] * 2, "each flag rises once, and the own last"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_signals_are_as_they_were(kind: str) -> None:
-    for name, case in cases(kind).items():
-        assert case["left"] == 0, name
-        assert len(case["orders"]) == (3 if name in ("even", "uneven") else 2), name
+# Kernels broken on purpose, by how it shows; the second one of a kind is slow.
+NUMBERS = ("no wait", "flag before store")
+MORE_NUMBERS = (
+    "waits once",
+    "own from others",
+    "flag by first tile",
+    "one count for all",
+    "no flag",
+)
 
 
-def test_flags_of_a_scatter_rise_once_and_the_own_last() -> None:
-    for rank in range(4):
-        want = [(rank - 1 - i) % 4 for i in range(4)]
-        found = cases("scatter")[f"rank {rank} of 4"]["orders"]
-        assert [sorted(order) for order in found] == [[0, 1, 2, 3]] * 2
-        assert found == [want] * 2
-    assert cases("scatter")["no signals"]["orders"] == [[]] * 2
+def broken(name: str) -> cases.Comparison:
+    kind, old, new = cases.BROKEN[name]
+    case = cases.CASES["even"]
+    return cases.run(case, cases.broken(case.kernel(kind), old, new))
 
 
-CAUGHT = {
-    "no wait": "error",
-    "waits once": "error",
-    "no lower": "left",
-    "lowers early": "raised",
-    "own from others": "error",
-    "flag before store": "error",
-    "flag by first tile": "error",
-    "one count for all": "error",
-    "no flag": "error",
-}
+def test_every_broken_kernel_is_tried() -> None:
+    tried = {*NUMBERS, *MORE_NUMBERS, "no lower", "lowers early"}
+    assert tried == set(cases.BROKEN)
 
 
-@pytest.mark.parametrize("name", CAUGHT)
-def test_what_is_broken_is_caught(name: str) -> None:
-    found = interpreted()[name]
-    how = {"error": found.get("error") == INF, "left": found.get("left", 0) > 0}
-    how["raised"] = "nobody raises" in found.get("raised", "")
-    assert how[CAUGHT[name]], found
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "name",
+    [*NUMBERS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_NUMBERS)],
+)
+def test_a_chunk_that_is_not_there_is_seen(name: str) -> None:
+    assert broken(name).error == INF
 
 
-def test_tiles_come_chunk_by_chunk_and_each_once() -> None:
-    for key, got in interpreted()["tiles"].items():
-        kind, *numbers = key.split(":")
-        rank, chunks, high, wide, band = map(int, numbers)
-        each = high * wide
-        want = [(rank + i) % chunks for i in range(chunks)]
-        if kind == "scatter":
-            want.reverse()
-            assert want[-1] == rank
-        assert [got[i * each][0] for i in range(chunks)] == want
-        inside = [(r, c) for _, r, c in got[:each]]
-        # A band of rows at a time, in it column by column.
-        assert inside == sorted(
-            ((r, c) for r in range(high) for c in range(wide)),
-            key=lambda at: (at[0] // band, at[1], at[0]),
-        )
-        full = [[chunk, r, c] for chunk in want for r, c in inside]
-        assert got == full
+@pytest.mark.interpreted
+def test_flags_that_stay_are_seen() -> None:
+    assert broken("no lower").left > 0
+
+
+@pytest.mark.interpreted
+def test_flags_that_fall_early_are_seen() -> None:
+    with pytest.raises(Exception, match="nobody raises"):  # as the interpreter says it
+        broken("lowers early")
+
+
+ORDERS = [
+    (kind, rank, *sizes)
+    for kind in KINDS
+    for sizes in ((1, 1, 1, 8), (2, 5, 3, 2), (4, 3, 2, 8))
+    for rank in range(sizes[0])
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("kind", "rank", "chunks", "high", "wide", "band"), ORDERS)
+def test_tiles_come_chunk_by_chunk_and_each_once(
+    kind: str, rank: int, chunks: int, high: int, wide: int, band: int
+) -> None:
+    got = cases.tiles(kind, rank, chunks, high, wide, band)
+    each = high * wide
+    want = [(rank + i) % chunks for i in range(chunks)]
+    if kind == "scatter":
+        want.reverse()
+        assert want[-1] == rank
+    assert [got[i * each][0] for i in range(chunks)] == want
+    inside = [(r, c) for _, r, c in got[:each]]
+    # A band of rows at a time, in it column by column.
+    assert inside == sorted(
+        ((r, c) for r in range(high) for c in range(wide)),
+        key=lambda at: (at[0] // band, at[1], at[0]),
+    )
+    assert got == [[chunk, r, c] for chunk in want for r, c in inside]
 
 
 # Compiled ahead.

@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from tests.helpers.kernels.interpreted import apart
 
 from fxpar import _torch
 from fxpar.errors import DeviceError
@@ -29,121 +22,100 @@ from fxpar.fusion.kernels.matmul_kernel import DTYPES, KINDS, Call, Epilogue
 from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.passes.custom_ops import JOINED
 from fxpar.sharding.cost import hardware_table
+from tests.helpers.kernels import gemm_run_cases as cases
 from tests.helpers.kernels.ahead import TYPES, _usage
+from tests.helpers.kernels.compare_kernels import apart
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is an interpreter here"
-)
 
-ROOT = Path(__file__).parents[3]
 F32 = 1e-6  # relative to the largest number of a result
-LATE = ("late_call", "late_copies", "late_matmul", "late_end")
 
 SOUND = (
-    "sound:1:gather small,scatter small",
-    "sound:2:gather biases,gather bf16,scatter mean,scatter bf16",
-    "sound:4:gather op 1,scatter op 1",
+    (1, ["gather small", "scatter small"]),
+    (2, ["gather biases", "scatter bf16"]),
+    (4, ["gather op 1", "scatter op 1"]),
 )
-ENDS = ("lost:3:scatter small", "failing:2:gather small")
-WRONG = (
-    "early_flags:2:gather small",
-    "wrong_order:3:gather small",
-    "no_wait:2:scatter small",
-    "no_meeting:2:scatter small",
-    "one_half:2:gather small",
-)
+# How it is broken, and which case shows it; more than one of each in the slow ones.
+WRONG = (("early_flags", 2, "gather small"), ("no_meeting", 2, "scatter small"))
 MORE_WRONG = (
-    "no_meeting:2:gather small",
-    "one_half:2:scatter small",
-    "wrong_order:4:gather three",
-    "no_wait:3:scatter",
+    ("wrong_order", 3, "gather small"),
+    ("no_wait", 2, "scatter small"),
+    ("one_half", 2, "gather small"),
+    ("no_meeting", 2, "gather small"),
+    ("one_half", 2, "scatter small"),
+    ("wrong_order", 4, "gather three"),
+    ("no_wait", 3, "scatter"),
 )
 
 
-def run(*what: str) -> dict[str, Any]:
-    """What tests.helpers.kernels.gemm_run_cases finds."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        script = "tests.helpers.kernels.gemm_run_cases"
-        command = [sys.executable, "-m", script, file.name, *what]
-        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=env
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(Path(file.name).read_text())
-
-
-@functools.cache
-def quick() -> dict[str, Any]:
-    return run(*SOUND, *ENDS, *WRONG)
-
-
-def check(found: dict[str, Any]) -> None:
-    """Numbers of all cases and rounds."""
-    signals = found.pop("signals")
-    assert not any(signals), "signals are not lowered again"
-    assert found
-    for name, case in found.items():
+def check(names: Iterable[str], ranks: int, mode: str = "sound") -> list[cases.RankRun]:
+    """Numbers of cases in all rounds, one after the other in the same workspace."""
+    runs = cases.run_cases(names, ranks, mode)
+    signals = any(run.signals for run in runs)
+    assert mode == "lost" or not signals, "signals are not lowered again"
+    for name in names:
+        case = cases.compared(name, runs)
         if "bf16" in name:  # rounded to the nearest, once
-            assert case["ulps"] <= 0.5, name
+            assert case.ulps <= 0.5, name
         else:
-            assert case["error"] <= F32, name
+            assert case.error <= F32, name
+    return runs
 
 
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", SOUND)
-def test_ranks_give_what_one_process_computes(what: str) -> None:
-    check(dict(quick()[what]))
+@pytest.mark.parametrize(("ranks", "names"), SOUND)
+def test_ranks_give_what_one_process_computes(ranks: int, names: list[str]) -> None:
+    check(names, ranks)
 
 
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", WRONG)
-def test_broken_ones_are_caught(what: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "ranks", "name"),
+    [*WRONG, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WRONG)],
+)
+def test_broken_ones_are_caught(mode: str, ranks: int, name: str) -> None:
     """Flags ahead of their chunks, chunks in another order than their flags, chunks
     that are sent before they are made, no meeting, no second half."""
     with pytest.raises(AssertionError):
-        check(dict(quick()[what]))
+        check([name], ranks, mode)
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("what", MORE_WRONG)
-def test_more_broken_ones_are_caught(what: str) -> None:
-    with pytest.raises(AssertionError):
-        check(run(what)[what])
-
-
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
 def test_a_lost_rank_is_not_waited_for_for_ever() -> None:
     """Both calls of both ranks that are left say which one it was, and in what."""
-    (said,) = (c["said"] for n, c in quick()[ENDS[0]].items() if n != "signals")
-    heard = [text for text in said if text]
+    heard = [x for run in check(["scatter small"], 3, "lost") for x in run.said]
     assert len(heard) == 4
     for text in heard:
         assert text.startswith("rank 2 of the group was not heard from inside the sca")
 
 
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
 def test_a_copy_that_fails_ends_its_matmul() -> None:
-    (found,) = (c for n, c in quick()[ENDS[1]].items() if n != "signals")
-    assert found["said"][0] == "Failing"
-    assert found["error"] <= F32, "the other rank had what it needed"
+    """The other rank has what it needs."""
+    runs = check(["gather small"], 2, "failing")
+    assert [run.said for run in runs] == [[], ["Failing"]]
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_all_cases(ranks: int) -> None:
-    check(run(f"sound:{ranks}")[f"sound:{ranks}"])
+    check(cases.CASES, ranks)
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mode", LATE)
+@pytest.mark.parametrize(
+    "mode", ["late_call", "late_copies", "late_matmul", "late_end"]
+)
 def test_late_ranks(mode: str) -> None:
-    what = f"{mode}:3:gather three,gather bf16,scatter,scatter bf16"
-    check(run(what)[what])
+    check(["gather three", "gather bf16", "scatter", "scatter bf16"], 3, mode)
 
 
 # Streams, without a GPU.
@@ -252,7 +224,7 @@ def test_all_is_loaded_and_there_before_the_first_launch() -> None:
     for start in starts:
         with (
             mock.patch.object(matmul_run, "_load") as load,
-            mock.patch.object(matmul_run.launch, "empty") as empty,
+            mock.patch.object(matmul_run.run_kernels, "empty") as empty,
             mock.patch.object(matmul_run, "_together") as together,
             mock.patch.object(Call, "__call__"),
         ):
@@ -404,5 +376,5 @@ def test_on_cpu_the_parts_run() -> None:
     x, w = torch.zeros(4096, 64), torch.zeros(64, 64)
     assert JOINED["gather"](x, [w], 0, 2, "g") is None
     assert JOINED["scatter"](x, w, "sum", 0, 2, "g") is None
-    with mock.patch.object(matmul_ops.launch, "has_kernels", lambda _: True):
+    with mock.patch.object(matmul_ops.run_kernels, "has_kernels", lambda _: True):
         assert JOINED["gather"](x, [w], 0, 2, "g") is None

@@ -1,130 +1,221 @@
 """Generated kernels do what their programs do, in Triton's interpreter.
 
-Outputs begin as NaN. One process runs all cases, since Triton is either interpreter or
-compiler in one process."""
+Outputs begin as NaN.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from fxpar.fusion.kernels import interpret, run_kernels
+from fxpar.fusion.kernels.emit import Sink, Source, emit_body, masked
+from fxpar.fusion.kernels.kernel_text import function, kernel_of, phase
 from fxpar.fusion.kernels.placement import KNOWN
+from fxpar.fusion.kernels.reductions import space_of
+from fxpar.fusion.kernels.split_at_collectives import stages_of
+from fxpar.passes import random
 from tests.helpers.kernels import samples
+from tests.helpers.kernels.compare_kernels import (
+    Comparison,
+    apart,
+    compared,
+    in_dtype,
+    one_op_graph,
+    outlined,
+    traced,
+    widened,
+)
+from tests.helpers.kernels.fused_graphs import (
+    GRAPHS,
+    OF_TWO,
+    ROWS,
+    WIDTH,
+    all_reduce,
+    fused,
+    on_one_rank,
+    on_two_ranks,
+)
+from tests.helpers.kernels.random_regions import region
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.interpreted
+
 HALF = 0.51  # units of the last place: what rounding costs
 F32 = 1e-6  # relative to the largest number of a result
 QUICK, ALL = 15, 200
 
 
-def run(*what: str) -> dict[str, Any]:
-    """What tests.helpers.kernels.interpreted finds."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "tests.helpers.kernels.interpreted", file.name]
-        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, *what], capture_output=True, text=True, cwd=ROOT, env=env
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(Path(file.name).read_text())
-
-
-@functools.cache
-def quick() -> dict[str, Any]:
-    return run(
-        "ops", "pieces", "alone", "streams", "seam", "graphs", "two", f"fuzz:0:{QUICK}"
-    )
-
-
-CALLS = [f"{op} {i}" for op, calls in samples.OPS.items() for i in range(len(calls))]
+CALLS = [(op, i) for op, calls in samples.OPS.items() for i in range(len(calls))]
 
 
 def test_every_op_has_a_sample() -> None:
     assert set(samples.OPS) == KNOWN
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_op(case: str) -> None:
-    found = quick()["ops"][case]
-    assert found["kernel"], found.get("raised", "no kernel was made")
-    assert found["error"] <= F32
-    assert found["strides"]
-    assert found["own"], "a result is memory of another's"
+@pytest.mark.parametrize(("op", "call"), CALLS)
+def test_op(op: str, call: int) -> None:
+    graph, given = one_op_graph(op, *samples.OPS[op][call])
+    found, order = outlined(graph)
+    kernels = compared(found, [given[k] for k in order])
+    assert kernels.kernels and kernels.strides
+    assert kernels.error <= F32
+    assert kernels.own, "a result is memory of another's"
+
+
+def piece(name: str) -> Comparison:
+    fn, names = samples.PIECES[name]
+    given = [samples.make(x) for x in names]
+    found, order = outlined(traced(fn, given))
+    return compared(found, [given[k] for k in order])
 
 
 @pytest.mark.parametrize("name", samples.PIECES)
 def test_piece(name: str) -> None:
-    found = quick()["pieces"][f"{name} float32"]
-    assert found["kernel"], found.get("raised", "no kernel was made")
-    assert found["error"] <= F32
-
-
-def test_numbers_on_the_cpu_are_arguments() -> None:
-    found = quick()["alone"]["adamw"]
-    assert found["kernel"] and found["given"]
-    assert found["error"] <= F32
-
-
-def test_masks_are_equal_to_the_bit() -> None:
-    assert quick()["pieces"]["bias_dropout_residual float32"]["same"][1]
-    assert all(case["same"] for case in quick()["streams"].values())
+    kernels = piece(name)
+    assert kernels.kernels and kernels.error <= F32
 
 
 @pytest.mark.parametrize("name", samples.IN_BF16)
 def test_piece_in_bf16(name: str) -> None:
     """What float32 gives, with the graph's casts, rounded once."""
-    found = quick()["pieces"][f"{name} bfloat16"]
-    assert found["kernel"], found.get("raised", "no kernel was made")
-    assert found["ulps"] <= HALF
+    fn, names = samples.PIECES[name]
+    given = [samples.make(x, torch.bfloat16) for x in names]
+    found, order = outlined(traced(fn, given))
+    inputs = [given[k] for k in order]
+    wide = widened(found.program, "float32")
+    up = [x.float() if x.dtype is torch.bfloat16 else x for x in inputs]
+    want = interpret.run(wide, up, found.numbers)
+    kernels = compared(found, inputs, want)
+    assert kernels.kernels and kernels.ulps <= HALF
 
 
+def test_numbers_on_the_cpu_are_arguments() -> None:
+    """Numbers on the CPU beside tensors elsewhere: kernels are given floats."""
+    fn, names = samples.PIECES["adamw"]
+    given = [samples.make(name) for name in names]
+    found, order = outlined(traced(fn, given))
+    numbers = frozenset(t.name for t in found.program.inputs if not t.shape)
+    with mock.patch.object(run_kernels, "alone_of", lambda *_: numbers):
+        kernels = compared(found, [given[k] for k in order])
+    assert kernels.kernels and kernels.error <= F32
+    (part,) = stages_of(found.program)
+    kernel = run_kernels.compiled(part.program, "cpu", numbers)
+    assert len(numbers) == 2 == len(kernel.alone)
+    assert not numbers & {t.name for t in kernel.reads}
+
+
+def test_masks_are_equal_to_the_bit() -> None:
+    assert piece("bias_dropout_residual").same[1]
+
+
+STREAMS = {
+    "cpp": random._CPP,
+    "triton_1": random._triton(1),
+    "triton_4": random._triton(4),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("seed", [0, 7, -1234567890123, 2**62 + 5])
+def test_random_numbers_are_those_of_the_device(name: str, seed: int) -> None:
+    call = samples.OPS["fxpar.random.default"][0]
+    program = outlined(one_op_graph("fxpar.random.default", *call)[0])[0].program
+    kernel = kernel_of(program, random=name)
+    got = torch.full(samples.FULL, float("nan"))
+    offset = (3, 0, 24)
+    run_kernels.function_of(kernel)[(kernel.programs,)](
+        torch.tensor(seed), got, *offset, PROGRAMS=kernel.programs
+    )
+    linear = random._linear(samples.FULL, (6, 5, 48), offset, got.device)
+    want = STREAMS[name].draw(random._Eager, "rand", linear, torch.tensor(seed))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("how", ["interpret", "triton"])
-def test_fused_graphs_give_the_same(how: str) -> None:
-    from tests.helpers.kernels.fused_graphs import GRAPHS
+def test_fused_graphs_give_the_same(name: str, how: str) -> None:
+    graph = on_one_rank(name, how)
+    assert graph.error <= (0.0 if how == "interpret" else F32)
+    assert graph.regions > 0
 
-    for name in GRAPHS:
-        found = quick()["graphs"][f"{name} {how}"]
-        assert found["error"] <= (0.0 if how == "interpret" else F32), name
-        assert found["regions"] > 0, name
+
+@cache
+def two_ranks() -> list[Any]:
+    return on_two_ranks(OF_TWO)
 
 
 @pytest.mark.multiprocess
-def test_fused_graphs_on_two_ranks() -> None:
+@pytest.mark.parametrize("name", OF_TWO)
+def test_fused_graphs_on_two_ranks(name: str) -> None:
     """From a graph to regions to kernels that wait inside for the other rank."""
-    from tests.helpers.kernels.fused_graphs import OF_TWO
-
-    for name in OF_TWO:
-        by_op, found = (quick()["two"][f"{name} {h}"] for h in ("interpret", "triton"))
-        assert by_op["error"] == 0.0 and found["error"] <= F32, name
-        assert found["inside"] == found["regions"] > 0, name
+    for graphs in two_ranks():
+        by_op, kernels = graphs[name, "interpret"], graphs[name, "triton"]
+        assert by_op.error == 0.0 and kernels.error <= F32
+        assert kernels.inside == kernels.regions > 0
 
 
 def test_templates_read_and_write_elsewhere() -> None:
-    found = quick()["seam"]["both"]
-    assert found["error"] <= F32 and found["sent"] <= F32
+    """A template's kernel: what is before a collective writes to a buffer, what is
+    behind it reads the sum of two, in one function."""
+
+    def both_sides(x: Any, w: Any, r: Any) -> Any:
+        y = all_reduce(torch.tanh(x @ w))
+        return torch.nn.functional.layer_norm(y + r, [WIDTH]) @ w
+
+    def put(offset: str, value: str, mask: str) -> Sequence[str]:
+        return [f"tl.store(mine_ptr + {offset}, {value}{masked(mask)}"]
+
+    def get(offset: str, mask: str) -> tuple[Sequence[str], str]:
+        line = f"other = tl.load(theirs_ptr + {offset}{masked(mask, ', other=0')}"
+        mine = f"tl.load(mine_ptr + {offset}{masked(mask, ', other=0')}"
+        return [line], f"{mine} * scale + other"
+
+    (program,) = fused(both_sides)[1].programs
+    first, move, last = stages_of(program)
+    space = space_of(last.program)
+    sinks = {move.operand: Sink(("mine_ptr",), put)}
+    before = emit_body(first.program, space, sinks=sinks)
+    source = Source(("mine_ptr", "theirs_ptr"), get, ("scale = 2.0",))
+    behind = emit_body(last.program, space, sources={move.result: source})
+    lines = [*phase(before), "tl.debug_barrier()", *phase(behind)]
+    names = list(dict.fromkeys((*before.parameters, *behind.parameters)))
+    text = function("both", names, lines, "two phases")
+    draw = torch.Generator().manual_seed(2)
+    given = {n: torch.randn(ROWS, WIDTH, generator=draw) for n in names}
+    run_kernels.module_of("both", text).both[(2,)](*given.values(), PROGRAMS=2)
+    operand = given[f"{first.program.inputs[0].name}_ptr"]
+    (sent,) = interpret.run(first.program, [operand])
+    values = {move.result: sent * 2 + given["theirs_ptr"]}
+    values |= {n.removesuffix("_ptr"): x for n, x in given.items()}
+    want = interpret.run(last.program, [values[t.name] for t in last.program.inputs])
+    assert apart(given["mine_ptr"], sent) <= F32
+    assert apart(given[f"{last.program.outputs[0].name}_ptr"], want[0]) <= F32
 
 
-def check_fuzz(cases: dict[str, Any]) -> None:
-    for seed, found in cases.items():
-        assert "raised" not in found, f"{seed}: {found['raised']}"
-        allowed = F32 + 10 * found["plain"]
-        assert found["error"] <= allowed, f"{seed}: {found['error']} > {allowed}"
-    made = sum(found["kernel"] for found in cases.values())
-    assert made >= 0.9 * len(cases)
+def check_region(seed: int) -> bool:
+    """Kernels beside float64; whether they are of the whole region."""
+    fn, given = region(seed)
+    found, order = outlined(traced(fn, given))
+    inputs = [given[k] for k in order]
+    wide = in_dtype(found.program, "float32", "float64")
+    up = [x.double() if x.dtype is torch.float32 else x for x in inputs]
+    want = interpret.run(wide, up, found.numbers)
+    plain = interpret.run(found.program, inputs, found.numbers)
+    kernels = compared(found, inputs, want)
+    rounding = max(map(apart, plain, want), default=0.0)
+    assert kernels.error <= F32 + 10 * rounding, seed
+    return kernels.kernels
 
 
-def test_random_regions() -> None:
-    check_fuzz(quick()["fuzz"])
-
-
-@pytest.mark.slow
-def test_more_random_regions() -> None:
-    check_fuzz(run(f"fuzz:{QUICK}:{ALL}")["fuzz"])
+@pytest.mark.parametrize(
+    "seeds",
+    [range(QUICK), pytest.param(range(QUICK, QUICK + ALL), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_random_regions(seeds: range) -> None:
+    assert sum(map(check_region, seeds)) >= 0.9 * len(seeds)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.fusion.kernels import implementations
 from fxpar.fusion.kernels.implementations import Facts, Rung, choose
@@ -21,6 +20,7 @@ from tests.helpers.kernels.collective_cases import (
     all_reduce,
     reduce_scatter,
 )
+from tests.helpers.kernels.compare_kernels import outlined, traced
 
 c10d = torch.ops._c10d_functional
 KIB, MIB = 1 << 10, 1 << 20

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import run_fused, run_kernels
@@ -15,6 +14,7 @@ from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import Program, Tensor
 from fxpar.fusion.kernels.symmetric_memory import Unshared, virtual
 from tests.helpers.kernels import samples
+from tests.helpers.kernels.compare_kernels import outlined, traced
 from tests.helpers.kernels.fused_graphs import GRAPHS, fused
 
 CPU = torch.device("cpu")

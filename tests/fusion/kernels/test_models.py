@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,15 +17,22 @@ from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.split_at_collectives import Part, stages_of
 from fxpar.fusion.kernels.templates import template_of
+from tests.helpers.interpreter import run_interpreted
+from tests.helpers.kernels import collective_cases as cases
 from tests.helpers.kernels.ahead import RANDOM, Compiled, compile_ahead
-from tests.helpers.kernels.model_regions import programs_of, ways_of
-from tests.helpers.models import NAMES
+from tests.helpers.kernels.model_regions import (
+    check_parts,
+    jobs_of,
+    programs_of,
+    regions_of,
+    rounding_of,
+    ways_of,
+)
 from tests.helpers.spawn import Pool, shared_pool
 from tests.helpers.training import Run, compare, train
 
 triton = pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[3]
 F32 = 1e-6
 
 GOLDEN = Path(__file__).parent / "golden_regions.json"
@@ -40,67 +42,48 @@ GRID = 116  # programs at a time on an H100, of which some are left to others
 REGIONS = {"llama": (5, 5), "gpt2": (5, 1), "bert": (4, 0)}
 
 MESHES = ("tp=2", "tp=4", "dp=2 step")
-FILES = {1: ("tp=2",), 2: ("tp=2", "dp=2 step"), 4: ("tp=4",)}
-
-
-def script(name: str, *args: str) -> Any:
-    """What a script of this folder, with Triton as an interpreter, writes."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", f"tests.helpers.kernels.{name}", file.name]
-        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, *args], capture_output=True, text=True, cwd=ROOT, env=env
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(Path(file.name).read_text())
-
-
-@functools.cache
-def regions(mesh: str) -> list[dict[str, Any]]:
-    """Of the graphs of all models."""
-    return script("model_regions", mesh, *NAMES)
+MESHES_OF = {1: ("tp=2",), 2: ("tp=2", "dp=2 step"), 4: ("tp=4",)}  # ranks
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mesh", MESHES)
 def test_parts_of_regions(mesh: str) -> None:
     """What stands between collectives, by kernels."""
-    for graph in regions(mesh):
-        before, after = graph["bytes"]
-        assert after < before or not graph["regions"] or "step" in mesh
-        for case in graph["cases"]:
-            assert case["kernel"] and case["error"] <= F32
+    for graph in regions_of(mesh):
+        before, after = graph.bytes
+        assert after < before or not graph.regions or "step" in mesh
+        for program in graph.programs:
+            check_parts(program)
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", REGIONS)
 def test_as_many_regions_as_there_were(name: str) -> None:
     counts = {"forward": 0, "backward": 0}
-    found = [graph for graph in regions("tp=2") if graph["name"] == name]
-    for graph in found:
-        counts[graph["which"]] += graph["regions"]
-    near = [graph["near"] for graph in found]
-    assert tuple(counts.values()) == REGIONS[name], near
+    graphs = [graph for graph in regions_of("tp=2") if graph.name == name]
+    for graph in graphs:
+        counts[graph.which] += graph.regions
+    near_misses = [graph.near_misses for graph in graphs]
+    assert tuple(counts.values()) == REGIONS[name], near_misses
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("ranks", FILES)
-def test_whole_regions(ranks: int, tmp_path: Path) -> None:
-    """With the collective inside, on so many processes."""
-    paths = []
-    for mesh in FILES[ranks]:
-        paths.append(tmp_path / f"{mesh}.json")
-        paths[-1].write_text(json.dumps(regions(mesh)))
-    found = script("model_kernels", str(ranks), *map(str, paths))
-    for why in found["refused"]:
+@pytest.mark.parametrize("ranks", MESHES_OF)
+def test_whole_regions(ranks: int) -> None:
+    """With the collective inside, on so many ranks."""
+    jobs, refused = jobs_of(programs_of(MESHES_OF[ranks]), ranks)
+    for why in refused:
         assert "is one number" in why or "no multiple of 128" in why
-    signals = found["cases"].pop("signals")
-    assert not any(signals), "signals are not lowered again"
-    assert len(found["cases"]) >= 15
-    for name, case in found["cases"].items():
-        assert case["error"] <= F32 + case["plain"], name
-        assert case["same"], f"{name}: ranks differ in what they hold alike"
+    assert len(jobs) >= 15
+    runs = cases.run_cases(jobs, ranks, seconds=1500)
+    assert not any(run.signals for run in runs), "signals are not lowered again"
+    for name, case in cases.compared(jobs, runs).items():
+        assert case.error <= F32 + rounding_of(jobs[name]), name
+        assert case.same, f"{name}: ranks differ in what they hold alike"
 
 
 @pytest.mark.slow
@@ -110,8 +93,9 @@ def test_compiled_ahead(mesh: str) -> None:
     shared memory than ``golden_regions.json`` has (EXPECTTEST_ACCEPT=1 updates it)."""
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     found = {}
-    for program in programs_of(regions(mesh)):
-        for name, made in kernels_of(program):
+    graphs = run_interpreted(regions_of, mesh, seconds=1500.0)
+    for text in dict.fromkeys(text for graph in graphs for text in graph.texts):
+        for name, made in kernels_of(Program.parse(text)):
             assert made.target == "sm_90a" and made.spilled == 0, name
             found[name] = [made.registers, made.shared]
     if os.environ.get("EXPECTTEST_ACCEPT"):
@@ -162,11 +146,10 @@ def train_counting(name: str, options: dict[str, str]) -> tuple[Run, int]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_training_by_kernels(name: str, monkeypatch) -> None:
+def test_training_by_kernels(name: str) -> None:
     """With generated kernels, in Triton's interpreter."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     options = {"mesh": "tp=2", "codegen": "eager"}
-    with Pool(2) as pool:  # Triton is an interpreter from its first import on
+    with Pool(2, env={"TRITON_INTERPRET": "1"}) as pool:
         want = pool.run(train, name, options, 2, timeout=600.0)
         got = pool.run(
             train_counting, name, options | {"fuse": "triton"}, timeout=600.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.kernels.interpreted import outlined, traced
 
+from fxpar import cache_files
 from fxpar.errors import FxparError
 from fxpar.fusion.kernels import region_op
 from fxpar.fusion.kernels.index_arithmetic import (
@@ -28,6 +28,7 @@ from fxpar.fusion.kernels.reductions import (
 from fxpar.fusion.kernels.region_program import Program, contiguous
 from fxpar.fusion.kernels.split_at_collectives import Move, Part, stages_of
 from tests.helpers.kernels import samples
+from tests.helpers.kernels.compare_kernels import outlined, traced
 from tests.helpers.kernels.fused_graphs import GRAPHS, all_reduce, fused, inputs
 
 
@@ -157,7 +158,7 @@ def test_a_sum_that_is_rounded_on_the_way_is_no_sum() -> None:
 
 
 def test_a_program_is_found_again(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(region_op.launch, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cache_files, "folder", lambda: tmp_path)
     monkeypatch.setattr(region_op, "_KNOWN", {})
     program = outlined(traced(lambda x: x * 3 + 1, [ONE]))[0].program
     name = region_op.remember(program)

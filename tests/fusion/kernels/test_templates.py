@@ -1,26 +1,16 @@
-"""Kernels with collectives inside do what their programs do: interpreted, on processes
-that wait for each other; and compiled for sm_90a where there is no GPU.
-
-One process starts all ranks, since Triton is either interpreter or compiler in one
-process (``collective_cases``)."""
+"""Kernels with collectives inside do what their programs do: interpreted, on ranks that
+wait for each other; and compiled for sm_90a where there is no GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from tests.helpers.kernels.interpreted import apart, outlined, traced
 
 from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.reductions import CannotEmit
@@ -30,103 +20,112 @@ from fxpar.fusion.kernels.symmetric_memory import virtual
 from fxpar.fusion.kernels.templates import Template, template_of
 from tests.helpers.kernels import collective_cases as cases
 from tests.helpers.kernels.ahead import RANDOM, TYPES, _usage
+from tests.helpers.kernels.compare_kernels import apart, outlined, traced
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is an interpreter here"
-)
 
-ROOT = Path(__file__).parents[3]
 F32 = 1e-6  # relative to the largest number of a result
 
 BROKEN = "reduced_norm 2"
-LATER = ("reduced_norm", "reduced_norm bf16", "reduced_update", "scattered_norm bf16")
-LATER += tuple(
-    name for name in cases.CASES if "switch" in name and "computed" not in name
-)
-MOST = ",".join(name for name in cases.CASES if name not in LATER)
-QUICK = ("sound:1:mixed_update", f"sound:2:{MOST}", "sound:4:computed_norm 2,gathered")
-MEASURED = "measured:2:gathered"
 # Of one rank, a mask of this rank's rows is one of all ranks': it has no template.
-ONE = ",".join(name for name in cases.CASES if not name.startswith("scattered_norm"))
-ALONE = f"sound:1:{ONE}"
-LOST = "lost:3:reduced_norm 2"
-WRONG = (f"no_barrier:2:{BROKEN}", f"one_half:2:{BROKEN}")
+ALONE = [name for name in cases.CASES if not name.startswith("scattered_norm")]
+# One of each kind of collective and of its implementations.
+QUICK = (
+    "reduced_norm 2 bf16",
+    "computed_norm",
+    "reduced_update 2",
+    "computed_norm in the switch",
+    "scattered_norm",
+    "gathered_norm bf16",
+    "scattered_update",
+)
 
 
-def run(*what: str) -> dict[str, Any]:
-    """What tests.helpers.kernels.collective_cases finds."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        script = "tests.helpers.kernels.collective_cases"
-        command = [sys.executable, "-m", script, file.name, *what]
-        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=env
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(Path(file.name).read_text())
+def jobs_of(names: Iterable[str], ranks: int) -> dict[str, cases.Job]:
+    return {name: cases.job(cases.CASES[name], ranks) for name in names}
 
 
-@functools.cache
-def quick() -> dict[str, Any]:
-    return run(*QUICK, f"slow:2:{BROKEN}", LOST, MEASURED, *WRONG)
-
-
-def check(found: dict[str, Any]) -> None:
-    """Numbers of all cases; masks are bools, of which none may differ."""
-    signals = found.pop("signals")
-    assert not any(signals), "signals are not lowered again"
-    for name, case in found.items():
+def check(names: Iterable[str], ranks: int, mode: str = "sound") -> list[cases.RankRun]:
+    """Numbers of cases, one after the other in the same workspace; masks are bools, of
+    which none may differ."""
+    jobs = jobs_of(names, ranks)
+    runs = cases.run_cases(jobs, ranks, mode, 1500 if len(jobs) > 10 else 300)
+    for name, case in cases.compared(jobs, runs).items():
         if "bf16" in name:
-            assert case["ulps"] <= 1.0, name
+            assert case.ulps <= 1.0, name
         else:
-            assert case["error"] <= F32, name
-        assert case["same"], f"{name}: ranks differ in what they hold alike"
-        assert case["one"] or name.startswith("scattered_norm"), name
+            assert case.error <= F32, name
+        assert case.same, f"{name}: ranks differ in what they hold alike"
+        assert case.alike or name.startswith("scattered_norm"), name
+    assert not any(run.signals for run in runs), "signals are not lowered again"
+    return runs
 
 
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", QUICK)
-def test_ranks_give_what_one_process_computes(what: str) -> None:
-    check(dict(quick()[what]))
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_give_what_one_process_computes(name: str) -> None:
+    check([name], 2)
 
 
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-def test_late_ranks_are_waited_for() -> None:
-    check(dict(quick()[f"slow:2:{BROKEN}"]))
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("what", WRONG)
-def test_broken_ones_are_caught(what: str) -> None:
-    """A barrier that does not wait; and a workspace that is filled again at once."""
-    with pytest.raises(AssertionError):
-        check(dict(quick()[what]))
-
-
-@pytest.mark.multiprocess
-def test_rungs_that_are_measured() -> None:
-    """All ranks take the same, and write to nothing of the user's while they try."""
-    check(dict(quick()[MEASURED]))
-
-
-@pytest.mark.multiprocess
-def test_a_rank_that_never_comes_is_named() -> None:
-    """No kernel waits for ever, also not the one after the first that gave up."""
-    *others, last = quick()[LOST]
-    assert last == [] and len(others) == 2
-    for texts in others:
-        assert len(texts) == 2
-        for text in texts:
-            assert "rank 2 of the group was not heard from inside fxpar::region" in text
-            assert "fix: see why that rank failed" in text
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(1, ["mixed_update"]), (4, ["computed_norm 2", "gathered"])]
+)
+def test_ranks_give_what_one_process_computes(ranks: int, names: list[str]) -> None:
+    check(names, ranks)
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("what", [ALONE, "sound:2", "sound:3", "sound:4", "slow:2"])
-def test_more_ranks(what: str) -> None:
-    check(run(what)[what])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_cases(ranks: int) -> None:
+    check(ALONE if ranks == 1 else cases.CASES, ranks)
+
+
+@pytest.mark.interpreted
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "names",
+    [[BROKEN], pytest.param(list(cases.CASES), marks=pytest.mark.slow)],
+    ids=["one", "all"],
+)
+def test_late_ranks_are_waited_for(names: list[str]) -> None:
+    check(names, 2, "slow")
+
+
+@pytest.mark.interpreted
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "mode", ["no_barrier", pytest.param("one_half", marks=pytest.mark.slow)]
+)
+def test_broken_ones_are_caught(mode: str) -> None:
+    """A barrier that does not wait; and a workspace that is filled again at once."""
+    with pytest.raises(AssertionError):
+        check([BROKEN], 2, mode)
+
+
+@pytest.mark.interpreted
+@pytest.mark.multiprocess
+def test_implementations_that_are_measured() -> None:
+    """All ranks take the same, and write to nothing of the user's while they try."""
+    ways = [run.ways for run in check(["gathered"], 2, "measured")]
+    assert ways[0] and ways[0] == ways[1]
+
+
+@pytest.mark.interpreted
+@pytest.mark.multiprocess
+def test_a_rank_that_never_comes_is_named() -> None:
+    """No kernel waits for ever, also not the one after the first that gave up."""
+    *others, last = cases.run_cases(jobs_of([BROKEN], 3), 3, "lost")
+    assert last.raised == [] and len(others) == 2
+    for run in others:
+        assert len(run.raised) == 2
+        for text in run.raised:
+            assert "rank 2 of the group was not heard from inside fxpar::region" in text
+            assert "fix: see why that rank failed" in text
 
 
 # Compiled ahead of time, rows of 4096 on 8 ranks: registers at most, and loads of 128
@@ -262,7 +261,7 @@ def test_streams_of_one_gpu_play_ranks(name: str, ranks: int) -> None:
     for turn in range(cases.ROUNDS):
         ready = []
         for rank, provider in enumerate(playing):
-            all_given = cases.inputs_of(found.case, ranks, rank, turn)
+            all_given = found.case.inputs_of(ranks, rank, turn)
             given = [all_given[i].to(device) for i in found.order]
             values = dict(
                 zip((t.name for t in found.program.inputs), given, strict=True)

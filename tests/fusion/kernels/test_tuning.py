@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fxpar.fusion.kernels import autotune, run_kernels
+from fxpar import cache_files
+from fxpar.fusion.kernels import autotune
 from fxpar.fusion.kernels.autotune import Run, Way, fastest, tuned, ways_of
 from fxpar.fusion.kernels.implementations import Facts, choose
 from fxpar.fusion.kernels.region_program import Program
@@ -103,7 +104,7 @@ def test_nothing_runs_anywhere() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(run_kernels, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cache_files, "folder", lambda: tmp_path)
     return tmp_path / "tuned"
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.helpers.kernels.interpreted import outlined, traced
 
 from fxpar.fusion.kernels.kernel_text import Kernel, kernel_of
 from fxpar.fusion.kernels.region_program import Tensor
 from fxpar.fusion.kernels.run_kernels import function_of
 from tests.helpers.kernels import samples
+from tests.helpers.kernels.compare_kernels import outlined, traced
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "bool": "i1", "float64": "fp64"}
 TYPES |= {"int64": "i64", "float16": "fp16"}

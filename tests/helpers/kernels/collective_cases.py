@@ -1,25 +1,18 @@
-"""Kernels with collectives inside, on several processes, beside an oracle.
+"""Kernels with collectives inside, on several ranks, beside what one process computes.
 
-A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.helpers.kernels.collective_cases OUT MODE:RANKS[:CASE,CASE...]...``
-starts so many processes that share memory, lets them run the cases in three rounds, and
-writes to OUT as JSON how far results are apart from those that one process computes of
-all ranks' inputs in float64. Outputs and workspaces begin as NaN, ranks begin at
-different times. MODE: "sound", "slow" (much later), "lost" (the last rank comes once
-and never again), or what is broken on purpose as well: "no_barrier", "one_half".
+Ranks are forks of a process in which Triton is an interpreter; they share memory and
+run the cases in three rounds. ``oracle`` computes of all ranks' inputs in float64.
+Outputs and workspaces begin as NaN, ranks begin at different times. ``mode``: "sound",
+"slow" (much later), "lost" (the last rank comes once and never again), "measured" (the
+implementation is chosen by measuring), or what is broken on purpose as well:
+"no_barrier", "one_half".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
-import signal
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton.language as tl
-from tests.helpers.kernels.interpreted import (
-    apart,
-    outlined,
-    poisoned,
-    round_as_devices,
-    traced,
-    ulps,
-    widened,
-)
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
@@ -44,7 +28,6 @@ from fxpar.fusion.kernels import (
     device_functions,
     interpret,
     run_fused,
-    run_kernels,
     symmetric_memory,
     templates,
 )
@@ -52,11 +35,17 @@ from fxpar.fusion.kernels.implementations import RANKS
 from fxpar.fusion.kernels.region_program import Program
 from fxpar.fusion.kernels.split_at_collectives import Move, stages_of
 from fxpar.fusion.kernels.symmetric_memory import Provider, Workspace, shared_files
+from tests.helpers.forked import run_forked
+from tests.helpers.kernels.compare_kernels import (
+    apart,
+    outlined,
+    traced,
+    ulps,
+    widened,
+)
 
 c10d = torch.ops._c10d_functional
 GROUP, PROGRAMS, ROUNDS = "group", 4, 3
-SECONDS = 300  # of a process
-RUNG = ""  # the ladder's
 # Seconds that a rank is late before it gives, or before it reads, by MODE.
 LATE = {"sound": 0.0, "slow": 0.05, "no_barrier": 0.3, "one_half": 0.3, "lost": 0.0}
 LATE["measured"] = 0.0  # the way is, at the first call
@@ -183,6 +172,21 @@ class Case:
     switch: bool = False
     dtype: torch.dtype = torch.float32
 
+    def inputs_of(self, ranks: int, rank: int, turn: int) -> list[torch.Tensor]:
+        """Of one rank in one round."""
+        out = []
+        for i, (name, shape, alike) in enumerate(self.inputs):
+            seed = 1000 * turn + 10 * i + (0 if alike else 1 + rank)
+            draw = torch.Generator().manual_seed(seed)
+            size = [-n * ranks if n < 0 else n for n in shape]
+            if name == "seed":
+                out.append(torch.tensor(seed - (1 << 40)))
+                continue
+            x = torch.randn(size, generator=draw)
+            positive = name in ("v", "rate")
+            out.append((x.abs() + 0.1 if positive else x).to(self.dtype))
+        return out
+
 
 def rows(parts: bool) -> tuple[Input, ...]:
     """Inputs of rows; whether x is of all ranks' and the rest of this rank's."""
@@ -227,22 +231,6 @@ CASES: dict[str, Case] = {
 }
 
 
-def inputs_of(case: Case, ranks: int, rank: int, turn: int) -> list[torch.Tensor]:
-    """Of one rank in one round."""
-    out = []
-    for i, (name, shape, alike) in enumerate(case.inputs):
-        seed = 1000 * turn + 10 * i + (0 if alike else 1 + rank)
-        draw = torch.Generator().manual_seed(seed)
-        size = [-n * ranks if n < 0 else n for n in shape]
-        if name == "seed":
-            out.append(torch.tensor(seed - (1 << 40)))
-            continue
-        x = torch.randn(size, generator=draw)
-        positive = name in ("v", "rate")
-        out.append((x.abs() + 0.1 if positive else x).to(case.dtype))
-    return out
-
-
 @dataclass(frozen=True)
 class Job:
     """``order``: which inputs a program takes; ``numbers``: of each rank."""
@@ -257,7 +245,7 @@ def job(case: Case, ranks: int) -> Job:
     """A case as a program, which is one on all ranks."""
     found = []
     for rank in range(ranks):
-        given = inputs_of(case, ranks, rank, 0)
+        given = case.inputs_of(ranks, rank, 0)
         found.append(outlined(traced(case.make(rank, ranks), given)))
     programs = {outline.program for outline, _ in found}
     assert len(programs) == 1, "ranks have different programs"
@@ -294,7 +282,7 @@ def oracle(found: Job, turn: int) -> list[list[torch.Tensor]]:
     steps = stages_of(widened(program, wide))
     values: list[dict[str, torch.Tensor]] = []
     for rank in range(ranks):
-        all_given = inputs_of(case, ranks, rank, turn)
+        all_given = case.inputs_of(ranks, rank, turn)
         given = [all_given[i] for i in found.order]
         given = [x.to(dtype) if x.is_floating_point() else x for x in given]
         names = [t.name for t in program.inputs]
@@ -321,11 +309,13 @@ def oracle(found: Job, turn: int) -> list[list[torch.Tensor]]:
 # One rank.
 
 
-def kernels(found: Job, given: Sequence[torch.Tensor], rank: int) -> Any:
+def kernels(
+    found: Job, given: Sequence[torch.Tensor], rank: int, rung: str = ""
+) -> list[torch.Tensor]:
     """The program's results by its kernel."""
     program, numbers = found.program, found.numbers[rank]
     if found.case.shots == 1 and program.ranks in RANKS:
-        made = run_fused.fused(program, given, numbers, GROUP, rung=RUNG)
+        made = run_fused.fused(program, given, numbers, GROUP, rung=rung)
         assert made is not None, "no kernel was made"
         return made
     how = {"shots": found.case.shots, "switch": found.case.switch}
@@ -371,32 +361,49 @@ def break_it(mode: str, rank: int, provider: Provider) -> None:
     device_functions.barrier = slow_barrier
 
 
-def run_rank(jobs: dict[str, Job], rank: int, ranks: int, mode: str, path: str) -> None:
-    """All cases, in rounds."""
-    store = torch.distributed.FileStore(f"{path}.store", ranks)
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank has at the end."""
+
+    results: dict[tuple[str, int], list[torch.Tensor]]  # by case and round
+    signals: int  # that are not lowered
+    ways: list[tuple[str, str]]  # the implementation of each program, if measured
+    raised: list[str]  # by calls for which the last rank does not come
+
+
+def run_cases(
+    jobs: dict[str, Job], ranks: int, mode: str = "sound", seconds: int = 300
+) -> list[RankRun]:
+    """Run all cases in rounds, each rank in a fork."""
+    return run_forked(_run_rank, ranks, jobs, mode, seconds=seconds)
+
+
+def _run_rank(
+    folder: Path, rank: int, ranks: int, jobs: dict[str, Job], mode: str
+) -> RankRun:
+    store = torch.distributed.FileStore(str(folder / "store"), ranks)
     symmetric_memory._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
     run_fused.install(GROUP, "cpu", provider)
     break_it(mode, rank, provider)
-    global RUNG
-    RUNG = mode if mode == "measured" else ""
-    out: dict[str, Any] = {}
-    for turn in range(ROUNDS):
+    rung = mode if mode == "measured" else ""
+    results = {}
+    raised: list[str] = []
+    for turn in range(1 if mode == "lost" else ROUNDS):
         for name, found in jobs.items():
-            given = inputs_of(found.case, ranks, rank, turn)
-            made = kernels(found, [given[i] for i in found.order], rank)
-            out[f"{name}:{turn}"] = made
-        if mode == "lost":
-            out["raised"] = lost(next(iter(jobs.values())), rank, provider)
-            break
-    if RUNG:
+            given = found.case.inputs_of(ranks, rank, turn)
+            made = kernels(found, [given[i] for i in found.order], rank, rung)
+            results[name, turn] = made
+    if mode == "lost":
+        raised = lost(next(iter(jobs.values())), rank, provider)
+    ways: dict[str, str] = {}
+    if rung:
         ways = {p.title: str(way) for p, way in run_fused._WAYS[provider].items()}
-        out["ways"] = sorted(ways.items())
     provider.barrier()
     assert provider._memory is not None
     pads = 4 * (symmetric_memory.HEAD + ranks * PROGRAMS)
-    out["signals"] = int(provider._memory.own[:pads].count_nonzero())
-    torch.save(out, f"{path}.{rank}")
+    signals = int(provider._memory.own[:pads].count_nonzero())
+    return RankRun(results, signals, sorted(ways.items()), raised)
 
 
 def lost(found: Job, rank: int, provider: Provider) -> list[str]:
@@ -406,7 +413,7 @@ def lost(found: Job, rank: int, provider: Provider) -> list[str]:
     out = []
     for turn in (1, 2):
         if rank < provider.ranks - 1:
-            given = inputs_of(found.case, provider.ranks, rank, turn)
+            given = found.case.inputs_of(provider.ranks, rank, turn)
             try:
                 kernels(found, [given[i] for i in found.order], rank)
             except FxparError as error:
@@ -414,68 +421,29 @@ def lost(found: Job, rank: int, provider: Provider) -> list[str]:
     return out
 
 
-def start(jobs: dict[str, Job], ranks: int, mode: str, path: str) -> None:
-    """Processes that have imported all there is; none outlives its seconds."""
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        code = 1
-        try:
-            signal.alarm(SECONDS)
-            run_rank(jobs, rank, ranks, mode, path)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    ended = [os.waitpid(child, 0)[1] for child in children]
-    assert not any(ended), f"ranks ended with {ended}"
+@dataclass(frozen=True)
+class CaseComparison:
+    """A case on all ranks and in all rounds beside the oracle."""
+
+    error: float  # the largest, as ``compare_kernels.apart``
+    ulps: float
+    alike: int  # results that are one on all ranks
+    same: bool  # whether these are so to the bit
 
 
-def compared(jobs: dict[str, Job], ranks: int, path: str) -> dict[str, Any]:
-    """How far results are apart, at most over rounds and ranks; and whether those that
-    are one on all ranks are so to the bit."""
-    got = [torch.load(f"{path}.{rank}") for rank in range(ranks)]
-    out: dict[str, Any] = {"signals": [x["signals"] for x in got]}
-    ways = [x["ways"] for x in got if "ways" in x]
-    assert all(found and found == ways[0] for found in ways), ways
+def compared(jobs: dict[str, Job], runs: list[RankRun]) -> dict[str, CaseComparison]:
+    """How far results are apart from the oracle's."""
+    out = {}
     for name, found in jobs.items():
-        errors, places, one, same = [], [], 0, True
+        errors, places, alike, same = [], [], 0, True
         for turn in range(ROUNDS):
-            made, want = [x[f"{name}:{turn}"] for x in got], oracle(found, turn)
+            made, want = [run.results[name, turn] for run in runs], oracle(found, turn)
             for mine, his in zip(made, want, strict=True):
                 errors += map(apart, mine, his)
                 places += map(ulps, mine, his)
             for i in range(len(want[0])):
                 if all(torch.equal(x[i], want[0][i]) for x in want):
-                    one += 1
+                    alike += 1
                     same &= all(torch.equal(x[i], made[0][i]) for x in made)
-        out[name] = {"error": max(errors), "ulps": max(places), "same": same}
-        out[name]["one"] = one
+        out[name] = CaseComparison(max(errors), max(places), alike, same)
     return out
-
-
-def main(path: str, *what: str) -> None:
-    run_kernels.empty = poisoned
-    round_as_devices()
-    torch.set_num_threads(1)
-    out = {}
-    for run in what:
-        mode, ranks, *names = run.split(":")
-        chosen = names[0].split(",") if names else CASES
-        jobs = {name: job(CASES[name], int(ranks)) for name in chosen}
-        with tempfile.TemporaryDirectory() as folder:
-            start(jobs, int(ranks), mode, f"{folder}/rank")
-            if mode == "lost":
-                files = [torch.load(f"{folder}/rank.{r}") for r in range(int(ranks))]
-                out[run] = [found["raised"] for found in files]
-                continue
-            out[run] = compared(jobs, int(ranks), f"{folder}/rank")
-    Path(path).write_text(json.dumps(out))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,23 +3,28 @@ after regions were made of them."""
 
 from __future__ import annotations
 
-import os
-import signal
-import tempfile
-import traceback
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from fxpar import _torch
+from fxpar.fusion.kernels import run_fused
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import Facts
+from fxpar.fusion.kernels.symmetric_memory import shared_files
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.passes.builder import Builder
 from fxpar.passes.order_collectives import give_outputs
 from fxpar.passes.sink_waits import sink_waits
+from tests.helpers.forked import run_forked
+from tests.helpers.kernels.compare_kernels import apart, traced
 
 c10d = torch.ops._c10d_functional
 GROUP = "0"
@@ -179,8 +184,6 @@ def inputs(rank: int = 0) -> list[torch.Tensor]:
 def graph_of(fn: Callable[..., Any]) -> fx.Graph:
     """As it is when regions are made: waits right before what reads them, gathers as
     they are on CPU."""
-    from tests.helpers.kernels.interpreted import traced
-
     graph = traced(fn, inputs())
     sink_waits(graph)
     fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
@@ -193,91 +196,58 @@ def fused(fn: Callable[..., Any], how: str = "interpret") -> tuple[fx.Graph, Fus
     return graph, fuse_graph(graph, facts_of=lambda group: facts(how))
 
 
-def run() -> dict[str, Any]:
-    """How far results after are from those before, for each graph and runner."""
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class Outcome:
+    """A graph after regions were made of it, beside the graph before, on one rank."""
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    out = compared(GRAPHS)
-    dist.destroy_process_group()
-    return out
+    error: float  # as ``compare_kernels.apart``
+    regions: int
+    inside: int = 0  # kernels with a collective inside that were launched
 
 
 # Those that say nothing of how many ranks there are.
 OF_TWO = ("epilogue", "prologue", "backward", "views", "two", "in_other_place")
 
 
-def run_two() -> dict[str, Any]:
-    """The same on two ranks, whose kernels reach each other's memory: the larger error,
-    and how many kernels had a collective inside."""
-    graphs = {name: GRAPHS[name] for name in OF_TWO}
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child:
-                children.append(child)
-                continue
-            code = 1
-            try:
-                signal.alarm(200)
-                torch.save(_of_two(graphs, rank, folder), f"{folder}/{rank}")
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        ended = [os.waitpid(child, 0)[1] for child in children]
-        assert not any(ended), f"ranks ended with {ended}"
-        found = [torch.load(f"{folder}/{rank}") for rank in range(2)]
-    return {
-        name: {key: max(f[name][key] for f in found) for key in found[0][name]}
-        for name in found[0]
-    }
+def outcome(name: str, how: str, rank: int = 0) -> Outcome:
+    fn, values = GRAPHS[name], inputs(rank)
+    torch.manual_seed(0)
+    want = (*fx.GraphModule({}, graph_of(fn))(*values), *values)
+    graph, regions = fused(fn, how)
+    torch.manual_seed(0)
+    values = inputs(rank)
+    got = (*fx.GraphModule({}, graph)(*values), *values)
+    return Outcome(max(map(apart, got, want)), len(regions.programs))
 
 
-def _of_two(graphs: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
-    """One rank."""
-    import torch.distributed as dist
+def on_one_rank(name: str, how: str) -> Outcome:
+    """In a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return outcome(name, how)
+    finally:
+        dist.destroy_process_group()
 
-    from fxpar.fusion.kernels import run_fused
-    from fxpar.fusion.kernels.symmetric_memory import shared_files
 
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    provider = shared_files(store, rank, 2, name="two")
+def on_two_ranks(names: Sequence[str]) -> list[dict[tuple[str, str], Outcome]]:
+    """On two ranks, whose kernels reach each other's memory."""
+    return run_forked(_of_two, 2, names, seconds=200)
+
+
+def _of_two(
+    folder: Path, rank: int, ranks: int, names: Sequence[str]
+) -> dict[tuple[str, str], Outcome]:
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    provider = shared_files(store, rank, ranks, name="two")
     run_fused.install(GROUP, "cpu", provider)
-    out, keep, inside = {}, run_fused.launched, [0]
-
-    def counted(*args: Any) -> Any:
-        inside[0] += 1
-        return keep(*args)
-
-    run_fused.launched = counted
-    for name, fn in graphs.items():
-        before = inside[0]
-        for key, case in compared({name: fn}, rank).items():
-            out[key] = case | {"inside": inside[0] - before}
-    dist.barrier()
-    return out
-
-
-def compared(graphs: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Of a rank, each graph by each runner beside the graph before."""
-    from tests.helpers.kernels.interpreted import apart
-
     out = {}
-    for name, fn in graphs.items():
-        given, before = inputs(rank), fx.GraphModule({}, graph_of(fn))
-        torch.manual_seed(0)
-        want = (*before(*given), *given)
-        for how in ("interpret", "triton"):
-            graph, found = fused(fn, how)
-            torch.manual_seed(0)
-            given = inputs(rank)
-            got = (*fx.GraphModule({}, graph)(*given), *given)
-            error = max(map(apart, got, want))
-            out[f"{name} {how}"] = {"error": error, "regions": len(found.programs)}
+    with mock.patch.object(run_fused, "launched", wraps=run_fused.launched) as launched:
+        for name, how in itertools.product(names, ("interpret", "triton")):
+            launched.reset_mock()
+            graph = outcome(name, how, rank)
+            out[name, how] = replace(graph, inside=launched.call_count)
+    dist.barrier()
     return out
 
 

@@ -1,7 +1,5 @@
 """Matmuls with their collectives in Triton's interpreter, beside torch.
 
-A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.helpers.kernels.gemm_cases OUT`` writes what it found to OUT as JSON.
 A thread plays who copies chunks for a gather: only when the kernel has polled a flag in
 vain, and in another order than it wants. For a scatter each chunk is taken away at the
 moment its flag rises. What is not there yet is NaN. All rounds of a case are with one
@@ -11,18 +9,14 @@ pair of flags; ``BROKEN`` are kernels broken on purpose.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from tests.helpers.kernels.interpreted import apart, ulps
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.fusion.kernels import matmul_signals
@@ -35,6 +29,7 @@ from fxpar.fusion.kernels.matmul_kernel import (
     signals_of,
 )
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
+from tests.helpers.kernels.compare_kernels import apart, ulps
 
 PROGRAMS = 3
 TILES = Tiles(32, 32, 32, 4, 1, band=2)
@@ -143,20 +138,30 @@ def nans(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=like.dtype)
 
 
-def run(case: Case, made: Gemm) -> dict[str, Any]:
-    """A kernel's rounds, all with one pair of flags and counts."""
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A kernel's rounds beside torch."""
+
+    error: float  # the largest, as ``compare_kernels.apart``
+    ulps: float
+    left: int  # flags and counts that are not zero again
+    orders: list[list[int]]  # of chunks, in each round
+
+
+def run(case: Case, made: Gemm) -> Comparison:
+    """Run a kernel's rounds, all with one pair of flags and counts."""
     flags, counts = signals_of(made, "cpu")
-    out: dict[str, Any] = {"error": 0.0, "ulps": 0.0, "left": 0, "orders": []}
+    errors, places, orders, left = [], [], [], 0
     for turn in range(case.rounds):
         a, b, bias, want = inputs_of(case, turn)
         rest = [bias] if case.epilogue else []
         play = gathered if made.kind == "gather" else scattered
         got, order = play(case, made, a, b, rest, flags, counts)
-        out["error"] = max(out["error"], apart(got, want))
-        out["ulps"] = max(out["ulps"], ulps(got, want))
-        out["left"] += int(flags.count_nonzero() + counts.count_nonzero())
-        out["orders"].append(order)
-    return out
+        errors.append(apart(got, want))
+        places.append(ulps(got, want))
+        left += int(flags.count_nonzero() + counts.count_nonzero())
+        orders.append(order)
+    return Comparison(max(errors), max(places), left, orders)
 
 
 class Copier(threading.Thread):
@@ -265,31 +270,3 @@ def tiles(kind: str, rank: int, *sizes: int) -> list[list[int]]:
     out = torch.full((chunks * high * wide, 3), -1, dtype=torch.int32)
     list_tiles[(len(out),)](out, rank, *sizes, BACKWARD=kind == "scatter")
     return out.tolist()
-
-
-SIZES = ((1, 1, 1, 8), (2, 5, 3, 2), (4, 3, 2, 8))
-
-
-def main(path: str) -> None:
-    torch.set_num_threads(1)
-    out: dict[str, Any] = {}
-    for kind in ("gather", "scatter"):
-        for name, case in CASES.items():
-            out[f"{kind} {name}"] = run(case, case.kernel(kind))
-    for name, (kind, old, new) in BROKEN.items():
-        case = CASES["even"]
-        try:
-            out[name] = run(case, broken(case.kernel(kind), old, new))
-        except Exception as error:  # as the interpreter raises it
-            out[name] = {"raised": str(error)}
-    out["tiles"] = {
-        f"{kind}:{rank}:{':'.join(map(str, sizes))}": tiles(kind, rank, *sizes)
-        for kind in ("gather", "scatter")
-        for sizes in SIZES
-        for rank in range(sizes[0])
-    }
-    Path(path).write_text(json.dumps(out))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

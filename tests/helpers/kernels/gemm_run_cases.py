@@ -1,26 +1,18 @@
-"""Matmuls with their collectives on several processes, beside float64.
+"""Matmuls with their collectives on several ranks, beside float64.
 
-A script, since Triton is either interpreter or compiler in one process:
-``python -m tests.helpers.kernels.gemm_run_cases OUT MODE:RANKS[:CASE,CASE...]...``
-starts so many processes that share memory, lets them run the cases in three rounds, and
-writes to OUT as JSON how far results are apart from those of all ranks' inputs. Outputs
-begin as NaN. MODE: "sound"; who is late in each round, another rank each time:
-"late_call", "late_copies", "late_matmul", "late_end"; "lost" (the last rank comes once
-and never again) and "failing" (its copies fail); or what is broken on purpose:
-"early_flags", "wrong_order", "no_wait", "no_meeting", "one_half".
+Ranks are forks of a process in which Triton is an interpreter; they share memory and
+run the cases in three rounds. Outputs begin as NaN. ``mode``: "sound"; who is late in
+each round, another rank each time: "late_call", "late_copies", "late_matmul",
+"late_end"; "lost" (the last rank comes once and never again) and "failing" (its copies
+fail); or what is broken on purpose: "early_flags", "wrong_order", "no_wait",
+"no_meeting", "one_half".
 """
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +20,6 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from tests.helpers.kernels.interpreted import apart, poisoned, round_as_devices, ulps
 from triton.runtime.interpreter import interpreter_builder
 
 from fxpar.errors import FxparError
@@ -37,11 +28,12 @@ from fxpar.fusion.kernels import (
     device_functions,
     matmul_run,
     run_fused,
-    run_kernels,
     symmetric_memory,
 )
 from fxpar.fusion.kernels.matmul_kernel import BIAS
 from fxpar.fusion.kernels.symmetric_memory import Provider, shared_files
+from tests.helpers.forked import run_forked
+from tests.helpers.kernels.compare_kernels import apart, ulps
 
 GROUP, PROGRAMS, ROUNDS = "group", 3, 3
 LATE, HELD = 0.1, 5.0  # seconds
@@ -261,104 +253,76 @@ class Breaking:
 # One rank.
 
 
-def run_rank(
-    jobs: dict[str, Case], rank: int, ranks: int, mode: str, path: str
-) -> None:
-    store = torch.distributed.FileStore(f"{path}.store", ranks)
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank has at the end."""
+
+    results: dict[tuple[str, int], list[torch.Tensor]]  # by case and round
+    said: list[str]  # errors of calls, and "nothing" of those that had none
+    signals: int  # that are not lowered
+
+
+def run_cases(names: Iterable[str], ranks: int, mode: str = "sound") -> list[RankRun]:
+    """Run cases in rounds, each rank in a fork."""
+    return run_forked(_run_rank, ranks, list(names), mode)
+
+
+def _run_rank(
+    folder: Path, rank: int, ranks: int, names: list[str], mode: str
+) -> RankRun:
+    store = torch.distributed.FileStore(str(folder / "store"), ranks)
     symmetric_memory._LEAST = 1 << 10  # so that it has to grow
     provider = shared_files(store, rank, ranks, name=GROUP, programs=PROGRAMS)
     run_fused.install(GROUP, "cpu", provider)
-    calls = torch.from_file(f"{path}.calls", True, 3 * ranks, dtype=torch.int32)
+    calls = torch.from_file(str(folder / "calls"), True, 3 * ranks, dtype=torch.int32)
     breaking = Breaking(mode, provider, calls.view(3, ranks))
-    out: dict[str, Any] = {}
-    for turn in range(ROUNDS):
-        for name, case in jobs.items():
-            breaking.turn = turn
-            if mode in ("lost", "failing") and turn > 0:
-                out[f"{name}:{turn}"] = fails(case, rank, turn, mode, provider)
+    results, said = {}, []
+    for turn in range(1 if mode == "failing" else ROUNDS):
+        for name in names:
+            case, breaking.turn = CASES[name], turn
+            if mode == "lost" and turn > 0:
+                said += lost(case, rank, turn, provider)
                 continue
             try:
-                got = made_of(case, given_of(case, ranks, rank, turn), provider)
+                given = given_of(case, ranks, rank, turn)
+                results[name, turn] = made_of(case, given, provider)
             except Failing:
-                got = "Failing"
-            out[f"{name}:{turn}"] = got
+                said.append("Failing")
     assert provider._memory is not None
     provider.barrier()
     pads = 4 * (symmetric_memory.HEAD + ranks * PROGRAMS)
-    out["signals"] = int(provider._memory.own[:pads].count_nonzero())
-    torch.save(out, f"{path}.{rank}")
+    signals = int(provider._memory.own[:pads].count_nonzero())
+    return RankRun(results, said, signals)
 
 
-def fails(case: Case, rank: int, turn: int, mode: str, provider: Provider) -> str:
+def lost(case: Case, rank: int, turn: int, provider: Provider) -> list[str]:
     """What is raised by a call for which the last rank does not come."""
-    if mode == "failing":
-        return ""
     provider.barrier()
     device_functions.SPINS = tl.constexpr(LOST)
     if rank == provider.ranks - 1:
-        return ""
+        return []
     try:
         made_of(case, given_of(case, provider.ranks, rank, turn), provider)
     except FxparError as error:
-        return str(error)
-    return "nothing"
+        return [str(error)]
+    return ["nothing"]
 
 
-def start(jobs: dict[str, Case], ranks: int, mode: str, path: str) -> None:
-    """Processes that have imported all there is; none outlives two minutes."""
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        code = 1
-        try:
-            signal.alarm(120)
-            run_rank(jobs, rank, ranks, mode, path)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    ended = [os.waitpid(child, 0)[1] for child in children]
-    assert not any(ended), f"ranks ended with {ended}"
+@dataclass(frozen=True)
+class CaseComparison:
+    """A case on all ranks and in all rounds beside float64."""
+
+    error: float  # the largest, as ``compare_kernels.apart``
+    ulps: float
 
 
-def compared(jobs: dict[str, Case], ranks: int, path: str) -> dict[str, Any]:
-    """How far results are apart, at most over rounds and ranks."""
-    got = [torch.load(f"{path}.{rank}") for rank in range(ranks)]
-    out: dict[str, Any] = {"signals": [x["signals"] for x in got]}
-    for name, case in jobs.items():
-        found: dict[str, Any] = {"error": 0.0, "ulps": 0.0, "said": []}
-        for turn in range(ROUNDS):
-            want = want_of(case, ranks, turn)
-            for rank in range(ranks):
-                made = got[rank][f"{name}:{turn}"]
-                if isinstance(made, str):
-                    found["said"].append(made)
-                    continue
-                for mine, his in zip(made, want[rank], strict=True):
-                    found["error"] = max(found["error"], apart(mine, his))
-                    found["ulps"] = max(found["ulps"], ulps(mine, his))
-        out[name] = found
-    return out
-
-
-def main(path: str, *what: str) -> None:
-    run_kernels.empty = poisoned
-    round_as_devices()
-    torch.set_num_threads(1)
-    run_kernels.folder()  # imports what processes need
-    out = {}
-    for run in what:
-        mode, ranks, *names = run.split(":")
-        jobs = {name: CASES[name] for name in (names[0].split(",") if names else CASES)}
-        with tempfile.TemporaryDirectory() as folder:
-            start(jobs, int(ranks), mode, f"{folder}/rank")
-            out[run] = compared(jobs, int(ranks), f"{folder}/rank")
-    Path(path).write_text(json.dumps(out))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def compared(name: str, runs: list[RankRun]) -> CaseComparison:
+    """How far the results of a case are apart, at most over rounds and ranks."""
+    errors, places = [0.0], [0.0]
+    for turn in range(ROUNDS):
+        want = want_of(CASES[name], len(runs), turn)
+        for run, his in zip(runs, want, strict=True):
+            if (name, turn) in run.results:
+                errors += map(apart, run.results[name, turn], his)
+                places += map(ulps, run.results[name, turn], his)
+    return CaseComparison(max(errors), max(places))

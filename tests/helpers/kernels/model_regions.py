@@ -1,38 +1,43 @@
 """Regions of real models, as the backend makes them, on one rank of a fake group.
 
-``python -m tests.helpers.kernels.model_regions OUT MESH NAME...`` compiles forward and
-backward, checks every region's kernels beside its program, and writes what it found,
-programs too. MESH "dp=2 step": a whole training step with a sharded optimizer, in which
-each gradient's reduction is asked to be one region with the update behind it.
+Forward and backward are compiled; of the mesh "dp=2 step" a whole training step with a
+sharded optimizer, in which each gradient's reduction is asked to be one region with the
+update behind it. Regions as programs of several ranks are jobs of ``collective_cases``.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import dataclasses
+import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tests.helpers.kernels.interpreted import compared, poisoned
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxpar
 from fxpar import backend
-from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import FUSED
+from fxpar.fusion.kernels.reductions import CannotEmit
 from fxpar.fusion.kernels.region_program import Program, Tensor, dtype_of
 from fxpar.fusion.kernels.select_region import after
 from fxpar.fusion.kernels.split_at_collectives import MOVES, Part, stages_of
+from fxpar.fusion.kernels.templates import template_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
 from fxpar.sharding.mesh import Mesh
-from tests.helpers.models import build_loss
+from tests.helpers.forked import run_forked
+from tests.helpers.kernels import collective_cases as cases
+from tests.helpers.kernels.compare_kernels import apart, compared
+from tests.helpers.models import NAMES, build_loss
+
+F32 = 1e-6  # relative to the largest number of a result
 
 
 def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
@@ -106,25 +111,67 @@ def value_of(t: Tensor, draw: torch.Generator) -> torch.Tensor:
     return made.copy_(x) if made.numel() else made
 
 
-def checked(program: Program) -> dict[str, Any]:
+@dataclass(frozen=True)
+class GraphRegions:
+    """The regions of one graph of a model."""
+
+    name: str  # of the model
+    which: str  # "forward", "backward" or "step"
+    regions: int
+    near_misses: list[str]
+    bytes: tuple[int, int]  # that kernels move, before and after
+    texts: list[str]  # of programs, each once
+
+    @property
+    def programs(self) -> list[Program]:
+        return [Program.parse(text) for text in self.texts]
+
+
+@functools.cache
+def regions_of(mesh: str) -> list[GraphRegions]:
+    """Of the graphs of all models, on one rank of a mesh."""
+    (graphs,) = run_forked(_regions_of, 1, mesh, seconds=1500)
+    return graphs
+
+
+def _regions_of(folder: Path, rank: int, ranks: int, mesh: str) -> list[GraphRegions]:
+    mesh, _, step = mesh.partition(" ")
+    size = Mesh.parse(mesh).size
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    out = []
+    for name in NAMES:
+        graphs = fused_step(name) if step else fused_graphs(name, mesh)
+        for which, fused in graphs:
+            out.append(
+                GraphRegions(
+                    name,
+                    which,
+                    len(fused.programs),
+                    list(fused.near),
+                    (fused.before, fused.after),
+                    [program.text for program in dict.fromkeys(fused.programs)],
+                )
+            )
+    return out
+
+
+def programs_of(meshes: Iterable[str]) -> list[Program]:
+    """Of the regions of all models on meshes, each once."""
+    graphs = (graph for mesh in meshes for graph in regions_of(mesh))
+    texts = (text for graph in graphs for text in graph.texts)
+    return [Program.parse(text) for text in dict.fromkeys(texts)]
+
+
+def check_parts(program: Program) -> None:
     """Each part's kernel beside the part itself."""
     draw = torch.Generator().manual_seed(1)
-    out: dict[str, Any] = {"error": 0.0, "kernel": True}
     for step in stages_of(program):
         if isinstance(step, Part):
             inputs = [value_of(t, draw) for t in step.program.inputs]
             numbers = tuple(range(program.numbers))
             whole = Outline(step.program, (), (), numbers, "", {})
-            case = compared(whole, inputs, None)
-            out["kernel"] &= case["kernel"]
-            out["error"] = max(out["error"], case.get("error", float("inf")))
-    return out
-
-
-def programs_of(found: Iterable[dict[str, Any]]) -> list[Program]:
-    """Of the regions of graphs, as ``main`` writes them, each once."""
-    texts = (case["program"] for graph in found for case in graph["cases"])
-    return [Program.parse(text) for text in dict.fromkeys(texts)]
+            kernels = compared(whole, inputs)
+            assert kernels.kernels and kernels.error <= F32, step.program.title
 
 
 def ways_of(program: Program) -> dict[str, Any]:
@@ -135,25 +182,51 @@ def ways_of(program: Program) -> dict[str, Any]:
     return {name: {"shots": n, "switch": s} for name, (n, s) in FUSED.items()}
 
 
-def main(path: str, mesh: str, *names: str) -> None:
-    run_kernels.empty = poisoned
-    os.environ.setdefault("FXPAR_PLAN", "propagate")
-    os.environ.setdefault("FXPAR_SCHEDULE", "none")
-    mesh, _, step = mesh.partition(" ")
-    size = Mesh.parse(mesh).size
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    found = []
-    for name in names:
-        graphs = fused_step(name) if step else fused_graphs(name, mesh)
-        for which, fused in graphs:
-            programs = dict.fromkeys(fused.programs)
-            cases = [checked(p) | {"program": p.text} for p in programs]
-            row = {"regions": len(fused.programs), "cases": cases, "near": fused.near}
-            row["bytes"] = [fused.before, fused.after]
-            found.append({"name": name, "which": which} | row)
-    with open(path, "w") as file:
-        json.dump(found, file)
+@dataclass(frozen=True)
+class RegionCase:
+    """A region as a case of ``collective_cases``."""
+
+    program: Program
+    shots: int
+    switch: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def inputs_of(self, ranks: int, rank: int, turn: int) -> list[torch.Tensor]:
+        """Other ones on each rank; a seed is a seed."""
+        draw = torch.Generator().manual_seed(100 * turn + rank)
+        return [value_of(t, draw) for t in self.program.inputs]
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def jobs_of(
+    programs: Iterable[Program], ranks: int
+) -> tuple[dict[str, cases.Job], list[str]]:
+    """Jobs by name, and why some programs have no kernel."""
+    jobs, refused = {}, []
+    for program in programs:
+        if ranks == 1 and len(ways_of(program)) > 1:  # an all-reduce fits any number
+            program = dataclasses.replace(program, ranks=1)
+        if program.ranks != ranks:
+            continue
+        for name, how in ways_of(program).items():
+            try:
+                template_of(program, programs=cases.PROGRAMS, **how)
+            except CannotEmit as error:
+                refused.append(str(error))
+                continue
+            numbers = (tuple(range(program.numbers)),) * ranks
+            order = tuple(range(len(program.inputs)))
+            case: Any = RegionCase(program, **how)
+            jobs[f"{program.title} {name}"] = cases.Job(case, program, order, numbers)
+    return jobs, refused
+
+
+def rounding_of(job: cases.Job) -> float:
+    """How far the program itself, in float32, is from float64 at most."""
+    narrow = dataclasses.replace(job.case, dtype=torch.bfloat16)  # computed in float32
+    errors = []
+    for turn in range(cases.ROUNDS):
+        want = cases.oracle(job, turn)
+        got = cases.oracle(dataclasses.replace(job, case=narrow), turn)
+        for mine, his in zip(got, want, strict=True):
+            errors += [apart(a.to(b.dtype), b) for a, b in zip(mine, his, strict=True)]
+    return max(errors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.sharding.cost.fused_work import flops_of_op
-from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak
+from fxpar.sharding.cost.fused_work import Regions, flops_of_op, seconds
+from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
+from fxpar.sharding.cost.op import flops_of
 from fxpar.sharding.decide import searched
+from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import describe
 from fxpar.sharding.search.run_search import Asked, Found
@@ -346,3 +348,18 @@ def test_what_adds_at_indices_multiplies_nothing() -> None:
     assert added and not any(flops[name] for name in added)
     assert sum(f > 0 for f in flops.values()) == 3  # the product and its gradients
     assert {f for f in flops.values() if f} == {2.0 * 4 * 6 * 8 * 4}
+
+
+def test_a_convolution_has_the_peak_that_a_simulation_gives_it() -> None:
+    x, weight = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
+    plan = fxpar.plan(F.conv2d, x, weight, mesh="x=2", mode="replicate")
+    program = plan.result.decision.program
+    (op,) = program.ops
+    (work,) = Regions(program, set()).works
+    hardware = lookup("h100")
+    peaks = (*hardware.peaks, ("float32 convolution", Peak(1e6)))
+    taken = seconds(
+        op, work, Strategy(), plan.mesh, replace(hardware, peaks=peaks, launch=0.0)
+    )
+    (convolution,) = (n for n in plan.result.local.nodes if flops_of(n))
+    assert taken == pytest.approx(flops_of(convolution) / 1e6)

@@ -1,12 +1,17 @@
-"""What occupies memory, and when: a peak over time, not a sum.
+"""Memory over time, as the search counts it: what occupies it from when to when, and
+bytes of each entry under each strategy of a node, as the solver takes them.
 
-In: a Program with its lifetimes. Out: entries (value, which version of it, from which
-op to which). Time counts ops. Parameters live throughout, and with them the optimizer's
-state; a gradient lives from the op that makes it to the end. A parameter that rests in
-another spec than the one it is read in is copied: for the forward and again for the
-backward, or once from its first reader to its last, if it is kept gathered or if the
-plan chooses where it rests. Values that are written to memory live to their last
-reader, those that the backward is given across the peak. Never looks at specs.
+In: a Program with its lifetimes; which node decides how each version of a value lies.
+Out: entries (value, which version of it, from which op to which), and ``solver.Live``.
+Time counts ops. Parameters live throughout, and with them the optimizer's state; a
+gradient lives from the op that makes it to the end. A parameter that rests in another
+spec than the one it is read in is copied: for the forward and again for the backward,
+or once from its first reader to its last, if it is kept gathered or if the plan chooses
+where it rests. Values that are written to memory live to their last reader, those that
+the backward is given across the peak. What lives between two nodes (a copy made for one
+reader, the buffers of a collective) belongs to none of them and is left out; partial
+results, which are always brought to another spec, are counted beside it while their op
+runs.
 
 What the optimizer needs while it steps is not counted, nor are the workspaces of
 libraries.
@@ -14,12 +19,18 @@ libraries.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.liveness import NEVER, Lifetimes
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, is_view
+from fxpar.sharding.search.variables import End, Node
+from fxpar.sharding.solver import Live
+from fxpar.sharding.spec import Spec
 
 # Of the optimizer nothing is known when a step is compiled. This is Adam as torch.optim
 # has it: so many tensors beside each parameter it trains, of its shape and dtype.
@@ -172,3 +183,69 @@ def _results(
             if again and v in apart and last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, 1))
     return out
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which node decides the spec of each version of a value."""
+
+    nodes: Sequence[Node]
+    # What makes each value, or the input it is.
+    makers: Mapping[int, End]
+    # The nodes in which a value settles, in the forward and in the backward.
+    settling: Mapping[int, tuple[int, int]]
+    # Of values that do not settle, their only reader.
+    readers: Mapping[int, End]
+    # Where each of these values rests at the end.
+    gradients: Mapping[int, End]
+
+
+def rows(
+    live: Sequence[Entry], places: Places, pool: Sequence[Spec], mesh: Mesh
+) -> list[Live]:
+    """One per entry, at most, with those that need nothing left out."""
+    share = np.array([1 / mesh.count(spec.sharded_axes) for spec in pool])
+    partial = np.array([bool(spec.partial) for spec in pool])
+    out = []
+    for entry in live:
+        for end, counts in _ends(entry, places, partial):
+            column = places.nodes[end.node].specs[:, end.column]
+            usage = entry.nbytes * share[column]
+            if counts is not None:
+                usage = np.where(counts, usage, 0.0)
+            if usage.any():
+                out.append(Live(end.node, entry.begin, entry.end, usage))
+    return out
+
+
+def _ends(
+    entry: Entry, places: Places, partial: np.ndarray
+) -> Iterator[tuple[End, np.ndarray | None]]:
+    """Which node decides an entry's spec; which of its strategies count, if not all."""
+    v, nodes = entry.value, places.nodes
+    maker, settled = places.makers[v], places.settling.get(v)
+    if entry.kind == "made":
+        if settled is not None:
+            yield maker, partial[nodes[maker.node].specs[:, maker.column]]
+    elif entry.kind == "gradient":
+        if v in places.gradients:
+            yield places.gradients[v], None
+    elif entry.kind == "gathered" and nodes[maker.node].kind == "input":
+        yield from _copy(entry, places)
+    elif settled is not None and nodes[maker.node].kind != "input":
+        yield End(settled[entry.phase], 0), None
+    elif entry.kind != "gathered":
+        yield maker, None
+
+
+def _copy(entry: Entry, places: Places) -> Iterator[tuple[End, np.ndarray | None]]:
+    """Of an input: where it settles or is read in another spec than it rests in."""
+    v, nodes = entry.value, places.nodes
+    if v in places.settling:
+        node = places.settling[v][entry.phase]
+        yield End(node, 0), nodes[node].copies
+    elif v in places.readers:
+        rests = nodes[places.makers[v].node].specs[:, 0]
+        reader = places.readers[v]
+        if len(rests) == 1:
+            yield reader, nodes[reader.node].specs[:, reader.column] != rests[0]

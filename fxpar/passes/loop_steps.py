@@ -1,0 +1,151 @@
+"""Loops whose number of steps depends on data, planned as loops of STEPS steps.
+
+For its backward a ``while_loop`` keeps what each step gives, stacked: a tensor of a
+size that nobody knows before it has run. ``count_steps`` puts STEPS in the place of
+that number, so that all shapes are known while planned and rewritten. What has that dim
+is neither split nor moved, so that no op spells the number, and what runs op by op
+takes it as it comes. ``uncount_steps`` puts the unknown number back for Inductor, which
+writes sizes out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.builder import copy_of, value_of
+from fxpar.passes.graph_bodies import body_of, module_of
+from fxpar.sharding.rules.table import tensors_of
+
+aten = torch.ops.aten
+
+STEPS = 8
+
+# What reads the steps of a loop and does not spell their number.
+_READERS = {
+    operator.getitem,
+    aten.slice.Tensor,
+    aten.cat.default,
+    aten.select.int,
+}
+_LOOP = "higher_order::while_loop"
+
+
+def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
+    """Give the steps of loops a known number, in place; ops on them are to run whole
+    (``meta["fxpar_whole"]``). Other sizes that depend on data stay unknown."""
+    evaluated: set[fx.Node] = set()
+    counted: set[fx.Node] = set()
+    for node in graph.nodes:
+        body = body_of(node)
+        if body is not None:
+            count_steps(body.graph, fake_mode)
+            continue
+        name = _torch.aot.higher_order_name(node.target)
+        steps = not counted.isdisjoint(node.all_input_nodes)
+        if name == _torch.loops.STACKED:
+            node.target, node.args = _torch.loops.counted_loop(), (*node.args, STEPS)
+            node.meta["fxpar_whole"] = True
+        elif steps and name == _LOOP:
+            node.meta["fxpar_whole"] = True
+            for body in _bodies(node):
+                _evaluate(body.graph, _taken(node), fake_mode, _any_step)
+            continue
+        elif steps and node.target in _READERS:
+            node.meta["fxpar_whole"] = True
+        elif steps or evaluated.isdisjoint(node.all_input_nodes):
+            _forget_offset(node)
+            continue
+        elif not _lies_by_data(node):
+            continue
+        if _has_unknown_size(node):
+            counted.add(node)
+        evaluated.add(node)
+        node.meta["val"] = _value(node, fake_mode)
+        node.meta.pop("unbacked_bindings", None)
+
+
+def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
+    """Make the steps of loops unknown again, in place. ``fake_mode``: makes symbols,
+    also of what a tensor holds."""
+    evaluated: set[fx.Node] = set()
+    for node in graph.nodes:
+        name = _torch.aot.higher_order_name(node.target)
+        if name == _torch.loops.COUNTED:
+            node.target, node.args = _torch.loops.stacked_loop(), node.args[:-1]
+        elif evaluated.isdisjoint(node.all_input_nodes):
+            continue
+        elif name == _LOOP:
+            for place, body in zip(node.args[:2], _bodies(node), strict=True):
+                place.meta["val"] = body = module_of(body, copy_of(body.graph))
+                uncount_steps(body.graph, fake_mode)
+                _evaluate(body.graph, _taken(node), fake_mode, _value)
+            continue
+        node.meta["val"] = _value(node, fake_mode)
+        _torch.loops.bind_symbols(node, fake_mode)
+        if name == _torch.loops.COUNTED:
+            _torch.loops.takes_a_step(node.meta["val"][0])
+        if _has_unknown_size(node):
+            evaluated.add(node)
+
+
+def _has_unknown_size(node: fx.Node) -> bool:
+    """Whether a size of what a node gives depends on data."""
+    return any(map(_torch.fake.depends_on_data, tensors_of(node.meta.get("val"))))
+
+
+def _forget_offset(node: fx.Node) -> None:
+    """Let an input lie at the beginning of its memory, if it lies where data says: a
+    tangent is like its result, which may be a step of a loop."""
+    if node.op == "placeholder" and _lies_by_data(node) and not _has_unknown_size(node):
+        value = node.meta["val"]
+        node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+
+
+def _lies_by_data(node: fx.Node) -> bool:
+    """Whether where what a node gives begins in its memory depends on data."""
+    return any(map(_torch.fake.lies_by_data, tensors_of(node.meta.get("val"))))
+
+
+def _bodies(loop: fx.Node) -> list[fx.GraphModule]:
+    """The test and the body of a loop."""
+    return [place.meta["val"] for place in loop.args[:2]]
+
+
+def _taken(loop: fx.Node) -> list[Any]:
+    """What the bodies of a loop take, as fake values."""
+    return value_of([*loop.args[2], *loop.args[3]])
+
+
+def _value(node: fx.Node, fake_mode: Any) -> Any:
+    """The fake value of a call, of those of its operands."""
+    with fake_mode:
+        return node.target(*value_of(node.args), **value_of(node.kwargs))
+
+
+def _any_step(node: fx.Node, fake_mode: Any) -> Any:
+    """As ``_value``; of the number of a step the first."""
+    if node.target is aten._local_scalar_dense.default:
+        return 0
+    return _value(node, fake_mode)
+
+
+def _evaluate(
+    graph: fx.Graph,
+    inputs: Sequence[Any],
+    fake_mode: Any,
+    value: Callable[[fx.Node, Any], Any],
+) -> None:
+    """Give the nodes of a body their values for those of its inputs, in place."""
+    values = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = next(values)
+        elif node.op == "call_function":
+            node.meta["val"] = value(node, fake_mode)
+            _torch.loops.bind_symbols(node, fake_mode)

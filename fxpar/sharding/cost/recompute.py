@@ -1,0 +1,129 @@
+"""Recomputation: which values of the forward the backward computes again.
+
+In: nodes of a joint graph in order, in global shapes or in local ones, and which of
+them are the backward's. Out: nodes. Where AOTAutograd solves a minimum cut, this
+decides one value after the other: a light op is computed again if what it reads weighs
+less than what it gives, or is kept anyway. What is tagged to be computed again
+(gathered parameters, the user's checkpoints) is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxpar.sharding.cost.op import (
+    bytes_of,
+    is_light,
+    is_pointwise,
+    is_view,
+    tensors_in,
+    viewed,
+)
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+# What the tags of checkpoints say: whether the backward computes a value again.
+_TAGGED = {
+    CheckpointPolicy.MUST_RECOMPUTE: True,
+    CheckpointPolicy.PREFER_RECOMPUTE: True,
+    CheckpointPolicy.MUST_SAVE: False,
+}
+
+# So many light ops in a row are computed again, as AOTAutograd bans long chains.
+_CHAIN = 16
+
+
+def computed_again(
+    calls: Sequence[fx.Node],
+    late: Collection[fx.Node],
+    gathered: Collection[fx.Node] = (),
+) -> set[fx.Node]:
+    """What the backward, the nodes that are ``late``, reads and computes from other
+    values that it is given. Not what it would have to write to memory, where a product
+    reads it. ``gathered``: what it makes anew in any case.
+    """
+    needed: set[fx.Node] = set()
+    again: set[fx.Node] = set()
+    must = {node for node in calls if _tag(node) is False}  # be kept
+    row: dict[fx.Node, int] = {}  # so many ops after it are computed again
+    for node in reversed(calls):
+        if node in late:
+            if not is_light(node.target):
+                must.update(viewed(read) for read in node.all_input_nodes)
+        elif node in needed and (node in gathered or _is_lighter(node, needed, must)):
+            again.add(node)
+            count = row.get(node, 0) + 1
+            row.update((r, max(count, row.get(r, 0))) for r in node.all_input_nodes)
+            if count >= _CHAIN:
+                must.update(node.all_input_nodes)
+        else:
+            continue
+        needed.update(node.all_input_nodes)
+    early = [node for node in calls if node not in late]
+    kept = {node for node in early if node in needed and node not in again}
+    for node in _free(early, kept - must, kept | again):
+        kept.discard(node)
+        again.add(node)
+    for node in reversed(early):
+        if node in again:
+            made = (r for r in node.all_input_nodes if r.op != "placeholder")
+            again.update(r for r in made if r not in kept)
+    return again
+
+
+def _free(
+    early: Sequence[fx.Node], may: Collection[fx.Node], there: Collection[fx.Node]
+) -> list[fx.Node]:
+    """Those that ``may`` go, since a few light ops give them of others that are
+    ``there``."""
+    ops: dict[fx.Node, int] = {}  # so many in a row
+    out = []
+    for node in early:
+        read = (r for r in node.all_input_nodes if r.op != "placeholder")
+        count = 1 + max((ops.get(r, _CHAIN) for r in read), default=0)
+        light = count <= _CHAIN and (_is_given(node) or is_pointwise(node))
+        if light and (node in may or node not in there):
+            ops[node] = count
+            if node in may:
+                out.append(node)
+        elif node in there:
+            ops[node] = 0
+    return out
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a value takes no work: a view, a constant, or no tensor."""
+    if node.target is operator.getitem:
+        return _is_given(node.args[0])
+    if node.op == "get_attr" or op_facts_of(node.target).constant:
+        return True
+    return not tensors_in(node.meta.get("val")) or is_view(node)
+
+
+def _tag(node: fx.Node) -> bool | None:
+    """Whether a value is tagged to be computed again; None if it is not tagged."""
+    if node.target is operator.getitem:
+        return _tag(node.args[0])
+    return _TAGGED.get(node.meta.get("recompute"))
+
+
+def _is_lighter(
+    node: fx.Node, needed: Collection[fx.Node], must: Collection[fx.Node]
+) -> bool:
+    """Whether what a value is made of weighs less than itself, what is ``needed`` being
+    there anyway; or it is tagged so."""
+    if _tag(node) or _is_given(node):
+        return True
+    if node in must or not is_pointwise(node):
+        return False
+    size = bytes_of(node)
+    read = {viewed(read) for read in node.all_input_nodes}
+    read = {
+        r for r in read if r.op != "placeholder" and not op_facts_of(r.target).constant
+    }
+    more = sum(bytes_of(r) for r in read if r not in needed)
+    # Of a function of one value that one is kept, from which there may be others.
+    return more < size or more == size and len(read) == 1
