@@ -22,11 +22,11 @@ from torch import fx
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize
+from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
 from fxpar.passes.order_collectives import PASSES, Phase, Settings
-from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import consensus, presence, tune_schedule
 from fxpar.runtime import pipeline_steps as steps
@@ -66,7 +66,7 @@ def _may(name: str, run: Callable[[Any], None], stage: str = "") -> PipelineStep
 
 
 def _rewrite(
-    function: Callable[[fx.Graph, Rewriter], None],
+    function: Callable[[fx.Graph, Builder], None],
 ) -> Callable[[JointState], None]:
     return lambda state: function(state.graph, state.rewriter)
 

@@ -17,7 +17,7 @@ from fxpar import pipeline
 from fxpar.config import PASSES, Options
 from fxpar.errors import OptionError
 from fxpar.passes import order_collectives
-from fxpar.passes.rewriter import copy_of
+from fxpar.passes.builder import copy_of
 from fxpar.pipeline import JOINT, PHASE, STEPS
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan

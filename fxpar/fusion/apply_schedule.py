@@ -37,9 +37,8 @@ from fxpar.fusion.verbs import (
     send_recv,
 )
 from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.rewriter import copy_of
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh

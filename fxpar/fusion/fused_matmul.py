@@ -26,14 +26,12 @@ from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import group_axes, group_name
 from fxpar.sharding.plan import Collective
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar
 
 _SUMS = ("sum", "avg")
-
-# What keeps elements in their order.
-_SHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def collective_of(node: fx.Node, source: str) -> Collective:
@@ -102,7 +100,7 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
 
 def _seen(node: fx.Node) -> Any:
     """What a value is with other dims before its last: rows, all and in order."""
-    while node.target in _SHAPES:
+    while op_facts_of(node.target).reshapes:
         source = node.all_input_nodes[0]
         if node.meta["val"].shape[-1:] != source.meta["val"].shape[-1:]:
             break

@@ -20,6 +20,7 @@ from fxpar.errors import ScheduleError
 from fxpar.passes import collective_nodes
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
 from fxpar.sharding.program import user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -31,20 +32,6 @@ PRODUCTS = {
     ours.matmul_scatter.default: "reduce_scatter",
 }
 
-# What makes memory that nothing has been written to, or that is written over.
-FRESH = {
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-    aten.new_zeros.default,
-}
-
-# Ops of these namespaces communicate, and those that take one of these arguments.
-_NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"}
-_GROUPS = {"group", "group_name", "process_group"}
 _SILENT = {*PRODUCTS, c10d.wait_tensor.default}
 
 
@@ -82,8 +69,7 @@ def is_message(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether an op takes numbers from a generator, so that what draws before it
     counts. Numbers by index (``fxpar::random``) do not."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
+    if not op_facts_of(node.target).draws:
         return False
     return _argument(node, "dropout_p") != 0.0  # attention without dropout draws none
 
@@ -100,23 +86,23 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def communicates(node: fx.Node) -> bool:
     """Whether ranks meet in an op that is no step, and none of ``PRODUCTS``."""
-    schema = _torch.objects.schema_of(node.target)
-    if schema is None or node.target in _SILENT:
-        return False
-    named = {argument.name for argument in schema.arguments} & _GROUPS
-    return bool(named) or getattr(node.target, "namespace", "") in _NAMESPACES
+    return node.target not in _SILENT and op_facts_of(node.target).communicates
 
 
 def _writes(node: fx.Node) -> bool:
-    schema = _torch.objects.schema_of(node.target)
-    return schema is not None and schema.is_mutable
+    return op_facts_of(node.target).mutates
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Whether a node makes memory that holds no other value, to be written over."""
+    return op_facts_of(node.target).constant == "filled"
 
 
 def _over_what_others_see(node: fx.Node) -> bool:
     if node.target is not collective_nodes.recv:
         return False
     buffer = node.all_input_nodes[0]
-    own = buffer.op == "placeholder" or buffer.target in FRESH
+    own = buffer.op == "placeholder" or is_fresh(buffer)
     return not own or list(buffer.users) != [node]
 
 

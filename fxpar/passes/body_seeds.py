@@ -17,10 +17,10 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
+from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.graph_bodies import bodies_of
 from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.normalize import random_by_index
-from fxpar.passes.rewriter import Rewriter, shape_of
 from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
@@ -52,13 +52,13 @@ def lift_seeds(graph: fx.Graph, fake_mode: Any) -> None:
 
     Raises PlanError where a body draws what no seed says, where the number of its steps
     is not known, and in a backward, which would not draw what the forward drew."""
-    rewriter, late = Rewriter(graph, fake_mode), depending_on_tangents(graph)
+    rewriter, late = Builder(graph, fake_mode), depending_on_tangents(graph)
     for node in list(graph.nodes):
         bodies = bodies_of(node)
         for body in bodies:
             lift_seeds(body.graph, fake_mode)
             _torch.inductor.replace_random(body, fake_mode)
-            random_by_index(body.graph, Rewriter(body.graph, fake_mode))
+            random_by_index(body.graph, Builder(body.graph, fake_mode))
         drawn = [x for body in bodies for x in body.graph.nodes if _draws(x)]
         if not drawn:
             continue
@@ -89,7 +89,7 @@ def _refused(node: fx.Node, inner: fx.Node, *, backward: bool) -> PlanError:
 
 
 def _pass_seeds(
-    rewriter: Rewriter, node: fx.Node, taker: _Taker, bodies: list[fx.GraphModule]
+    rewriter: Builder, node: fx.Node, taker: _Taker, bodies: list[fx.GraphModule]
 ) -> None:
     """Draw the seeds of a call before it; its bodies take what they drew."""
     place = taker.place(node.args)
@@ -102,12 +102,12 @@ def _pass_seeds(
         made = rewriter.call(aten.view.default, made, [rows, count])
     node.update_arg(taker.group, (*node.args[taker.group], made))
     for body, seeds in zip(bodies, drawn, strict=True):
-        _take_seeds(Rewriter(body.graph, rewriter.fake_mode), seeds, place, made)
+        _take_seeds(Builder(body.graph, rewriter.fake_mode), seeds, place, made)
         body.recompile()
 
 
 def _take_seeds(
-    rewriter: Rewriter, drawn: list[fx.Node], place: int, made: fx.Node
+    rewriter: Builder, drawn: list[fx.Node], place: int, made: fx.Node
 ) -> None:
     """Give a body an input, its ``place``-th, in the place of what it draws. ``made``:
     the operand of the call."""

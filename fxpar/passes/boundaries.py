@@ -19,19 +19,16 @@ from torch import fx
 from fxpar import _torch
 from fxpar._torch.inductor import OpOverload
 from fxpar.errors import MeshError, PlanError
-from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Signature, user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
-_RENAMES = {aten.view.default, aten.alias.default, aten.detach.default}
-_ON_GRADIENTS = {
-    aten.add.Tensor,
-    aten.clone.default,
-    torch.ops.prims.convert_element_type.default,
-}
+# What may be done to a gradient, besides casts.
+_ON_GRADIENTS = {aten.add.Tensor, aten.clone.default}
 
 
 @dataclass
@@ -59,7 +56,7 @@ def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
     Raises MeshError if a parameter rests on another mesh, PlanError if the program
     computes with one rank's part.
     """
-    found, rewriter = Boundaries(), Rewriter(graph, fake_mode)
+    found, rewriter = Boundaries(), Builder(graph, fake_mode)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     places = {node: i for i, node in enumerate(inputs)}
     for node in list(graph.nodes):
@@ -83,7 +80,7 @@ def _enter(
     node: fx.Node,
     places: dict[fx.Node, int],
     found: Boundaries,
-    rewriter: Rewriter,
+    rewriter: Builder,
     mesh: Mesh,
 ) -> None:
     """The parameter in global shape, for what ``to_global`` made of its part."""
@@ -96,7 +93,7 @@ def _enter(
         )
     between = []
     while local not in places:
-        if local.target not in _RENAMES:
+        if not op_facts_of(local.target).renames:
             raise _looks_inside(local)
         between.append(local)
         local = local.args[0]
@@ -117,7 +114,7 @@ def _leave(
     node: fx.Node,
     leaving: dict[fx.Node, Spec],
     taken: set[fx.Node],
-    rewriter: Rewriter,
+    rewriter: Builder,
 ) -> None:
     """The gradient itself, in global shape, for its part. It owns its memory, since
     autograd adds to it in place: ``taken`` are values that others have as results."""
@@ -161,12 +158,14 @@ def _owner(x: fx.Node) -> fx.Node:
     return x
 
 
-def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Rewriter) -> None:
+def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Builder) -> None:
     """A step of a gradient from its crossing to the border, in global shape."""
     specs = {leaving.get(arg) for arg in node.all_input_nodes}
-    if len(specs) > 1 or node.target not in _ON_GRADIENTS | _RENAMES:
+    facts = op_facts_of(node.target)
+    plain = facts.renames or facts.casts or node.target in _ON_GRADIENTS
+    if len(specs) > 1 or not plain:
         raise _looks_inside(node)
-    if node.target in _RENAMES:
+    if facts.renames:
         rewriter.replace(node, node.args[0])
         return
     with rewriter.before(node):

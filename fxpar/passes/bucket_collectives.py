@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.rewriter import Rewriter
+from fxpar.passes.builder import Builder
 from fxpar.passes.sink_waits import WAIT, is_chunk
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -34,23 +35,6 @@ FULL = 1 << 20
 # training step it is, and which region a schedule made of it.
 PHASE = "fxpar_phase"
 REGION = "fxpar_region"
-
-# Work that may stand between a collective and the border of the graph.
-_CHEAP = {
-    aten.view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.alias.default,
-    aten.clone.default,
-    aten.cat.default,
-    torch.ops.prims.convert_element_type.default,
-}
-_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor}
 
 _GATHER = c10d.all_gather_into_tensor.default
 _SCATTER = c10d.reduce_scatter_tensor.default
@@ -67,7 +51,7 @@ class _Bucket:
 
 def bucket(
     graph: fx.Graph,
-    rewriter: Rewriter,
+    rewriter: Builder,
     *,
     reductions: bool,
     most: int = FULL,
@@ -113,7 +97,7 @@ def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
     """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        passes = node.target in _CHEAP or node.target in through
+        passes = _is_cheap(node) or node.target in through
         if node.op == "placeholder" or (
             passes and found.issuperset(node.all_input_nodes)
         ):
@@ -121,15 +105,28 @@ def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
     return found
 
 
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether work may stand between a collective and the border of the graph."""
+    facts = op_facts_of(node.target)
+    return facts.moves or facts.reshapes or facts.casts
+
+
 def _to_output(graph: fx.Graph) -> set[fx.Node]:
     """Nodes between which and the output there is nothing but cheap work."""
     found: set[fx.Node] = set()
-    pass_on = _CHEAP | _SCALED | {WAIT, _SCATTER, _REDUCE}
+    pass_on = {WAIT, _SCATTER, _REDUCE}
     for node in reversed(list(graph.nodes)):
         read = all(
             user.op == "output"
             or phase_of(user) == "update"
-            or (user in found and user.target in pass_on)
+            or (
+                user in found
+                and (
+                    user.target in pass_on
+                    or _is_cheap(user)
+                    or op_facts_of(user.target).scales
+                )
+            )
             for user in node.users
         )
         if node.users and read:
@@ -192,13 +189,13 @@ def _wait_of(node: fx.Node) -> fx.Node:
     return wait
 
 
-def _flat(rewriter: Rewriter, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
+def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
     """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side."""
     parts = [rewriter.call(aten.reshape.default, x, [rows, -1]) for x in nodes]
     return rewriter.call(aten.cat.default, parts, 1)
 
 
-def _cut(rewriter: Rewriter, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
+def _cut(rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
     """Results of the members, from their bucket's [rows, all of them]."""
     at = 0
     for member in members:
@@ -213,7 +210,7 @@ def _cut(rewriter: Rewriter, x: fx.Node, rows: int, members: Sequence[fx.Node]) 
         rewriter.replace(_wait_of(member), part)
 
 
-def _join_gathers(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     """Each rank's parts in one row; the result has a row per rank."""
     first = members[0]
     _, count, group = first.args
@@ -235,7 +232,7 @@ def _hoist(node: fx.Node, before: fx.Node) -> None:
     before.prepend(node)
 
 
-def _join_scatters(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     """A row for each rank; the result is this rank's row."""
     last = members[-1]
     _, op, count, group = last.args
@@ -246,7 +243,7 @@ def _join_scatters(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
         _cut(rewriter, mine, 1, members)
 
 
-def _join_reductions(rewriter: Rewriter, members: Sequence[fx.Node]) -> None:
+def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     with rewriter.before(last):
         row = _flat(rewriter, [m.args[0] for m in members], 1)

@@ -1,8 +1,8 @@
-"""Appends nodes with local fake values to a graph: what passes build local code with.
+"""Adds nodes with fake values to a graph: what passes build and rewrite code with.
 
-Every node made while ``at(node)`` is active carries that node's provenance (stack
-trace, module stack, recompute tags), so that an error, a profile or activation
-checkpointing finds the user's line.
+Every node made while ``at(node)`` or ``before(node)`` is active carries that node's
+provenance (stack trace, module stack, recompute tags), so that an error, a profile or
+activation checkpointing finds the user's line.
 """
 
 from __future__ import annotations
@@ -45,24 +45,56 @@ def value_of(arg: Any) -> Any:
     return fx.node.map_arg(arg, lambda node: node.meta["val"])
 
 
-class Builder:
-    """``call`` appends one op and computes its fake value from those of its inputs."""
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of a node's tensor value."""
+    return tuple(int(n) for n in node.meta["val"].shape)
 
-    def __init__(self, graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> None:
-        self.graph, self.fake_mode, self.mesh = graph, fake_mode, mesh
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have metadata of their own."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    return new
+
+
+class Builder:
+    """``call`` adds one op and computes its fake value from those of its inputs.
+
+    ``mesh``: of a local graph, whose nodes also carry what fxpar notes of them (their
+    cause, their one-device node); None where a graph is rewritten in global shapes.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, fake_mode: Any, mesh: Mesh | None = None
+    ) -> None:
+        self.graph, self.fake_mode, self._mesh = graph, fake_mode, mesh
         self._origin: fx.Node | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        assert self._mesh is not None, "of a graph in global shapes"
+        return self._mesh
 
     @contextmanager
     def at(self, origin: fx.Node) -> Iterator[None]:
         """Nodes made inside come from ``origin``."""
-        before, self._origin = self._origin, origin
+        outer, self._origin = self._origin, origin
         try:
             yield
         finally:
-            self._origin = before
+            self._origin = outer
+
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        """Nodes made inside stand before ``node`` and come from it."""
+        with self.graph.inserting_before(node), self.at(node):
+            yield
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Append ``target(*args, **kwargs)``; arguments may hold nodes."""
+        """Add ``target(*args, **kwargs)``; arguments may hold nodes."""
         node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:
             node.meta["val"] = target(*value_of(args), **value_of(kwargs))
@@ -70,12 +102,19 @@ class Builder:
         return node
 
     def stamp(self, node: fx.Node) -> None:
-        """Note where a node that was appended comes from."""
-        if self._origin is not None:
-            meta = self._origin.meta
-            keys = (*PROVENANCE, *OURS)
-            node.meta.update({key: meta[key] for key in keys if key in meta})
+        """Note where a node that was added comes from."""
+        if self._origin is None:
+            return
+        meta = self._origin.meta
+        keys = PROVENANCE if self._mesh is None else (*PROVENANCE, *OURS)
+        node.meta.update({key: meta[key] for key in keys if key in meta})
+        if self._mesh is not None:
             node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let ``by`` take every use of ``node`` and erase the node."""
+        node.replace_all_uses_with(by)
+        self.graph.erase_node(node)
 
     def offset(
         self, axes: Sequence[str], stride: int, base: int = 0, around: int = 0

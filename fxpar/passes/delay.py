@@ -26,12 +26,12 @@ from fxpar.passes.launches import KINDS, WAITS
 from fxpar.passes.sink_waits import is_chunk
 from fxpar.sharding.cost.op import (
     bytes_of,
-    changes_operand,
     contracts,
     is_light,
     is_view,
     viewed,
 )
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 ours = torch.ops.fxpar
 
@@ -54,7 +54,7 @@ def delay(graph: fx.Graph) -> None:
     free = from_inputs(graph, through=(*KINDS, *WAITS))  # ``prefetch`` hides these
     begin = 0  # behind the last wait or write
     for at, node in enumerate(nodes):
-        if node.target in WAITS or changes_operand(node.target):
+        if node.target in WAITS or op_facts_of(node.target).mutates:
             begin = at + 1
         end = min((place[u] for u in node.users if _ends(u, node)), default=at)
         beside = end <= at or work[end] > work[at + 1] or node in free

@@ -32,9 +32,7 @@ from fxpar.passes.launches import (
     backward_of,
 )
 from fxpar.sharding.cost.op import (
-    CONSTANTS,
     Domain,
-    changes_operand,
     domain_of,
     family_of,
     flops_of,
@@ -46,6 +44,7 @@ from fxpar.sharding.cost.op import (
     nbytes_of,
     tensors_in,
 )
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
@@ -174,7 +173,7 @@ class _Reader:
             return []
         if operands and is_view(node):
             return [_view(operands[0], v) for v in tensors_in(value)]
-        if target in CONSTANTS and self.fused:
+        if op_facts_of(target).constant and self.fused:
             return [_value(node, None, value)]
         flops = flops_of(node)
         if flops or not is_light(target):
@@ -217,7 +216,7 @@ class _Reader:
         launch = self._alone_launch(node, "contraction" if flops else "alone")
         for value in operands:
             self._read(launch, value)
-        if changes_operand(node.target):
+        if op_facts_of(node.target).mutates:
             return [operands[0]]
         if flops:
             values = (read.meta.get("val") for read in node.all_input_nodes)

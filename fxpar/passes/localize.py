@@ -34,7 +34,7 @@ def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
 
 
 def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
-    """The local graph of a resharded one; its reshards are nodes of ``passes.steps``,
+    """The local graph of a resharded one; its reshards are ``collective_nodes``,
     its inputs know their specs (``meta["fxpar_spec"]``). Raises PlanError if a shard
     comes out with another shape than its spec says, naming the op."""
     return _Localizer(decision, fake_mode).run(graph)

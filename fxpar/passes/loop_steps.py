@@ -18,9 +18,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.builder import value_of
+from fxpar.passes.builder import copy_of, value_of
 from fxpar.passes.graph_bodies import body_of, module_of
-from fxpar.passes.rewriter import copy_of
 from fxpar.sharding.rules.table import tensors_of
 
 aten = torch.ops.aten

@@ -16,27 +16,21 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.rewriter import Rewriter, shape_of
+from fxpar.passes.builder import Builder, shape_of
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.program import Program
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-
-CONSTANTS = (
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.empty.memory_format,
-    aten.scalar_tensor.default,
-)
 
 MOMENTS = (aten.var_mean.correction, aten.var.correction)
 
 
-def clone_constants(graph: fx.Graph, rewriter: Rewriter) -> None:
+def clone_constants(graph: fx.Graph, rewriter: Builder) -> None:
     """A constant per use, so that it never couples the specs of unrelated users."""
     for node in list(graph.nodes):
-        if node.target in CONSTANTS and len(node.users) > 1:
+        filled = op_facts_of(node.target).constant == "filled"
+        if filled and not node.all_input_nodes and len(node.users) > 1:
             for user in list(node.users)[1:]:
                 with rewriter.before(user):
                     twin = rewriter.call(node.target, *node.args, **node.kwargs)
@@ -46,7 +40,7 @@ def clone_constants(graph: fx.Graph, rewriter: Rewriter) -> None:
                 user.replace_input_with(node, twin)
 
 
-def split_fused_projections(graph: fx.Graph, rewriter: Rewriter) -> None:
+def split_fused_projections(graph: fx.Graph, rewriter: Builder) -> None:
     """``split(x @ w + b)`` into equal parts becomes a projection with a dim of parts.
 
     A fused QKV weight holds three matrices side by side; split over an axis, the parts
@@ -74,7 +68,7 @@ def split_fused_projections(graph: fx.Graph, rewriter: Rewriter) -> None:
                 rewriter.replace(user, piece)
 
 
-def _widen(x: fx.Node, parts: int, width: int, rewriter: Rewriter) -> fx.Node | None:
+def _widen(x: fx.Node, parts: int, width: int, rewriter: Builder) -> fx.Node | None:
     """``x`` with its last dim as [parts, width], pulled through a bias to the dot."""
     if x.target is torch.ops.fxpar.dot.default:
         return _widen_dot(x, parts, width, rewriter)
@@ -94,7 +88,7 @@ def _widen(x: fx.Node, parts: int, width: int, rewriter: Rewriter) -> fx.Node | 
 
 
 def _widen_dot(
-    dot: fx.Node, parts: int, width: int, rewriter: Rewriter
+    dot: fx.Node, parts: int, width: int, rewriter: Builder
 ) -> fx.Node | None:
     lhs, rhs, equation = dot.args
     left, right, out = (part.split() for part in equation.replace("->", ",").split(","))
@@ -113,7 +107,7 @@ def _widen_dot(
         return rewriter.call(torch.ops.fxpar.dot.default, lhs, wide, words)
 
 
-def random_by_index(graph: fx.Graph, rewriter: Rewriter) -> None:
+def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
     """Random ops become functions of a seed and the global index, as Inductor makes
     them on one device, so that a shard of a mask is the mask's own shard."""
     for node in list(graph.nodes):
@@ -154,7 +148,7 @@ def split_moments(decision: Decision) -> list[fx.Node]:
     return out
 
 
-def expand_moments(nodes: Iterable[fx.Node], rewriter: Rewriter) -> None:
+def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
     """``var``/``var_mean`` over dims that a plan splits, as two sums.
 
     The one-pass (Welford) form needs its dims whole; mean and centered squares are
@@ -171,7 +165,7 @@ def expand_moments(nodes: Iterable[fx.Node], rewriter: Rewriter) -> None:
         rewriter.graph.erase_node(node)
 
 
-def _two_pass(node: fx.Node, rewriter: Rewriter) -> tuple[fx.Node, fx.Node]:
+def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
     x, call = node.args[0], rewriter.call
     shape = shape_of(x)
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -192,7 +186,7 @@ def _two_pass(node: fx.Node, rewriter: Rewriter) -> tuple[fx.Node, fx.Node]:
     return tuple(call(aten.view.default, t, kept) for t in (variance, mean))
 
 
-def sum_one_hot(graph: fx.Graph, rewriter: Rewriter) -> None:
+def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
     """``sum(scatter(zeros, dim, index, value) * weight, dim)`` of one index a row is
     ``weight * value``.
 

@@ -16,25 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxpar.passes.rewriter import Rewriter, shape_of
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_EQUATION = {
-    aten.mm.default: "m k, k n -> m n",
-    aten.bmm.default: "b m k, b k n -> b m n",
-    aten.addmm.default: "m k, k n -> m n",
-    aten.baddbmm.default: "b m k, b k n -> b m n",
-}
 
 Words = list[str]
 
 
-def undo_views_around_matmul(graph: fx.Graph, rewriter: Rewriter) -> None:
+def undo_views_around_matmul(graph: fx.Graph, rewriter: Builder) -> None:
     """Every matrix product becomes a ``fxpar::dot`` over the dims its views merged."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _EQUATION:
+        if node.op == "call_function" and op_facts_of(node.target).equation:
             _Contraction(node, rewriter).rewrite()
     _sums_of_merged(graph, rewriter)
     _cancel_views(graph, rewriter)
@@ -62,9 +55,9 @@ def merged_groups(source: Sequence[int], target: Sequence[int]) -> list[int] | N
 class _Contraction:
     """One product on its way to a dot: two operands, an equation, the view back."""
 
-    def __init__(self, node: fx.Node, rewriter: Rewriter) -> None:
+    def __init__(self, node: fx.Node, rewriter: Builder) -> None:
         self.node, self.rewriter = node, rewriter
-        left, right = _EQUATION[node.target].split("->")
+        left, right = op_facts_of(node.target).equation.split("->")
         self.words: list[Words] = [side.split() for side in left.split(",")]
         self.result: Words = right.split()
         biased = node.target in (aten.addmm.default, aten.baddbmm.default)
@@ -124,7 +117,7 @@ class _Contraction:
         operand = self.operands[i]
         if operand.op != "call_function":
             return False
-        if operand.target in VIEWS:
+        if op_facts_of(operand.target).reshapes:
             return self._split_by(i, operand.args[0])
         if operand.target is aten.cat.default:
             stacked = stack_of_equal(operand, self.rewriter)
@@ -187,7 +180,7 @@ class _Contraction:
         return build.call(aten.add.Tensor, product, bias)
 
 
-def stack_of_equal(cat: fx.Node, rewriter: Rewriter) -> fx.Node | None:
+def stack_of_equal(cat: fx.Node, rewriter: Builder) -> fx.Node | None:
     """The stack that a cat of equal pieces merges, built before it; else None."""
     if "fxpar_stack" in cat.meta:
         return cat.meta["fxpar_stack"]
@@ -203,7 +196,7 @@ def stack_of_equal(cat: fx.Node, rewriter: Rewriter) -> fx.Node | None:
     return cat.meta["fxpar_stack"]
 
 
-def _sums_of_merged(graph: fx.Graph, rewriter: Rewriter) -> None:
+def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
     """``sum(view(x), dims)`` becomes a sum over the dims the view merged."""
     for node in list(graph.nodes):
         if node.target is not aten.sum.dim_IntList or node.args[1] is None:
@@ -212,7 +205,7 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Rewriter) -> None:
         if view.target is aten.cat.default:
             source = view.meta.get("fxpar_stack")
         else:
-            source = view.args[0] if view.target in VIEWS else None
+            source = view.args[0] if op_facts_of(view.target).reshapes else None
         if source is None:
             continue
         groups = merged_groups(shape_of(source), shape_of(view))
@@ -231,13 +224,13 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Rewriter) -> None:
         rewriter.replace(node, made)
 
 
-def _cancel_views(graph: fx.Graph, rewriter: Rewriter) -> None:
+def _cancel_views(graph: fx.Graph, rewriter: Builder) -> None:
     """``view(view(x))`` is one view; a view to the same shape is nothing."""
     for node in list(graph.nodes):
-        if node.target not in VIEWS:
+        if not op_facts_of(node.target).reshapes:
             continue
         source = node.args[0]
-        while source.target in VIEWS:
+        while op_facts_of(source.target).reshapes:
             source = source.args[0]
         if shape_of(source) == shape_of(node):
             rewriter.replace(node, source)

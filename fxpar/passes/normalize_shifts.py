@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.rewriter import Rewriter, shape_of
+from fxpar.passes.builder import Builder, shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -42,7 +42,7 @@ class _Rows:
         return replace(self, places=self.places[index])
 
 
-def find_shifts(graph: fx.Graph, rewriter: Rewriter) -> None:
+def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
     """Nodes that shift the rows of one dim of a tensor as ``fxpar::shift``; the last
     first, so that what several of them make is one."""
     for node in reversed(list(graph.nodes)):

@@ -17,9 +17,9 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.bucket_collectives import FULL, bucket, from_inputs
+from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
 from fxpar.passes.delay import delay
-from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import WAIT, is_chunk, sink, sink_waits
 
 c10d = torch.ops._c10d_functional
@@ -52,9 +52,9 @@ class Phase:
     settings: Settings = DEFAULT
 
     @cached_property
-    def rewriter(self) -> Rewriter:
+    def rewriter(self) -> Builder:
         values = [node.meta.get("val") for node in self.graph.nodes]
-        return Rewriter(self.graph, _torch.fake.mode_of(values))
+        return Builder(self.graph, _torch.fake.mode_of(values))
 
     @property
     def waits(self) -> bool:
@@ -172,7 +172,7 @@ def _needed(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def give_outputs(graph: fx.Graph, rewriter: Rewriter) -> None:
+def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
     """On CPU, gather by an op of our own, into a tensor made before.
 
     The two threads of a gloo group (torch 2.13) both write the name of what they

@@ -14,23 +14,13 @@ import torch
 from torch import fx
 
 from fxpar.passes.launches import WAITS
-from fxpar.sharding.cost.op import changes_operand, viewed
+from fxpar.sharding.cost.op import viewed
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SEND = torch.ops._c10d_functional.isend.default
-
-# What may follow a wait without computing anything new.
-_REARRANGE = {
-    aten.view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.clone.default,
-    aten.slice.Tensor,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-}
 
 
 def sink_waits(graph: fx.Graph) -> None:
@@ -68,7 +58,7 @@ def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """What writes to a memory, by the node that it belongs to."""
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if changes_operand(node.target) and node.target not in WAITS:
+        if op_facts_of(node.target).mutates and node.target not in WAITS:
             for read in node.all_input_nodes:
                 out.setdefault(viewed(read), []).append(node)
     return out
@@ -86,6 +76,8 @@ def _waited(graph: fx.Graph) -> set[fx.Node]:
     """Waits, and nodes that only rearrange a waited result."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.target is WAIT or (node.target in _REARRANGE and node.args[0] in found):
+        if node.target is WAIT or (
+            op_facts_of(node.target).sinks and found.issuperset(node.all_input_nodes)
+        ):
             found.add(node)
     return found

@@ -36,11 +36,11 @@ from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import lift_seeds
+from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order_collectives import Phase
-from fxpar.passes.rewriter import Rewriter, copy_of
 from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.train_step import step_writes
@@ -107,8 +107,8 @@ class JointState(PipelineState):
         return self.decision
 
     @property
-    def rewriter(self) -> Rewriter:
-        return Rewriter(self.graph, self.fake_mode)
+    def rewriter(self) -> Builder:
+        return Builder(self.graph, self.fake_mode)
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,7 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.rules import row_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.spec import Spec
 
@@ -366,15 +367,13 @@ def inside_of(node: fx.Node) -> Inside | None:
     return inside(node.target, args, node.meta["val"], read_body)
 
 
-# These move nothing where strides allow, though they are no views by name.
-_RESHAPES = {torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default}
-
-
 def is_view(op: Op) -> bool:
-    """Whether the op only looks at its operand in another way."""
+    """Whether the op only looks at its operand in another way; some move elements
+    where strides do not allow that."""
     if len(op.operands) != 1 or len(op.results) != 1:
         return False
-    return op.target in _RESHAPES or bool(getattr(op.target, "is_view", False))
+    facts = op_facts_of(op.target)
+    return facts.view or facts.reshapes
 
 
 def contracts(op: Op) -> bool:

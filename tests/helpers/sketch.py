@@ -10,8 +10,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from fxpar.passes.bucket_collectives import bucket
+from fxpar.passes.builder import Builder
 from fxpar.passes.lockstep import run_lockstep
-from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import WAIT
 from fxpar.sharding.mesh import Mesh
 
@@ -44,7 +44,7 @@ class Sketch:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.mode = FakeTensorMode()
-        self.rewriter = Rewriter(self.graph, self.mode)
+        self.rewriter = Builder(self.graph, self.mode)
         self.read: list[tuple[Shape, torch.dtype]] = []
 
     def input(self, *shape: int, dtype: torch.dtype = torch.float64) -> fx.Node:

@@ -14,7 +14,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fxpar.sharding.cost.op import changes_operand, is_view
+from fxpar.sharding.cost.op import is_view
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default
 
@@ -60,7 +61,9 @@ def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
     while rest:
         node = rest.pop()
         for read in node.all_input_nodes:
-            changed = {u for u in read.users if changes_operand(u.target) and u < node}
+            changed = {
+                u for u in read.users if op_facts_of(u.target).mutates and u < node
+            }
             new = ({read} | changed) - found - set(members)
             found |= new
             rest += new

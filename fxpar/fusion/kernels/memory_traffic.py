@@ -25,7 +25,8 @@ from fxpar.fusion.kernels.split_at_collectives import (
     ComputeStep,
     stages_of,
 )
-from fxpar.sharding.cost.op import changes_operand, is_light, is_view, nbytes_of
+from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 
 def bytes_of(region: SelectedRegion) -> tuple[int, int]:
@@ -105,7 +106,7 @@ def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
 def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
     """Whether Inductor could compute a reader in the kernel that makes what it reads:
     it is light, and waits for nothing else that takes time."""
-    if changes_operand(user.target):
+    if op_facts_of(user.target).mutates:
         return True  # written to in place
     if user.op == "output" or is_heavy(user) or not is_light(user.target):
         return False

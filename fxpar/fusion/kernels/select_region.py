@@ -38,12 +38,12 @@ from fxpar.fusion.kernels.split_at_collectives import (
 from fxpar.fusion.kernels.trace_region import Outline, op_name, outline
 from fxpar.passes.bucket_collectives import region_of
 from fxpar.sharding.cost.op import (
-    changes_operand,
     contracts,
     is_light,
     is_view,
     tensors_in,
 )
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 REGION = "fxpar.region.default"
 _OWN_GATHER = "fxpar.all_gather_into_tensor.default"
@@ -261,7 +261,7 @@ class _Growth:
         op = op_name(node)
         if node.op == "output" or is_heavy(node) or node in self.banned:
             return ""
-        if changes_operand(node.target):
+        if op_facts_of(node.target).mutates:
             return ""
         if op not in KNOWN:
             return f"{op} has no form in a generated kernel"

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion import kept_order
-from fxpar.fusion.node_legality import FRESH, flat, is_message
+from fxpar.fusion.node_legality import flat, is_fresh, is_message
 from fxpar.fusion.schedule_edit import Axes, Edit, check_staged, refuse
 from fxpar.fusion.verbs.gathers import check_equal, dividing, take_back
 from fxpar.passes import collective_nodes
@@ -98,7 +98,7 @@ def _instead(
 def check_buffer(verb: str, node: fx.Node) -> None:
     """Raise ScheduleError unless the memory that is received into is the graph's."""
     buffer: Any = node.args[0]
-    if buffer.target not in FRESH:
+    if not is_fresh(buffer):
         raise refuse(verb, node, f"is written over {buffer.name}, which others see")
 
 

@@ -18,6 +18,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.bucket_collectives import PHASE
 from fxpar.sharding.cost.op import is_view
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 _WRITE = torch.ops.aten.copy_.default
 
@@ -68,20 +69,13 @@ def put_writes(graph: fx.Graph, written: list[int]) -> None:
     graph.lint()
 
 
-# Ops that copy, which Inductor (torch 2.13) takes for the value they copy. In a joint
-# graph the backward then reads the input after it was written.
-_COPIES = {
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.repeat.default,
-    torch.ops.aten.cat.default,
-    torch.ops.aten.constant_pad_nd.default,
-}
-
-
 def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
     """Make copies of inputs that the graph writes stay copies, in place. ``written``:
-    positions of inputs that are written after it ran."""
+    positions of inputs that are written after it ran.
+
+    Inductor (torch 2.13) takes a copy for the value it copies; in a joint graph the
+    backward then reads the input after it was written.
+    """
     inputs = graph.find_nodes(op="placeholder")
     late = {inputs[i] for i in written}
     late |= {n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)}
@@ -92,7 +86,7 @@ def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
             value = user.meta.get("val")
             if is_view(user):
                 seen.append(user)
-            elif user.target in _COPIES and _is_like(value, node.meta["val"]):
+            elif op_facts_of(user.target).copies and _is_like(value, node.meta["val"]):
                 with graph.inserting_before(user):
                     kept = graph.call_function(torch.ops.fxpar.kept.default, (node,))
                 kept.meta = dict(user.meta) | {"val": node.meta["val"]}

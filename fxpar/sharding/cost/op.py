@@ -2,8 +2,8 @@
 a view, whether it can be fused.
 
 In: a node with fake values (``meta["val"]``), of a graph in global shapes or in local
-ones. Out: numbers and yes or no. Reads the op's name, arguments and shapes alone; never
-changes a node. The roofline that these numbers enter is ``Hardware.seconds``.
+ones. Out: numbers and yes or no. Reads the op's facts, arguments and shapes alone;
+never changes a node. The roofline that these numbers enter is ``Hardware.seconds``.
 """
 
 from __future__ import annotations
@@ -19,67 +19,13 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 _DOT = "fxpar.dot.default"  # by its name: the op is registered by ``passes``
 
-# Made of no operand: every kernel that needs one of these makes it.
-CONSTANTS = {
-    aten.full.default,
-    aten.full_like.default,
-    aten.scalar_tensor.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.empty.memory_format,
-    prims.iota.default,
-}
-# Of all that an operand holds, these read as much as they give.
-_INDEXED = {
-    aten.embedding.default,
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten._unsafe_masked_index.default,
-    aten.gather.default,
-    aten.index_select.default,
-}
-# These need whole rows, though nothing gets smaller. Second argument: the dim; of the
-# backward ones the third.
-_ROWS = {
-    aten.cumsum.default: 1,
-    aten.cumprod.default: 1,
-    aten._softmax.default: 1,
-    aten._log_softmax.default: 1,
-    aten._softmax_backward_data.default: 2,
-    aten._log_softmax_backward_data.default: 2,
-}
-_RESHAPES = {aten.reshape.default, aten._unsafe_view.default}
+# Namespaces of ops that Inductor generates.
 _GENERATED = {"aten", "prims", "fxpar", "inductor_prims"}
-_ALONE = ("aten.sort", "aten.topk", "aten.nonzero", "aten.unique", "aten.median")
-_RANDOM = ("fxpar.rand", "fxpar.seeds", "aten.rand", "prims.inductor")
-_UNORDERED = ("index_put", "index_add", "index_copy", "aten.scatter", "dense_backward")
-
-# Classes of light ops by name, as ``hardware.LIGHT`` has them; all else is a step.
-_CLASSES = {
-    "div": "root",
-    "reciprocal": "root",
-    "sqrt": "root",
-    "rsqrt": "root",
-    "exp": "exp",
-    "sigmoid": "exp",
-    "_softmax": "exp",
-    "_log_softmax": "exp",
-    "log": "log",
-    "log1p": "log",
-    "sin": "sin",
-    "cos": "sin",
-    "tanh": "tanh",
-    "erf": "erf",
-    "gelu": "erf",
-    "random": "draw",
-    "randint": "draw",
-    "inductor_random": "draw",
-}
 
 # A reduction to few rows takes a second kernel to add up, from so many columns on.
 _FEW, _MANY = 64, 8192
@@ -87,15 +33,6 @@ _FEW, _MANY = 64, 8192
 # Flops of attention for a pair of query and key and an element of a head, where torch's
 # registry has no formula: forward, backward.
 _ATTENTION = (4.0, 10.0)
-
-# Position of the first factor of a product of matrices.
-_PRODUCTS = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten.addmm: 1,
-    aten.baddbmm: 1,
-    aten._scaled_mm: 0,
-}
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -150,9 +87,8 @@ def least_of(node: fx.Node) -> float:
     if _name(target) == _DOT:
         left, right, result = _words(node)
         return least_of_factors(left, right, result, _sizes(node))
-    packet = getattr(target, "overloadpacket", target)
-    if packet in _PRODUCTS:
-        first = _PRODUCTS[packet]
+    first = op_facts_of(target).product
+    if first is not None:
         a, b = (node.args[first + i].meta["val"].shape for i in range(2))
         return float(min(a[-2], a[-1], b[-1]))
     if "attention" in _name(target):
@@ -209,10 +145,11 @@ def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a call gives its first operand's memory, seen in another way."""
-    if node.target in _RESHAPES:
+    facts = op_facts_of(node.target)
+    if facts.reshapes and not facts.view:
         source = node.args[0].meta["val"]
         return viewable(source.shape, source.stride(), node.meta["val"].shape)
-    return bool(getattr(node.target, "is_view", False))
+    return facts.view
 
 
 def viewed(node: fx.Node) -> fx.Node:
@@ -247,12 +184,6 @@ def viewable(
 
 
 @cache
-def changes_operand(target: Any) -> bool:
-    """Whether an op writes to its first operand."""
-    return _torch.objects.is_mutable(target)
-
-
-@cache
 def contracts(target: Any) -> bool:
     """Whether an op is a contraction, a convolution or attention."""
     counted = getattr(target, "overloadpacket", None) in flop_registry
@@ -265,17 +196,17 @@ def is_light(target: Any) -> bool:
     """Whether Inductor generates the op, and so can fuse it."""
     if contracts(target) or not isinstance(target, _torch.inductor.OpOverload):
         return False
-    if changes_operand(target):
-        return False
-    return target.namespace in _GENERATED and not _name(target).startswith(_ALONE)
+    facts = op_facts_of(target)
+    return target.namespace in _GENERATED and not (facts.mutates or facts.alone)
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether the op is light and each element of its result is made by itself."""
     target = node.target
-    if not is_light(target) or target in _INDEXED or target in _ROWS:
+    facts = op_facts_of(target)
+    if not is_light(target) or facts.gathers or facts.rows is not None:
         return False
-    if is_unordered(node) or _name(target).startswith(_RANDOM):
+    if is_unordered(node) or facts.random:
         return False
     reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
     return not domain_of(node, reads).rows
@@ -283,23 +214,17 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def light_class(node: fx.Node) -> str:
     """What a light op does with each point, a class of ``hardware.LIGHT``."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return _CLASSES.get(getattr(packet, "__name__", ""), "step")
+    return op_facts_of(node.target).work
 
 
 def is_unordered(node: fx.Node) -> bool:
     """Whether its threads write in any order: nothing follows in the same kernel. Into
     a constant Inductor writes by comparing indices instead."""
-    if not _writes_by_index(node.target):
+    if not op_facts_of(node.target).scatters:
         return False
     into = node.args[0]
     compared = node.target is aten.scatter.value and isinstance(into, fx.Node)
-    return not (compared and into.target in CONSTANTS)
-
-
-@cache
-def _writes_by_index(target: Any) -> bool:
-    return any(part in _name(target) for part in _UNORDERED)
+    return not (compared and op_facts_of(into.target).constant)
 
 
 @cache
@@ -340,10 +265,11 @@ def domain_of(node: fx.Node, operands: Iterable[torch.Tensor]) -> Domain:
     made = [math.prod(v.shape) for v in tensors_in(node.meta.get("val"))]
     read = max((math.prod(v.shape) for v in operands), default=0)
     most, least = max(made, default=0), min(made, default=0)
-    if node.target in _ROWS:
-        value, dim = node.args[0].meta["val"], node.args[_ROWS[node.target]]
+    facts = op_facts_of(node.target)
+    if facts.rows is not None:
+        value, dim = node.args[0].meta["val"], node.args[facts.rows]
         return Domain(read, read // max(1, value.shape[dim] if value.dim() else 1))
-    if node.target in _INDEXED:
+    if facts.gathers:
         return Domain(most)
     if is_unordered(node):
         return Domain(max(read, most))

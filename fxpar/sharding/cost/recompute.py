@@ -16,7 +16,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpar.sharding.cost.op import (
-    CONSTANTS,
     bytes_of,
     is_light,
     is_pointwise,
@@ -24,6 +23,7 @@ from fxpar.sharding.cost.op import (
     tensors_in,
     viewed,
 )
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 # What the tags of checkpoints say: whether the backward computes a value again.
 _TAGGED = {
@@ -98,7 +98,7 @@ def _is_given(node: fx.Node) -> bool:
     """Whether a value takes no work: a view, a constant, or no tensor."""
     if node.target is operator.getitem:
         return _is_given(node.args[0])
-    if node.op == "get_attr" or node.target in CONSTANTS:
+    if node.op == "get_attr" or op_facts_of(node.target).constant:
         return True
     return not tensors_in(node.meta.get("val")) or is_view(node)
 
@@ -121,7 +121,9 @@ def _is_lighter(
         return False
     size = bytes_of(node)
     read = {viewed(read) for read in node.all_input_nodes}
-    read = {r for r in read if r.op != "placeholder" and r.target not in CONSTANTS}
+    read = {
+        r for r in read if r.op != "placeholder" and not op_facts_of(r.target).constant
+    }
     more = sum(bytes_of(r) for r in read if r not in needed)
     # Of a function of one value that one is kept, from which there may be others.
     return more < size or more == size and len(read) == 1

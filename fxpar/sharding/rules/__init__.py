@@ -1,9 +1,10 @@
 """The table: ATen overload -> row. Looked up with ``rule_of``; users add with ``rule``.
 
-One module per family of ops, each a dict ``ROWS``. Ops that are registered only once
-some part of torch is imported stand under their name, ``"prims::inductor_random"``.
-A missing row is not an error here: ``rule_of`` returns None and the planner makes the
-op's operands whole, or raises under ``FXPAR_STRICT=1``.
+One module per family of ops, each a dict ``ROWS``; what else holds of an op stands in
+``op_facts``. Ops that are registered only once some part of torch is imported stand
+under their name, ``"prims::inductor_random"``. A missing row is not an error here:
+``rule_of`` returns None and the planner makes the op's operands whole, or raises under
+``FXPAR_STRICT=1``.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from fxpar.sharding.rules import (
 )
 from fxpar.sharding.rules.table import Row, evaluate
 
+FAMILIES = (
+    pointwise,
+    matmul,
+    linalg,
+    reduction,
+    views,
+    slicing,
+    indexing,
+    embedding,
+    normalization,
+    convolution,
+    attention,
+    flex,
+    sources,
+    statistics,
+    custom_op_rules,
+)
+
 TABLE: dict[Any, Row] = {
-    op: row
-    for module in (
-        pointwise,
-        matmul,
-        linalg,
-        reduction,
-        views,
-        slicing,
-        indexing,
-        embedding,
-        normalization,
-        convolution,
-        attention,
-        flex,
-        sources,
-        statistics,
-        custom_op_rules,
-    )
-    for op, row in module.ROWS.items()
+    op: row for module in FAMILIES for op, row in module.ROWS.items()
 }
 
 _USER: dict[str, Row] = {}

@@ -288,6 +288,12 @@ def _pixels(x: torch.Tensor, r: int, c: int, h: int, w: int) -> Rule:
     return make([deep], [wide], {"c": c, "h": h, "w": w, "i": r, "j": r})
 
 
+def channel_shuffle(x: torch.Tensor, groups: int) -> Rule:
+    """Channels change places."""
+    words = words_of(x, whole=[1])
+    return make([words], [words])
+
+
 ROWS = {
     **moves("view view_copy _unsafe_view reshape _reshape_copy", view, shape=1),
     **moves("_reshape_alias _reshape_alias_copy", view, shape=1),
@@ -305,6 +311,7 @@ ROWS = {
     **rows("view_as_complex view_as_complex_copy", drop_pair, linear="0"),
     **moves("pixel_shuffle", pixel_shuffle),
     **moves("pixel_unshuffle", pixel_unshuffle),
+    **moves("native_channel_shuffle", channel_shuffle),
 }
 
 

@@ -20,8 +20,8 @@ from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.symmetric_memory import shared_files
 from fxpar.fusion.kernels.trace_region import op_name
+from fxpar.passes.builder import Builder
 from fxpar.passes.order_collectives import give_outputs
-from fxpar.passes.rewriter import Rewriter
 from fxpar.passes.sink_waits import sink_waits
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, traced
@@ -187,7 +187,7 @@ def graph_of(fn: Callable[..., Any]) -> fx.Graph:
     graph = traced(fn, inputs())
     sink_waits(graph)
     fake_mode = _torch.fake.fake_mode_of([n.meta.get("val") for n in graph.nodes])
-    give_outputs(graph, Rewriter(graph, fake_mode))
+    give_outputs(graph, Builder(graph, fake_mode))
     return graph
 
 

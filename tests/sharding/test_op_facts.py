@@ -1,0 +1,137 @@
+"""Facts of ops: every op of the rule table has them, and they stand in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.inductor_prims  # registers them
+
+import fxpar
+from fxpar.passes import custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.sharding.rules import FAMILIES
+from fxpar.sharding.rules.op_facts import (
+    FACTS,
+    LIGHT,
+    UNSAID,
+    OpFacts,
+    name_of,
+    op_facts_of,
+)
+
+aten, prims = torch.ops.aten, torch.ops.prims
+ROOT = Path(fxpar.__file__).parent
+
+# Tables of forms of ops, which are no facts: how one call is made local, rewritten, or
+# written as an expression of a kernel.
+FORMS = {
+    "passes/local_indexing.py",
+    "passes/local_sizes.py",
+    "passes/local_views.py",
+    "passes/normalize_shifts.py",
+    "passes/loop_steps.py",  # calls that read a loop's steps and spell no size
+}
+
+
+def resolved(key: Any) -> Any:
+    """The op of a table's key; None of what is registered elsewhere."""
+    if not isinstance(key, str):
+        return key
+    space, _, name = key.partition("::")
+    packet = getattr(getattr(torch.ops, space), name, None)
+    return getattr(packet, "default", None)
+
+
+def in_unsaid_families() -> Iterator[Any]:
+    for module in FAMILIES:
+        if module.__name__.rpartition(".")[2] in UNSAID:
+            yield from filter(None, map(resolved, module.ROWS))
+
+
+def test_every_op_of_the_table_has_facts() -> None:
+    """By torch, by the family of its rule, or by a row; what has none is named."""
+    assert {m.__name__.rpartition(".")[2] for m in FAMILIES} > set(UNSAID)
+    missing = {
+        name_of(op)
+        for op in in_unsaid_families()
+        if op_facts_of(op) == OpFacts() and name_of(op) not in LIGHT
+    }
+    assert not missing, "give these a row in fxpar/sharding/rules/op_facts.py"
+
+
+def test_what_has_no_facts_is_named_for_a_reason() -> None:
+    without = {
+        name_of(op) for op in in_unsaid_families() if op_facts_of(op) == OpFacts()
+    }
+    assert LIGHT.keys() <= without
+
+
+def test_every_row_is_of_an_op() -> None:
+    for name in FACTS:
+        space, *words = name.split(".")
+        packet = getattr(getattr(torch.ops, space), words[0])
+        assert len(words) == 1 or words[1] in packet.overloads(), name
+
+
+@pytest.mark.parametrize(
+    ("op", "fact", "other"),
+    [
+        (aten.permute.default, "view", aten.clone.default),
+        (aten._unsafe_view.default, "reshapes", aten.permute.default),
+        (aten.reshape.default, "reshapes", aten.view.dtype),
+        (aten.slice.Tensor, "moves", aten.relu.default),
+        (aten.hardswish.default, "pointwise", aten.cumsum.default),
+        (aten.index.Tensor, "gathers", aten.index_put.default),
+        (aten.index_put.default, "scatters", aten.slice_scatter.default),
+        (aten.full.default, "constant", aten.bernoulli.p),
+        (aten.sort.stable, "alone", aten.cumsum.default),
+        (aten.copy_.default, "mutates", aten.copy.default),
+        (aten.randn.default, "draws", torch.ops.fxpar.random.default),
+        (torch.ops.fxpar.random.default, "random", aten.full.default),
+        (aten.mm.default, "equation", aten._scaled_mm.default),
+        (
+            torch.ops._c10d_functional.all_reduce.default,
+            "communicates",
+            aten.sum.default,
+        ),
+    ],
+)
+def test_a_fact_holds_of_one_op_and_not_of_another(
+    op: Any, fact: str, other: Any
+) -> None:
+    assert getattr(op_facts_of(op), fact)
+    assert not getattr(op_facts_of(other), fact)
+
+
+def sets_of_ops(source: str) -> Iterator[int]:
+    """Lines of literal sets, lists, tuples and dicts of three or more ops."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Set, ast.Tuple, ast.List)):
+            items: list[Any] = list(node.elts)
+        elif isinstance(node, ast.Dict):
+            items = list(node.keys)
+        else:
+            continue
+        texts = [ast.unparse(item) for item in items if item is not None]
+        ops = [t for t in texts if t.startswith(("aten.", "prims.", "torch.ops."))]
+        if sum("aten" in t or "prims" in t for t in ops) > 2:
+            yield node.lineno
+
+
+def test_no_module_outside_the_rules_keeps_a_set_of_ops() -> None:
+    kept = set()
+    for path in ROOT.rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("sharding/rules/"):
+            kept |= {name for _ in sets_of_ops(path.read_text())}
+    assert kept == FORMS, "make it a fact of ops: fxpar/sharding/rules/op_facts.py"
+
+
+def test_a_set_of_ops_is_seen() -> None:
+    assert list(sets_of_ops("X = {aten.view.default, aten.mm.default, aten.t.default}"))
+    assert list(sets_of_ops("X = {aten.mm: 0, aten.bmm: 0, torch.ops.aten.addmm: 1}"))
+    assert not list(sets_of_ops("X = {aten.mm.default, aten.bmm.default, other}"))
