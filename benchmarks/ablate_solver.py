@@ -98,7 +98,7 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         (
             milp,
             "solve_program",
-            lambda *_, **__: milp.Answer(None, -math.inf, False),
+            lambda *_, **__: milp.MilpSolution(None, -math.inf, False),
         )
     ],
     "windows": [
@@ -142,7 +142,7 @@ def formulated(layers: int, mesh: str, batch: int, tight: float | None) -> Any:
         schedule="none",
     )
     program = plan.result.decision.program
-    asked = run_search.Asked(lookup("h100"), seconds=20.0, ranked=False)
+    asked = run_search.SearchOptions(lookup("h100"), seconds=20.0, ranked=False)
     result = run_search.search(program, Mesh.parse(mesh), asked, {})
     problem = result.formulation.problem
     return problem if tight is None else replace(problem, limit=tight * _peak(result))

@@ -52,12 +52,12 @@ def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     from fxpar.passes.normalize import MOMENTS, expand_moments
     from fxpar.passes.signature import read_signature
     from fxpar.pipeline import JOINT, JointState, run_steps
-    from fxpar.runtime.tracing import Call
+    from fxpar.runtime.tracing import TracedCall
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request
     from fxpar.sharding.program import read
 
-    call = Call(model, (), dict(batch), True)
+    call = TracedCall(model, (), dict(batch), True)
     module, mode = call.trace()
     signature = read_signature(
         module.graph,
@@ -203,13 +203,13 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
-    from fxpar.sharding.search.formulate import Facts, formulate
+    from fxpar.sharding.search.formulate import FixedFacts, formulate
     from fxpar.sharding.search.solutions import cost_of
 
     machine = lookup(HARDWARE)
     on, program = machine.on(mesh), resting(program, expert.rest)
     decision = decide(program, on, expert.hints)
-    formulation = formulate(program, on, machine, Facts())
+    formulation = formulate(program, on, machine, FixedFacts())
     row: dict[str, Any] = {"expert": expert.name}
     try:
         theirs = cost_of(formulation, decision.strategies, SECONDS)
@@ -233,9 +233,9 @@ def free_search(program: Any, mesh: Any, memory: float | None) -> Any:
     cost model for all."""
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import searched
-    from fxpar.sharding.search.run_search import Asked
+    from fxpar.sharding.search.run_search import SearchOptions
 
-    asked = Asked(lookup(HARDWARE), SECONDS, memory, ranked=False)
+    asked = SearchOptions(lookup(HARDWARE), SECONDS, memory, ranked=False)
     return searched(program, mesh, {}, (), asked).found
 
 
@@ -243,12 +243,14 @@ def completed(program: Any, mesh: Any, expert: Expert, memory: float) -> Any:
     """The best plan that keeps the expert's hints."""
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.hints import match
-    from fxpar.sharding.search.run_search import Asked, search
+    from fxpar.sharding.search.run_search import SearchOptions, search
 
     seeds: dict[int, list[Any]] = {}
     for seed in match(program, expert.hints, mesh):
         seeds.setdefault(seed.value, []).append(seed)
-    return search(program, mesh, Asked(lookup(HARDWARE), SECONDS, memory), seeds)
+    return search(
+        program, mesh, SearchOptions(lookup(HARDWARE), SECONDS, memory), seeds
+    )
 
 
 def told(found: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def run(scale: str, layers: int, mesh: str, batch: int, length: int) -> dict[str
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.mesh import Mesh
-    from fxpar.sharding.search.run_search import Asked, search
+    from fxpar.sharding.search.run_search import SearchOptions, search
     from fxpar.sharding.search.solutions import cost_of
 
     class Loss(torch.nn.Module):
@@ -75,7 +75,9 @@ def run(scale: str, layers: int, mesh: str, batch: int, length: int) -> dict[str
         schedule="none",  # none is searched: this is about strategies
     )
     decision = given.result.decision
-    found = search(decision.program, Mesh.parse(mesh), Asked(lookup("h100")), {})
+    found = search(
+        decision.program, Mesh.parse(mesh), SearchOptions(lookup("h100")), {}
+    )
     try:
         theirs = cost_of(found.formulation, decision.strategies).cost
     except FxparError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fxpar.errors import FxparError, OptionError
 
 if TYPE_CHECKING:
-    from fxpar.explain.script import Call
+    from fxpar.explain.script import PlanTarget
     from fxpar.sharding.plan import Plan
 
 ABOUT = "Try fxpar, plan for any mesh without devices, see what a run planned."
@@ -110,7 +110,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> Plan:
-    from fxpar.explain.script import Call, first_call, load
+    from fxpar.explain.script import PlanTarget, first_call, load
     from fxpar.planning import plan
     from fxpar.sharding.plan import Plan
 
@@ -121,13 +121,13 @@ def _planned(args: argparse.Namespace) -> Plan:
     if args.target.endswith(".py"):
         call = first_call(args.target, shlex.split(args.args))
     else:
-        call = Call(*load(args.target))
+        call = PlanTarget(*load(args.target))
     grad = args.grad or (call.grad and _asks_for_gradients(call))
     options = {"mode": args.mode, "hints": args.hints, "mesh": args.mesh, "grad": grad}
     return plan(call.function, *call.args, **options, **call.kwargs)
 
 
-def _asks_for_gradients(call: Call) -> bool:
+def _asks_for_gradients(call: PlanTarget) -> bool:
     from fxpar._torch.fake import tree_leaves
     from fxpar.runtime.tracing import modules_of
 

@@ -48,11 +48,11 @@ from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.program_identity import placeholders, without_unused
-from fxpar.runtime.train_step.forward import End
-from fxpar.runtime.train_step.gradients import Asked
+from fxpar.runtime.train_step.forward import StepInput
+from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
 from fxpar.runtime.train_step.step_writes import lift_writes
-from fxpar.runtime.train_step.trace import Step
+from fxpar.runtime.train_step.trace import TracedStep
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.mesh import Mesh
@@ -141,7 +141,7 @@ def train_step(
 
         return compile_forward
 
-    step_asked = Asked(clip, accumulate, scaler)
+    step_asked = GradientOptions(clip, accumulate, scaler)
     return TrainStep(model, loss_fn, optimizer, step_asked, backend)
 
 
@@ -250,7 +250,9 @@ class _Job:
     rests: Mapping[int, Spec] = field(default_factory=dict)
     writes: bool = False
 
-    def compile_step(self, step: Step, rests: Mapping[int, Spec]) -> Callable[..., Any]:
+    def compile_step(
+        self, step: TracedStep, rests: Mapping[int, Spec]
+    ) -> Callable[..., Any]:
         """The checked, compiled function of a traced training step."""
         if _is_plain(self.options, self.ranks):
             return _torch.aot.compile_fx(
@@ -299,7 +301,7 @@ class _Job:
     def _compared(self) -> list[Named]:
         """The inputs; those of which each rank holds a part go by another kind."""
         return [
-            Named(x.name, "part") if isinstance(x, End) and x.rest else x
+            Named(x.name, "part") if isinstance(x, StepInput) and x.rest else x
             for x in self.named
         ]
 
@@ -477,7 +479,7 @@ class _Parallelize:
         whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
         if kind == "input":
             named = self.job.named[payload]
-            if isinstance(named, End):
+            if isinstance(named, StepInput):
                 return Input(named.name, named.kind, named.rest or whole, named.use)
             return Input(named.name, named.kind, whole)
         rest = None if kind == "tangent" else whole

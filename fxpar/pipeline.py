@@ -26,7 +26,7 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
-from fxpar.passes.order_collectives import PASSES, Phase, Settings
+from fxpar.passes.order_collectives import PASSES, PhaseGraph, Settings
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import consensus, presence, tune_schedule
 from fxpar.runtime import pipeline_steps as steps
@@ -40,7 +40,7 @@ from fxpar.runtime.pipeline_steps import (
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.run_search import SearchOptions
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     Raises as ``parallelize`` does, and RankMismatchError if rank 0 does not come.
     """
     asked, tag = request.mode, f"the plan of {request.name}"
-    if not isinstance(asked, Asked):
+    if not isinstance(asked, SearchOptions):
         return parallelize(graph, fake_mode, request)
     request = replace(request, mesh=asked.hardware.on(request.mesh))
     if request.leads:
@@ -320,7 +320,7 @@ def scheduled(
     state = PhaseState(
         graph=graph,
         request=request,
-        phase=Phase(graph, backward or request.step, settings),
+        phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result else None,
     )

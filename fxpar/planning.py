@@ -29,7 +29,7 @@ from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.pipeline import Result, parallelize
-from fxpar.runtime.tracing import Call, Outcome
+from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
@@ -47,7 +47,7 @@ from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, said
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
-from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 
@@ -93,7 +93,7 @@ class TracedPlan(Plan):
     """A Plan with the program it was made for. ``options``: as when it was made."""
 
     result: Result | None = field(default=None, compare=False, repr=False)
-    call: Call | None = field(default=None, compare=False, repr=False)
+    call: TracedCall | None = field(default=None, compare=False, repr=False)
     module: fx.GraphModule | None = field(default=None, compare=False, repr=False)
     options: Options = field(default_factory=Options, compare=False, repr=False)
 
@@ -241,7 +241,7 @@ class TracedPlan(Plan):
         _, call = self._traced()
         return (outcome.result, outcome.gradients) if call.grad else outcome.result
 
-    def _traced(self) -> tuple[Result, Call]:
+    def _traced(self) -> tuple[Result, TracedCall]:
         if self.result is None or self.call is None:
             raise PlanError(
                 "a loaded plan has no program to run",
@@ -281,7 +281,7 @@ def plan(
     chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
     mesh = _line(auto) if auto else Mesh.parse(mesh)
-    call = Call(fn, args, kwargs, grad)
+    call = TracedCall(fn, args, kwargs, grad)
     module, fake_mode = call.trace()
     given = _given(in_specs, call.count, "in_specs", "tensor arguments")
 
@@ -312,7 +312,7 @@ def plan(
     )
     result = parallelize(module.graph, fake_mode, request)
     found = result.plan
-    if options.hardware and not isinstance(chosen, Asked):
+    if options.hardware and not isinstance(chosen, SearchOptions):
         on = machine(options).on(found.mesh)
         found = replace(found, dearest=dearest(result.decision, on))
     return TracedPlan(

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -311,3 +312,20 @@ def test_dynamo_lists_the_backend() -> None:
         pytest.skip("fxpar is not installed here: pip install -e .")
     listed = run_python("import torch._dynamo as d; print(d.list_backends())")
     assert "'fxpar'" in listed
+
+
+# Class names that two files share, each with its reason.
+SHARED_CLASSES: set[str] = set()
+
+
+def test_files_and_classes_have_names_of_their_own() -> None:
+    """A name means one thing in the package; packages' ``__init__`` aside."""
+    stems = Counter(path.stem for path in FILES)
+    assert not [s for s, n in stems.items() if n > 1 and not s.startswith("__")]
+    classes = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {c for c, n in classes.items() if n > 1} == SHARED_CLASSES

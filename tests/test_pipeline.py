@@ -24,7 +24,7 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.search.mesh_candidates import candidates
-from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 from tests.helpers.machines import machine
 
@@ -54,7 +54,7 @@ def test_a_request_pickles() -> None:
         MESH,
         Signature(inputs, (Output("output_0"),)),
         {"w": ("dp", None)},
-        Asked(machine()),
+        SearchOptions(machine()),
         meshes=candidates(4, machine()),
         local=("x",),
         summands=frozenset({0}),

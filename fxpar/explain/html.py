@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxpar.explain.tree import Group, tree
+from fxpar.explain.tree import ModuleGroup, tree
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 from fxpar.sharding.plan_facts import cause
@@ -89,7 +89,7 @@ class _Texts:
 
 
 @dataclass
-class _Value:
+class _ValueRow:
     """``row``: what makes it. ``shape`` and ``dtype`` are None where not known."""
 
     name: str
@@ -151,7 +151,7 @@ class _Edge:
 @dataclass
 class _Page:
     rows: list[_Row]
-    values: list[_Value]
+    values: list[_ValueRow]
     edges: list[_Edge]
     memory: dict[str, int]
 
@@ -162,7 +162,7 @@ def _decision(plan: Plan) -> Decision | None:
 
 def _page(plan: Plan) -> _Page:
     decision = _decision(plan)
-    values = [_Value(name, spec, spec) for name, spec in plan.values]
+    values = [_ValueRow(name, spec, spec) for name, spec in plan.values]
     index = {value.name: v for v, value in enumerate(values)}
     ops = [_op_row(node, index, values) for node in plan.nodes]
     rows = _input_rows(plan, decision, values) + ops
@@ -182,7 +182,9 @@ def _page(plan: Plan) -> _Page:
     return _Page(rows, values, edges, _memory(decision))
 
 
-def _op_row(node: NodePlan, index: Mapping[str, int], values: Sequence[_Value]) -> _Row:
+def _op_row(
+    node: NodePlan, index: Mapping[str, int], values: Sequence[_ValueRow]
+) -> _Row:
     n = len(node.operands)
     makes = []
     for i, (made, settled) in enumerate(zip(node.results, node.settled, strict=True)):
@@ -201,7 +203,7 @@ def _op_row(node: NodePlan, index: Mapping[str, int], values: Sequence[_Value]) 
 
 
 def _input_rows(
-    plan: Plan, decision: Decision | None, values: Sequence[_Value]
+    plan: Plan, decision: Decision | None, values: Sequence[_ValueRow]
 ) -> list[_Row]:
     """A row for every value that no op makes."""
     made = {v for node in plan.nodes for v in _result_names(node)}
@@ -296,7 +298,7 @@ def _charged(
             yield _Edge(row, False, [(c.kind, "+".join(c.axes), c.bytes)])
 
 
-def _tree(page: _Page) -> list[Group | int]:
+def _tree(page: _Page) -> list[ModuleGroup | int]:
     edges: dict[int, list[Any]] = defaultdict(list)
     for e in page.edges:
         edges[e.row].append((e.early, *e.steps, e.source, e.target))
@@ -310,7 +312,7 @@ def _tree(page: _Page) -> list[Group | int]:
     return tree([row.module for row in page.rows], keys)
 
 
-def _plain(item: Group | int) -> Any:
+def _plain(item: ModuleGroup | int) -> Any:
     if isinstance(item, int):
         return item
     return [item.label, int(item.alike), [_plain(inner) for inner in item.items]]

@@ -36,7 +36,7 @@ def run(path: str, arguments: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Call:
+class PlanTarget:
     """What to plan. ``grad``: whether a script recorded gradients where it called."""
 
     function: Callable[..., Any]
@@ -69,7 +69,7 @@ def load(target: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
     if not 0 < len(parts) <= 3 or not all(fits):
         shown = ", ".join(type(part).__name__ for part in parts)
         raise OptionError(f"{target} returned ({shown})", fix=FORM)
-    call = Call(*parts)
+    call = PlanTarget(*parts)
     return call.function, call.args, call.kwargs
 
 
@@ -97,7 +97,7 @@ class _Stopped(BaseException):  # not an Exception, which the script may catch
     """Ends a script at the call it was run for."""
 
 
-def first_call(path: str, arguments: Sequence[str]) -> Call:
+def first_call(path: str, arguments: Sequence[str]) -> PlanTarget:
     """Run a script up to the first call of what it compiled with backend "fxpar".
 
     Neither that call nor anything after it is run, and no graph is compiled for fxpar.
@@ -106,7 +106,7 @@ def first_call(path: str, arguments: Sequence[str]) -> Call:
     """
     if not os.path.isfile(path):
         raise OptionError(f"there is no script {path!r}", fix=FORM)
-    found: list[Call] = []
+    found: list[PlanTarget] = []
     compile_ = torch.compile
 
     def catching(function: Callable[..., Any], called: Callable[..., Any]) -> Any:
@@ -114,7 +114,7 @@ def first_call(path: str, arguments: Sequence[str]) -> Call:
         def call(*args: Any, **kwargs: Any) -> Any:
             if found:  # the script has ended, and this is planned
                 return called(*args, **kwargs)
-            found.append(Call(function, args, kwargs, torch.is_grad_enabled()))
+            found.append(PlanTarget(function, args, kwargs, torch.is_grad_enabled()))
             raise _Stopped
 
         return call

@@ -1,8 +1,8 @@
 """The ops of a plan as a tree of modules, layers that do the same folded into one.
 
 In: per row the module it belongs to (``forward/layers.0.mlp``, as ``NodePlan.module``)
-and a key, equal for rows that do the same. Out: nested ``Group``s of row numbers, each
-row in exactly one of them, at every level in the order of the program.
+and a key, equal for rows that do the same. Out: nested ``ModuleGroup``s of row numbers,
+each row in exactly one of them, at every level in the order of the program.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from itertools import groupby
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """A module, or, where ``alike`` is set, neighbouring layers that do the same."""
 
     label: str
-    items: tuple[Group | int, ...]
+    items: tuple[ModuleGroup | int, ...]
     alike: bool = False
 
 
-def tree(modules: Sequence[str | None], keys: Sequence[Hashable]) -> list[Group | int]:
+def tree(
+    modules: Sequence[str | None], keys: Sequence[Hashable]
+) -> list[ModuleGroup | int]:
     """The rows by phase and module. Rows without a module stand at the top."""
     paths = []
     for i, module in enumerate(modules):
@@ -31,7 +33,7 @@ def tree(modules: Sequence[str | None], keys: Sequence[Hashable]) -> list[Group 
     return _fold(_nest(paths), keys, numbers)[0]
 
 
-def _nest(paths: Sequence[tuple[list[str], int]]) -> list[Group | int]:
+def _nest(paths: Sequence[tuple[list[str], int]]) -> list[ModuleGroup | int]:
     """Groups where their first row stands. Lists of layers give way to the layers."""
     members: dict[str, list[tuple[list[str], int]]] = {}
     order: list[str | int] = []
@@ -42,29 +44,29 @@ def _nest(paths: Sequence[tuple[list[str], int]]) -> list[Group | int]:
             order.append(path[0])
         if path:
             members.setdefault(path[0], []).append((path[1:], i))
-    out: list[Group | int] = []
+    out: list[ModuleGroup | int] = []
     for item in order:
         out += [item] if isinstance(item, int) else _named(item, _nest(members[item]))
     return out
 
 
-def _named(label: str, items: list[Group | int]) -> list[Group | int]:
-    groups = [item for item in items if isinstance(item, Group)]
+def _named(label: str, items: list[ModuleGroup | int]) -> list[ModuleGroup | int]:
+    groups = [item for item in items if isinstance(item, ModuleGroup)]
     if len(groups) == len(items) and all(g.label[0].isdigit() for g in groups):
         return [replace(g, label=f"{label}.{g.label}") for g in groups]
     if len(items) == 1 and groups:
         return [replace(groups[0], label=f"{label}.{groups[0].label}")]
-    return [Group(label, tuple(items))]
+    return [ModuleGroup(label, tuple(items))]
 
 
 def _fold(
-    items: Sequence[Group | int],
+    items: Sequence[ModuleGroup | int],
     keys: Sequence[Hashable],
     numbers: dict[Hashable, int],
-) -> tuple[list[Group | int], list[int]]:
+) -> tuple[list[ModuleGroup | int], list[int]]:
     """The items, runs of alike layers folded; and a number per item given, equal for
     those that do the same."""
-    done: list[Group | int] = []
+    done: list[ModuleGroup | int] = []
     same: list[int] = []
     for item in items:
         key: Hashable
@@ -79,14 +81,20 @@ def _fold(
     return list(_runs(done, same)), same
 
 
-def _runs(items: Sequence[Group | int], same: Sequence[int]) -> Iterator[Group | int]:
+def _runs(
+    items: Sequence[ModuleGroup | int], same: Sequence[int]
+) -> Iterator[ModuleGroup | int]:
     pairs = zip(items, same, strict=True)
     for _, run in groupby(pairs, lambda pair: pair[1]):
         found = [item for item, _ in run]
         first, last = found[0], found[-1]
         # Neighbours of one stem differ by a number.
-        if isinstance(first, Group) and isinstance(last, Group) and len(found) > 1:
-            yield Group(f"{first.label} … {last.label}", tuple(found), alike=True)
+        if (
+            isinstance(first, ModuleGroup)
+            and isinstance(last, ModuleGroup)
+            and len(found) > 1
+        ):
+            yield ModuleGroup(f"{first.label} … {last.label}", tuple(found), alike=True)
         else:
             yield from found
 

@@ -114,8 +114,8 @@ def opened(
     for granted what is not so (``kinds.admit``)."""
     copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
     for node in copy.nodes:
-        if isinstance(node.target, node_legality.Region):
-            node.target = node_legality.Region(copy_of(node.target.graph))
+        if isinstance(node.target, node_legality.CallableRegion):
+            node.target = node_legality.CallableRegion(copy_of(node.target.graph))
     _lay(copy, inputs)
     build = Builder(copy, _fake_mode(copy), mesh)
     lifted = lift(copy, build, groups)

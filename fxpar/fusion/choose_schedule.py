@@ -25,7 +25,7 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
-from fxpar.fusion.overlap_candidates import Found, Machine, improved
+from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
@@ -157,7 +157,7 @@ class _Search:
         self.machine = Machine(mesh, hardware)
         self.near: list[str] = []
         self.simulated: dict[Schedule, Timeline] = {}
-        self.formed: dict[Any, tuple[Window, Found]] = {}
+        self.formed: dict[Any, tuple[Window, OverlapCandidate]] = {}
         self._lowered = (Schedule(), fx.Graph())
         self.schedule = Schedule()
         self.now = self.simulated[self.schedule] = self.timeline(self.schedule)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.node_legality import Region, draws, flat, is_message
+from fxpar.fusion.node_legality import CallableRegion, draws, flat, is_message
 from fxpar.sharding.program import user_line
 
 # Which of its kind a node is, in the order the given graph has them in.
@@ -119,7 +119,9 @@ def _chained(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _kinds(node: fx.Node) -> Iterator[str]:
-    inside = list(flat(node.target.graph)) if isinstance(node.target, Region) else []
+    inside = (
+        list(flat(node.target.graph)) if isinstance(node.target, CallableRegion) else []
+    )
     for kind, (belongs, _) in _KINDS.items():
         if any(map(belongs, inside or [node])):
             yield kind

@@ -35,7 +35,7 @@ PRODUCTS = {
 _SILENT = {*PRODUCTS, c10d.wait_tensor.default}
 
 
-class Region:
+class CallableRegion:
     """A subgraph as a callable: inputs in order, results as a tuple."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -55,7 +55,7 @@ class Region:
 def flat(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes in the order in which they run, those of regions in their place."""
     for node in graph.nodes:
-        if isinstance(node.target, Region):
+        if isinstance(node.target, CallableRegion):
             yield from flat(node.target.graph)
         else:
             yield node

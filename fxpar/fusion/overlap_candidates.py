@@ -52,7 +52,7 @@ _LAST = (
 
 
 @dataclass(frozen=True)
-class Way:
+class OverlapWay:
     """``line``: a verb of a window. ``least``: seconds that what it chunks, and its
     collective, take at least instead of ``now``."""
 
@@ -62,7 +62,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Found:
+class OverlapCandidate:
     """``lines`` save so many ``seconds`` of a window, by its simulation."""
 
     lines: Schedule
@@ -107,7 +107,9 @@ def potential(node: fx.Node, machine: Machine) -> float:
     return machine.moved(node.target.__name__, node)
 
 
-def improved(window: Window, machine: Machine, least: float, *, split: bool) -> Found:
+def improved(
+    window: Window, machine: Machine, least: float, *, split: bool
+) -> OverlapCandidate:
     """The lines with which a window is fastest, and what they save; none if they save
     no more than ``least`` seconds. ``split``: whether to try an all-reduce in two."""
     mesh, hardware = machine.mesh, machine.hardware
@@ -140,14 +142,16 @@ def improved(window: Window, machine: Machine, least: float, *, split: bool) -> 
             continue
         saved = base - now + second.seconds
         if saved > max(found.seconds, least):
-            found = Found(lines + first.lines + second.lines, saved)
+            found = OverlapCandidate(lines + first.lines + second.lines, saved)
     return found
 
 
-def _nested(window: Window, machine: Machine, base: float, least: float) -> Found:
+def _nested(
+    window: Window, machine: Machine, base: float, least: float
+) -> OverlapCandidate:
     """An all-reduce in a step for the inner axes and one for the outer, which go over
     links of their own: chunks pass through one behind the other."""
-    node, found = window.collective, Found(Schedule(), least)
+    node, found = window.collective, OverlapCandidate(Schedule(), least)
     starts = list(_starts(node))
     ways: list[tuple[float, Schedule]] = []
     for inner, outer in _halves(collective_nodes.axes_of(node)):
@@ -178,7 +182,7 @@ def _nested(window: Window, machine: Machine, base: float, least: float) -> Foun
         except ScheduleError:
             continue
         if base - taken > found.seconds:
-            found = Found(lines, base - taken)
+            found = OverlapCandidate(lines, base - taken)
     return found
 
 
@@ -209,9 +213,11 @@ def _halves(
             yield inner, tuple(axis for axis in axes if axis not in inner)
 
 
-def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
+def _best(
+    window: Window, machine: Machine, base: float, least: float
+) -> OverlapCandidate:
     """The best one line."""
-    found = Found(Schedule(), 0.0)
+    found = OverlapCandidate(Schedule(), 0.0)
     tried: set[Line] = set()
     slower_both_ways = False
     least = max(least, _LEAST * base)
@@ -233,11 +239,11 @@ def _best(window: Window, machine: Machine, base: float, least: float) -> Found:
         if way.line.options == _BOTH_WAYS and taken >= base:
             slower_both_ways = True
         if base - taken > max(found.seconds, least):
-            found = Found(lines, base - taken)
+            found = OverlapCandidate(lines, base - taken)
     return found
 
 
-def _ways(window: Window, machine: Machine) -> Iterator[Way]:
+def _ways(window: Window, machine: Machine) -> Iterator[OverlapWay]:
     node = window.collective
     if node.target is collective_nodes.all_gather:
         for ends, region in _ends(node):
@@ -253,7 +259,7 @@ def _in_parts(
     arguments: tuple[Argument, ...],
     region: Sequence[fx.Node],
     machine: Machine,
-) -> Iterator[Way]:
+) -> Iterator[OverlapWay]:
     """One region in chunks or in a ring."""
     kind: str = node.target.__name__
     now = machine.moved(kind, node) + sum(map(machine.work, region))
@@ -263,14 +269,14 @@ def _in_parts(
         least = _at_least(region, machine, chunks, chunks, taken)
         for dim in _dims(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
-            yield Way(Line("overlap", arguments, options), least, now)
+            yield OverlapWay(Line("overlap", arguments, options), least, now)
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
         count = machine.mesh.count(collective_nodes.axes_of(node))
         share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
         taken = machine.moved("permute", node, share)
         least = _at_least(region, machine, count, count - 1, taken)
         for ring in (_BOTH_WAYS, _ONE_WAY):
-            yield Way(Line("overlap", arguments, ring), least, now)
+            yield OverlapWay(Line("overlap", arguments, ring), least, now)
 
 
 def _at_least(

@@ -50,7 +50,7 @@ _NEVER = 2**30
 
 
 @dataclass(frozen=True)
-class Cut:
+class SliceCut:
     """``sliced``: ops that run on slices. ``split``: all-reduces that are split, and
     along which dim; ``kept``: those that are not, of which ops on slices read slices.
     ``saved``: seconds."""
@@ -117,7 +117,7 @@ class _Network:
         return side, flow.flow_value * unit
 
 
-def cut(rows: Rows, prices: Prices, *, split: bool = False) -> Cut:
+def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:
     """The best choice for one region. ``split``: of those that split every one."""
     network = _Network()
     before = 0.0
@@ -140,7 +140,7 @@ def cut(rows: Rows, prices: Prices, *, split: bool = False) -> Cut:
     read = {value for op in sliced for value in rows.ops[op]}
     dims = {value: rows.dims[value] for value in rows.reduced}
     known = {value: dim for value, dim in dims.items() if dim is not None}
-    return Cut(
+    return SliceCut(
         sliced,
         {value: dim for value, dim in known.items() if value in side},
         {value: dim for value, dim in known.items() if value in read - side},
@@ -188,12 +188,12 @@ def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
 _NEAR = 0.5
 
 
-def alternatives(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
+def alternatives(cuts: Sequence[SliceCut]) -> list[tuple[SliceCut, ...]]:
     """Sets of regions that share no reduction: for each dim those that split it first,
     or cut what is reduced along it, all others as far as they go together with them;
     and the best region alone."""
 
-    def leads(one: Cut) -> set[tuple[int, bool]]:
+    def leads(one: SliceCut) -> set[tuple[int, bool]]:
         return {(dim, bool(one.kept)) for dim in one.starts.values()}
 
     firsts = dict.fromkeys(first for one in cuts for first in sorted(leads(one)))
@@ -214,7 +214,7 @@ def alternatives(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
 
 def candidates(
     graph: fx.Graph, mesh: Mesh, axes: tuple[str, ...], hardware: Hardware
-) -> tuple[list[Cut], list[str]]:
+) -> tuple[list[SliceCut], list[str]]:
     """(what pays by the sum of seconds, best first; why other regions do not). Those
     along different dims share reductions."""
     prices = _prices(mesh, axes, hardware)
@@ -239,7 +239,7 @@ def candidates(
     return out, near
 
 
-def _saved(pair: tuple[Cut, Rows]) -> float:
+def _saved(pair: tuple[SliceCut, Rows]) -> float:
     return -pair[0].saved
 
 
@@ -273,7 +273,7 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
     return work
 
 
-def lines_of(cuts: Sequence[Cut], start: int) -> Schedule:
+def lines_of(cuts: Sequence[SliceCut], start: int) -> Schedule:
     """Cuts as verbs: every all-reduce split, or cut where it is kept, then all ops
     across the gathers; who reads whole what was cut reads it as it was."""
     out: list[Line] = []
@@ -296,7 +296,7 @@ def lines_of(cuts: Sequence[Cut], start: int) -> Schedule:
     return Schedule(tuple(out))
 
 
-def described(axes: tuple[str, ...], cuts: Sequence[Cut]) -> str:
+def described(axes: tuple[str, ...], cuts: Sequence[SliceCut]) -> str:
     """What cuts do, for the notes on near misses."""
     split = sum(len(found.split) for found in cuts)
     kept = sum(len(found.kept) for found in cuts)

@@ -25,7 +25,7 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import bodies_of
-from fxpar.passes.local_ops import Call, local_form
+from fxpar.passes.local_ops import LocalCall, local_form
 from fxpar.sharding.factors import (
     Dims,
     Rule,
@@ -47,7 +47,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class SlicePart:
     """A slice of a value: ``node`` holds what the axes leave of ``dim``."""
 
     node: fx.Node
@@ -89,7 +89,7 @@ class Cutter:
         self._rules = RuleReader()
         self._cuts: dict[tuple[fx.Node, int], fx.Node] = {}
 
-    def on_parts(self, node: fx.Node, parts: Mapping[fx.Node, Part]) -> Made:
+    def on_parts(self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]) -> Made:
         """Append ``node`` on slices of those of its operands that ``parts`` has.
 
         Raises Refused. Operands that are not in ``parts`` are read as they are.
@@ -109,7 +109,7 @@ class Cutter:
         node: fx.Node,
         rule: Rule,
         cut: Sequence[str],
-        parts: Mapping[fx.Node, Part],
+        parts: Mapping[fx.Node, SlicePart],
     ) -> Made:
         """``node`` where slices ``cut`` these factors."""
         operands = tensor_nodes(node)
@@ -161,7 +161,7 @@ class Cutter:
         return next(iter(found))
 
     def _operand(
-        self, node: fx.Node, spec: Spec, parts: Mapping[fx.Node, Part]
+        self, node: fx.Node, spec: Spec, parts: Mapping[fx.Node, SlicePart]
     ) -> fx.Node:
         if node in parts:
             return parts[node].node
@@ -205,7 +205,7 @@ class Cutter:
     def _backwards(self, node: fx.Node, dim: int) -> Made:
         if collective_nodes.is_step(node):
             source: Any = node.args[0]
-            return self._step(node, {source: Part(self.sliced(source, dim), dim)})
+            return self._step(node, {source: SlicePart(self.sliced(source, dim), dim)})
         rule = self._rule(node)
         cut = self._factor(rule, rule.results[0], dim)
         return self._run(node, rule, [cut], {})
@@ -231,7 +231,7 @@ class Cutter:
             return next(args) if isinstance(n.meta.get("val"), torch.Tensor) else n
 
         new_args, new_kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-        call = Call(self.build, node, rule, reads, made, tuple(shapes))
+        call = LocalCall(self.build, node, rule, reads, made, tuple(shapes))
         try:
             return local_form(call, new_args, new_kwargs)
         except (PlanError, RuntimeError, ValueError) as error:
@@ -256,7 +256,7 @@ class Cutter:
         where = [[d for d, axes in enumerate(spec.dims) if axes] for spec in made]
         return Made(result, tuple(dims[0] if dims else None for dims in where))
 
-    def _step(self, node: fx.Node, parts: Mapping[fx.Node, Part]) -> Made:
+    def _step(self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]) -> Made:
         """A step over other axes, which does to every slice what it does to the
         whole."""
         source: Any = node.args[0]

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.node_legality import PRODUCTS, Region
+from fxpar.fusion.node_legality import PRODUCTS, CallableRegion
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.graph_bodies import all_nodes, body_of
 from fxpar.sharding.spec import Spec
@@ -50,7 +50,7 @@ def _through(graph: fx.Graph, out: Varies) -> None:
             continue
         if node.target is operator.getitem and node.args[0] in each:
             out[node] = each[node.args[0]][node.args[1]]
-        elif isinstance(node.target, Region):
+        elif isinstance(node.target, CallableRegion):
             each[node] = _of_region(node, out)
             out[node] = _of_any(each[node])
         elif node.target is _GATHERED:

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Call:
+class LocalCall:
     """One op call being made local.
 
     ``operands``/``results``: specs of its tensors, in order of the rule; ``shapes``:

@@ -20,7 +20,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
-from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.shift_messages import pieces
 
@@ -99,7 +99,7 @@ prims = torch.ops.prims
 
 
 def _shift(
-    call: Call, x: fx.Node, dim: int, by: int, fill: float | None = None
+    call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
 ) -> fx.Node:
     build, rows = call.build, call.shapes[0][dim]
     mesh, axes = build.mesh, call.operands[0].dims[dim]
@@ -131,7 +131,7 @@ def _sources(mesh: Mesh, axes: Sequence[str], further: int) -> tuple[int, ...]:
     return tuple(holder[(s + further) % len(shard)] for s in shard)
 
 
-def _inside(call: Call, moved: fx.Node, dim: int, by: int) -> fx.Node:
+def _inside(call: LocalCall, moved: fx.Node, dim: int, by: int) -> fx.Node:
     """Which rows come from within the dim."""
     build, like = call.build, moved.meta["val"]
     rows, n = call.shapes[0][dim], int(like.shape[dim])
@@ -151,15 +151,15 @@ def _inside(call: Call, moved: fx.Node, dim: int, by: int) -> fx.Node:
     return build.call(aten.ge.Scalar, index, -by)
 
 
-def _dot(call: Call, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
     return emit_dot(call.build, lhs, rhs, equation)
 
 
-def _constrain(call: Call, x: fx.Node, spec: Any) -> fx.Node:
+def _constrain(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
     return x
 
 
-def _random(call: Call, *args: Any) -> fx.Node:
+def _random(call: LocalCall, *args: Any) -> fx.Node:
     """The shard counts by global index: same seed, same numbers as one device."""
     *rest, size, starts = args
     axes = call.results[0].dims
@@ -175,7 +175,7 @@ def _random(call: Call, *args: Any) -> fx.Node:
     return call.build.call(call.node.target, *rest, size, offsets)
 
 
-def _further(call: Call, start: Any, axes: Sequence[str], size: int) -> Any:
+def _further(call: LocalCall, start: Any, axes: Sequence[str], size: int) -> Any:
     """Where the slices over ``axes`` begin, of a dim that begins at ``start``: a
     number, or the offset of a dim that other axes split already."""
     if not isinstance(start, fx.Node):

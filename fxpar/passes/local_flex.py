@@ -11,13 +11,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
-from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_call import LocalCall, Localizer
 
 # Where a score function has batch and head among its arguments, and a mask function.
 _SCORE, _MASK = (1, 2), (0, 1)
 
 
-def _shifted(call: Call, node: fx.Node, places: tuple[int, int]) -> fx.Node:
+def _shifted(call: LocalCall, node: fx.Node, places: tuple[int, int]) -> fx.Node:
     """A function of scores, its batch and head moved on by where this rank's begin."""
     body = body_of(node)
     assert body is not None
@@ -42,12 +42,14 @@ def _shifted(call: Call, node: fx.Node, places: tuple[int, int]) -> fx.Node:
     return new_body(call.build, node, made, call.node.name)
 
 
-def _forward(call: Call, q: Any, k: Any, v: Any, score: Any, mask: Any, *rest: Any):
+def _forward(
+    call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *rest: Any
+):
     mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))
     return call.same(q, k, v, _shifted(call, score, _SCORE), mask, *rest)
 
 
-def _backward(call: Call, *args: Any):
+def _backward(call: LocalCall, *args: Any):
     *given, forward, joint, mask = args[:10]
     functions = (_shifted(call, body, _SCORE) for body in (forward, joint))
     mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))

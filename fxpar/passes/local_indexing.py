@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules.indexing import index_dims, is_mask
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ class _Part:
     """An index into this rank's ``n`` rows of dim ``dim``. ``place``: it counted from
     the first of them; ``inside``: whether it falls on one of them."""
 
-    call: Call
+    call: LocalCall
     dim: int
     n: int
     place: fx.Node
@@ -49,7 +49,7 @@ class _Part:
 
 
 def _part(
-    call: Call,
+    call: LocalCall,
     dim: int,
     index: fx.Node,
     *,
@@ -75,21 +75,21 @@ def _part(
     return _Part(call, dim, n, place, inside)
 
 
-def _trail(call: Call, x: fx.Node, dims: int) -> fx.Node:
+def _trail(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
     """``x`` with ``dims`` dims of size 1 appended."""
     for _ in range(dims):
         x = call.build.call(aten.unsqueeze.default, x, -1)
     return x
 
 
-def _spare(call: Call, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+def _spare(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
     return call.build.call(aten.constant_pad_nd.default, x, pad, 0)
 
 
-def _cut(call: Call, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
+def _cut(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
     """``x`` without the spare row of each part."""
     for part in parts:
         x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
@@ -99,7 +99,7 @@ def _cut(call: Call, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
 # Index lists
 
 
-def _meet(call: Call, indices: Sequence[fx.Node | None]) -> dict[int, _Part]:
+def _meet(call: LocalCall, indices: Sequence[fx.Node | None]) -> dict[int, _Part]:
     """The split dims that an index list meets."""
     found = {}
     for d, index in enumerate(indices):
@@ -111,7 +111,9 @@ def _meet(call: Call, indices: Sequence[fx.Node | None]) -> dict[int, _Part]:
     return found
 
 
-def _inside(call: Call, indices: Sequence[Any], parts: dict[int, _Part], ndim: int):
+def _inside(
+    call: LocalCall, indices: Sequence[Any], parts: dict[int, _Part], ndim: int
+):
     """Whether all indices fall into this rank's part, aligned with ``x[indices]``."""
     dims, at = index_dims(indices)
     inside = reduce(
@@ -121,7 +123,7 @@ def _inside(call: Call, indices: Sequence[Any], parts: dict[int, _Part], ndim: i
     return _trail(call, inside, ndim - len(dims) - at)
 
 
-def _index(call: Call, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
+def _index(call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
     parts = _meet(call, indices)
     if not parts:
         return call.same(x, indices)
@@ -131,7 +133,7 @@ def _index(call: Call, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node
 
 
 def _index_put(
-    call: Call,
+    call: LocalCall,
     x: fx.Node,
     indices: Sequence[fx.Node | None],
     values: fx.Node,
@@ -152,7 +154,7 @@ def _index_put(
 # One index along one dim
 
 
-def _embedding(call: Call, weight: fx.Node, index: fx.Node, *rest: Any) -> fx.Node:
+def _embedding(call: LocalCall, weight: fx.Node, index: fx.Node, *rest: Any) -> fx.Node:
     part = _part(call, 0, index)
     if part is None:
         return call.same(weight, index, *rest)
@@ -161,7 +163,12 @@ def _embedding(call: Call, weight: fx.Node, index: fx.Node, *rest: Any) -> fx.No
 
 
 def _embedding_backward(
-    call: Call, grad: fx.Node, index: fx.Node, rows: int, padding: int, by_count: bool
+    call: LocalCall,
+    grad: fx.Node,
+    index: fx.Node,
+    rows: int,
+    padding: int,
+    by_count: bool,
 ) -> fx.Node:
     part = _part(call, 0, index, result=True)
     if part is None:
@@ -173,14 +180,16 @@ def _embedding_backward(
     return _cut(call, call.same(grad, places, n + 1, n, by_count), [part])
 
 
-def _gather(call: Call, x: fx.Node, dim: int, index: fx.Node, **rest: Any) -> fx.Node:
+def _gather(
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, **rest: Any
+) -> fx.Node:
     part = _part(call, dim, index)
     if part is None:
         return call.same(x, dim, index, **rest)
     return call.where(part.inside, call.same(x, dim, part.read(), **rest), 0)
 
 
-def _index_select(call: Call, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+def _index_select(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     part = _part(call, dim, index)
     if part is None:
         return call.same(x, dim, index)
@@ -189,7 +198,9 @@ def _index_select(call: Call, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     return call.where(inside, call.same(x, dim, part.read()), 0)
 
 
-def _one_per_row(call: Call, x: fx.Node, dim: int, index: fx.Node, src: Any) -> bool:
+def _one_per_row(
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: Any
+) -> bool:
     """Whether each row of ``x`` along ``dim`` gets exactly one update."""
     want = list(x.meta["val"].shape)
     want[dim] = 1
@@ -197,7 +208,7 @@ def _one_per_row(call: Call, x: fx.Node, dim: int, index: fx.Node, src: Any) -> 
     return all(shape == want for shape in shapes)
 
 
-def _hit(call: Call, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+def _hit(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
     scatter, so it fuses with what comes before and after."""
     like, build = index.meta["val"], call.build
@@ -216,7 +227,13 @@ def _hit(call: Call, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
 
 
 def _scatter(
-    call: Call, x: fx.Node, dim: int, index: fx.Node, src: Any, *rest: Any, **named: Any
+    call: LocalCall,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    src: Any,
+    *rest: Any,
+    **named: Any,
 ) -> fx.Node:
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src, *rest, **named)
@@ -236,7 +253,7 @@ def _scatter(
 
 
 def _scatter_add(
-    call: Call, x: fx.Node, dim: int, index: fx.Node, src: fx.Node
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, src: fx.Node
 ) -> fx.Node:
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src)
@@ -251,7 +268,7 @@ def _scatter_add(
 
 
 def _index_add(
-    call: Call, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **rest: Any
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **rest: Any
 ) -> fx.Node:
     part = _part(call, dim, index)
     if part is None:
@@ -265,7 +282,7 @@ def _index_add(
 
 
 def _index_store(
-    call: Call, x: fx.Node, dim: int, index: fx.Node, *rest: Any, **named: Any
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, *rest: Any, **named: Any
 ) -> fx.Node:
     part = _part(call, dim, index, signed=True)
     if part is None:
@@ -275,7 +292,7 @@ def _index_store(
 
 
 def _masked_scatter_backward(
-    call: Call, grad: fx.Node, mask: fx.Node, shape: Sequence[int]
+    call: LocalCall, grad: fx.Node, mask: fx.Node, shape: Sequence[int]
 ) -> fx.Node:
     """The mask counts as a whole; this rank's elements go to their places, others to a
     spare one past the end."""

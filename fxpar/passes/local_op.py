@@ -19,7 +19,7 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
-from fxpar.passes.local_call import Call
+from fxpar.passes.local_call import LocalCall
 from fxpar.passes.local_ops import local_form
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
@@ -79,7 +79,7 @@ def local_op(
         made = _same(build, node, args, kwargs)
     else:
         shapes = tuple(program.values[v].shape for v in op.tensors)
-        call = Call(build, node, op.rule, operands, results, shapes)
+        call = LocalCall(build, node, op.rule, operands, results, shapes)
         if _torch.aot.higher_order_name(node.target) in TIES:
             args = _local_bodies(call, args, strategy.axes_of)
         made = local_form(call, args, kwargs)
@@ -125,7 +125,7 @@ def _check(
         )
 
 
-def _local_bodies(call: Call, args: Any, axes: Mapping[str, Axes]) -> Any:
+def _local_bodies(call: LocalCall, args: Any, axes: Mapping[str, Axes]) -> Any:
     """The arguments with local bodies, appended in the place of the global ones."""
     found = inside_of(call.node)
     assert found is not None

@@ -22,10 +22,10 @@ from fxpar.passes import (
     local_sizes,
     local_views,
 )
-from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules import row_of
 
-__all__ = ["LOCAL", "Call", "Localizer", "local_form"]
+__all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 
 LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
@@ -36,7 +36,7 @@ LOCAL: dict[Any, Localizer] = {
 }
 
 
-def local_form(call: Call, args: Any, kwargs: Any) -> fx.Node:
+def local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     """Append one op on local arguments; the op's own name where nothing else is said,
     its shape argument, if its row marks one, made local."""
     target = call.node.target

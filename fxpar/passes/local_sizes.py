@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules.matmul import counted_dim
 
 aten = torch.ops.aten
 
 
-def _convolution(call: Call, *args: Any) -> fx.Node:
+def _convolution(call: LocalCall, *args: Any) -> fx.Node:
     *rest, transposed, output_padding, groups = args
     if groups > 1:
         channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
@@ -23,7 +23,12 @@ def _convolution(call: Call, *args: Any) -> fx.Node:
 
 
 def _convolution_backward(
-    call: Call, grad: fx.Node, x: fx.Node, weight: fx.Node, bias_sizes: Any, *args: Any
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    weight: fx.Node,
+    bias_sizes: Any,
+    *args: Any,
 ) -> fx.Node:
     *rest, transposed, output_padding, groups, mask = args
     out = call.operand_shape(0)[1]
@@ -38,7 +43,7 @@ def _convolution_backward(
 
 
 def _group_sizes(
-    call: Call, i: int, channels: int, groups: int
+    call: LocalCall, i: int, channels: int, groups: int
 ) -> tuple[int, int, int]:
     """(N, C, groups) that this rank holds of an input that is operand ``i``."""
     n, c, *_ = call.operand_shape(i)
@@ -46,7 +51,7 @@ def _group_sizes(
 
 
 def _group_norm(
-    call: Call,
+    call: LocalCall,
     x: fx.Node,
     weight: Any,
     bias: Any,
@@ -61,7 +66,7 @@ def _group_norm(
 
 
 def _group_norm_backward(
-    call: Call,
+    call: LocalCall,
     grad: fx.Node,
     x: fx.Node,
     mean: fx.Node,
@@ -77,7 +82,7 @@ def _group_norm_backward(
     return call.same(grad, x, mean, rstd, weight, n, c, hw, group, mask)
 
 
-def _counted(call: Call, offs: fx.Node, operand: int, dim: int) -> fx.Node:
+def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
     """A running count along a dim of an operand, of this rank's part of the dim."""
     axes, n = call.operands[operand].dims[dim], call.operand_shape(operand)[dim]
     if not axes:
@@ -88,7 +93,7 @@ def _counted(call: Call, offs: fx.Node, operand: int, dim: int) -> fx.Node:
 
 
 def _grouped_mm(
-    call: Call, x: fx.Node, y: fx.Node, offs: Any = None, *rest: Any, **named: Any
+    call: LocalCall, x: fx.Node, y: fx.Node, offs: Any = None, *rest: Any, **named: Any
 ) -> fx.Node:
     if offs is not None:
         at = counted_dim(x.meta["val"], y.meta["val"])
@@ -97,7 +102,7 @@ def _grouped_mm(
 
 
 def _grouped_mm_fallback(
-    call: Call, x: fx.Node, weight: fx.Node, offs: fx.Node, *grad: fx.Node
+    call: LocalCall, x: fx.Node, weight: fx.Node, offs: fx.Node, *grad: fx.Node
 ) -> fx.Node:
     return call.same(x, weight, _counted(call, offs, 0, 0), *grad)
 

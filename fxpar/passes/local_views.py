@@ -16,23 +16,23 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.builder import value_of
-from fxpar.passes.local_call import Call, Localizer
+from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules import views
 
 aten = torch.ops.aten
 
 
-def _contiguous(call: Call, x: fx.Node) -> fx.Node:
+def _contiguous(call: LocalCall, x: fx.Node) -> fx.Node:
     if x.meta["val"].is_contiguous():
         return x
     return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
-def _reshape(call: Call, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
+def _reshape(call: LocalCall, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
     return call.build.call(aten.reshape.default, x, list(call.local_shape()))
 
 
-def _squeeze(call: Call, x: fx.Node, dims: Any = None) -> fx.Node:
+def _squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:
     shape = call.shapes[0]
     named = range(len(shape)) if dims is None else dims
     named = [named] if isinstance(named, int) else named
@@ -40,12 +40,12 @@ def _squeeze(call: Call, x: fx.Node, dims: Any = None) -> fx.Node:
     return call.build.call(aten.squeeze.dims, x, gone)
 
 
-def _reread(call: Call, x: fx.Node, *rest: Any) -> fx.Node:
+def _reread(call: LocalCall, x: fx.Node, *rest: Any) -> fx.Node:
     """Bits read as another type, of another width: neighbours must lie together."""
     return call.same(_contiguous(call, x), *rest)
 
 
-def _copy_strided(call: Call, x: fx.Node, stride: Any) -> fx.Node:
+def _copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
     """A copy with the dims in this order in memory."""
     shape = call.local_shape()
     local, step = list(stride), 1
@@ -55,7 +55,7 @@ def _copy_strided(call: Call, x: fx.Node, stride: Any) -> fx.Node:
 
 
 def _as_strided(
-    call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
+    call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None = None
 ) -> fx.Node:
     args = value_of((call.node.args[0], shape, stride, offset))
     if views.is_reshape(*args):
@@ -77,11 +77,11 @@ def _order(form: views.Strided) -> list[int]:
     return order + [d for d in range(len(form.cuts)) if d not in order]
 
 
-def _cut_dims(call: Call, form: views.Strided) -> list[int]:
+def _cut_dims(call: LocalCall, form: views.Strided) -> list[int]:
     return [d for d, cut in enumerate(form.cuts) if cut != range(call.shapes[0][d])]
 
 
-def _cuts(call: Call, x: fx.Node, form: views.Strided) -> list[fx.Node]:
+def _cuts(call: LocalCall, x: fx.Node, form: views.Strided) -> list[fx.Node]:
     """``x``, and ``x`` with one dim after another cut."""
     out = [x]
     for d in _cut_dims(call, form):
@@ -92,7 +92,7 @@ def _cuts(call: Call, x: fx.Node, form: views.Strided) -> list[fx.Node]:
 
 
 def _as_strided_scatter(
-    call: Call,
+    call: LocalCall,
     x: fx.Node,
     source: fx.Node,
     shape: Any,
@@ -122,7 +122,7 @@ def _as_strided_scatter(
 
 
 def _by_strides(
-    call: Call, x: fx.Node, shape: Any, stride: Any, offset: int | None
+    call: LocalCall, x: fx.Node, shape: Any, stride: Any, offset: int | None
 ) -> fx.Node:
     """Any other use of strides: on the whole tensor."""
     first = _from_start(call, offset)
@@ -130,7 +130,7 @@ def _by_strides(
     return call.same(_laid_out(call, x), shape, stride, first)
 
 
-def _refuse_beyond(call: Call, shape: Any, stride: Any, first: int) -> None:
+def _refuse_beyond(call: LocalCall, shape: Any, stride: Any, first: int) -> None:
     """Memory that is around a tensor is no part of its value."""
     ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
     if 0 not in shape and not 0 <= first <= first + sum(ends) < math.prod(
@@ -142,13 +142,13 @@ def _refuse_beyond(call: Call, shape: Any, stride: Any, first: int) -> None:
         )
 
 
-def _from_start(call: Call, offset: int | None) -> int:
+def _from_start(call: LocalCall, offset: int | None) -> int:
     """An offset into memory counted from the tensor's own start."""
     first = call.node.args[0].meta["val"].storage_offset()
     return 0 if offset is None else offset - first
 
 
-def _laid_out(call: Call, x: fx.Node) -> fx.Node:
+def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
     """A whole tensor, laid out as it was."""
     global_x, build = call.node.args[0].meta["val"], call.build
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))

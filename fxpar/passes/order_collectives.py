@@ -1,7 +1,7 @@
 """Orders the collectives of a forward or a backward by itself, once they were parted.
 
-In: the bound graph of one of the two, as it goes to code generation: a ``Phase``. Out:
-the same graph, changed in place by ``PASSES``, in this order; in what is compiled
+In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
+Out: the same graph, changed in place by ``PASSES``, in this order; in what is compiled
 ``fxpar.pipeline`` fuses regions before ``delay``. Every rank has the same graph and
 does the same, so collectives keep one order on all of them.
 """
@@ -43,7 +43,7 @@ DEFAULT = Settings()
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseGraph:
     """A forward or a backward by itself."""
 
     graph: fx.Graph
@@ -71,14 +71,14 @@ def schedule(
     settings: Settings = DEFAULT,
 ) -> None:
     """Run the passes that ``disable`` does not name."""
-    phase = Phase(graph, backward, settings)
+    phase = PhaseGraph(graph, backward, settings)
     for name, run in PASSES.items():
         if name not in disable:
             run(phase)
     graph.lint()
 
 
-def join(phase: Phase) -> None:
+def join(phase: PhaseGraph) -> None:
     """Collectives in buckets of the sizes that the settings say."""
     settings = phase.settings
     most = FULL if settings.bucket is None else settings.bucket
@@ -102,7 +102,7 @@ def drop_unread(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
 
 
-def start_early(phase: Phase) -> None:
+def start_early(phase: PhaseGraph) -> None:
     """Gathers as far ahead as the settings say."""
     if phase.waits:
         prefetch(phase.graph, phase.settings.ahead)
@@ -201,7 +201,7 @@ def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
 
 
 # What is done to a phase, in order, by the names that FXPAR_DISABLE takes.
-PASSES: dict[str, Callable[[Phase], None]] = {
+PASSES: dict[str, Callable[[PhaseGraph], None]] = {
     "drop_unread": lambda phase: drop_unread(phase.graph),
     "bucket": join,
     "sink_waits": lambda phase: sink_waits(phase.graph),

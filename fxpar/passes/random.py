@@ -227,37 +227,41 @@ def _stream(device: str) -> _Stream:
     return _CPP if device == "cpu" else _triton(_torch.inductor.triton_random_lanes())
 
 
-class _Value:
+class _InductorValue:
     """An Inductor value with the operators of a tensor that the shared code uses."""
 
     def __init__(self, ops: Any, value: Any, dtype: torch.dtype = torch.int64) -> None:
         self.ops, self.value, self.dtype = ops, value, dtype
 
-    def _with(self, name: str, other: Any, dtype: torch.dtype | None = None) -> _Value:
-        if not isinstance(other, _Value):
-            other = _Value(self.ops, self.ops.constant(other, self.dtype), self.dtype)
+    def _with(
+        self, name: str, other: Any, dtype: torch.dtype | None = None
+    ) -> _InductorValue:
+        if not isinstance(other, _InductorValue):
+            other = _InductorValue(
+                self.ops, self.ops.constant(other, self.dtype), self.dtype
+            )
         made = getattr(self.ops, name)(self.value, other.value)
-        return _Value(self.ops, made, dtype or self.dtype)
+        return _InductorValue(self.ops, made, dtype or self.dtype)
 
-    def __add__(self, other: Any) -> _Value:
+    def __add__(self, other: Any) -> _InductorValue:
         return self._with("add", other)
 
-    def __mul__(self, other: Any) -> _Value:
+    def __mul__(self, other: Any) -> _InductorValue:
         return self._with("mul", other)
 
-    def __and__(self, other: Any) -> _Value:
+    def __and__(self, other: Any) -> _InductorValue:
         return self._with("bitwise_and", other)
 
-    def __xor__(self, other: Any) -> _Value:
+    def __xor__(self, other: Any) -> _InductorValue:
         return self._with("bitwise_xor", other)
 
-    def __rshift__(self, other: Any) -> _Value:
+    def __rshift__(self, other: Any) -> _InductorValue:
         return self._with("bitwise_right_shift", other)
 
-    def __lt__(self, other: Any) -> _Value:
+    def __lt__(self, other: Any) -> _InductorValue:
         return self._with("lt", other, torch.bool)
 
-    def __ge__(self, other: Any) -> _Value:
+    def __ge__(self, other: Any) -> _InductorValue:
         return self._with("ge", other, torch.bool)
 
     def __eq__(self, other: Any) -> Any:
@@ -272,17 +276,19 @@ class _Lowered:
     def __init__(self, ops: Any) -> None:
         self.ops = ops
 
-    def __getattr__(self, name: str) -> Callable[[_Value], _Value]:
+    def __getattr__(self, name: str) -> Callable[[_InductorValue], _InductorValue]:
         fn = getattr(self.ops, name)
-        return lambda x: _Value(self.ops, fn(x.value), x.dtype)
+        return lambda x: _InductorValue(self.ops, fn(x.value), x.dtype)
 
-    def where(self, condition: _Value, x: _Value, y: _Value) -> _Value:
+    def where(
+        self, condition: _InductorValue, x: _InductorValue, y: _InductorValue
+    ) -> _InductorValue:
         made = self.ops.where(condition.value, x.value, y.value)
-        return _Value(self.ops, made, x.dtype)
+        return _InductorValue(self.ops, made, x.dtype)
 
-    def real(self, x: _Value) -> _Value:
+    def real(self, x: _InductorValue) -> _InductorValue:
         made = self.ops.to_dtype(x.value, torch.float32)
-        return _Value(self.ops, made, torch.float32)
+        return _InductorValue(self.ops, made, torch.float32)
 
 
 @functools.cache
@@ -313,8 +319,8 @@ def register_lowering() -> None:
                 return getattr(ops, mode)(seed, ops.index_expr(linear, torch.int32))
             # Inductor's own op takes neighbours of a kernel for neighbours in the
             # global tensor, which those of a slice are not.
-            at = _Value(ops, ops.index_expr(linear, torch.int64))
-            return stream.draw(_Lowered(ops), mode, at, _Value(ops, seed)).value
+            at = _InductorValue(ops, ops.index_expr(linear, torch.int64))
+            return stream.draw(_Lowered(ops), mode, at, _InductorValue(ops, seed)).value
 
         return lower(size, seed, global_size, offset, torch.float32, draw)
 

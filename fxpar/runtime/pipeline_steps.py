@@ -40,7 +40,7 @@ from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.order_collectives import Phase
+from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.train_step import step_writes
@@ -54,7 +54,7 @@ from fxpar.sharding.program import Program, read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
-from fxpar.sharding.search.run_search import Asked, has_too_many_axes
+from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 
 log = logging.getLogger("fxpar")
 
@@ -129,7 +129,7 @@ class RankState(PipelineState):
 class PhaseState(PipelineState):
     """A forward or a backward while its communication is ordered."""
 
-    phase: Phase
+    phase: PhaseGraph
     # "forward" or "backward".
     which: str
     # None where nothing was planned: no regions are fused.
@@ -168,7 +168,7 @@ def look_up_plan(state: JointState) -> None:
     state.program = read(state.graph, request.laid)
     if isinstance(asked, Plan):
         state.recalled = asked
-    elif isinstance(asked, Asked) and request.cached and plan_store.allowed():
+    elif isinstance(asked, SearchOptions) and request.cached and plan_store.allowed():
         state.key = plan_store.key_of(state.program, state.graph, request)
         state.recalled = plan_store.load(state.key, asked.seconds)
         if state.recalled is not None:
@@ -181,7 +181,9 @@ def look_up_plan(state: JointState) -> None:
 
 def _searchable(request: Request) -> Request:
     """The request; to propagate, where its mesh has too many axes for a search."""
-    if not isinstance(request.mode, Asked) or not has_too_many_axes(request.mesh):
+    if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
+        request.mesh
+    ):
         return request
     what = f"a search takes at most {MOST} axes of more than one rank: the plan"
     fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
@@ -204,7 +206,7 @@ def expand_moments(state: JointState) -> None:
 
 
 def _searches(request: Request) -> bool:
-    return isinstance(request.mode, Asked)
+    return isinstance(request.mode, SearchOptions)
 
 
 def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
@@ -292,7 +294,7 @@ def describe(state: JointState) -> None:
 def keep_plan(state: JointState) -> None:
     """Leave a plan that was searched on disk."""
     searched, asked = state.decided.found, state.request.mode
-    if state.key and searched is not None and isinstance(asked, Asked):
+    if state.key and searched is not None and isinstance(asked, SearchOptions):
         plan_store.save(state.key, state.plan, searched, asked.seconds)
 
 

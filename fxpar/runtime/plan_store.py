@@ -30,7 +30,7 @@ from fxpar.sharding.choose_mesh import ALIKE
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
-from fxpar.sharding.search.run_search import Asked, Found
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 
 FORMAT = "fxpar plan on disk 1"
 
@@ -48,7 +48,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
     """The digest of all that the search for ``request`` depends on; of its seconds it
     does not."""
     asked = request.mode
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, SearchOptions)
     text = hashlib.sha256()
     for line in (
         FORMAT,
@@ -126,7 +126,7 @@ def load(key: str, seconds: float) -> Plan | None:
     return replace(plan, notes=(*plan.notes, note))
 
 
-def save(key: str, plan: Plan, found: Found, seconds: float) -> None:
+def save(key: str, plan: Plan, found: SearchResult, seconds: float) -> None:
     """Keep the plan that a search of so many ``seconds`` found, if it is proved or used
     them. Where the disk refuses, nothing is kept."""
     proved = found.is_proved and found.rivals >= found.predicted * (1 - ALIKE)

@@ -1,8 +1,9 @@
 """Tracing a plain call to one ATen graph, on one process, with fake tensors.
 
-A ``Call`` knows how the arguments and results of a function map to the flat tensors of
-its graph: parameters and buffers of every module the function uses are graph inputs,
-with ``grad`` the graph is forward and backward in one. Nodes carry the user's lines.
+A ``TracedCall`` knows how the arguments and results of a function map to the flat
+tensors of its graph: parameters and buffers of every module the function uses are graph
+inputs, with ``grad`` the graph is forward and backward in one. Nodes carry the user's
+lines.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class _Program(nn.Module):
     results out. Parameters and buffers of all modules it uses are its own, each once,
     so that a tied weight is one input with one gradient."""
 
-    def __init__(self, call: Call, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, call: TracedCall, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.call = call
         self.modules_used = [Held(name, module) for name, module in modules.items()]
@@ -211,7 +212,7 @@ class Held:
         ]
 
 
-class Call:
+class TracedCall:
     """How a call's arguments and results map to the flat tensors of its graph."""
 
     def __init__(

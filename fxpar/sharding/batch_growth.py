@@ -31,7 +31,7 @@ from fxpar.sharding.growth_powers import (
     SOURCES,
     TOGETHER,
     WRITES,
-    Call,
+    DoubledCall,
     Growth,
     of_number,
     ratio,
@@ -83,7 +83,7 @@ def _of_call(
     tensors = [x for x in results if isinstance(x, torch.Tensor)]
     if not tensors:
         return (of_number(made, b.meta.get("val")),) * max(len(results), 1)
-    call = Call(a, b, known)
+    call = DoubledCall(a, b, known)
     ties = [_ties(node) for node in (a, b)]
     if ties[0] is None or ties[1] is None:
         each = iter(_of_op(call, len(tensors)))
@@ -101,7 +101,9 @@ def _ties(node: fx.Node) -> Ties | None:
     return ties_of(node.target, args, node.meta["val"])
 
 
-def _of_bodies(call: Call, once: Ties, twice: Ties, results: int) -> list[Growth]:
+def _of_bodies(
+    call: DoubledCall, once: Ties, twice: Ties, results: int
+) -> list[Growth]:
     """Of the results of an op that runs graphs of its own. What a loop carries grows
     alike in every step, or it is not known how."""
     operands = [call.known[n][0] for n in tensor_nodes(call.a)]
@@ -140,7 +142,7 @@ def _bounded(found: Growth, dtype: torch.dtype) -> Growth:
     return FIXED if dtype == torch.bool else found
 
 
-def _of_op(call: Call, results: int) -> list[Growth]:
+def _of_op(call: DoubledCall, results: int) -> list[Growth]:
     """Of the results of an ATen op."""
     name = call.name
     if name in POINTWISE:
@@ -165,7 +167,7 @@ def _of_op(call: Call, results: int) -> list[Growth]:
     return _Ruled(name, once, twice, operands).growths(results, unclear)
 
 
-def _as_operand(call: Call, node: fx.Node, floating: bool) -> Growth:
+def _as_operand(call: DoubledCall, node: fx.Node, floating: bool) -> Growth:
     """Indices say where, not how much."""
     index = not node.meta["val"].dtype.is_floating_point and floating
     found = call.known[node][0]

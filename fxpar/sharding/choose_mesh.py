@@ -20,7 +20,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.mesh_candidates import unlike
-from fxpar.sharding.search.run_search import Asked, Found
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.solver.message_passing import warm
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
@@ -31,7 +31,7 @@ _UNFIT = (HintError, MeshError, PlanError, SpecError)
 
 
 def decide_on(
-    program: Program, request: Request, before: Found | None = None
+    program: Program, request: Request, before: SearchResult | None = None
 ) -> Decision:
     """The decision on the request's mesh. ``before``: a shorter search of the same,
     from which a search goes on.
@@ -40,7 +40,7 @@ def decide_on(
     """
     mesh, hints, mode = request.mesh, request.hints, request.mode
     constraints = _constraints(program)
-    if isinstance(mode, Asked):
+    if isinstance(mode, SearchOptions):
         return searched(
             program,
             mesh,
@@ -69,7 +69,7 @@ def open_meshes(program: Program, request: Request) -> tuple[Mesh, ...]:
 
     Raises MeshError if nothing searches.
     """
-    if not isinstance(request.mode, Asked):
+    if not isinstance(request.mode, SearchOptions):
         raise MeshError(
             f"FXPAR_MESH=auto is chosen by a search, FXPAR_PLAN is {request.mode}",
             fix="set FXPAR_PLAN=search, or name the axes: FXPAR_MESH=dp="
@@ -94,8 +94,8 @@ def _attempt(
     program: Program,
     request: Request,
     mesh: Mesh,
-    asked: Asked,
-    before: Found | None = None,
+    asked: SearchOptions,
+    before: SearchResult | None = None,
 ) -> Decision:
     """A search on one mesh; of a shorter search before, it goes on from that."""
     here = replace(request.on(mesh), mode=asked)
@@ -130,7 +130,7 @@ def fastest(program: Program, request: Request) -> Decision:
     """
     meshes = open_meshes(program, request)
     warm()
-    assert isinstance(request.mode, Asked)
+    assert isinstance(request.mode, SearchOptions)
     # Meshes are compared by one ruler.
     asked = replace(request.mode, ranked=False)
     begun, spent = time.perf_counter(), 0.0
@@ -158,7 +158,7 @@ def fastest(program: Program, request: Request) -> Decision:
     return _finished(best, tried, spent, asked, program, request)
 
 
-def found_of(decision: Decision) -> Found:
+def found_of(decision: Decision) -> SearchResult:
     """The search that decided."""
     assert decision.found is not None, "what is chosen was searched"
     return decision.found
@@ -168,7 +168,7 @@ def _finished(
     best: Decision,
     tried: Sequence[_Tried],
     spent: float,
-    asked: Asked,
+    asked: SearchOptions,
     program: Program,
     request: Request,
 ) -> Decision:
@@ -193,7 +193,7 @@ def _finished(
 
 
 def _hopeless(
-    tried: Sequence[_Tried], asked: Asked, program: Program, request: Request
+    tried: Sequence[_Tried], asked: SearchOptions, program: Program, request: Request
 ) -> Decision:
     """No glance found a plan. The mesh of most axes has most plans: all of the time
     goes to it, unless hints fit none."""

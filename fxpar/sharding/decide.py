@@ -30,7 +30,12 @@ from fxpar.sharding.reshard.needed import Edges, Reshard, connect
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.reshard.steps import Step
 from fxpar.sharding.search.rank_candidates import ranked
-from fxpar.sharding.search.run_search import Asked, Found, begun_from, search
+from fxpar.sharding.search.run_search import (
+    SearchOptions,
+    SearchResult,
+    begun_from,
+    search,
+)
 from fxpar.sharding.spec import Spec
 
 # A gap that a search should not end with, and one that is worth a warning.
@@ -58,7 +63,7 @@ class Decision:
     edges: Edges
     origins: tuple[Mapping[str, Origin], ...]
     notes: tuple[str, ...] = ()
-    found: Found | None = None
+    found: SearchResult | None = None
     reasons: tuple[tuple[str, str], ...] = ()
 
 
@@ -120,10 +125,10 @@ def searched(
     mesh: Mesh,
     hints: Mapping[str, Entries],
     constraints: Sequence[tuple[int, Entries]],
-    asked: Asked,
+    asked: SearchOptions,
     *,
     keep_gathered: bool = False,
-    before: Found | None = None,
+    before: SearchResult | None = None,
 ) -> Decision:
     """The fastest plan that keeps the hints and fits in memory. ``before``: as for
     ``find.search``.
@@ -180,7 +185,7 @@ def searched(
     )
 
 
-def _wide(found: Found, asked: Asked) -> list[str]:
+def _wide(found: SearchResult, asked: SearchOptions) -> list[str]:
     """A warning where a longer search is worth while."""
     if found.solution.gap <= _POOR:
         return []

@@ -91,7 +91,7 @@ def product(factors: Sequence[Growth]) -> Growth:
 
 
 @dataclass
-class Call:
+class DoubledCall:
     """A call of an ATen op: ``a`` once, ``b`` with twice the batch. ``known``: growths
     of the results of each node before it."""
 
@@ -143,7 +143,7 @@ def name_of(target: Any) -> str:
 # Pointwise ops by what they do to a power. Numbers count as operands.
 
 
-def _sum(call: Call) -> Growth:
+def _sum(call: DoubledCall) -> Growth:
     """Sums; a small number next to what grows keeps it from being zero."""
     terms = [call.given(0), product([call.given(1, "other"), call.given(2, "alpha")])]
     for i, guard in enumerate((call.number(0), call.number(1, "other"))):
@@ -152,23 +152,23 @@ def _sum(call: Call) -> Growth:
     return total(terms)
 
 
-def _product(call: Call) -> Growth:
+def _product(call: DoubledCall) -> Growth:
     return product([call.given(0), call.given(1, "other")])
 
 
-def _quotient(call: Call) -> Growth:
+def _quotient(call: DoubledCall) -> Growth:
     return product([call.given(0), call.given(1, "other").times(-1.0)])
 
 
-def _same(call: Call) -> Growth:
+def _same(call: DoubledCall) -> Growth:
     return call.given(0)
 
 
-def _power(exponent: float) -> Callable[[Call], Growth]:
+def _power(exponent: float) -> Callable[[DoubledCall], Growth]:
     return lambda call: call.given(0).times(exponent)
 
 
-def _pow(call: Call) -> Growth:
+def _pow(call: DoubledCall) -> Growth:
     base, exponent = call.given(0), call.number(1, "exponent")
     if base.is_fixed and call.given(1, "exponent").is_fixed:
         return Growth(mixed=base.mixed or call.given(1, "exponent").mixed)
@@ -177,14 +177,14 @@ def _pow(call: Call) -> Growth:
     return base.times(float(exponent))
 
 
-def _logarithm(call: Call) -> Growth:
+def _logarithm(call: DoubledCall) -> Growth:
     x = call.given(0)
     if x.power is None:
         return x
     return Growth(mixed=x.mixed)
 
 
-def _at_least(call: Call) -> Growth:
+def _at_least(call: DoubledCall) -> Growth:
     """A bound from below that is a number keeps counts from being zero."""
     x = call.given(0)
     upper = call.number(2, "max") if call.name == "clamp" else None
@@ -196,37 +196,37 @@ def _at_least(call: Call) -> Growth:
     return _unbounded(call)
 
 
-def _at_most(call: Call) -> Growth:
+def _at_most(call: DoubledCall) -> Growth:
     x, bound = call.given(0), call.given(1, "other")
     return total([x, bound]) if x.power == bound.power else _unbounded(call)
 
 
-def _greatest(call: Call) -> Growth:
+def _greatest(call: DoubledCall) -> Growth:
     terms = [call.given(0), call.given(1, "other")]
     return total(terms)
 
 
-def _unbounded(call: Call) -> Growth:
+def _unbounded(call: DoubledCall) -> Growth:
     x = call.given(0)
     return x if x.power is None else unknown(f"{call.name} of what grows")
 
 
-def _chosen(call: Call) -> Growth:
+def _chosen(call: DoubledCall) -> Growth:
     """One of two values, by a condition."""
     return total([call.given(1), call.given(2)])
 
 
-def _filled(call: Call) -> Growth:
+def _filled(call: DoubledCall) -> Growth:
     return total([call.given(0), call.given(2)])
 
 
-def _fused(call: Call) -> Growth:
+def _fused(call: DoubledCall) -> Growth:
     """``x + a * b``, or divided by ``b``."""
     sign = -1.0 if call.name == "addcdiv" else 1.0
     return total([call.given(0), product([call.given(1), call.given(2).times(sign)])])
 
 
-def _sign(call: Call) -> Growth:
+def _sign(call: DoubledCall) -> Growth:
     x = call.given(0)
     return x if x.power is None else FIXED
 
@@ -235,7 +235,7 @@ def _each(names: str, value: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
-POINTWISE: dict[str, Callable[[Call], Growth]] = {
+POINTWISE: dict[str, Callable[[DoubledCall], Growth]] = {
     **_each("add sub rsub", _sum),
     **_each("mul", _product),
     **_each("div true_divide floor_divide", _quotient),

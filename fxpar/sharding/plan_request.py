@@ -20,10 +20,10 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.search.mesh_candidates import candidates, in_nodes, read_auto
-from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 
-Mode = str | Asked | Plan
+Mode = str | SearchOptions | Plan
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def choices(mesh: Mesh, mode: Mode, *, local: bool = False) -> tuple[Mesh, ...]:
     """
     if isinstance(mode, Plan) and mode.mesh.size == mesh.size:
         return tuple(dict.fromkeys((mesh, Mesh(mode.mesh.axes))))
-    if isinstance(mode, Asked):
+    if isinstance(mode, SearchOptions):
         return candidates(mesh.size, mode.hardware, local=local)
     return (mesh,)
 
@@ -171,7 +171,7 @@ def plan_mode(text: str, options: Options, graph: str = "") -> Mode:
     known figures.
     """
     if text == "search":
-        return Asked(machine(options), options.search_seconds, options.memory)
+        return SearchOptions(machine(options), options.search_seconds, options.memory)
     if text in ("propagate", "replicate"):
         return text
     path = Path(text)

@@ -20,7 +20,7 @@ from fxpar.fusion.choose_schedule import failed
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.factors import parse_rule
 from fxpar.sharding.rules.unknown_ops import example
-from fxpar.sharding.search.run_search import Asked, _sizes
+from fxpar.sharding.search.run_search import SearchOptions, _sizes
 from tests.helpers.spawn import shared_pool
 
 
@@ -34,8 +34,8 @@ def compiled(fn: Any, **options: Any) -> Any:
 def too_small(memory: float, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a search says that has so many bytes."""
 
-    def asked(*_: Any) -> Asked:
-        return Asked(lookup("h100"), 5.0, memory)
+    def asked(*_: Any) -> SearchOptions:
+        return SearchOptions(lookup("h100"), 5.0, memory)
 
     monkeypatch.setattr("fxpar.planning.plan_mode", asked)
     layers = nn.Linear(64, 64), nn.Linear(64, 64)

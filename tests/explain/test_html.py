@@ -20,7 +20,7 @@ from torch import nn
 import fxpar
 from fxpar import FxparWarning, Mesh, Spec
 from fxpar.explain.html import page_data, render
-from fxpar.explain.tree import Group, tree
+from fxpar.explain.tree import ModuleGroup, tree
 from fxpar.sharding.plan import Collective, NodePlan, Plan
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -230,7 +230,7 @@ def test_layers_that_differ_are_not_folded() -> None:
     modules = [f"forward/h.{i}.{part}" for i in range(5) for part in "ab"]
     keys = [0, 1, 0, 1, 0, 2, 0, 1, 0, 1]
     (forward,) = tree(modules, keys)
-    assert isinstance(forward, Group)
+    assert isinstance(forward, ModuleGroup)
     first, third, last = forward.items
     assert (first.label, first.alike) == ("h.0 … h.1", True)
     assert (third.label, third.alike) == ("h.2", False)
@@ -244,7 +244,9 @@ def test_a_group_stands_where_its_first_row_does() -> None:
     modules = [None, "forward/a", "forward/", "forward/a", "forward/b.c.d"]
     assert tree(modules, range(5)) == [
         0,
-        Group("forward", (Group("a", (1, 3)), 2, Group("b.c.d", (4,)))),
+        ModuleGroup(
+            "forward", (ModuleGroup("a", (1, 3)), 2, ModuleGroup("b.c.d", (4,)))
+        ),
     ]
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.explain.dump import node_text
 from fxpar.fusion import apply_stages, kept_order
-from fxpar.fusion.node_legality import Region
+from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.verbs import send_recv
 from tests.helpers.schedule_cases import (
     CHUNKED,
@@ -125,7 +125,7 @@ def test_send_is_fused() -> None:
     whole = "fuse([add, tanh, add_1, isend], stage=0)\nfuse([irecv, mm, relu])"
     for schedule in (whole, SHARED + "fuse([tanh, slice_, add_1, border], stage=0)"):
         first, _ = staged(pipeline("").toys, schedule, lowered=False)
-        (region,) = [n for n in first.nodes if isinstance(n.target, Region)]
+        (region,) = [n for n in first.nodes if isinstance(n.target, CallableRegion)]
         assert "send" in text(region.target.graph)
         equal(pipeline("").toys, schedule)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion.verbs.fuse_nodes import Region
+from fxpar.fusion.verbs.fuse_nodes import CallableRegion
 from fxpar.passes import collective_nodes
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
@@ -157,7 +157,7 @@ def test_what_is_fused_is_one_node() -> None:
         " add_2, div, sub, w]) -> fused"
     )
     after = ADAM.after(schedule, lowered=False, permit=["m_1", "v_1"])
-    regions = [n for n in after.nodes if isinstance(n.target, Region)]
+    regions = [n for n in after.nodes if isinstance(n.target, CallableRegion)]
     assert len(regions) == 1
     outside = [n for n in after.nodes if collective_nodes.is_step(n)]
     assert [n.target for n in outside] == [collective_nodes.slice_] * len(outside)

@@ -15,7 +15,7 @@ from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result, parallelize
 from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
-from fxpar.runtime.tracing import Call
+from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Output, Signature
@@ -60,7 +60,7 @@ class Traced:
 
     def __init__(self, use: Use, spec: str = "[tp+dp, _]", **how: Any) -> None:
         self.x = torch.randn(16, SHAPE[1], generator=torch.Generator().manual_seed(1))
-        self.call = Call(Layer(use, spec, **how), (self.x,), {}, True)
+        self.call = TracedCall(Layer(use, spec, **how), (self.x,), {}, True)
         self.module, self.fake_mode = self.call.trace()
         self.graph = self.module.graph
         assert crossings(self.graph)
@@ -283,7 +283,7 @@ class Pair(Layer):
 
 
 def test_gradients_do_not_share_memory() -> None:
-    call = Call(Pair(linear, "[tp+dp, _]"), (torch.randn(16, 4),), {}, True)
+    call = TracedCall(Pair(linear, "[tp+dp, _]"), (torch.randn(16, 4),), {}, True)
     module, fake_mode = call.trace()
     absorb(module.graph, fake_mode, MESH)
     made = [x for x in module.graph.output_node().args[0] if x is not None][1:]
@@ -298,7 +298,7 @@ def test_another_mesh_is_refused() -> None:
 
 
 def test_a_graph_without_crossings_is_left_alone() -> None:
-    call = Call(nn.Linear(4, 4), (torch.randn(4, 4),), {}, True)
+    call = TracedCall(nn.Linear(4, 4), (torch.randn(4, 4),), {}, True)
     module, fake_mode = call.trace()
     before = str(module.graph)
     found = absorb(module.graph, fake_mode, MESH)

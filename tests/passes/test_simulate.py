@@ -31,7 +31,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Simulation, Task, Timeline, simulate, tasks_of
 from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
-from fxpar.runtime.tracing import Call
+from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import LIGHT, Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
@@ -795,7 +795,7 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 
 def resting(model: nn.Module, mesh: Mesh, *args: Any) -> TracedPlan:
     """A plan of a model whose parameters lie split over all of the mesh."""
-    call = Call(model, args, {}, True)
+    call = TracedCall(model, args, {}, True)
     module, mode = call.trace()
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Any:

@@ -19,13 +19,13 @@ from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
 from fxpar.runtime import consensus, plan_store
-from fxpar.runtime.tracing import Call
+from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.mesh_candidates import candidates
-from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.run_search import SearchOptions
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch
 
@@ -44,7 +44,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of every search that is run."""
     run, original = [], decide.search
 
-    def counted(program: Any, mesh: Any, asked: Asked, *args: Any, **kw: Any) -> Any:
+    def counted(
+        program: Any, mesh: Any, asked: SearchOptions, *args: Any, **kw: Any
+    ) -> Any:
         run.append(asked.seconds)
         return original(program, mesh, asked, *args, **kw)
 
@@ -64,17 +66,17 @@ def planned(
     mesh: str = "dp=2,tp=2",
     rank: int = 0,
     keep: bool = True,
-    asked: Asked | None = None,
+    asked: SearchOptions | None = None,
     change: Callable[[Request], Request] = lambda request: request,
 ) -> Result:
-    call = Call(model or layer(), (batch() if x is None else x,), {}, False)
+    call = TracedCall(model or layer(), (batch() if x is None else x,), {}, False)
     module, mode = call.trace()
 
     def declare(kind: str, payload: Any, node: Any) -> Any:
         return call.declare(kind, payload, node, [None])
 
     signature = read_signature(module.graph, declare)
-    asked = asked or Asked(machine(), SECONDS)
+    asked = asked or SearchOptions(machine(), SECONDS)
     request = Request(
         Mesh.parse(mesh), signature, {}, asked, cached=keep, name="g", rank=rank
     )
@@ -136,8 +138,8 @@ def open_mesh(request: Request) -> Request:
         {"model": nn.Sequential(*layer(), nn.ReLU())},
         {"mesh": "dp=4"},
         {"mesh": "tp=2,dp=2"},
-        {"asked": Asked(replace(machine(), bandwidth=2e8), SECONDS)},
-        {"asked": Asked(machine(), SECONDS, memory=1e9)},
+        {"asked": SearchOptions(replace(machine(), bandwidth=2e8), SECONDS)},
+        {"asked": SearchOptions(machine(), SECONDS, memory=1e9)},
         {"change": one_hint},
         {"change": kept_gathered},
         {"change": resting},
@@ -310,7 +312,7 @@ def test_other_ranks_follow_rank_0s_links(
     change = open_mesh if opened else resting
     mine = planned(mesh="dp=4" if opened else "dp=2,tp=2", change=change)
     count = len(searches)
-    other = Asked(replace(machine(), levels=machine().levels[1:]), SECONDS)
+    other = SearchOptions(replace(machine(), levels=machine().levels[1:]), SECONDS)
     theirs = planned(
         mesh="dp=4" if opened else "dp=2,tp=2", rank=1, asked=other, change=change
     )

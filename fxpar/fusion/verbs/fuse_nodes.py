@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.fusion.kept_order import arrange as arrange
-from fxpar.fusion.node_legality import Region as Region
+from fxpar.fusion.node_legality import CallableRegion as CallableRegion
 from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.passes import collective_nodes
@@ -31,7 +31,9 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
     for node in members:
         if node.op != "call_function":
             raise refuse("fuse", node, "is no op")
-        if any(isinstance(n.target, Region) for n in (node, *node.all_input_nodes)):
+        if any(
+            isinstance(n.target, CallableRegion) for n in (node, *node.all_input_nodes)
+        ):
             raise refuse("fuse", node, "is of a region that was made before")
     between = path_outside(members)
     if between is not None:
@@ -73,7 +75,7 @@ def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
     graph.output(tuple(copies[node] for node in given))
     last = members[-1]
     with edit.graph.inserting_before(last.next):
-        region = edit.graph.call_function(Region(graph), tuple(read))
+        region = edit.graph.call_function(CallableRegion(graph), tuple(read))
         region.meta = {"val": tuple(node.meta["val"] for node in given)}
         region.meta["fxpar_origin"] = last.name
         for i, node in enumerate(given):
@@ -91,7 +93,7 @@ def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
 def inline(graph: fx.Graph) -> None:
     """Put the nodes of every region back, in place; they say which one."""
     for region in list(graph.nodes):
-        if not isinstance(region.target, Region):
+        if not isinstance(region.target, CallableRegion):
             continue
         part = region.target.graph
         inputs = part.find_nodes(op="placeholder")

@@ -26,7 +26,7 @@ from fxpar.fusion import fused_matmul
 from fxpar.fusion import kept_order as order
 from fxpar.fusion.kept_order import arrange
 from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
-from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs import send_recv
 from fxpar.fusion.verbs.ring import Ring
 from fxpar.passes import collective_nodes
@@ -196,7 +196,7 @@ def _collective_first(
         skew, came, made = _Skew(anchor), list[fx.Node](), list[dict[fx.Node, Any]]()
         for i, part in enumerate(coming):
             came.append(part)
-            made.append(_run(edit, region, {first: Part(part, dim)}, layout, i))
+            made.append(_run(edit, region, {first: SlicePart(part, dim)}, layout, i))
             skew.end()
         if how.ring is None:
             skew.order()
@@ -317,13 +317,13 @@ def _chunks_last(
 def _run(
     edit: Edit,
     region: list[fx.Node],
-    parts: dict[fx.Node, Part],
+    parts: dict[fx.Node, SlicePart],
     layout: Layout,
     i: int,
 ) -> dict[fx.Node, Any]:
     """The region on one chunk of what was gathered."""
     cutter = _cutter(edit, layout, i, ())
-    known: dict[fx.Node, Part] = dict(parts)
+    known: dict[fx.Node, SlicePart] = dict(parts)
     out: dict[fx.Node, Any] = {}
     for node in region:
         if node in known:
@@ -335,7 +335,7 @@ def _run(
         for whole, (result, dim) in made.items():
             if dim is None:
                 raise refuse("overlap", node, "sums over the dim that is cut")
-            known[whole] = Part(result, dim)
+            known[whole] = SlicePart(result, dim)
             out[whole] = result, dim
     return out
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar.errors import ScheduleError
 from fxpar.fusion.schedule_edit import Edit, refuse
-from fxpar.fusion.slice_op import Cutter, Part, Refused, results_of
+from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs.gathers import take_back
 from fxpar.passes import collective_nodes
 from fxpar.sharding.program import RuleReader, tensor_nodes
@@ -38,7 +38,7 @@ def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.N
         return _before_reduction(edit, nodes, *over)
     region = sorted(set(nodes))
     cutter = _cutter(edit, region, over)
-    parts = {ag: Part(ag.all_input_nodes[0], _along(ag)) for ag in over}
+    parts = {ag: SlicePart(ag.all_input_nodes[0], _along(ag)) for ag in over}
     made = _on_slices(edit, region, cutter, parts)
     return _gathered(edit, region, made, cutter)
 
@@ -61,8 +61,8 @@ def _cutter(edit: Edit, region: list[fx.Node], over: tuple[fx.Node, ...]) -> Cut
 
 
 def _on_slices(
-    edit: Edit, region: list[fx.Node], cutter: Cutter, parts: dict[fx.Node, Part]
-) -> dict[fx.Node, Part]:
+    edit: Edit, region: list[fx.Node], cutter: Cutter, parts: dict[fx.Node, SlicePart]
+) -> dict[fx.Node, SlicePart]:
     """Build the nodes on slices, each before itself; node -> its slice. One that reads
     no slice stays, and is computed on slices where these are all that is read."""
     known, made = dict(parts), dict[fx.Node, Any]()
@@ -78,14 +78,14 @@ def _on_slices(
             if dim is None:
                 edit.swap(whole, result)
             else:
-                known[whole] = Part(result, dim)
+                known[whole] = SlicePart(result, dim)
     if not made:
         raise refuse("reorder", region[0], "reads nothing that is gathered")
     return {node: part for node, part in known.items() if node not in parts}
 
 
 def _gathered(
-    edit: Edit, region: list[fx.Node], made: dict[fx.Node, Part], cutter: Cutter
+    edit: Edit, region: list[fx.Node], made: dict[fx.Node, SlicePart], cutter: Cutter
 ) -> list[fx.Node]:
     """Gather what others read whole; the nodes themselves go."""
     gathers = []

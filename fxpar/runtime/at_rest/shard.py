@@ -35,7 +35,7 @@ from fxpar.runtime.at_rest.dtensor_ops import (
 from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
 from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
-from fxpar.runtime.tracing import Call
+from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, check, entries, load
 from fxpar.sharding.mesh import Mesh
@@ -45,7 +45,7 @@ from fxpar.sharding.program import Input
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.search.mesh_candidates import read_auto
-from fxpar.sharding.search.run_search import Asked
+from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 
 # A sample plan: parameter name -> the spec it is used in.
@@ -304,13 +304,13 @@ def _uses(
         )
     args, kwargs = sample
     grad = any(p.requires_grad for p in model.parameters())
-    call = Call(model, tuple(args), dict(kwargs), grad)
+    call = TracedCall(model, tuple(args), dict(kwargs), grad)
     module, fake_mode = call.trace()
 
     def declare(kind: str, payload: Any, node: fx.Node) -> Input:
         return call.declare(kind, payload, node, [None] * call.count)
 
-    mode: str | Asked | Plan = "propagate"
+    mode: str | SearchOptions | Plan = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
     request = Request(

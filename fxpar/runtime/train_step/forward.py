@@ -26,7 +26,7 @@ from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
-class End(Named):
+class StepInput(Named):
     """An input of a step. ``rest``: the spec it lies in, if each rank holds a part;
     ``use``: how the program should start to use it, as a hint."""
 
@@ -40,7 +40,7 @@ class Forward:
     inputs that are parameters with a gradient; ``ends``: one per input."""
 
     module: fx.GraphModule
-    ends: tuple[End, ...]
+    ends: tuple[StepInput, ...]
     trained: tuple[int, ...]
 
 
@@ -64,7 +64,7 @@ def globally(
     for i, (node, name, x) in enumerate(zip(nodes, named, examples, strict=True)):
         hint = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
         use = hint if hint and any(entry.strip("?_") for entry in hint) else None
-        ends.append(End(name.name, name.kind, spec_of(x), use))
+        ends.append(StepInput(name.name, name.kind, spec_of(x), use))
         if isinstance(x, torch.nn.Parameter) and x.requires_grad:
             trained.append(i)
     gm.graph.lint()

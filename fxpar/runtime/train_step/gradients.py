@@ -21,7 +21,7 @@ from fxpar.runtime.train_step.optimizer import is_number
 
 
 @dataclass(frozen=True)
-class Asked:
+class GradientOptions:
     """What the user asks of a step. ``clip``: the largest global norm of the gradients;
     ``accumulate``: how many calls an update takes the mean gradient of; ``scaler``: of
     the loss, where gradients may overflow."""

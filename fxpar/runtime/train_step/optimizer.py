@@ -240,7 +240,7 @@ _COMPARISONS = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class TracedComparison:
     """``value of slot <relation> other`` was ``holds`` when it was traced."""
 
     slot: Slot
@@ -262,7 +262,7 @@ class Numbers(TorchFunctionMode):
 
     def __init__(self, known: dict[int, tuple[Slot, Any]]) -> None:
         super().__init__()
-        self.known, self.answers = known, list[Answer]()
+        self.known, self.answers = known, list[TracedComparison]()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), func.__name__.strip("_")
@@ -292,7 +292,7 @@ class Numbers(TorchFunctionMode):
     def _answer(self, x: torch.Tensor, relation: str, other: Any) -> bool:
         slot, value = self.known[id(x)]
         holds = bool(_COMPARISONS[relation](value, other))
-        self.answers.append(Answer(slot, relation, other, holds))
+        self.answers.append(TracedComparison(slot, relation, other, holds))
         return holds
 
 

@@ -37,7 +37,7 @@ from fxpar.runtime.train_step.forward import (
     refuse_hooks,
     spec_of,
 )
-from fxpar.runtime.train_step.gradients import Asked, How
+from fxpar.runtime.train_step.gradients import GradientOptions, How
 from fxpar.runtime.train_step.optimizer import (
     Slot,
     attributes,
@@ -48,12 +48,12 @@ from fxpar.runtime.train_step.optimizer import (
     slots,
     write,
 )
-from fxpar.runtime.train_step.trace import Step, as_tensor, trace
+from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]
 # Compiles a traced step; given the specs that results must have, by position.
-Compile = Callable[[Step, Mapping[int, Spec]], Callable[..., Any]]
+Compile = Callable[[TracedStep, Mapping[int, Spec]], Callable[..., Any]]
 # The Dynamo backend that hands graphs to ``TrainStep.stage``.
 Backend = Callable[["TrainStep"], Callable[..., Any]]
 
@@ -66,7 +66,7 @@ class TrainStep:
         model: nn.Module,
         loss_fn: LossFn,
         optimizer: torch.optim.Optimizer,
-        asked: Asked,
+        asked: GradientOptions,
         backend: Backend,
     ) -> None:
         refuse(optimizer)
@@ -130,7 +130,7 @@ class TrainStep:
 class _Variant:
     """A compiled step."""
 
-    step: Step
+    step: TracedStep
     how: How
     run: Callable[..., Any]
 
@@ -267,7 +267,7 @@ class _Stage:
 
     def _trace(
         self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
-    ) -> Step:
+    ) -> TracedStep:
         """The step with as many numbers as inputs as need be and can be."""
         groups = {s: x for s, x in held.items() if s.place == "group" and is_number(x)}
         wanted = {slot for slot in groups if slot.key == "lr"}
@@ -299,7 +299,7 @@ class _Stage:
 
     def _traced(
         self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
-    ) -> Step:
+    ) -> TracedStep:
         numbers = {
             slot: x
             for slot, x in held.items()
@@ -348,7 +348,7 @@ class _Stage:
         return bool(found.item())
 
     def _updated(
-        self, step: Step, out: Sequence[torch.Tensor], held: Mapping[Slot, Any]
+        self, step: TracedStep, out: Sequence[torch.Tensor], held: Mapping[Slot, Any]
     ) -> None:
         """Give the optimizer the values that the step does not write in place."""
         optimizer, new = self.owner.optimizer, out[step.count :]

@@ -22,14 +22,20 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.bucket_collectives import PHASE
 from fxpar.runtime.tracing import raised_at
-from fxpar.runtime.train_step.forward import End, Forward, fake_of, loss_of, spec_of
+from fxpar.runtime.train_step.forward import (
+    Forward,
+    StepInput,
+    fake_of,
+    loss_of,
+    spec_of,
+)
 from fxpar.runtime.train_step.gradients import How, add_held, unless, unscale
 from fxpar.runtime.train_step.optimizer import (
     NUMBER,
-    Answer,
     Numbers,
     Slot,
     Traced,
+    TracedComparison,
     attributes,
     choosing,
     is_number,
@@ -40,7 +46,7 @@ from fxpar.runtime.train_step.optimizer import (
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """A traced step. Its inputs are those of the forward, then ``read``: slots of the
     optimizer, then gradients of earlier calls and the scale as ``How`` says. Its
     results are ``count`` of the forward, the first of them the loss, then new values of
@@ -54,12 +60,12 @@ class Step:
 
     module: fx.GraphModule
     read: tuple[Slot, ...]
-    ends: tuple[End, ...]
+    ends: tuple[StepInput, ...]
     fakes: tuple[Any, ...]
     count: int
     made: tuple[Slot, ...]
     shapes: tuple[tuple[int, ...], ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[TracedComparison, ...]
     fixed: Mapping[Slot, Any]
     counted: frozenset[Slot]
 
@@ -71,7 +77,7 @@ class _Found:
     count: int = 0
     made: list[Slot] = field(default_factory=list)
     fixed: dict[Slot, Any] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TracedComparison] = field(default_factory=list)
     counted: set[Slot] = field(default_factory=set)
 
 
@@ -82,7 +88,7 @@ def trace(
     places: Mapping[int, int],
     numbers: Mapping[Slot, Any],
     how: How,
-) -> Step:
+) -> TracedStep:
     """Trace one step.
 
     ``args``: of the forward. ``places``: position of a parameter in the optimizer ->
@@ -123,8 +129,8 @@ def trace(
     results = module.graph.output_node().args[0][found.count :][: len(found.made)]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
     ends += [_gradient_end(forward.ends[i]) for i in how.held]
-    ends += [End("scaler.scale", "input")] * how.scaled
-    return Step(
+    ends += [StepInput("scaler.scale", "input")] * how.scaled
+    return TracedStep(
         module,
         tuple(read),
         (*forward.ends, *ends),
@@ -297,19 +303,19 @@ def _end(
     forward: Forward,
     places: Mapping[int, int],
     optimizer: torch.optim.Optimizer,
-) -> End:
+) -> StepInput:
     """The input for a slot: state is named for its parameter, and lies as it does."""
     key = slot.key if slot.item is None else f"{slot.key}.{slot.item}"
     if slot.place == "state":
         name = f"optimizer.{forward.ends[places[slot.index]].name}.{key}"
-        return End(name, "buffer", spec_of(x))
+        return StepInput(name, "buffer", spec_of(x))
     group = f".{slot.index}" if len(optimizer.param_groups) > 1 else ""
-    return End(f"optimizer{group}.{key}", "input")
+    return StepInput(f"optimizer{group}.{key}", "input")
 
 
-def _gradient_end(parameter: End) -> End:
+def _gradient_end(parameter: StepInput) -> StepInput:
     """The input for a gradient of earlier calls, which lies as its parameter does."""
-    return End(f"gradient.{parameter.name}", "buffer", parameter.rest)
+    return StepInput(f"gradient.{parameter.name}", "buffer", parameter.rest)
 
 
 def _untraceable(optimizer: torch.optim.Optimizer, error: Exception) -> PlanError:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fxpar.errors import PlanError
 from fxpar.sharding.factors import Strategy
-from fxpar.sharding.search.run_search import Found
+from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.solver import Infeasible, resolve
 from fxpar.sharding.spec import Spec
 
@@ -48,7 +48,7 @@ class Alternative:
 
 
 def alternatives(
-    found: Found, value: int, *, spec: Spec | None = None, seconds: float = 2.0
+    found: SearchResult, value: int, *, spec: Spec | None = None, seconds: float = 2.0
 ) -> list[Alternative]:
     """What the op that makes a value could do instead, or where else an input could
     rest, the best first: with ``spec``, or, without one, the few that look best.
@@ -80,7 +80,7 @@ def alternatives(
     return sorted(out, key=lambda a: a.seconds)
 
 
-def _node(found: Found, value: int) -> tuple[int | None, int]:
+def _node(found: SearchResult, value: int) -> tuple[int | None, int]:
     """The node that decides how a value is made, and its column there; None for a
     constant, of which nothing is decided."""
     program, nodes = found.formulation.program, found.formulation.nodes
@@ -94,7 +94,9 @@ def _node(found: Found, value: int) -> tuple[int | None, int]:
     return next(i for i, n in enumerate(nodes) if (n.kind, n.of) == key), column
 
 
-def _impossible(found: Found, value: int, spec: Spec, made: np.ndarray) -> PlanError:
+def _impossible(
+    found: SearchResult, value: int, spec: Spec, made: np.ndarray
+) -> PlanError:
     program, pool = found.formulation.program, found.formulation.pool
     known = ", ".join(dict.fromkeys(str(pool[n]) for n in made))
     if value in program.producers:
@@ -108,7 +110,7 @@ def _impossible(found: Found, value: int, spec: Spec, made: np.ndarray) -> PlanE
     )
 
 
-def _total(found: Found, node: int, k: int, seconds: float) -> float:
+def _total(found: SearchResult, node: int, k: int, seconds: float) -> float:
     """Seconds of the best plan in which a node takes strategy ``k``."""
     problem = found.formulation.problem
     try:
@@ -118,7 +120,7 @@ def _total(found: Found, node: int, k: int, seconds: float) -> float:
     return again.cost + found.formulation.launches
 
 
-def _as_it_stands(found: Found, node: int) -> tuple[np.ndarray, np.ndarray]:
+def _as_it_stands(found: SearchResult, node: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each strategy of a node with all others as they were chosen: its own,
     and those of resharding what it reads and makes."""
     problem, choice = found.formulation.problem, found.solution.choice
@@ -132,7 +134,7 @@ def _as_it_stands(found: Found, node: int) -> tuple[np.ndarray, np.ndarray]:
     return own, moved
 
 
-def said(found: Found, value: int, others: Sequence[Alternative]) -> str:
+def said(found: SearchResult, value: int, others: Sequence[Alternative]) -> str:
     """What a value costs in the plan, then alternatives, one a line."""
     name = found.formulation.program.values[value].name
     step = f"{name}: {found.predicted * 1e3:.4g} ms a step"

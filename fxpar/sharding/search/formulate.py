@@ -37,7 +37,7 @@ from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.search_space import allowed, lying
-from fxpar.sharding.search.variables import End, Node, Pool
+from fxpar.sharding.search.variables import EdgeEnd, Node, Pool
 from fxpar.sharding.shift_messages import moved_rows
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
@@ -59,18 +59,18 @@ class Formulation:
 
 
 @dataclass(frozen=True)
-class Facts:
+class FixedFacts:
     """What holds whatever is chosen: seeds per value, where parameters may lie."""
 
     seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
     keep_gathered: bool = False
 
 
-class _Builder:
+class _ProblemBuilder:
     """Nodes first, then the edges between them; tables are shared by what they say."""
 
     def __init__(
-        self, program: Program, mesh: Mesh, hardware: Hardware, facts: Facts
+        self, program: Program, mesh: Mesh, hardware: Hardware, facts: FixedFacts
     ) -> None:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.facts = facts
@@ -86,7 +86,7 @@ class _Builder:
         self.matrices: dict[Any, np.ndarray] = {}
         self.prices: dict[Any, np.ndarray] = {}
         self.settling: dict[int, tuple[int, int]] = {}
-        self.resting: dict[int, End] = {}  # gradients
+        self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward bring, each for itself, to what they read.
         self.apart: set[int] = set()
         if not facts.keep_gathered:
@@ -151,7 +151,7 @@ class _Builder:
         value = self.program.values[v]
         return tuple(math.gcd(n, self.mesh.size) for n in value.shape), value.nbytes
 
-    def edge(self, v: int, a: End, b: End) -> None:
+    def edge(self, v: int, a: EdgeEnd, b: EdgeEnd) -> None:
         """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
@@ -177,7 +177,7 @@ class _Builder:
             )
         return self.matrices[key][i][:, j]
 
-    def same(self, a: End, b: End) -> None:
+    def same(self, a: EdgeEnd, b: EdgeEnd) -> None:
         """Both must have the same spec."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
@@ -193,22 +193,22 @@ def formulate(
     program: Program,
     mesh: Mesh,
     hardware: Hardware,
-    facts: Facts,
+    facts: FixedFacts,
     limit: float | None = None,
 ) -> Formulation:
     """The problem of a program. ``mesh`` carries the hardware's links."""
-    build = _Builder(program, mesh, hardware, facts)
+    build = _ProblemBuilder(program, mesh, hardware, facts)
     ops = build.op_nodes()
-    makers: dict[int, End] = {}
+    makers: dict[int, EdgeEnd] = {}
     for op in program.ops:
         for r, v in enumerate(op.results):
-            makers[v] = End(ops[op.index], len(op.operands) + r)
+            makers[v] = EdgeEnd(ops[op.index], len(op.operands) + r)
     _inputs(build, makers)
-    readers: list[list[tuple[int, End]]] = [[] for _ in program.values]
+    readers: list[list[tuple[int, EdgeEnd]]] = [[] for _ in program.values]
     for op in program.ops:
         phase = int(op.index in build.backward)
         for i, v in enumerate(op.operands):
-            readers[v].append((phase, End(ops[op.index], i)))
+            readers[v].append((phase, EdgeEnd(ops[op.index], i)))
     _outputs(build, makers, readers)
     _constants(build, makers)
     _values(build, makers, readers)
@@ -236,7 +236,7 @@ def formulate(
     )
 
 
-def _inputs(build: _Builder, makers: dict[int, End]) -> None:
+def _inputs(build: _ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
     """A node per input: the spec it rests in, or any its hint allows. Tangents of
     outputs wait for these."""
     program = build.program
@@ -252,16 +252,18 @@ def _inputs(build: _Builder, makers: dict[int, End]) -> None:
             specs = [declared.rest]
         else:
             specs = build.allowed(v, build.lying(v))
-        makers[v] = End(build.node("input", k, build.pool.numbers(specs)), 0)
+        makers[v] = EdgeEnd(build.node("input", k, build.pool.numbers(specs)), 0)
 
 
 def _outputs(
-    build: _Builder, makers: dict[int, End], readers: list[list[tuple[int, End]]]
+    build: _ProblemBuilder,
+    makers: dict[int, EdgeEnd],
+    readers: list[list[tuple[int, EdgeEnd]]],
 ) -> None:
     """A node per output: where it may rest. Gradients follow parameters whose place is
     open, tangents their outputs."""
     program = build.program
-    made: dict[int, End] = {}
+    made: dict[int, EdgeEnd] = {}
     for k, (out, v) in enumerate(
         zip(program.signature.outputs, program.outputs, strict=True)
     ):
@@ -272,7 +274,7 @@ def _outputs(
             numbers = build.pool.numbers(_may_rest(build, out, v))
         else:
             numbers = build.nodes[makers[leader].node].specs
-        made[k] = End(build.node("output", k, numbers), 0)
+        made[k] = EdgeEnd(build.node("output", k, numbers), 0)
         if out.kind == "gradient":
             build.resting[v] = made[k]
         if out.lie == "summand" and out.rest is not None and out.rest.partial:
@@ -284,7 +286,7 @@ def _outputs(
         tangent = program.inputs[i]
         if tangent is not None and k in made:
             numbers = build.nodes[made[k].node].specs
-            makers[tangent] = End(build.node("input", i, numbers), 0)
+            makers[tangent] = EdgeEnd(build.node("input", i, numbers), 0)
             build.same(made[k], makers[tangent])
 
 
@@ -296,7 +298,7 @@ def _leader(program: Program, out: Output, v: int) -> int | None:
     return given if given != v else None
 
 
-def _may_rest(build: _Builder, out: Output, v: int) -> list[Spec]:
+def _may_rest(build: _ProblemBuilder, out: Output, v: int) -> list[Spec]:
     whole = Spec.whole(len(build.program.values[v].shape))
     if out.rest is not None:
         return [out.rest]
@@ -308,19 +310,19 @@ def _may_rest(build: _Builder, out: Output, v: int) -> list[Spec]:
     return [whole]
 
 
-def _constants(build: _Builder, makers: dict[int, End]) -> None:
+def _constants(build: _ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
     """A node per tensor of the graph itself, whole everywhere."""
     for value in build.program.values:
         if value.index not in makers:
             whole = [Spec.whole(len(value.shape))]
             node = build.node("constant", value.index, build.pool.numbers(whole))
-            makers[value.index] = End(node, 0)
+            makers[value.index] = EdgeEnd(node, 0)
 
 
 def _values(
-    build: _Builder,
-    makers: dict[int, End],
-    readers: Sequence[Sequence[tuple[int, End]]],
+    build: _ProblemBuilder,
+    makers: dict[int, EdgeEnd],
+    readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
 ) -> None:
     """Edges from maker to reader, by way of a node where there are several readers or a
     hint to keep."""
@@ -344,18 +346,20 @@ def _values(
         build.settling[v] = forward, settled.get(1, forward)
 
 
-def is_fixed(build: _Builder, end: End) -> bool:
+def is_fixed(build: _ProblemBuilder, end: EdgeEnd) -> bool:
     """Whether a node has one spec only."""
     return len(build.nodes[end.node].specs) == 1
 
 
-def _is_parameter(build: _Builder, end: End) -> bool:
+def _is_parameter(build: _ProblemBuilder, end: EdgeEnd) -> bool:
     node = build.nodes[end.node]
     inputs = build.program.signature.inputs
     return node.kind == "input" and inputs[node.of].kind == "parameter"
 
 
-def _settle(build: _Builder, v: int, maker: End, ends: Sequence[End]) -> int:
+def _settle(
+    build: _ProblemBuilder, v: int, maker: EdgeEnd, ends: Sequence[EdgeEnd]
+) -> int:
     pool = build.pool.specs
     have = build.nodes[maker.node].specs[:, maker.column]
     numbers = dict.fromkeys(
@@ -369,13 +373,15 @@ def _settle(build: _Builder, v: int, maker: End, ends: Sequence[End]) -> int:
     else:
         copies = specs[:, 0] != have[0] if len(have) == 1 else None
         node = build.node("value", v, specs, copies=copies)
-        build.edge(v, maker, End(node, 0))
+        build.edge(v, maker, EdgeEnd(node, 0))
     for end in ends:
-        build.edge(v, End(node, 0), end)
+        build.edge(v, EdgeEnd(node, 0), end)
     return node
 
 
-def _settle_or_copy(build: _Builder, v: int, maker: End, specs: np.ndarray) -> int:
+def _settle_or_copy(
+    build: _ProblemBuilder, v: int, maker: EdgeEnd, specs: np.ndarray
+) -> int:
     """Where a parameter may rest as the plan wants, each spec stands twice: as it
     rests, and as a copy of what rests otherwise, which takes memory of its own."""
     have = build.nodes[maker.node].specs[:, maker.column]
@@ -394,10 +400,10 @@ def _settle_or_copy(build: _Builder, v: int, maker: End, specs: np.ndarray) -> i
 
 
 def _memory(
-    build: _Builder,
+    build: _ProblemBuilder,
     live: Sequence[Entry],
-    makers: dict[int, End],
-    readers: Sequence[Sequence[tuple[int, End]]],
+    makers: dict[int, EdgeEnd],
+    readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
 ) -> list[Live]:
     """Rows of memory, of what lives when."""
     lone = {

@@ -28,7 +28,7 @@ from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.liveness import NEVER, Lifetimes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, is_view
-from fxpar.sharding.search.variables import End, Node
+from fxpar.sharding.search.variables import EdgeEnd, Node
 from fxpar.sharding.solver import Live
 from fxpar.sharding.spec import Spec
 
@@ -191,13 +191,13 @@ class Places:
 
     nodes: Sequence[Node]
     # What makes each value, or the input it is.
-    makers: Mapping[int, End]
+    makers: Mapping[int, EdgeEnd]
     # The nodes in which a value settles, in the forward and in the backward.
     settling: Mapping[int, tuple[int, int]]
     # Of values that do not settle, their only reader.
-    readers: Mapping[int, End]
+    readers: Mapping[int, EdgeEnd]
     # Where each of these values rests at the end.
-    gradients: Mapping[int, End]
+    gradients: Mapping[int, EdgeEnd]
 
 
 def rows(
@@ -220,7 +220,7 @@ def rows(
 
 def _ends(
     entry: Entry, places: Places, partial: np.ndarray
-) -> Iterator[tuple[End, np.ndarray | None]]:
+) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
     """Which node decides an entry's spec; which of its strategies count, if not all."""
     v, nodes = entry.value, places.nodes
     maker, settled = places.makers[v], places.settling.get(v)
@@ -233,17 +233,17 @@ def _ends(
     elif entry.kind == "gathered" and nodes[maker.node].kind == "input":
         yield from _copy(entry, places)
     elif settled is not None and nodes[maker.node].kind != "input":
-        yield End(settled[entry.phase], 0), None
+        yield EdgeEnd(settled[entry.phase], 0), None
     elif entry.kind != "gathered":
         yield maker, None
 
 
-def _copy(entry: Entry, places: Places) -> Iterator[tuple[End, np.ndarray | None]]:
+def _copy(entry: Entry, places: Places) -> Iterator[tuple[EdgeEnd, np.ndarray | None]]:
     """Of an input: where it settles or is read in another spec than it rests in."""
     v, nodes = entry.value, places.nodes
     if v in places.settling:
         node = places.settling[v][entry.phase]
-        yield End(node, 0), nodes[node].copies
+        yield EdgeEnd(node, 0), nodes[node].copies
     elif v in places.readers:
         rests = nodes[places.makers[v].node].specs[:, 0]
         reader = places.readers[v]

@@ -1,6 +1,6 @@
 """Rank candidate plans of a search by the simulated step, communication beside compute.
 
-In: what a search found. Out: ``Polished``: a ``Found`` whose simulated step, as
+In: what a search found. Out: ``Polished``: a ``SearchResult`` whose simulated step, as
 ``simulate_choice`` has it, is no longer. The additive problem knows no overlap: it pays
 for a gradient's reduction though the backward hides it. So plans that are the best with
 such communication at a discount are tried as well. Never leaves the memory limit.
@@ -15,7 +15,7 @@ from fxpar.errors import PlanError
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.run_search import Asked, Found
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, Problem, evaluate, solve
@@ -36,7 +36,7 @@ class Polished:
     candidates: simulated seconds of the plans that were compared, the search's first.
     """
 
-    found: Found
+    found: SearchResult
     candidates: tuple[float, ...]
 
     @property
@@ -52,7 +52,7 @@ class Polished:
 
 
 def polish(
-    found: Found,
+    found: SearchResult,
     *,
     discounts: Sequence[float] = DISCOUNTS,
     seconds: float = 2.0,
@@ -72,8 +72,8 @@ def polish(
 
 
 def ranked(
-    found: Found, asked: Asked, known: Iterable[Sequence[Strategy]]
-) -> tuple[Found, list[str]]:
+    found: SearchResult, asked: SearchOptions, known: Iterable[Sequence[Strategy]]
+) -> tuple[SearchResult, list[str]]:
     """Of the plan found, those with hidden communication at a discount, and known
     strategies of all ops, the one with the shortest simulated step; and a note, if that
     is another than the one found."""
@@ -96,7 +96,7 @@ def ranked(
     return replace(best.found, first=found.solution), [note]
 
 
-def taken(found: Found, choice: Sequence[int]) -> Found:
+def taken(found: SearchResult, choice: Sequence[int]) -> SearchResult:
     """What a search would have found, had it taken this choice of its problem."""
     strategies, settled = decode(found.formulation, choice)
     cost, peak = evaluate(found.formulation.problem, choice)
@@ -110,7 +110,7 @@ def taken(found: Found, choice: Sequence[int]) -> Found:
 
 
 def cheaper(
-    found: Found, discounts: Sequence[float], seconds: float
+    found: SearchResult, discounts: Sequence[float], seconds: float
 ) -> list[tuple[int, ...]]:
     """The plans that are best with communication that compute may hide (gradients that
     nothing computes with, parameters gathered ahead) at these shares of its price;

@@ -1,8 +1,8 @@
 """The search itself: formulate, tie, solve, decode.
 
-In: a Program, a Mesh, and what is asked. Out: ``Found``: strategies, specs, and the
-solved problem, of which explanations ask more. Deterministic but for its time limit, so
-one rank searches and tells the others. Changes nothing and runs nothing.
+In: a Program, a Mesh, and ``SearchOptions``. Out: ``SearchResult``: strategies, specs,
+and the solved problem, of which explanations ask more. Deterministic but for its time
+limit, so one rank searches and tells the others. Changes nothing and runs nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
-from fxpar.sharding.search.formulate import Facts, Formulation, formulate
+from fxpar.sharding.search.formulate import FixedFacts, Formulation, formulate
 from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
@@ -29,7 +29,7 @@ from fxpar.sharding.spec import Spec
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """``hardware``: what costs are for. ``seconds``: how long to solve at most.
     ``memory``: bytes of one rank; None takes the hardware's. ``enough``: a step that
     is proved to take so many seconds is searched no further. ``ranked``: of a few good
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What was chosen, ``predicted`` seconds of a step (compute, then communication,
     nothing overlapped), and the problem it solves. ``mesh`` carries the links."""
 
@@ -93,12 +93,12 @@ def has_too_many_axes(mesh: Mesh) -> bool:
 def search(
     program: Program,
     mesh: Mesh,
-    asked: Asked,
+    asked: SearchOptions,
     seeds: Mapping[int, Sequence[Seed]],
     *,
     keep_gathered: bool = False,
-    before: Found | None = None,
-) -> Found:
+    before: SearchResult | None = None,
+) -> SearchResult:
     """The fastest plan that fits. ``before``: a shorter search of the same, whose
     priced problem is solved again. Raises PlanError if no plan fits, naming the largest
     tensors and what would be needed."""
@@ -113,7 +113,7 @@ def search(
     # Shards are equal, so the slowest rank decides.
     asked = replace(asked, hardware=asked.hardware.at_speed(mesh.slowest))
     if before is None:
-        facts = Facts(seeds, keep_gathered)
+        facts = FixedFacts(seeds, keep_gathered)
         found = formulate(program, mesh, asked.hardware, facts, asked.budget)
         tied = repeated(program, backward_ops(program))
         found = replace(found, problem=replace(found.problem, tied=ties(found, tied)))
@@ -127,12 +127,14 @@ def search(
         raise _too_large(error, found) from None
     took = time.perf_counter() - begun
     chosen, settled = decode(found, solution.choice)
-    return Found(tuple(chosen), tuple(settled), mesh, found, solution, built, took)
+    return SearchResult(
+        tuple(chosen), tuple(settled), mesh, found, solution, built, took
+    )
 
 
 def begun_from(
-    found: Found, asked: Asked, known: Iterable[Sequence[Strategy]]
-) -> Found:
+    found: SearchResult, asked: SearchOptions, known: Iterable[Sequence[Strategy]]
+) -> SearchResult:
     """What a search finds that begins again from the cheapest of some known strategies
     of all ops, where one is cheaper than what was found; else what was found."""
     begun, best, start = time.perf_counter(), found.solution.cost, None
@@ -170,7 +172,7 @@ def begun_from(
 _CLOSE, _FEW = 1e-4, 2000
 
 
-def _solved(problem: Problem, asked: Asked, enough: float) -> Solution:
+def _solved(problem: Problem, asked: SearchOptions, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
     All of it within the seconds asked for, and until a bound is ``enough``."""
     many = sum(map(len, problem.costs)) > _FEW

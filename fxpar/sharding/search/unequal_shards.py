@@ -37,7 +37,7 @@ _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Cut:
+class UnequalDim:
     """A dim of ``size`` that ``axes`` split: the sizes of its shards, major to minor,
     and the names of values that have it."""
 
@@ -58,7 +58,7 @@ class Ratios:
     shares: tuple[tuple[str, tuple[float, ...]], ...]
     even: float
     uneven: float
-    cuts: tuple[Cut, ...]
+    cuts: tuple[UnequalDim, ...]
 
     def __str__(self) -> str:
         if not self.shares:
@@ -84,7 +84,7 @@ def _shares_text(shares: Sequence[float], speeds: Sequence[float]) -> str:
     )
 
 
-def _cut_text(cut: Cut) -> str:
+def _cut_text(cut: UnequalDim) -> str:
     shown = " + ".join(map(str, cut.parts[:8])) + " + ..." * (len(cut.parts) > 8)
     names = ", ".join(cut.values[:3]) + ", ..." * (len(cut.values) > 3)
     return f"  {cut.size} over {'+'.join(cut.axes)}: {shown}  ({names})"
@@ -125,7 +125,7 @@ def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSeconds:
     """Seconds of a step of one rank, with equal shards and speed 1.0.
 
     ``computing``: by the unlike axes that split the op. ``moving``: by the unlike axes
@@ -181,7 +181,7 @@ def _even(mesh: Mesh) -> dict[str, tuple[float, ...]]:
 
 def step_of(
     decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
-) -> Step:
+) -> StepSeconds:
     """What a step of a decision is made of."""
     program, mesh = decision.program, hardware.on(decision.mesh)
     unlike = frozenset(mesh.unlike)
@@ -205,7 +205,7 @@ def step_of(
                 fixed += line.alpha
             held *= step.growth(mesh)
             before = step.spec
-    return Step(computing, moving, fixed)
+    return StepSeconds(computing, moving, fixed)
 
 
 def _whole(axes: Iterable[str]) -> Axes:
@@ -234,7 +234,7 @@ def ratios(
     )
 
 
-def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[Cut]:
+def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[UnequalDim]:
     """Of every dim that an axis of unlike ranks splits."""
     mesh = decision.mesh
     found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
@@ -247,7 +247,9 @@ def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[Cut]:
     for (size, axes), names in found.items():
         each = [best.get(a, (1 / mesh.axis_size(a),) * mesh.axis_size(a)) for a in axes]
         share = [math.prod(xs) for xs in itertools.product(*each)]
-        out.append(Cut(size, axes, cut(size, share), tuple(dict.fromkeys(names))))
+        out.append(
+            UnequalDim(size, axes, cut(size, share), tuple(dict.fromkeys(names)))
+        )
     return sorted(out, key=lambda cut: (-cut.size, cut.axes))
 
 

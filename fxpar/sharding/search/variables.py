@@ -1,7 +1,8 @@
 """What stands between a Program and the solver's problem: variables and their specs.
 
 In: specs. Out: ``Node`` (a variable: which spec each tensor has under each strategy),
-``End`` (one end of an edge), ``Pool`` (numbers for specs). Plain data; prices nothing.
+``EdgeEnd`` (one end of an edge), ``Pool`` (numbers for specs). Plain data; prices
+nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class End:
+class EdgeEnd:
     """One end of an edge: a node, and which column of its specs concerns the value."""
 
     node: int

@@ -8,9 +8,9 @@ from fxpar.sharding.solver.problem import (
     Edge,
     Infeasible,
     Live,
-    Phase,
     Problem,
     Solution,
+    SolverPhase,
     evaluate,
 )
 from fxpar.sharding.solver.solve import resolve, solve
@@ -19,9 +19,9 @@ __all__ = [
     "Edge",
     "Infeasible",
     "Live",
-    "Phase",
     "Problem",
     "Solution",
+    "SolverPhase",
     "evaluate",
     "resolve",
     "solve",

@@ -26,7 +26,7 @@ _INSIDE = 500
 _SHARE, _LATE = 0.7, 0.1
 
 
-class Outcome(NamedTuple):
+class HighsOutcome(NamedTuple):
     """``status`` as scipy.optimize.milp has it (0 optimal, 2 infeasible); ``x``: the
     best point or None; ``bound``: the dual bound or None."""
 
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     bound: float | None
 
 
-def run(program: dict[str, Any], seconds: float) -> Outcome | None:
+def run(program: dict[str, Any], seconds: float) -> HighsOutcome | None:
     """Minimise ``cost @ x`` over 0 <= x <= 1 with ``equal @ x == right`` and, unless
     None, ``below @ x <= top``; ``whole``: which x are integers; ``gap``: relative."""
     if len(program["cost"]) <= _INSIDE:
@@ -54,10 +54,10 @@ def run(program: dict[str, Any], seconds: float) -> Outcome | None:
     if answer is None:
         _end()
         return None
-    return Outcome(*pickle.loads(answer))
+    return HighsOutcome(*pickle.loads(answer))
 
 
-def _solve(program: dict[str, Any], seconds: float) -> Outcome:
+def _solve(program: dict[str, Any], seconds: float) -> HighsOutcome:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     right = program["right"]
@@ -71,7 +71,7 @@ def _solve(program: dict[str, Any], seconds: float) -> Outcome:
         constraints=limits,
         options={"time_limit": max(seconds, 0.01), "mip_rel_gap": program["gap"]},
     )
-    return Outcome(result.status, result.x, result.mip_dual_bound)
+    return HighsOutcome(result.status, result.x, result.mip_dual_bound)
 
 
 # The worker by process id, as a forked child must not talk to its parent's.

@@ -21,7 +21,7 @@ from fxpar.sharding.solver import highs
 from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 
-class Answer(NamedTuple):
+class MilpSolution(NamedTuple):
     """``choice``: one that fits, or None; ``bound``: no choice that fits costs less;
     ``proved``: the choice is optimal, or, without one, there is none that fits."""
 
@@ -39,7 +39,7 @@ def variables(flat: Flat) -> int:
 
 def solve_program(
     flat: Flat, deadline: float, *, magnitude: float, gap: float = 0.0
-) -> Answer:
+) -> MilpSolution:
     """Solve until proved to a relative ``gap`` or the clock passes ``deadline``.
 
     ``magnitude``: about what the optimum costs; HiGHS's absolute tolerances are set by
@@ -57,7 +57,7 @@ def solve_program(
     while True:
         left = deadline - time.perf_counter()
         if left <= 0.01:
-            return Answer(best, bound, False)
+            return MilpSolution(best, bound, False)
         below = top = None
         if len(rows):
             memory = sparse.csr_array(_memory_rows(flat, rows))
@@ -69,21 +69,21 @@ def solve_program(
         program |= {"equal": marginals, "right": total, "below": below, "top": top}
         result = highs.run(program, left)
         if result is None:
-            return Answer(best, bound, False)
+            return MilpSolution(best, bound, False)
         if result.status == 2:
-            return Answer(None, math.inf, True)
+            return MilpSolution(None, math.inf, True)
         if result.bound is not None:
             bound = max(bound, result.bound * scale + flat.constant)
         if result.x is None:
-            return Answer(best, bound, False)
+            return MilpSolution(best, bound, False)
         choice = _read(flat, result.x)
         over = _exceeded(flat, choice)
         if not len(over):
             if best is None or cost_of(flat, choice) < cost_of(flat, best):
                 best = choice
-            return Answer(best, bound, result.status == 0)
+            return MilpSolution(best, bound, result.status == 0)
         if set(over) <= set(rows.tolist()):  # only within HiGHS's own tolerance
-            return Answer(best, bound, False)
+            return MilpSolution(best, bound, False)
         rows = np.union1d(rows, over)
 
 

@@ -70,7 +70,7 @@ class Problem:
             assert all(self.tied[r] == r for r in self.tied), "a tie of a tie"
 
 
-class Phase(NamedTuple):
+class SolverPhase(NamedTuple):
     """One line of the log: a phase, its seconds, the cost and bound after it."""
 
     name: str
@@ -93,7 +93,7 @@ class Solution:
     seconds: float
     feasible: bool
     peak: float
-    notes: tuple[Phase, ...] = ()
+    notes: tuple[SolverPhase, ...] = ()
     prices: tuple[tuple[int, float], ...] = ()
 
 

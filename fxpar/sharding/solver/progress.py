@@ -16,9 +16,9 @@ from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 from fxpar.sharding.solver.network import Network
 from fxpar.sharding.solver.problem import (
     Infeasible,
-    Phase,
     Problem,
     Solution,
+    SolverPhase,
     evaluate,
     largest_at,
     peak,
@@ -39,7 +39,7 @@ class Search:
         # Where nothing fits: the choice of the smallest peak met, and a bound on peaks.
         self.nearest: tuple[int, ...] | None = None
         self.least = 0.0
-        self.notes: list[Phase] = []
+        self.notes: list[SolverPhase] = []
         self.prices: tuple[tuple[int, float], ...] = ()
         integers = [np.all(np.isinf(c) | (c == np.rint(c))) for c in problem.costs]
         tables = [np.all(np.isinf(t) | (t == np.rint(t))) for t in problem.tables]
@@ -68,7 +68,7 @@ class Search:
     def note(self, name: str) -> None:
         """Write a line of the log."""
         now = time.perf_counter()
-        self.notes.append(Phase(name, now - self.lap, self.cost, self.bound))
+        self.notes.append(SolverPhase(name, now - self.lap, self.cost, self.bound))
         self.lap = now
 
     def left(self) -> float:

@@ -22,7 +22,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
-from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.spec import Spec
 from tests.helpers.machines import machine
 from tests.helpers.random_programs import Case
@@ -191,7 +191,7 @@ def check(plan: Any, what: str = "") -> bool:
     if not program.ops or every.count > MOST or len(every.axes) > 24:
         return False
     least = every.least()
-    found = search(program, mesh, Asked(machine(), 60.0), {})
+    found = search(program, mesh, SearchOptions(machine(), 60.0), {})
     assert found.solution.cost == pytest.approx(least, rel=1e-6, abs=1e-15), what
     assert found.solution.bound <= least * (1 + 1e-6) + 1e-15
     return True

@@ -25,7 +25,7 @@ from fxpar.sharding.decide import searched
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_facts import describe
-from fxpar.sharding.search.run_search import Asked, Found
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 
 ITEM = (
     2  # products are bfloat16, of which the machine has another rate than of the rest
@@ -68,7 +68,7 @@ def machine(levels: tuple[Level, ...], rate: float) -> Hardware:
 class Answer:
     """``communication``: what the found plan costs beside products all split."""
 
-    found: Found
+    found: SearchResult
     communication: float
     slack: float  # how far below it the optimum may be
     collectives: tuple[Any, ...]
@@ -92,7 +92,7 @@ def best(
     flops = [f for f in (flops_of_op(op) for op in program.ops) if f]
     rate = min(flops) / 1e7  # the smallest product, repeated, costs more than any plan
     hardware = machine(levels or (level(0, on.size, 1, 1),), rate)
-    asked = Asked(hardware, 300.0, memory)
+    asked = SearchOptions(hardware, 300.0, memory)
     decision = searched(program, on, hints or {}, (), asked)
     found = decision.found
     solution = found.solution

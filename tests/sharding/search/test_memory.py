@@ -23,9 +23,9 @@ from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import at_rest
-from fxpar.sharding.search.formulate import Facts, Formulation, formulate
+from fxpar.sharding.search.formulate import FixedFacts, Formulation, formulate
 from fxpar.sharding.search.memory_constraints import MOMENTS
-from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
 from tests.helpers.models import NAMES, build_loss
@@ -182,7 +182,7 @@ def test_the_search_counts_gathered_copies(keep: bool) -> None:
     mesh = Mesh.parse("dp=4")
     program = at_rest_on(decided(Two(64, 6), torch.randn(4, 64)).program, mesh)
     on = lookup("cpu").on(mesh)
-    found = formulate(program, on, lookup("cpu"), Facts(keep_gathered=keep))
+    found = formulate(program, on, lookup("cpu"), FixedFacts(keep_gathered=keep))
     copies = [entry for entry in found.entries if entry.kind == "gathered"]
     backward = backward_ops(program)
     phases = [
@@ -205,7 +205,7 @@ def test_where_a_plan_lays_a_parameter_copies_are_told_apart() -> None:
     as a copy, which takes memory."""
     mesh = lookup("cpu").on(Mesh.parse("dp=2"))
     program = decided(Two(4, 2), torch.randn(4, 4)).program
-    found = formulate(program, mesh, lookup("cpu"), Facts())
+    found = formulate(program, mesh, lookup("cpu"), FixedFacts())
     v = program.named("layers.1.weight")
     assert v is not None, "which both phases read"
     key = "input", program.inputs.index(v)
@@ -238,7 +238,7 @@ def ratios(decision: Decision, plan: Any) -> tuple[float, float]:
     held = dict(footprint(decision))
     state = held.pop("optimizer state")
     linked = on.on(decision.mesh)
-    found = formulate(decision.program, linked, on, Facts())
+    found = formulate(decision.program, linked, on, FixedFacts())
     return (
         sum(held.values()) / peak,
         (solver_peak(found, decision) - state) / peak,
@@ -276,9 +276,9 @@ def test_a_search_counts_what_its_plan_tells() -> None:
     """Under a limit that binds, its peak is that of the plan it makes."""
     mesh, on = Mesh.parse("dp=2"), lookup("cpu")
     decision = decided(Two(64, 4), torch.randn(64, 64))
-    free = search(decision.program, mesh, Asked(on), {})
+    free = search(decision.program, mesh, SearchOptions(on), {})
     limit = 0.8 * free.solution.peak
-    found = search(decision.program, mesh, Asked(on, memory=limit), {})
+    found = search(decision.program, mesh, SearchOptions(on, memory=limit), {})
     assert found.solution.peak <= limit
     problem = found.formulation.problem
     peak = evaluate(problem, found.solution.choice)[1]

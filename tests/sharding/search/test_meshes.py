@@ -24,7 +24,7 @@ from fxpar.sharding.search.mesh_candidates import (
     read_auto,
     unlike,
 )
-from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.solver import solve
 from tests.helpers.machines import machine
 from tests.helpers.programs import batch, mlp, program_of
@@ -144,7 +144,7 @@ class Searches:
 
     def __call__(self, program: Any, request: Request, before: Any) -> Any:
         mesh, asked = request.mesh, request.mode
-        assert isinstance(asked, Asked)
+        assert isinstance(asked, SearchOptions)
         self.asked.append((str(mesh), asked.seconds, before is not None))
         self.enough.append(asked.enough)
         found = self.results[str(mesh)]
@@ -158,7 +158,7 @@ class Searches:
         meshes = tuple(Mesh.parse(text) for text in self.results)
         program = program_of(mlp(), batch(), mesh=str(meshes[0]))
         hints = {"0.0.weight": ("dp", None)}  # so that each of the meshes is tried
-        asked = Asked(machine(), seconds)
+        asked = SearchOptions(machine(), seconds)
         request = Request(meshes[0], program.signature, hints, asked, meshes=meshes)
         with mock.patch.object(choose_mesh, "decide_on", self):
             return choose_mesh.fastest(program, request)
@@ -202,7 +202,7 @@ def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run_search, "solve", watched)
     program = program_of(mlp(), batch(), mesh="dp=4")
     launching = replace(machine(), launch=1e-3)
-    asked = Asked(launching, enough=5.0)
+    asked = SearchOptions(launching, enough=5.0)
     launches = search(program, Mesh.parse("dp=4"), asked, {}).formulation.launches
     assert launches > 0 and given[0] == 5.0 - launches
 

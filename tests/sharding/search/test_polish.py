@@ -21,7 +21,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.rank_candidates import discounted, polish, taken
-from fxpar.sharding.search.run_search import Asked, Found, search
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate
@@ -40,11 +40,11 @@ def started(bandwidth: float = 1e10) -> Hardware:
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     """A search of two layers, forward and backward, on two axes."""
     plan = fxpar.plan(mlp(2), batch(), mesh=MESH, mode="replicate", grad=True)
     program = plan.result.decision.program
-    return search(program, Mesh.parse(MESH), Asked(started()), {})
+    return search(program, Mesh.parse(MESH), SearchOptions(started()), {})
 
 
 def random_choices(found: Formulation, seed: int, count: int) -> list[list[int]]:
@@ -79,7 +79,7 @@ def test_a_step_by_hand() -> None:
     plan = fxpar.plan(fn, *args, mesh="x=2", mode="propagate", in_specs=specs)
     decision = plan.result.decision
     program = decision.program
-    asked = Asked(started(2e7))  # nothing hides the second
+    asked = SearchOptions(started(2e7))  # nothing hides the second
     found = search(program, Mesh.parse("x=2"), asked, {}).formulation
     choice = cost_of(found, decision.strategies).choice
     step = Overlap(found, choice)
@@ -110,7 +110,7 @@ def test_a_step_by_hand() -> None:
 def test_gradients_are_reduced_beside_the_backward() -> None:
     plan = fxpar.plan(mlp(2), batch(), mesh="dp=2", mode="propagate", grad=True)
     decision = plan.result.decision
-    found = search(decision.program, Mesh.parse("dp=2"), Asked(started()), {})
+    found = search(decision.program, Mesh.parse("dp=2"), SearchOptions(started()), {})
     choice = cost_of(found.formulation, decision.strategies).choice
     form, problem = found.formulation, found.formulation.problem
     step = Overlap(form, choice)
@@ -130,7 +130,7 @@ def test_gradients_are_reduced_beside_the_backward() -> None:
     assert step.seconds == pytest.approx(max(now, link), rel=1e-12)
 
 
-def test_on_one_stream_a_step_is_the_cost_of_the_problem(found: Found) -> None:
+def test_on_one_stream_a_step_is_the_cost_of_the_problem(found: SearchResult) -> None:
     form = found.formulation
     for choice in random_choices(form, 0, 10):
         alone = Overlap(form, choice, overlap=False).seconds
@@ -138,7 +138,7 @@ def test_on_one_stream_a_step_is_the_cost_of_the_problem(found: Found) -> None:
         assert Overlap(form, choice).seconds <= alone * (1 + 1e-9)
 
 
-def test_changes_give_what_a_new_simulation_gives(found: Found) -> None:
+def test_changes_give_what_a_new_simulation_gives(found: SearchResult) -> None:
     form = found.formulation
     chance = random.Random(1)
     step = Overlap(form, found.solution.choice)
@@ -158,7 +158,7 @@ def test_changes_give_what_a_new_simulation_gives(found: Found) -> None:
 # The walk
 
 
-def test_a_walk_is_never_worse_and_the_same_again(found: Found) -> None:
+def test_a_walk_is_never_worse_and_the_same_again(found: SearchResult) -> None:
     form = found.formulation
     start = random_choices(form, 2, 40)[-1]
     one, again = (walk(form, start, 300, seed=3) for _ in range(2))
@@ -173,7 +173,7 @@ def test_a_walk_is_never_worse_and_the_same_again(found: Found) -> None:
 
 
 def test_a_walk_stays_within_memory(
-    found: Found, monkeypatch: pytest.MonkeyPatch
+    found: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form, start = found.formulation, found.solution.choice
     limit = evaluate(form.problem, start)[1] * 1.2
@@ -196,7 +196,9 @@ def test_a_walk_stays_within_memory(
     assert max(peaks) <= limit * (1 + 1e-9)
 
 
-def test_proposals_change_layers_together_and_pass_strategies_on(found: Found) -> None:
+def test_proposals_change_layers_together_and_pass_strategies_on(
+    found: SearchResult,
+) -> None:
     form = found.formulation
     moves = Moves(form, list(found.solution.choice))
     assert any(len(group) > 1 for group in moves.alike.values())
@@ -213,7 +215,7 @@ def test_proposals_change_layers_together_and_pass_strategies_on(found: Found) -
     assert several > 10
 
 
-def test_what_compute_may_hide_is_cheaper(found: Found) -> None:
+def test_what_compute_may_hide_is_cheaper(found: SearchResult) -> None:
     form, problem = found.formulation, found.formulation.problem
     cheap = discounted(form, 0.1)
     for choice in random_choices(form, 8, 20):
@@ -229,7 +231,7 @@ def test_what_compute_may_hide_is_cheaper(found: Found) -> None:
         assert less == pytest.approx(0.9 * sum(aside))
 
 
-def test_the_best_candidate_is_taken(found: Found) -> None:
+def test_the_best_candidate_is_taken(found: SearchResult) -> None:
     form = found.formulation
     poor = taken(found, random_choices(form, 6, 60)[-1])
     ranked = polish(poor, discounts=[1.0])
@@ -249,7 +251,7 @@ def test_a_polished_plan_has_the_numbers_of_one_device(
 ) -> None:
     made = []
 
-    def polished(*args: Any, **kwargs: Any) -> Found:
+    def polished(*args: Any, **kwargs: Any) -> SearchResult:
         found = search(*args, **kwargs)
         start = random_choices(found.formulation, 7, 60)[-1]
         made.append(polish(found, others=[start]).found)

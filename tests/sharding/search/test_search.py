@@ -30,10 +30,10 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
-from fxpar.sharding.search.formulate import Facts, formulate
+from fxpar.sharding.search.formulate import FixedFacts, formulate
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.rank_candidates import taken
-from fxpar.sharding.search.run_search import Asked, search
+from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate, solve
@@ -66,11 +66,11 @@ def test_no_choice_is_better(name: str, mesh: str) -> None:
     args = [torch.randn(shape) for shape in shapes]
     program = program_of(fn, *args, mesh=mesh)
     on = machine().on(Mesh.parse(mesh))
-    problem = formulate(program, on, machine(), Facts()).problem
+    problem = formulate(program, on, machine(), FixedFacts()).problem
     sizes = [range(len(costs)) for costs in problem.costs]
     assert np.prod([len(size) for size in sizes], dtype=float) < 3e5
     least = min(evaluate(problem, choice)[0] for choice in itertools.product(*sizes))
-    found = search(program, Mesh.parse(mesh), Asked(machine()), {})
+    found = search(program, Mesh.parse(mesh), SearchOptions(machine()), {})
     assert found.solution.cost == pytest.approx(least)
     assert found.solution.bound == pytest.approx(least)
 
@@ -91,7 +91,7 @@ def test_no_expert_is_better(hints: dict[str, Any]) -> None:
         mlp(2), batch(), mesh="dp=2,tp=2", hints=hints, mode="propagate", grad=True
     )
     decision = expert.result.decision
-    found = search(decision.program, mesh, Asked(machine()), {})
+    found = search(decision.program, mesh, SearchOptions(machine()), {})
     theirs = cost_of(found.formulation, decision.strategies)
     assert found.solution.cost <= theirs.cost * (1 + 1e-9)
     assert found.solution.bound <= found.solution.cost
@@ -176,19 +176,21 @@ def test_memory_binds(slow: Hardware) -> None:
     mesh = Mesh.parse("x=4")
     quick = replace(slow, peaks=tuple((n, Peak(1e15)) for n, _ in slow.peaks))
     quick = replace(quick, bandwidth=1e15)  # where whole copies cost nothing
-    free = search(program, mesh, Asked(quick), {})
+    free = search(program, mesh, SearchOptions(quick), {})
     assert free.solution.peak > 3 * weight
-    tight = search(program, mesh, Asked(quick, memory=2 * weight), {})
+    tight = search(program, mesh, SearchOptions(quick, memory=2 * weight), {})
     assert tight.solution.peak <= 2 * weight
     assert tight.solution.cost > free.solution.cost
     with pytest.raises(PlanError, match=r"no plan fits in .* of which .*weight"):
-        search(program, mesh, Asked(quick, memory=weight / 4), {})
+        search(program, mesh, SearchOptions(quick, memory=weight / 4), {})
 
 
 def test_more_axes_than_can_be_searched(slow: Hardware) -> None:
     mesh = Mesh.parse("a=2,b=2,c=2,d=2")
     with pytest.raises(PlanError, match="at most 3 axes"):
-        search(program_of(mlp(), batch(), mesh=str(mesh)), mesh, Asked(slow), {})
+        search(
+            program_of(mlp(), batch(), mesh=str(mesh)), mesh, SearchOptions(slow), {}
+        )
     with pytest.warns(FxparWarning, match="at most 3 axes.* is propagated"):
         plan = fxpar.plan(mlp(), batch(), mesh=mesh, mode="search")
     assert plan.hash == fxpar.plan(mlp(), batch(), mesh=mesh, mode="propagate").hash
@@ -211,7 +213,7 @@ def test_layers_are_found() -> None:
 
 def test_ties_do_not_change_the_optimum() -> None:
     program = program_of(mlp(4), batch(), mesh="dp=2,tp=2", grad=True)
-    found = search(program, Mesh.parse("dp=2,tp=2"), Asked(machine()), {})
+    found = search(program, Mesh.parse("dp=2,tp=2"), SearchOptions(machine()), {})
     problem = found.formulation.problem
     assert len(set(problem.tied)) < len(problem.tied)
     untied = solve(replace(problem, tied=None, limit=None), 20.0)
@@ -287,8 +289,8 @@ def test_replicated_work_is_not_free() -> None:
     x = torch.randn(64, 64)
     program = program_of(lambda x: F.gelu(x).exp() + 1, x, mesh="x=4")
     on = replace(machine(), launch=1.0)  # far above the work
-    found = search(program, Mesh.parse("x=4"), Asked(on), {})
-    whole = formulate(program, on.on(Mesh.parse("x=4")), on, Facts())
+    found = search(program, Mesh.parse("x=4"), SearchOptions(on), {})
+    whole = formulate(program, on.on(Mesh.parse("x=4")), on, FixedFacts())
     assert whole.launches == pytest.approx(1.0)  # one fused kernel
     made = [found.settled[v] for op in program.ops for v in op.results]
     assert all(spec.sharded_axes for spec in made)
@@ -399,16 +401,16 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
 ) -> None:
     program = program_of(mlp(3), batch(), mesh="dp=2,tp=2", grad=True)
     mesh = Mesh.parse("dp=2,tp=2")
-    best = search(program, mesh, Asked(slow), {})
+    best = search(program, mesh, SearchOptions(slow), {})
     far = replace(
         best, solution=replace(best.solution, cost=2 * best.solution.cost, gap=0.5)
     )
-    began = run_search.begun_from(far, Asked(slow), [best.strategies])
+    began = run_search.begun_from(far, SearchOptions(slow), [best.strategies])
     assert began.solution.cost == pytest.approx(best.solution.cost)
     assert began.solution.gap < 1e-3
     # And decide asks for it.
     monkeypatch.setattr(decide, "search", lambda *args, **how: far)
-    decision = decide.searched(program, mesh, {}, (), Asked(slow))
+    decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
     assert decision.found.solution.cost < far.solution.cost
 
 
@@ -417,21 +419,21 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
 ) -> None:
     program = program_of(mlp(2), batch(), mesh="dp=2,tp=2", grad=True)
     mesh = Mesh.parse("dp=2,tp=2")
-    best = search(program, mesh, Asked(slow), {})
+    best = search(program, mesh, SearchOptions(slow), {})
     whole = decide.decide(program, mesh, {}, mode="replicate").strategies
     choice = cost_of(best.formulation, whole).choice
     bad = taken(best, choice)  # everything computed on every rank
     closed = replace(bad.solution, bound=bad.solution.cost, gap=0.0)
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)
-    decision = decide.searched(program, mesh, {}, (), Asked(slow))
+    decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
     form, found = best.formulation, decision.found
     before = Overlap(form, choice).seconds
     after = Overlap(form, found.solution.choice).seconds
     assert after < 0.9 * before
     assert any(note.startswith("search: another plan") for note in decision.notes)
     assert found.first == closed and found.solution.choice != choice
-    asked = replace(Asked(slow), ranked=False)
+    asked = replace(SearchOptions(slow), ranked=False)
     unranked = decide.searched(program, mesh, {}, (), asked)
     assert unranked.found.solution.choice == choice
     assert not any("another plan" in note for note in unranked.notes)

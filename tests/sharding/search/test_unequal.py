@@ -20,8 +20,8 @@ from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_facts import reshards_of
-from fxpar.sharding.search.run_search import Asked, search
-from fxpar.sharding.search.unequal_shards import Step, cut, note, shares, step_of
+from fxpar.sharding.search.run_search import SearchOptions, search
+from fxpar.sharding.search.unequal_shards import StepSeconds, cut, note, shares, step_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -155,7 +155,7 @@ def test_shards_are_whole_and_all_there() -> None:
 def test_what_is_split_is_balanced_and_the_rest_waits_for_the_slowest() -> None:
     mesh = Mesh.parse("a=2{1.0,0.5},b=2")
     split, whole = frozenset("a"), frozenset[str]()
-    step = Step({split: 6.0, whole: 1.0}, {}, 0.25)
+    step = StepSeconds({split: 6.0, whole: 1.0}, {}, 0.25)
     even = {"a": (0.5, 0.5)}
     assert step.seconds(mesh, even) == pytest.approx(6 / 0.5 + 1 / 0.5 + 0.25)
     best = step.best(mesh)
@@ -163,22 +163,22 @@ def test_what_is_split_is_balanced_and_the_rest_waits_for_the_slowest() -> None:
     # 6 seconds on each of two are 12 for speeds of 1.5 together.
     assert step.seconds(mesh, best) == pytest.approx(12 / 1.5 + 1 / 0.5 + 0.25)
     # A collective along a waits for the largest share, one along b carries the own.
-    moved = Step({split: 6.0}, {(whole, split): 3.0}, 0.0)
+    moved = StepSeconds({split: 6.0}, {(whole, split): 3.0}, 0.0)
     assert moved.seconds(mesh, best) == pytest.approx(8.0 + 3.0 * 4 / 3)
-    own = Step({split: 6.0}, {(split, whole): 3.0}, 0.0)
+    own = StepSeconds({split: 6.0}, {(split, whole): 3.0}, 0.0)
     assert own.seconds(mesh, best) == pytest.approx(8.0 + 3.0 * 4 / 3)
     assert own.best(mesh)["a"] == pytest.approx(((12 + 3) / 24, (6 + 3) / 24))
     # Between the two, the fastest is held back to what the next one takes.
     three = Mesh((("a", 3),), speeds=((1.0, 1 / 2, 1 / 3),))
-    some = Step({split: 1.0}, {(whole, split): 2.0}, 0.0)
+    some = StepSeconds({split: 1.0}, {(whole, split): 2.0}, 0.0)
     assert some.best(three)["a"] == pytest.approx((0.375, 0.375, 0.25))
     # Where collectives are all there is, equal shards are best.
-    assert Step({split: 1e-9}, {(whole, split): 3.0}, 0.0).best(mesh) == even
+    assert StepSeconds({split: 1e-9}, {(whole, split): 3.0}, 0.0).best(mesh) == even
 
 
 def test_two_axes_of_unlike_ranks_multiply() -> None:
     mesh = Mesh.parse("a=2{1.0,0.5},b=2{1.0,0.25},c=2{2,2}")
-    step = Step({frozenset("ab"): 1.0}, {}, 0.0)
+    step = StepSeconds({frozenset("ab"): 1.0}, {}, 0.0)
     best = step.best(mesh)
     assert best["a"] == pytest.approx((2 / 3, 1 / 3))
     assert best["b"] == pytest.approx((0.8, 0.2))
@@ -189,7 +189,7 @@ def test_shares_found_axis_by_axis_are_dropped_where_together_they_are_slower() 
     mesh = Mesh.parse("a=2{1.0,0.5},b=2{1.0,0.25}")
     a, b, both, none = (frozenset(axes) for axes in ("a", "b", "ab", ""))
     moving = {(none, both): 10.0, (none, b): 3.0, (a, b): 3.0}
-    step = Step({a: 1.0, both: 2.0}, moving, 0.0)
+    step = StepSeconds({a: 1.0, both: 2.0}, moving, 0.0)
     assert step.best(mesh) == {"a": (0.5, 0.5), "b": (0.5, 0.5)}
 
 
@@ -199,10 +199,10 @@ def test_shares_found_axis_by_axis_are_dropped_where_together_they_are_slower() 
 def test_the_slowest_rank_decides(slow: Hardware) -> None:
     args = double(32, 64), double(64, 64)
     program = program_of(product, *args)
-    unlike = search(program, Mesh.parse("a=2{1.0,0.5}"), Asked(slow), {})
-    halved = search(program, Mesh.parse("a=2"), Asked(slow.at_speed(0.5)), {})
+    unlike = search(program, Mesh.parse("a=2{1.0,0.5}"), SearchOptions(slow), {})
+    halved = search(program, Mesh.parse("a=2"), SearchOptions(slow.at_speed(0.5)), {})
     assert unlike.predicted == pytest.approx(halved.predicted, rel=1e-9)
-    faster = search(program, Mesh.parse("a=2"), Asked(slow), {})
+    faster = search(program, Mesh.parse("a=2"), SearchOptions(slow), {})
     assert unlike.predicted > 1.5 * faster.predicted
     plans = [
         fxpar.plan(product, *args, mesh=mesh, mode="replicate")
@@ -221,7 +221,7 @@ def test_the_search_splits_more_on_a_slow_rank() -> None:
     on = machine(bandwidth=1e7)
 
     def is_split(mesh: str) -> bool:
-        found = search(program, Mesh.parse(mesh), Asked(on), {})
+        found = search(program, Mesh.parse(mesh), SearchOptions(on), {})
         return any(strategy.factors for strategy in found.strategies)
 
     assert not is_split("a=2")
