@@ -50,9 +50,10 @@ def bind(
             with build.at(node):
                 done[node] = _permute(build, mesh, rank, node, *args)
             continue
-        if inductor and _is_bool_gather(node):
+        sent = _sent_as(node, inductor)
+        if sent is not None:
             with build.at(node):
-                done[node] = _gather_bytes(build, node, *args)
+                done[node] = _gather_as(build, node, sent, *args)
             continue
         target = node.target
         if inductor and node.op == "call_function":
@@ -85,22 +86,28 @@ def _with_group(args: Any, group_of: GroupOf) -> Any:
     )
 
 
-def _is_bool_gather(node: fx.Node) -> bool:
-    """Whether a node is an all-gather of bools, or its wait."""
+def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
+    """As what a node gathers, or waits for, if not as what it is. Neither NCCL nor gloo
+    sends int16; Inductor (2.13) takes the group size for an operand that promotes bools
+    to int64."""
     c10d = torch.ops._c10d_functional
-    if node.target is c10d.wait_tensor.default:
-        node = node.args[0]
-    gathers = node.target is c10d.all_gather_into_tensor.default
-    return gathers and node.meta["val"].dtype is torch.bool
+    gather = node.args[0] if node.target is c10d.wait_tensor.default else node
+    if gather.target is not c10d.all_gather_into_tensor.default:
+        return None
+    dtype = gather.meta["val"].dtype
+    if dtype is torch.bool:
+        return torch.uint8 if inductor else None
+    return torch.int32 if dtype is torch.int16 else None
 
 
-def _gather_bytes(build: Builder, node: fx.Node, x: fx.Node, *rest: Any) -> fx.Node:
-    """Bools are gathered as bytes: Inductor (2.13) takes the group size for an operand
-    that promotes bools to int64."""
+def _gather_as(
+    build: Builder, node: fx.Node, dtype: torch.dtype, x: fx.Node, *rest: Any
+) -> fx.Node:
+    """The gather of ``x`` in another dtype; the wait for one in its own again."""
     convert = torch.ops.prims.convert_element_type.default
     if not rest:
-        return build.call(convert, build.wait(x), torch.bool)
-    return build.call(node.target, build.call(convert, x, torch.uint8), *rest)
+        return build.call(convert, build.wait(x), node.meta["val"].dtype)
+    return build.call(node.target, build.call(convert, x, dtype), *rest)
 
 
 def _permute(

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import FxparError, FxparWarning, compose
+from fxpar.errors import FxparError, FxparWarning, RankMismatchError, compose
 from fxpar.runtime import consensus, gradient_sketches, presence
 from fxpar.runtime.call_sizes import UNEVEN, Fed, Sizes, Together, sizes_of
 from fxpar.runtime.check_inputs import Checks, Drift
@@ -31,6 +31,7 @@ from fxpar.runtime.groups import Ranks
 from fxpar.runtime.input_names import Named
 from fxpar.runtime.meeting import ALONE, meet
 from fxpar.runtime.program_identity import (
+    BEGINS,
     content,
     digest,
     placeholders,
@@ -41,6 +42,11 @@ from fxpar.runtime.store_channel import current
 from fxpar.runtime.uneven_batch import Parts, Whole, parts_of
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
+
+_OWN_MEMORY = (
+    "pass a copy, x.clone(): what is fed part of a larger tensor, a branch or a loop, "
+    "Dynamo traces otherwise"
+)
 
 
 @dataclass
@@ -186,9 +192,14 @@ class Calls:
         shapes = dict(zip(self._names(), own[3], strict=True))
         sizes = [f"{name}: {list(shape)}" for name, shape in shapes.items()]
         text = "\n".join([*sizes, self.text])
-        consensus.agree(
-            "a call", self.identity, text, what="the program they call", fix=ALONE
-        )
+        what = "the program they call"
+        try:
+            consensus.agree("a call", self.identity, text, what=what, fix=ALONE)
+        except RankMismatchError as error:
+            if BEGINS in error.what:
+                clearer = RankMismatchError(error.what, fix=_OWN_MEMORY)
+                raise consensus.told(clearer) from None
+            raise
 
     def _names(self) -> list[str]:
         return [self.named[i].name for i in self.fed.tensors]

@@ -9,7 +9,7 @@ depends on, so that a graph of equal content needs no compilation of its own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from fxpar.runtime.input_names import Named
 from fxpar.sharding.program import user_line
 
 _NUMBERS = (int, torch.SymInt)
+# Of an input that is part of a larger tensor, what Dynamo hands on to bodies.
+BEGINS = "begins inside a larger tensor"
 # Whose text is the same in every process.
 _PRINTED = (
     *(str, float, bool, type(None), complex),
@@ -68,9 +70,12 @@ def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
                 f"{name.kind} {name.name}: {dtype} of {value.dim()} dims{wants}"
             )
 
+    starts = _starts(places)
+    to_bodies = dict[str, str]()  # of the call that is shown, what its numbers are
+
     def shown(x: Any) -> str:
         if isinstance(x, fx.Node):
-            return places.get(x, "n")
+            return places.get(x) or to_bodies.get(str(value_of(x)), "n")
         if isinstance(x, (tuple, list)):
             return f"({', '.join(map(shown, x))})"
         if isinstance(x, dict):
@@ -92,6 +97,7 @@ def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
         target = node.target
         target = getattr(target, "__name__", None) or str(target).split(" at 0x")[0]
         line = user_line(node)
+        to_bodies = starts if _torch.aot.higher_order_name(node.target) else {}
         lines.append(
             f"{places[node]} = {target}{shown(node.args)} {shown(node.kwargs)}".rstrip()
             + (f"  # {line.rsplit('/', 1)[-1]}" if line else "")
@@ -131,6 +137,16 @@ def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any])
         *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
     )
     return "\n".join([*lines, str(modes)])
+
+
+def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
+    """By size that is open where an input begins in its memory: what to call it."""
+    starts = [(value_of(node).storage_offset(), name) for node, name in inputs.items()]
+    return {
+        str(start): f"{name} {BEGINS}"
+        for start, name in starts
+        if isinstance(start, torch.SymInt)
+    }
 
 
 def digest(text: str) -> str:

@@ -171,3 +171,23 @@ def test_steps_draw_alike_on_all_ranks_under_all_plans() -> None:
     for codegen, plan in how:
         for got in pool.run(noisy, codegen, plan, timeout=400.0):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def part_of_a_batch() -> None:
+    """A branch fed a slice of this rank's part, itself part of a larger tensor."""
+    torch.compiler.reset()
+    x = torch.ones(8, 6, 5).chunk(2)[dist.get_rank()]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x[:, 1:],))
+
+    options = {"mesh": "dp=2", "codegen": "eager", "inputs": "local"}
+    torch.compile(fn, backend="fxpar", options=options)(x)
+
+
+@pytest.mark.slow
+def test_bodies_fed_parts_of_larger_tensors_are_said_so() -> None:
+    for error in shared_pool(2).errors(part_of_a_batch):
+        text = str(error)
+        assert "x begins inside a larger tensor" in text, text
+        assert "pass a copy, x.clone()" in text, text

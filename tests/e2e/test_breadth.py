@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from tests.helpers.all_ops import OpCall, name_of, samples_of
+from tests.helpers.all_ops import EMPTY, OpCall, name_of, samples_of
 from tests.helpers.spawn import shared_pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -51,6 +51,8 @@ def part(which: int, parts: int) -> tuple[int, list[Outcome]]:
     wrong, compared = [], 0
     warnings.simplefilter("ignore")
     for info in op_db[which::parts]:
+        if name_of(info).split(".")[0] in EMPTY:  # nothing is written there
+            continue
         for args, kwargs in list(samples_of(info, 1, _Silent())):
             call = OpCall(info, args, kwargs)
             try:
