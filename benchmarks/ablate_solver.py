@@ -30,7 +30,6 @@ from _common import conditions, llama, write
 
 from fxpar.sharding.solver import (
     Infeasible,
-    column_generation,
     crossover,
     exact_reductions,
     infeasibility,
@@ -85,7 +84,7 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
         (sys.modules[f"{solve.__module__}"], "_repeats", lambda problem: False)
     ],
     "prices": [(lagrangian, "raise_prices", _no_prices)],
-    "column generation": [(column_generation, "generate", _no_prices)],
+    "column generation": [(lagrangian, "generate", _no_prices)],
     "crossover": [(crossover, "mix", _unchanged)],
     "combination": [(neighborhood_search, "combine", lambda *_: None)],
     "reduced-cost fixing": [
