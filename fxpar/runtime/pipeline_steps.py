@@ -323,7 +323,7 @@ def fuse_regions(state: PhaseState) -> None:
         return
     folder = f"{request.dump}/{state.label}" if request.dump else None
     chosen = request.fuse != "none"
-    values = [n.meta["val"] for n in state.graph.find_nodes(op="placeholder")]
+    values = [n.meta.get("val") for n in state.graph.find_nodes(op="placeholder")]
     device = device_of([x for x in values if isinstance(x, torch.Tensor)])
     kernels = request.fuse in ("none", "triton")
     facts = cache(partial(_facts, state.mesh, kernels, device))

@@ -29,7 +29,7 @@ from tests.helpers.toys import (
     reduce_scatter,
 )
 
-QUICK, ALL = 40, 2000
+QUICK, ALL = 80, 2000
 TRIES = 20
 
 # ``share`` is for stages.
