@@ -18,8 +18,10 @@ import torch
 from torch import fx
 
 from fxpar import _torch
+from fxpar.errors import PlanError
 from fxpar.passes.builder import copy_of, value_of
 from fxpar.passes.graph_bodies import body_of, module_of
+from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.table import tensors_of
 
 aten = torch.ops.aten
@@ -38,7 +40,9 @@ _LOOP = "higher_order::while_loop"
 
 def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
     """Give the steps of loops a known number, in place; ops on them are to run whole
-    (``meta["fxpar_whole"]``). Other sizes that depend on data stay unknown."""
+    (``meta["fxpar_whole"]``). Other sizes that depend on data stay unknown.
+
+    Raises PlanError where an op reads the steps that might depend on their number."""
     evaluated: set[fx.Node] = set()
     counted: set[fx.Node] = set()
     for node in graph.nodes:
@@ -58,6 +62,13 @@ def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
             continue
         elif steps and node.target in _READERS:
             node.meta["fxpar_whole"] = True
+        elif steps and node.op == "call_function":
+            raise PlanError(
+                f"{node.target} reads all steps of a loop, whose number is not known",
+                where=user_line(node),
+                fix="give the loop a number of steps (torch's scan), or keep it out of "
+                "the compiled function",
+            )
         elif steps or evaluated.isdisjoint(node.all_input_nodes):
             _forget_offset(node)
             continue

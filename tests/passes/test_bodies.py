@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
+from fxpar.passes import loop_steps
 from fxpar.passes.loop_steps import STEPS
 from fxpar.planning import TracedPlan
 from fxpar.sharding.program import Input, Signature, inside_of, read
@@ -146,6 +147,15 @@ def test_the_number_of_steps_is_that_of_each_call() -> None:
     for scale in (1e-3, 1.0, 1e6):
         got, want = plan.simulate(x * scale, w), plan.reference(x * scale, w)
         torch.testing.assert_close(got, want)
+
+
+def test_another_op_on_the_steps_of_a_loop_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is not known to leave the number of steps alone."""
+    monkeypatch.setattr(loop_steps, "_READERS", set())
+    with pytest.raises(PlanError, match="reads all steps of a loop"):
+        planned(times(2), "dp=2", grad=True)
 
 
 def test_a_size_that_depends_on_data_otherwise_is_refused() -> None:
