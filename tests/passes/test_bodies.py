@@ -127,7 +127,7 @@ def one_by_one(count: int) -> tuple[Tensor, Tensor, Tensor]:
         (1, "dp=2"),
         (STEPS + 3, "dp=2"),
         pytest.param(3, "dp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param(STEPS, "dp=3", marks=pytest.mark.slow),
+        pytest.param(STEPS, "dp=2,tp=3", marks=pytest.mark.slow),
         pytest.param(STEPS - 1, "dp=4", marks=pytest.mark.slow),
     ],
 )
