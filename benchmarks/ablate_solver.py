@@ -32,7 +32,6 @@ from fxpar.sharding.solver import (
     Infeasible,
     crossover,
     exact_reductions,
-    infeasibility,
     lagrangian,
     message_passing,
     milp,
@@ -109,9 +108,9 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     ],
     "least excess": [
         (
-            infeasibility,
+            lagrangian,
             "least_excess",
-            lambda *_: infeasibility.Excess(None, math.inf, -math.inf),
+            lambda *_: lagrangian.Excess(None, math.inf, -math.inf),
         )
     ],
 }

@@ -35,19 +35,17 @@ from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import check_inputs as inputs
-from fxpar.runtime import (
-    compiled_graph,
-    consensus,
-    inside_ddp,
-    outside_graphs,
-    presence,
-)
+from fxpar.runtime import compiled_graph, consensus, outside_graphs, presence
 from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
-from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
-from fxpar.runtime.program_identity import placeholders, without_unused
+from fxpar.runtime.program_identity import (
+    Named,
+    name_inputs,
+    placeholders,
+    without_unused,
+)
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
@@ -156,7 +154,7 @@ def _joined(
         asked = replace(asked, mesh=homes[0].mesh)
     ranks = join(asked)
     compiled_graph.follow_dtypes(homes, asked)
-    inside_ddp.warn_around(ranks)
+    outside_graphs.warn_around(ranks)
     return asked, ranks
 
 

@@ -18,24 +18,10 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import (
-    fused_matmul,
-    kept_order,
-    node_legality,
-    parse,
-    writes_as_results,
-)
+from fxpar.fusion import fused_matmul, node_legality, parse, writes_as_results
 from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.verbs import (
-    as_slice,
-    bucket,
-    fuse_nodes,
-    gathers,
-    overlap,
-    reorder,
-    send_recv,
-)
+from fxpar.fusion.verbs import fuse_nodes, gathers, overlap, reorder, send_recv
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
@@ -57,10 +43,10 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "hoist": gathers.hoist,
     "sink": gathers.sink,
     "reorder": reorder.reorder,
-    "as_slice": as_slice.as_slice,
+    "as_slice": gathers.as_slice,
     "fuse": fuse_nodes.fuse,
     "overlap": overlap.overlap,
-    "bucket": bucket.bucket,
+    "bucket": fuse_nodes.bucket,
     "share": send_recv.share,
 }
 
@@ -121,7 +107,7 @@ def opened(
     lifted = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
     node_legality.admit(copy)
-    found = kept_order.number(copy)
+    found = node_legality.number(copy)
     return Edit(copy, build, frozenset(permit), ordered=found, written=written), lifted
 
 
@@ -215,7 +201,7 @@ def do(edit: Edit, line: Line) -> None:
     try:
         arguments, options = parse.read(edit, line)
         made = VERBS[line.verb](edit, *arguments, **options)
-        kept_order.check(edit.graph, line.verb, edit.ordered)
+        node_legality.check(edit.graph, line.verb, edit.ordered)
         _name(edit, line, made)
         edit.graph.lint()
     except ScheduleError as error:

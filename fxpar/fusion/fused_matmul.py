@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.kept_order import arrange
 from fxpar.fusion.kernels import matmul_ops as _matmul_ops  # noqa: F401  (runs the ops)
-from fxpar.fusion.node_legality import PRODUCTS
+from fxpar.fusion.node_legality import PRODUCTS, arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import kept_order
+from fxpar.fusion import node_legality
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.writes_as_results import Write
 from fxpar.passes import collective_nodes, custom_ops
@@ -105,7 +105,7 @@ class Edit:
             node = rest.pop()
             kept = node.users or node.op in ("placeholder", "output")
             if node in there and not kept:
-                rest += filter(kept_order.is_free, node.all_input_nodes)
+                rest += filter(node_legality.is_free, node.all_input_nodes)
                 self.graph.erase_node(node)
                 there.discard(node)
 

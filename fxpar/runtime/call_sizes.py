@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.input_names import Named
-from fxpar.runtime.program_identity import placeholders, value_of
+from fxpar.runtime.program_identity import Named, placeholders, value_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 

@@ -18,7 +18,7 @@ from fxpar.runtime import meeting, outside_graphs
 from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.input_names import SUMMAND_MARK, Named
+from fxpar.runtime.program_identity import SUMMAND_MARK, Named
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.spec import Spec
 

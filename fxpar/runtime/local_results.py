@@ -29,7 +29,7 @@ from fxpar.runtime.divide_summands import (
     may_grow,
     name_written,
 )
-from fxpar.runtime.input_names import Named
+from fxpar.runtime.program_identity import Named
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.batch_growth import growths
 from fxpar.sharding.growth_powers import FIXED, Growth, unknown

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import group_of
-from fxpar.runtime.input_names import SUMMAND_MARK
+from fxpar.runtime.program_identity import SUMMAND_MARK
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.fusion.kernels.concat import CHOICES
 from fxpar.fusion.kernels.expressions import (
     DTYPES,
     SUMS,
@@ -35,6 +34,7 @@ from fxpar.fusion.kernels.index_arithmetic import (
     view_map,
 )
 from fxpar.fusion.kernels.placement import (
+    CHOICES,
     FILLED,
     IOTA,
     RANDOM,

@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from fxpar.fusion import fused_matmul
-from fxpar.fusion import kept_order as order
-from fxpar.fusion.kept_order import arrange
+from fxpar.fusion import node_legality as order
+from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs import send_recv

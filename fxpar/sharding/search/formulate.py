@@ -36,8 +36,7 @@ from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
-from fxpar.sharding.search.search_space import allowed, lying
-from fxpar.sharding.search.variables import EdgeEnd, Node, Pool
+from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
 from fxpar.sharding.shift_messages import moved_rows
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec

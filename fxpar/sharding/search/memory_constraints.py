@@ -28,7 +28,7 @@ from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.liveness import NEVER, Lifetimes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, is_view
-from fxpar.sharding.search.variables import EdgeEnd, Node
+from fxpar.sharding.search.search_space import EdgeEnd, Node
 from fxpar.sharding.solver import Live
 from fxpar.sharding.spec import Spec
 
