@@ -232,6 +232,20 @@ def _told_to_others() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _said_of(gm: fx.GraphModule) -> Iterator[None]:
+    """A graph that depends on data is refused as one, with the user's line."""
+    try:
+        yield
+    except FxparError:
+        raise
+    except Exception as error:
+        refused = compiled_graph.data_dependent(gm, error)
+        if refused is None:
+            raise
+        raise refused from error
+
+
 @dataclass(frozen=True)
 class _Job:
     """One graph to compile: everything but the graph itself. ``local``: positions of
@@ -272,7 +286,7 @@ class _Job:
         step = _Parallelize(job, next_graph(), broken_at)
         if self.options.codegen == "inductor":
             random.register_lowering()
-        with _told_to_others():
+        with _told_to_others(), _said_of(gm):
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,

@@ -21,6 +21,7 @@ from fxpar.errors import (
     InputMismatchError,
     MeshError,
     OptionError,
+    PlanError,
     RankMismatchError,
     UnknownOpError,
 )
@@ -211,6 +212,30 @@ def test_shapes_that_differ() -> None:
     for text in raised(other_shapes, kind=InputMismatchError):
         assert "input x has other sizes" in text and "FXPAR_INPUTS=local" in text
         assert "[4, 16] on rank 0, [8, 16] on rank 1" in text
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    return x * (x > 0).sum().item()
+
+
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0] * 2
+
+
+def captured(fn: Any, option: str) -> None:
+    with torch._dynamo.config.patch({option: True}):
+        compiled(fn)(made()[1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fn", "option"),
+    [(counted, "capture_scalar_outputs"), (chosen, "capture_dynamic_output_shape_ops")],
+)
+def test_data_read_inside_a_graph(fn: Any, option: str) -> None:
+    for text in raised(captured, fn, option, kind=PlanError):
+        assert "inside one graph" in text and "test_bad_input.py" in text
+        assert f"leave torch._dynamo.config.{option} off" in text
 
 
 def fails_while_compiling() -> None:
