@@ -1,11 +1,11 @@
 """Several gloo ranks for tests: functions in ranks that stay alive, or whole scripts.
 
-``Pool(n)`` keeps n processes that have imported torch and share a process group, since
-that import costs seconds. ``pool.run(fn, *args)`` calls a function that can be imported
-by name on every rank and returns the results in order of ranks; ``pool.errors`` what
-they raised. ``shared_pool(n)`` is n ranks of one pool for the test session.
-``run_script`` starts a script as torchrun does. Nothing outlives its timeout, and no
-port is guessed: this process holds the store that ranks meet at.
+``Pool(n)`` keeps n processes that share a process group, forks of one that has imported
+torch and fxpar, since those imports cost seconds. ``pool.run(fn, *args)`` calls a
+function that can be imported by name on every rank and returns the results in order of
+ranks; ``pool.errors`` what they raised. ``shared_pool(n)`` is n ranks of one pool for
+the test session. ``run_script`` starts a script as torchrun does. Nothing outlives its
+timeout, and no port is guessed: this process holds the store that ranks meet at.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -32,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RANKS = 4  # of the session's pool
 TAIL = 4000  # characters of a rank's output shown when it fails
+IMPORTED = ["torch._dynamo", "torch._inductor.compile_fx", "fxpar.backend"]  # by forks
 
 
 class RankError(AssertionError):
@@ -40,7 +42,7 @@ class RankError(AssertionError):
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen
+    process: multiprocessing.Process
     pipe: connection.Connection
     output: Any
 
@@ -53,7 +55,8 @@ class _Rank:
 class Pool:
     """``size`` ranks, started when first used and again after one was lost.
 
-    ``env``: variables they start with; ``group``: whether they are a process group.
+    ``env``: variables they start with, each in a new interpreter then; ``group``:
+    whether they are a process group.
     """
 
     def __init__(
@@ -161,19 +164,18 @@ class Pool:
 
     def _start(self) -> None:
         self._store, port = _host_store()
+        method = "spawn" if self.env else "forkserver"
+        context: Any = multiprocessing.get_context(method)
+        context.set_forkserver_preload(IMPORTED)
+        environment = _environment(self.env)
         for rank in range(self.size):
             ours, theirs = connection.Pipe()
             output = _log(rank)
-            command = [sys.executable, __file__, str(theirs.fileno()), str(port)]
-            process = subprocess.Popen(
-                [*command, str(rank)],
-                pass_fds=[theirs.fileno()],
-                stdout=output,
-                stderr=output,
-                env=_environment(self.env),
-                cwd=ROOT,
-                start_new_session=True,
+            process = context.Process(
+                target=_serve, args=(theirs, output.name, environment, port, rank)
             )
+            with _variables(environment):  # an interpreter may start
+                process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, output))
 
@@ -286,18 +288,24 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> list[int]:
     return [rank for rank, process in enumerate(processes) if process.poll() is None]
 
 
-def _end(processes: Sequence[subprocess.Popen], patience: float) -> None:
+def _end(
+    processes: Sequence[subprocess.Popen | multiprocessing.Process], patience: float
+) -> None:
     """End processes: those that do not end by themselves print their stacks first."""
     deadline = time.monotonic() + patience
     for sent in (None, signal.SIGABRT, signal.SIGKILL):
         for process in processes:
-            if sent is not None and process.poll() is None:
-                process.send_signal(sent)
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            if sent is not None and _is_alive(process):
+                os.kill(process.pid, sent)
+        while any(map(_is_alive, processes)) and time.monotonic() < deadline:
             time.sleep(0.01)
         deadline = time.monotonic() + 1.0
-    for process in processes:
-        process.wait()
+
+
+def _is_alive(process: subprocess.Popen | multiprocessing.Process) -> bool:
+    if isinstance(process, subprocess.Popen):
+        return process.poll() is None
+    return process.is_alive()
 
 
 def _host_store() -> tuple[Any, int]:
@@ -392,8 +400,16 @@ def _variables(env: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-if __name__ == "__main__":
-    handle, port, rank = map(int, sys.argv[1:])
-    sys.path[0] = str(ROOT)  # this file's directory would shadow nothing, but is noise
-    _Worker(connection.Connection(handle), port, rank).serve()
+def _serve(
+    pipe: connection.Connection, output: str, env: Mapping[str, str], *where: int
+) -> None:
+    """Be a rank until the pipe closes, with these variables; print to ``output``."""
+    os.setsid()  # an interrupt is for the process that has the pool
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    with open(output, "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    _Worker(pipe, *where).serve()
     os._exit(0)  # gloo's threads may hold tensors still: see fxpar.runtime.groups
