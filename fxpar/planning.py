@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
+from fxpar.passes.step_collectives import facts_of
 from fxpar.pipeline import Result, parallelize
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
-from fxpar.sharding.plan_facts import dearest, reshards_of
 from fxpar.sharding.plan_request import (
     Request,
     choices,
@@ -47,7 +47,6 @@ from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, said
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
-from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 
@@ -178,8 +177,10 @@ class TracedPlan(Plan):
         What runs has equal shards. Raises as ``hardware`` does, and PlanError for a
         loaded plan.
         """
-        decision = self._traced()[0].decision
-        return ratios(decision, self.hardware, reshards_of(decision))
+        result, _ = self._traced()
+        _, done = facts_of(result.local)
+        reshards = [reshard for reshard, _ in done]
+        return ratios(result.decision, self.hardware, reshards)
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
@@ -311,12 +312,8 @@ def plan(
         named_hardware=named_machine(options),
     )
     result = parallelize(module.graph, fake_mode, request)
-    found = result.plan
-    if options.hardware and not isinstance(chosen, SearchOptions):
-        on = machine(options).on(found.mesh)
-        found = replace(found, dearest=dearest(result.decision, on))
     return TracedPlan(
-        **asdict_shallow(found),
+        **asdict_shallow(result.plan),
         result=result,
         call=call,
         module=module,

@@ -9,7 +9,6 @@ is a ScheduleError too, with the line of the schedule.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,17 +17,14 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import fused_matmul, node_legality, parse, writes_as_results
+from fxpar.fusion import node_legality, parse, writes_as_results
 from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
 from fxpar.fusion.verbs import fuse_nodes, gathers, overlap, reorder, send_recv
-from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.sink_waits import sink_waits
-from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan import Collective
 from fxpar.sharding.spec import Spec
 
 # verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
@@ -49,10 +45,6 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "bucket": fuse_nodes.bucket,
     "share": send_recv.share,
 }
-
-
-# Collectives that a schedule takes away, and those it brings.
-MovedCollectives = tuple[Counter[Collective], Counter[Collective]]
 
 
 class Unexpected(ScheduleError):
@@ -117,44 +109,6 @@ def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     fuse_nodes.inline(graph)
     lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
-
-
-def moved_collectives(before: fx.Graph, after: fx.Graph) -> MovedCollectives:
-    """Collectives of a local graph with steps that are gone after a schedule, and those
-    that have come."""
-    had, have = Counter(_collectives(before)), Counter(_collectives(after))
-    return had - have, have - had
-
-
-def with_moved(
-    known: tuple[Collective, ...], moved: MovedCollectives
-) -> tuple[Collective, ...]:
-    """Collectives of the plan without those that the schedule took away, and with those
-    it brought."""
-    gone, come = Counter(moved[0]), moved[1]
-    stay = []
-    for collective in known:
-        if gone[collective]:
-            gone[collective] -= 1
-        else:
-            stay.append(collective)
-    return (*stay, *come.elements())
-
-
-def _collectives(graph: fx.Graph) -> list[Collective]:
-    out = []
-    for node in graph.nodes:
-        if node.target in collective_nodes.COLLECTIVE:
-            grows = node.target is not collective_nodes.reduce_scatter
-            whole = node if grows else node.all_input_nodes[0]
-            source = node.meta.get("fxpar_cause", node.name)
-            kind, axes = node.target.__name__, collective_nodes.axes_of(node)
-            size = nbytes_of(whole.meta["val"])
-            out.append(Collective(kind, axes, size, source))
-        elif node.target in node_legality.PRODUCTS:
-            source = node.meta.get("fxpar_cause", node.name)
-            out.append(fused_matmul.collective_of(node, source))
-    return out
 
 
 def _fake_mode(graph: fx.Graph) -> Any:

@@ -27,6 +27,7 @@ from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.passes import collective_nodes
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
+from fxpar.passes.launches import PRODUCTS
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -37,13 +38,6 @@ c10d = torch.ops._c10d_functional
 
 
 ours = torch.ops.fxpar
-
-
-# Products with their collective as one op, and what they communicate.
-PRODUCTS = {
-    ours.gather_matmul.default: "all_gather",
-    ours.matmul_scatter.default: "reduce_scatter",
-}
 
 
 _SILENT = {*PRODUCTS, c10d.wait_tensor.default}

@@ -23,6 +23,11 @@ ours = torch.ops.fxpar
 KINDS: dict[Any, str] = {
     op: kind for kind, lowering in LOWERINGS.items() for op in lowering.emulations()
 }
+# Products with their collective as one op, and what they communicate.
+PRODUCTS = {
+    ours.gather_matmul.default: "all_gather",
+    ours.matmul_scatter.default: "reduce_scatter",
+}
 WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -20,12 +19,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
-from fxpar.fusion.apply_schedule import (
-    MovedCollectives,
-    apply,
-    moved_collectives,
-    with_moved,
-)
+from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
 from fxpar.fusion.kernels.implementations import GroupFacts
@@ -41,6 +35,7 @@ from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order_collectives import PhaseGraph
+from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.train_step import step_writes
@@ -97,8 +92,6 @@ class JointState(PipelineState):
     near: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    # Collectives that the schedule took away, and those it brought.
-    moved: MovedCollectives = (Counter(), Counter())
     plan: Plan = field(init=False)
 
     @property
@@ -264,7 +257,7 @@ def apply_schedule(state: JointState) -> None:
         after = apply(state.schedule, before, mesh) if state.schedule else before
     if state.schedule:
         fuse_nodes.inline(after)
-        state.graph, state.moved = after, moved_collectives(before, after)
+        state.graph = after
 
 
 def lower(state: JointState) -> None:
@@ -279,15 +272,19 @@ def regather(state: JointState) -> None:
 
 
 def describe(state: JointState) -> None:
-    """The plan as data, with what the schedule changed."""
-    keep = state.request.keep_gathered
-    plan = plan_facts.describe(state.decided, keep_gathered=keep)
+    """The plan as data, facts of its step read off the graph."""
+    request, mesh = state.request, state.decided.mesh
+    if request.named_hardware is not None:
+        mesh = request.named_hardware.on(mesh)
+    sent, done = facts_of_step(state.graph)
+    plan = plan_facts.describe(
+        state.decided, sent, done, mesh, keep_gathered=request.keep_gathered
+    )
     state.plan = replace(
         plan,
         schedule=str(state.schedule),
         near=state.near,
         notes=(*plan.notes, *state.notes),
-        collectives=with_moved(plan.collectives, state.moved),
     )
 
 
