@@ -240,20 +240,20 @@ def compile_fx(
             _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
+            ignore_shape_env=True,  # sizes are known: none becomes a symbol
         )
     return cast(Callable[..., Any], compiled)
 
 
 def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
-    """Examples of a graph with a loop as fakes among which symbols can be made."""
+    """Examples as fakes among which symbols can be made: Inductor asks for that to keep
+    what it compiled on disk, and to lower loops."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
     names = {higher_order_name(n.target) for graph in graphs for n in graph.nodes}
     loops = {f"higher_order::{op}" for op in ("while_loop", "scan", "map_impl")}
-    if not names & loops:
-        return examples
-    mode = new_fake_mode(symbols=True, scalars=True)
+    mode = new_fake_mode(symbols=True, scalars=bool(names & loops))
 
     def fake(x: Any) -> Any:
         if isinstance(x, FakeTensor):

@@ -1,0 +1,181 @@
+"""Time to the end of the first step: DDP + torch.compile beside fxpar.
+
+    python benchmarks/bench_first_step.py [--short] [--layers N] [--ranks N]
+        [--repeat N] [--side ddp|fxpar|shard|program] [--json FILE]
+
+A Llama of hidden size 256, forward, backward and AdamW. Each run is a job of its own:
+``cold`` with empty caches, then ``warm``, the same job again with the caches that the
+cold one left. ``ddp`` is DistributedDataParallel + torch.compile, every rank reading
+its part of the batch; ``fxpar`` reads the same (inputs=local), parameters whole;
+``shard``: parameters of fxpar rest split (``fxpar.shard``); ``program``:
+``fxpar.train_step``. Sides alternate, run by run.
+
+``first``: seconds from before the model is made to the end of the first step, of the
+slowest rank. ``cpu``: CPU seconds of all ranks and of what they started in that time,
+which other jobs on the machine change little; ``job_cpu``: of the whole job, imports
+and helpers of the compiler included. ``second``: seconds of the second step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _peers
+from _common import conditions, write
+
+SIDES = ("ddp", "fxpar", "shard", "program")
+STATES = ("cold", "warm")
+LIMIT = 900  # seconds that one job may take
+_SUBREAPER = 36  # of prctl: orphans become this process's children
+
+
+def step_of(side: str, ranks: int) -> _peers.Step:
+    """A side's step, not compiled yet."""
+    if side == "ddp":
+        return _peers.ddp_side(ranks, "inductor", "", "")
+    if side == "program":
+        return _peers.one_program("ddp", ranks, "inductor", {})
+    peer = "fsdp2" if side == "shard" else "ddp"
+    return _peers.fxpar_side(peer, ranks, "inductor", {})
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the children that ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """What each rank runs: two steps, the first of which compiles."""
+    import torch
+    import torch.distributed as dist
+    import transformers  # noqa: F401  (imports are no part of a first step)
+
+    import fxpar  # noqa: F401
+
+    torch.set_num_threads(1)
+    _peers.LAYERS = args.layers[0]
+    dist.init_process_group("gloo")
+    dist.barrier()
+    begun, cpu = time.perf_counter(), cpu_seconds()
+    step = step_of(args.side[0], dist.get_world_size())
+    *_, loss = step(0)
+    first, used = time.perf_counter() - begun, cpu_seconds() - cpu
+    _, second, again = step(1)
+    figures = torch.tensor([first, second, used], dtype=torch.float64)
+    slowest = figures.clone()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(figures)
+    if dist.get_rank() == 0:
+        data = {
+            "first": float(slowest[0]),
+            "second": float(slowest[1]),
+            "cpu": float(figures[2]),
+            "losses": [float(loss), float(again)],
+        }
+        Path(args.worker).write_text(json.dumps(data))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(side: str, layers: int, ranks: int, cache: str) -> dict[str, Any]:
+    """One job; its figures."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "FXPAR_SCHEDULE": "auto",
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+    }
+    cores = max(1, (os.cpu_count() or 1) // ranks)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "figures.json")
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--master-port", str(port), "--nproc-per-node", str(ranks)]
+        command += [__file__, "--worker", out, "--side", side, "--layers", str(layers)]
+        before = cpu_of_children()
+        subprocess.run(command, env=environment, check=True, timeout=LIMIT)
+        data = json.loads(Path(out).read_text())
+    return data | {"job_cpu": cpu_of_children() - before}
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of all jobs so far, of what they left behind too."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.05)
+        except ChildProcessError:
+            break
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(sides: list[str], layers: int, ranks: int, repeat: int) -> dict[str, Any]:
+    """Cold and warm runs of all sides in turns."""
+    runs: dict[str, Any] = {side: {state: [] for state in STATES} for side in sides}
+    for _ in range(repeat):
+        for side in sides:
+            with tempfile.TemporaryDirectory() as cache:
+                for state in STATES:
+                    runs[side][state].append(run(side, layers, ranks, cache))
+    return {"layers": layers, "ranks": ranks, "runs": runs}
+
+
+def show(case: dict[str, Any]) -> None:
+    """Medians, and ratios to the first side."""
+    print(f"{case['layers']} layers, {case['ranks']} ranks")
+    least: dict[tuple[str, str], float] = {}
+    for side, states in case["runs"].items():
+        for state, runs in states.items():
+            parts = []
+            for what in ("first", "cpu", "job_cpu", "second"):
+                median = statistics.median(each[what] for each in runs)
+                base = least.setdefault((state, what), median)
+                parts.append(f"{what} {median:7.2f} s ({median / base:4.2f})")
+            print(f"  {side:8} {state}  {'  '.join(parts)}  n={len(runs)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="2 layers, 2 ranks, once")
+    parser.add_argument("--layers", type=int, action="append")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--repeat", type=int)
+    parser.add_argument("--side", choices=SIDES, action="append")
+    parser.add_argument("--json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # Linux; elsewhere job_cpu lacks helpers
+    before, cases = conditions(), []
+    for layers in args.layers or ([2] if args.short else [2, 8]):
+        for ranks in args.ranks or ([2] if args.short else [1, 2, 4]):
+            repeat = args.repeat or (1 if args.short else 3)
+            cases.append(measure(args.side or ["ddp", "fxpar"], layers, ranks, repeat))
+            show(cases[-1])
+    model = {"batch": _peers.BATCH, "length": _peers.LENGTH}
+    data = {"conditions": before, "model": model, "cases": cases}
+    write(args.json, "bench_first_step", data)
+
+
+if __name__ == "__main__":
+    main()
