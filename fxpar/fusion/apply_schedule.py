@@ -71,9 +71,20 @@ def apply(
 
     Raises ScheduleError.
     """
-    edit, lifted = opened(graph, Mesh.parse(mesh), inputs, permit, groups)
-    for line in Schedule.of(schedule).lines:
-        do(edit, line)
+    lines = Schedule.of(schedule).lines
+    mesh = Mesh.parse(mesh)
+    edit, lifted = opened(graph, mesh, inputs, permit, groups)
+    try:
+        for line in lines[:-1]:
+            do(edit, line, check=False)
+        for line in lines[-1:]:
+            do(edit, line)
+    except ScheduleError:
+        # Once more with a check after each: the first line that is wrong is named.
+        edit, _ = opened(graph, mesh, inputs, permit, groups)
+        for line in lines[:-1]:
+            do(edit, line)
+        raise
     writes_as_results.put(edit.graph, edit.written)
     if lifted if lowered is None else lowered:
         finish(edit.graph, edit.mesh, edit.build.fake_mode)
@@ -146,8 +157,9 @@ def _spec(given: Spec | Sequence[Any] | str) -> Spec:
     return Spec.parse(given) if isinstance(given, str) else Spec(*given)
 
 
-def do(edit: Edit, line: Line) -> None:
-    """One line of a schedule. Raises ScheduleError."""
+def do(edit: Edit, line: Line, *, check: bool = True) -> None:
+    """One line of a schedule; ``check``: whether the graph is checked after it, which
+    takes time that grows with the graph. Raises ScheduleError."""
     if line.verb not in VERBS:
         what = f"{line.verb!r} is no verb, in: {shown(line)}"
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
@@ -155,9 +167,10 @@ def do(edit: Edit, line: Line) -> None:
     try:
         arguments, options = parse.read(edit, line)
         made = VERBS[line.verb](edit, *arguments, **options)
-        node_legality.check(edit.graph, line.verb, edit.ordered)
         _name(edit, line, made)
-        edit.graph.lint()
+        if check:
+            node_legality.check(edit.graph, line.verb, edit.ordered)
+            edit.graph.lint()
     except ScheduleError as error:
         error.add_note(f"in the schedule: {shown(line)}")
         raise

@@ -279,4 +279,3 @@ def _put(graph: fx.Graph, order: list[fx.Node]) -> None:
         if before is not None and before.next is not node:
             before.append(node)
         before = node
-    graph.lint()
