@@ -28,6 +28,7 @@ from fxpar.errors import (
     PlanError,
     RankMismatchError,
 )
+from fxpar.explain import status_line
 from fxpar.explain.dump import report
 from fxpar.passes import random
 from fxpar.passes.boundaries import absorb
@@ -284,9 +285,14 @@ class _Job:
         # The mesh may have been chosen since.
         job = replace(self, ranks=join(self.options)) if self.ranks.open else self
         step = _Parallelize(job, next_graph(), broken_at)
+        showing = status_line.shown(
+            f"graph{step.number}",
+            pipeline.MOST_STEPS,
+            on=self.options.progress and job.ranks.rank == 0,
+        )
         if self.options.codegen == "inductor":
             random.register_lowering()
-        with _told_to_others(), _said_of(gm):
+        with showing, _told_to_others(), _said_of(gm):
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
@@ -296,6 +302,7 @@ class _Job:
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
+            status_line.begin("waiting for the other ranks")
             step.agree_on_launches()
         checks = []
         if self.writes:
@@ -439,6 +446,7 @@ class _Parallelize:
         request, result = self.request, self.result
         self.regions += pipeline.scheduled(graph, request, result, backward=backward)
         self.launches += crossings(graph)
+        status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def agree_on_launches(self) -> None:
         """Return once all ranks have compiled what launches the same collectives.

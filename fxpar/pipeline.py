@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize
@@ -120,6 +121,8 @@ PHASE = (
 )
 
 STEPS = (*JOINT, *RANK, *PHASE)
+# And what comes before and behind: Inductor on each phase, and waiting for other ranks.
+MOST_STEPS = len(JOINT) + len(RANK) + 2 * (len(PHASE) + 1) + 1
 STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 
 
@@ -155,6 +158,7 @@ def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
         graph = state.graph
         if not (step.optional and step.name in request.disable):
             before = op_counts(graph) if printed else Counter[str]()
+            status_line.begin(step.name)
             begun = time.perf_counter()
             step.run(state)
             seconds = state.seconds[step.name] = time.perf_counter() - begun

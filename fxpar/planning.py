@@ -21,6 +21,7 @@ from torch import fx
 from fxpar._torch.distributed import default_group
 from fxpar.config import Options
 from fxpar.errors import DeviceError, HintError, MeshError, PlanError
+from fxpar.explain import status_line
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
@@ -29,7 +30,7 @@ from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
-from fxpar.pipeline import Result, parallelize
+from fxpar.pipeline import MOST_STEPS, Result, parallelize
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
@@ -283,7 +284,9 @@ def plan(
     auto = read_auto(mesh)
     mesh = _line(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
-    module, fake_mode = call.trace()
+    leads = options.progress and not _rank()
+    with status_line.shown("plan", MOST_STEPS, on=leads):
+        module, fake_mode = call.trace()
     given = _given(in_specs, call.count, "in_specs", "tensor arguments")
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
@@ -311,7 +314,8 @@ def plan(
         dump=options.dump,
         named_hardware=named_machine(options),
     )
-    result = parallelize(module.graph, fake_mode, request)
+    with status_line.shown("plan", MOST_STEPS, on=leads):
+        result = parallelize(module.graph, fake_mode, request)
     return TracedPlan(
         **asdict_shallow(result.plan),
         result=result,
@@ -319,6 +323,11 @@ def plan(
         module=module,
         options=options,
     )
+
+
+def _rank() -> int:
+    group = default_group()
+    return 0 if group is None else int(group.rank())
 
 
 def _line(auto: Auto) -> Mesh:
