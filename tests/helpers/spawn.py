@@ -4,8 +4,9 @@
 torch and fxpar, since those imports cost seconds. ``pool.run(fn, *args)`` calls a
 function that can be imported by name on every rank and returns the results in order of
 ranks; ``pool.errors`` what they raised. ``shared_pool(n)`` is n ranks of one pool for
-the test session. ``run_script`` starts a script as torchrun does. Nothing outlives its
-timeout, and no port is guessed: this process holds the store that ranks meet at.
+the test session, ``ranks_of(mesh)`` as many of it as a mesh has. ``run_script`` starts
+a script as torchrun does. Nothing outlives its timeout, and no port is guessed: this
+process holds the store that ranks meet at.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,7 +35,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RANKS = 4  # of the session's pool
 TAIL = 4000  # characters of a rank's output shown when it fails
-IMPORTED = ["torch._dynamo", "torch._inductor.compile_fx", "fxpar.backend"]  # by forks
+# What ranks have imported when they start; what is not installed is left out.
+IMPORTED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "fxpar.backend",
+    "numba",
+    "scipy.optimize",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 class RankError(AssertionError):
@@ -204,6 +214,11 @@ class SharedPool:
 def shared_pool(size: int) -> SharedPool:
     """``size`` ranks of the session's one pool, which start once for all tests."""
     return SharedPool(size, _session_pool(max(size, RANKS)))
+
+
+def ranks_of(mesh: str) -> SharedPool:
+    """The ranks of a mesh such as "dp=2,tp=2"."""
+    return shared_pool(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")))
 
 
 @functools.cache
