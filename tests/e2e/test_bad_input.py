@@ -277,7 +277,7 @@ print("went on", flush=True)
 
 @pytest.mark.multiprocess
 def test_a_rank_that_dies_within_a_step() -> None:
-    survivor, dead = run_script(DIES, ranks=2)
+    survivor, dead = run_script(DIES, ranks=2, fork=True)
     assert dead.code == 7
     assert survivor.code not in (0, None)
     assert "alive" in survivor.output and "went on" not in survivor.output

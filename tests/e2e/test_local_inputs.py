@@ -66,8 +66,8 @@ def test_loss_in_the_graph_is_the_global_mean(mesh) -> None:
 
 
 def test_loss_outside_the_graph_gives_the_gradients_of_the_mean() -> None:
-    loss, gradients = loss_outside("llama", None)
-    runs = shared_pool(2).run(loss_outside, "llama", "dp=2", timeout=200.0)
+    loss, gradients = loss_outside("llama/1", None)
+    runs = shared_pool(2).run(loss_outside, "llama/1", "dp=2", timeout=200.0)
     assert sum(got for got, _ in runs) / 2 == pytest.approx(loss, rel=1e-5)
     assert runs[0][0] != runs[1][0]
     for _, grads in runs:

@@ -4,8 +4,9 @@
 torch and fxpar, since those imports cost seconds. ``pool.run(fn, *args)`` calls a
 function that can be imported by name on every rank and returns the results in order of
 ranks; ``pool.errors`` what they raised. ``shared_pool(n)`` is n ranks of one pool for
-the test session. ``run_script`` starts a script as torchrun does. Nothing outlives its
-timeout, and no port is guessed: this process holds the store that ranks meet at.
+the test session, ``ranks_of(mesh)`` as many of it as a mesh has. ``run_script`` starts
+a script as torchrun does. Nothing outlives its timeout, and no port is guessed: this
+process holds the store that ranks meet at.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import atexit
 import contextlib
 import functools
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -33,7 +36,18 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RANKS = 4  # of the session's pool
 TAIL = 4000  # characters of a rank's output shown when it fails
-IMPORTED = ["torch._dynamo", "torch._inductor.compile_fx", "fxpar.backend"]  # by forks
+# What ranks have imported when they start; what is not installed is left out.
+IMPORTED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "fxpar.backend",
+    "numba",
+    "scipy.optimize",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+_Process = subprocess.Popen | multiprocessing.Process
 
 
 class RankError(AssertionError):
@@ -206,6 +220,11 @@ def shared_pool(size: int) -> SharedPool:
     return SharedPool(size, _session_pool(max(size, RANKS)))
 
 
+def ranks_of(mesh: str) -> SharedPool:
+    """The ranks of a mesh such as "dp=2,tp=2"."""
+    return shared_pool(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")))
+
+
 @functools.cache
 def _session_pool(size: int) -> Pool:
     pool = Pool(size)
@@ -227,15 +246,16 @@ def run_script(
     ranks: int,
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
+    fork: bool = False,
 ) -> list[Ended]:
     """Run a Python file, or code, on several ranks with the environment of torchrun.
 
+    ``fork``: in forks that have imported what ranks of a pool have, which saves seconds
+    where the script is not about how a process starts.
     Raises RankError if a rank is still running at the timeout, or 10 s after another
     one failed.
     """
     store, port = _host_store()
-    is_file = isinstance(script, Path) or script.endswith(".py")
-    command = [sys.executable, *([str(script)] if is_file else ["-c", script])]
     launch = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -248,15 +268,13 @@ def run_script(
     }
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(_log(rank)) for rank in range(ranks)]
+        start = _forked if fork else _started
         processes = [
-            subprocess.Popen(
-                [*command, *arguments],
-                stdout=logs[rank],
-                stderr=logs[rank],
-                env=_environment(launch, {"RANK": str(rank)}, env or {})
+            start(
+                [str(script), *arguments],
+                logs[rank],
+                _environment(launch, {"RANK": str(rank)}, env or {})
                 | {"LOCAL_RANK": str(rank)},
-                cwd=ROOT,
-                start_new_session=True,
             )
             for rank in range(ranks)
         ]
@@ -268,29 +286,75 @@ def run_script(
     if late:
         tails = [f"--- rank {r}\n{outputs[r][-TAIL:]}" for r in range(ranks)]
         raise RankError("\n".join([f"ranks {late} did not finish:", *tails]))
-    return [Ended(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
+    return [Ended(_code(p), out) for p, out in zip(processes, outputs, strict=True)]
+
+
+def _started(command: list[str], log: Any, env: dict[str, str]) -> _Process:
+    """A new interpreter that runs a file, or code, with arguments."""
+    is_file = command[0].endswith(".py")
+    return subprocess.Popen(
+        [sys.executable, *([] if is_file else ["-c"]), *command],
+        stdout=log,
+        stderr=log,
+        env=env,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def _forked(command: list[str], log: Any, env: dict[str, str]) -> _Process:
+    """As ``_started``, a fork."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    process = context.Process(target=_run_main, args=(command, log.name, env))
+    with _variables(env):
+        process.start()
+    return process
+
+
+def _run_main(command: list[str], output: str, env: Mapping[str, str]) -> None:
+    """Run a file, or code, as if this process had begun with it."""
+    _begin(output, env)
+    sys.argv = command
+    try:
+        if command[0].endswith(".py"):
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
+        else:
+            exec(compile(command[0], "<string>", "exec"), {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _begin(output: str, env: Mapping[str, str]) -> None:
+    """Let this fork have these variables, and print to a file."""
+    os.setsid()  # an interrupt is for the process that started it
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    with open(output, "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 def _log(rank: int) -> Any:
     return tempfile.NamedTemporaryFile(prefix=f"rank{rank}_", suffix=".log")
 
 
-def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> list[int]:
+def _wait(processes: Sequence[_Process], timeout: float) -> list[int]:
     """Ranks that still run at the end."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
+        codes = [_code(process) for process in processes]
         if None not in codes:
             return []
         if any(codes):
             deadline = min(deadline, time.monotonic() + 10.0)
         time.sleep(0.02)
-    return [rank for rank, process in enumerate(processes) if process.poll() is None]
+    return [rank for rank, process in enumerate(processes) if _is_alive(process)]
 
 
-def _end(
-    processes: Sequence[subprocess.Popen | multiprocessing.Process], patience: float
-) -> None:
+def _end(processes: Sequence[_Process], patience: float) -> None:
     """End processes: those that do not end by themselves print their stacks first."""
     deadline = time.monotonic() + patience
     for sent in (None, signal.SIGABRT, signal.SIGKILL):
@@ -302,10 +366,15 @@ def _end(
         deadline = time.monotonic() + 1.0
 
 
-def _is_alive(process: subprocess.Popen | multiprocessing.Process) -> bool:
+def _code(process: _Process) -> Any:
+    """A process's exit status, None while it runs."""
     if isinstance(process, subprocess.Popen):
-        return process.poll() is None
-    return process.is_alive()
+        return process.poll()
+    return process.exitcode
+
+
+def _is_alive(process: _Process) -> bool:
+    return _code(process) is None
 
 
 def _host_store() -> tuple[Any, int]:
@@ -404,12 +473,6 @@ def _serve(
     pipe: connection.Connection, output: str, env: Mapping[str, str], *where: int
 ) -> None:
     """Be a rank until the pipe closes, with these variables; print to ``output``."""
-    os.setsid()  # an interrupt is for the process that has the pool
-    os.chdir(ROOT)
-    os.environ.clear()
-    os.environ.update(env)
-    with open(output, "ab", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    _begin(output, env)
     _Worker(pipe, *where).serve()
     os._exit(0)  # gloo's threads may hold tensors still: see fxpar.runtime.groups
