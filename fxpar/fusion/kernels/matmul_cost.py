@@ -28,8 +28,6 @@ LEAST_ROWS = 2048
 # copy between devices, beside its bytes. Estimates.
 LAUNCH = 3e-6
 COPY = 3e-6
-# Bytes/s of an H100's memory.
-MEMORY = 3e12
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,12 @@ def profitable(
     ranks: int,
     link: float,
     peak: float,
+    memory: float,
     *,
     dtype: str = "bfloat16",
     programs: int = 132,
     units: int = 0,
     rest: int = 0,
-    memory: float = MEMORY,
 ) -> Verdict:
     """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
     rank computes it, m over all chunks. ``link``: bytes/s one way; ``peak``: flops/s
