@@ -53,10 +53,11 @@ _LAST = (
 
 @dataclass(frozen=True)
 class OverlapWay:
-    """``line``: a verb of a window. ``least``: seconds that what it chunks, and its
-    collective, take at least instead of ``now``."""
+    """One way to run a window with its collective beside compute."""
 
+    # A verb of a window.
     line: Line
+    # Seconds that what it chunks, and its collective, take at least instead of ``now``.
     least: float
     now: float
 

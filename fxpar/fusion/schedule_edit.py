@@ -36,17 +36,19 @@ Axes = tuple[str, ...]
 
 @dataclass
 class Edit:
-    """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
-    kept in slices. ``staged``: whether the graphs it exchanges messages with are at
-    hand, to be changed alike. ``ordered``: what keeps its order, as of ``order``;
-    ``written``: inputs to which results are written at the end, as of ``writes``."""
+    """A local graph to which a schedule is applied, line by line."""
 
     graph: fx.Graph
     build: Builder
+    # Inputs that may be kept in slices.
     permit: frozenset[str] = frozenset()
+    # Whether the graphs it exchanges messages with are at hand, to be changed alike.
     staged: bool = False
+    # What keeps its order, as of ``order``.
     ordered: Counter[str] = field(default_factory=Counter)
+    # Inputs to which results are written at the end, as of ``writes``.
     written: tuple[Write, ...] = ()
+    # What lines of the schedule call nodes.
     names: dict[str, fx.Node] = field(default_factory=dict)
     _index: dict[str, fx.Node] = field(default_factory=dict)
 

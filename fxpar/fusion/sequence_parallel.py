@@ -51,13 +51,15 @@ _NEVER = 2**30
 
 @dataclass(frozen=True)
 class SliceCut:
-    """``sliced``: ops that run on slices. ``split``: all-reduces that are split, and
-    along which dim; ``kept``: those that are not, of which ops on slices read slices.
-    ``saved``: seconds."""
+    """Ops of a graph that could run on slices, and what that saves."""
 
+    # Ops that run on slices.
     sliced: tuple[fx.Node, ...]
+    # All-reduces that are split, and along which dim.
     split: dict[fx.Node, int]
+    # Those that are not, of which ops on slices read slices.
     kept: dict[fx.Node, int]
+    # Seconds.
     saved: float
 
     @property

@@ -36,10 +36,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Together:
-    """How the sizes of all ranks go together. ``mismatch``: what to raise where that
-    cannot be run."""
+    """How the sizes of all ranks go together."""
 
     kind: str
+    # What to raise where that cannot be run.
     mismatch: InputMismatchError | None = None
 
 

@@ -42,10 +42,11 @@ Sized = Callable[[int], Sequence[Any]]
 
 @dataclass(frozen=True)
 class LocalResults:
-    """``own``: names of results that leave as this rank's summand, by position.
-    ``notes``: what was done to results, for the plan."""
+    """What leaves a graph that is fed parts of the batch."""
 
+    # Names of results that leave as this rank's summand, by position.
     own: Mapping[int, str] = field(default_factory=dict)
+    # What was done to results, for the plan.
     notes: tuple[str, ...] = ()
 
     def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
@@ -192,9 +193,10 @@ def _of_input(named: Named) -> Growth:
 
 @dataclass(frozen=True)
 class _Traced:
-    """An ATen graph; ``inputs``: for each placeholder the position of the argument."""
+    """An ATen graph."""
 
     graph: fx.Graph
+    # For each placeholder the position of the argument.
     inputs: tuple[int, ...]
 
 

@@ -53,14 +53,15 @@ class _Outside:
 
 @dataclass(eq=False)
 class _Watched:
-    """A compiled module or function. ``met``: modules in the frames Dynamo met.
-    ``whole``: of each graph that ran, whether the whole call was in it."""
+    """A compiled module or function."""
 
     fn: Any  # a weak reference
     name: str
     options: dict[str, Any] | None
     asked: Options | None = None
+    # Modules in the frames Dynamo met.
     met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    # Of each graph that ran, whether the whole call was in it.
     whole: weakref.WeakKeyDictionary[Any, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )

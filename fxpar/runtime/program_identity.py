@@ -34,10 +34,12 @@ SUMMAND_MARK = "_fxpar_summand"
 
 @dataclass(frozen=True)
 class Named:
-    """``kind``: "parameter", "buffer", "input", or "summand", an input of which each
-    rank holds a summand; ``name``: as in the user's code."""
+    """An input of a graph, as the user knows it."""
 
+    # As in the user's code.
     name: str
+    # "parameter", "buffer", "input", or "summand", an input of which each rank holds a
+    # summand.
     kind: str
 
 

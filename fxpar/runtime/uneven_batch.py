@@ -28,11 +28,13 @@ from fxpar.sharding.propagate.conventions import batch_axes
 
 @dataclass(frozen=True)
 class Parts:
-    """``counts``: rows of each part; ``index``: the part of this rank; ``group``: name
-    of the process group of the ranks that hold one part each."""
+    """The parts of a batch that ranks hold, in rows."""
 
+    # Rows of each part.
     counts: tuple[int, ...]
+    # The part of this rank.
     index: int
+    # Name of the process group of the ranks that hold one part each.
     group: str
 
     @property

@@ -50,15 +50,18 @@ OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 
 @dataclass(frozen=True)
 class Fused:
-    """``programs``: one for each region, in order. ``before``, ``after``: bytes read
-    and written by what became regions. ``near``: near misses as text; ``left``: what a
-    schedule wanted in a region and is in none. ``rungs``: how each region runs."""
+    """Regions of a graph that became ops, and those that did not."""
 
+    # One for each region, in order.
     programs: tuple[RegionProgram, ...] = ()
+    # ``before``, ``after``: bytes read and written by what became regions.
     before: int = 0
     after: int = 0
+    # Near misses as text.
     near: tuple[str, ...] = ()
+    # What a schedule wanted in a region and is in none.
     left: tuple[str, ...] = ()
+    # How each region runs.
     rungs: tuple[Rung, ...] = ()
 
     def __str__(self) -> str:

@@ -33,10 +33,10 @@ COPY = 3e-6
 @dataclass(frozen=True)
 class Verdict:
     """Seconds of the collective and the matmul, predicted: ``serial``, one after the
-    other; ``chunked``, chunk by chunk; ``overlapped``, in the kernel with signals.
-    ``why``: as text."""
+    other; ``chunked``, chunk by chunk; ``overlapped``, in the kernel with signals."""
 
     pays: bool
+    # The reason, as text.
     why: str
     serial: float
     overlapped: float
@@ -46,14 +46,14 @@ class Verdict:
 @dataclass(frozen=True)
 class _Work:
     """Of a matmul with its collective, seconds: ``moving`` all chunks, ``summing`` what
-    came, ``rest``: matmuls of further weights. ``speed``: flops/s of the library on
-    one multiprocessor."""
+    came, ``rest``: matmuls of further weights."""
 
     ranks: int
     rows: int  # of a chunk
     n: int
     k: int
     dtype: str
+    # Flops/s of the library on one multiprocessor.
     speed: float
     units: int
     moving: float

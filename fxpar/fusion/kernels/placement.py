@@ -44,11 +44,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Choice:
-    """``source``: a value, or a number that fills. ``ranges``: (dim, first, end) of the
-    result. ``to``: element of the result -> of the source."""
+    """One of the tensors that an element of a result may come from."""
 
+    # A value, or a number that fills.
     source: Ref | float
+    # (dim, first, end) of the result.
     ranges: tuple[tuple[int, int, int], ...]
+    # Element of the result -> of the source.
     to: Map
 
 
@@ -150,13 +152,14 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """The number of an element as it is known in the kernel: ``text``. ``mask``: what
-    says which lanes count. ``block``: whether lanes differ. ``define``: lines that make
-    it, if it is not there from the start."""
+    """The number of an element as it is known in the kernel: ``text``."""
 
     text: str
+    # What says which lanes count.
     mask: str = ""
+    # Whether lanes differ.
     block: bool = True
+    # Lines that make it, if it is not there from the start.
     define: tuple[str, ...] = ()
     parent: str = ""
 

@@ -57,11 +57,11 @@ class _Chunked(Builder):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where chunks lie: along ``dim`` of the value at the collective's compute side.
-    ``ranks``: 1, or the ranks within whose parts of the dim they lie."""
+    """Where chunks lie: along ``dim`` of the value at the collective's compute side."""
 
     dim: int
     chunks: int
+    # 1, or the ranks within whose parts of the dim they lie.
     ranks: int = 1
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:

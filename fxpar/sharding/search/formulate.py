@@ -44,13 +44,14 @@ from fxpar.sharding.spec import Spec
 
 @dataclass
 class Formulation:
-    """``pool``: the specs that numbers stand for. ``settling[v]``: nodes of value v, by
-    phase (0 forward, 1 backward; both the same unless it is a parameter at rest)."""
+    """The solver's problem for a Program, and what its numbers stand for."""
 
     program: Program
     mesh: Mesh
     problem: Problem
     nodes: tuple[Node, ...]
+    # The specs that numbers stand for. ``settling[v]``: nodes of value v, by phase (0
+    # forward, 1 backward; both the same unless it is a parameter at rest).
     pool: tuple[Spec, ...]
     settling: Mapping[int, tuple[int, int]]
     entries: Sequence[Entry] = ()

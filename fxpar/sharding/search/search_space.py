@@ -40,15 +40,17 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class Node:
-    """A variable. ``kind``: "op", "input", "constant", "output" or "value". ``of``:
-    index of the op, input, output, or value. ``specs``: (K, tensors) number of the spec
-    of each tensor of an op under each strategy; (K, 1) for the others. ``copies``: (K,)
-    of a parameter that settles, whether that is a copy of what rests."""
+    """A variable."""
 
+    # "op", "input", "constant", "output" or "value".
     kind: str
+    # Index of the op, input, output, or value.
     of: int
+    # (K, tensors) number of the spec of each tensor of an op under each strategy; (K,
+    # 1) for the others.
     specs: np.ndarray
     strategies: tuple[Strategy, ...] = ()
+    # (K,) of a parameter that settles, whether that is a copy of what rests.
     copies: np.ndarray | None = None
 
 

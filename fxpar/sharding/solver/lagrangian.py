@@ -42,15 +42,16 @@ _MET = 16
 
 @dataclass
 class Priced:
-    """``prices``: (rows,) >= 0, those of the best ``bound``; ``choice``: the cheapest
-    that fits among those met, or None, at ``cost``; ``met``: the last few decodings
-    that are allowed, by what they cost at these prices, those that fit and those that
-    do not in turn."""
+    """What prices on memory rows have shown."""
 
+    # (rows,) >= 0, those of the best ``bound``.
     prices: np.ndarray
     bound: float
+    # The cheapest that fits among those met, or None, at ``cost``.
     choice: np.ndarray | None
     cost: float
+    # The last few decodings that are allowed, by what they cost at these prices, those
+    # that fit and those that do not in turn.
     met: list[np.ndarray] = field(default_factory=list)
 
 
@@ -252,11 +253,12 @@ def _master(flat: Flat, met: list, most: float) -> tuple[float, np.ndarray]:
 
 
 class Excess(NamedTuple):
-    """``choice``: that of least ``excess`` met (None: none was allowed); ``bound``: no
-    choice has less."""
+    """How far over the limit the best choice met is, and any must be."""
 
+    # That of least ``excess`` met (None: none was allowed).
     choice: np.ndarray | None
     excess: float
+    # No choice has less.
     bound: float
 
 
