@@ -19,6 +19,8 @@ PARTS := $(if $(PART),--part $(PART))
 XDIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Inductor's compiled kernels are kept, so a second run is fast.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+# So are compiled Python files, whatever the shell says: every process imports them.
+unexport PYTHONDONTWRITEBYTECODE
 # Each rank is one process on a shared machine; also keeps torchrun quiet.
 export OMP_NUM_THREADS ?= 1
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.spawn import run_script
+from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

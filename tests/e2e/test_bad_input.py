@@ -26,7 +26,8 @@ from fxpar.errors import (
     UnknownOpError,
 )
 from fxpar.sharding import rules
-from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.scripts import run_script
+from tests.helpers.spawn import shared_pool
 
 WIDTH = 16
 

@@ -1,12 +1,11 @@
-"""Several gloo ranks for tests: functions in ranks that stay alive, or whole scripts.
+"""Several gloo ranks for tests: functions in ranks that stay alive.
 
 ``Pool(n)`` keeps n processes that share a process group, forks of one that has imported
-torch and fxpar, since those imports cost seconds. ``pool.run(fn, *args)`` calls a
-function that can be imported by name on every rank and returns the results in order of
-ranks; ``pool.errors`` what they raised. ``shared_pool(n)`` is n ranks of one pool for
-the test session, ``ranks_of(mesh)`` as many of it as a mesh has. ``run_script`` starts
-a script as torchrun does. Nothing outlives its timeout, and no port is guessed: this
-process holds the store that ranks meet at.
+torch and fxpar. ``pool.run(fn, *args)`` calls a function that can be imported by name
+on every rank and returns the results in order of ranks; ``pool.errors`` what they
+raised. ``shared_pool(n)`` is n ranks of one pool for the test session,
+``ranks_of(mesh)`` as many of it as a mesh has. Nothing outlives its timeout, and no
+port is guessed: this process holds the store that ranks meet at.
 """
 
 from __future__ import annotations
@@ -19,39 +18,28 @@ import math
 import multiprocessing
 import os
 import pickle
-import runpy
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.processes import (
+    TAIL,
+    RankError,
+    end,
+    environment,
+    host_store,
+    log,
+    start,
+    variables,
+)
+
 RANKS = 4  # of the session's pool
-TAIL = 4000  # characters of a rank's output shown when it fails
-# What ranks have imported when they start; what is not installed is left out.
-IMPORTED = [
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "fxpar.backend",
-    "numba",
-    "scipy.optimize",
-    "transformers.models.llama.modeling_llama",
-]
-
-
-_Process = subprocess.Popen | multiprocessing.Process
-
-
-class RankError(AssertionError):
-    """Ranks raised, ended, or did not finish in time."""
 
 
 @dataclass
@@ -110,7 +98,7 @@ class Pool:
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.pipe.send_bytes(b"")
-        _end([rank.process for rank in self._ranks], patience=2.0)
+        end([rank.process for rank in self._ranks], patience=2.0)
         for rank in self._ranks:
             rank.pipe.close()
             rank.output.close()
@@ -166,30 +154,22 @@ class Pool:
                 rank = waiting.pop(pipe)
                 try:
                     got[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionError):
                     self._lost(members, [rank], "ended")
         return [got[rank] for rank in range(len(members))]
 
     def _lost(self, members: Sequence[_Rank], ranks: Sequence[int], how: str) -> None:
-        _end([rank.process for rank in self._ranks], patience=0.0)
+        end([rank.process for rank in self._ranks], patience=0.0)
         tails = [f"--- rank {r}\n{members[r].tail()}" for r in ranks]
         self.close()
         raise RankError("\n".join([f"ranks {list(ranks)} {how}:", *tails]))
 
     def _start(self) -> None:
-        self._store, port = _host_store()
-        method = "spawn" if self.env else "forkserver"
-        context: Any = multiprocessing.get_context(method)
-        context.set_forkserver_preload(IMPORTED)
-        environment = _environment(self.env)
+        self._store, port = host_store()
         for rank in range(self.size):
             ours, theirs = connection.Pipe()
-            output = _log(rank)
-            process = context.Process(
-                target=_serve, args=(theirs, output.name, environment, port, rank)
-            )
-            with _variables(environment):  # an interpreter may start
-                process.start()
+            output, env = log(rank), environment(self.env)
+            process = start(_serve, output, env, theirs, port, rank, fork=not self.env)
             theirs.close()
             self._ranks.append(_Rank(process, ours, output))
 
@@ -232,171 +212,6 @@ def _session_pool(size: int) -> Pool:
     return pool
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank of a script ended."""
-
-    code: int
-    output: str
-
-
-def run_script(
-    script: str | Path,
-    *arguments: str,
-    ranks: int,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
-    fork: bool = False,
-) -> list[Ended]:
-    """Run a Python file, or code, on several ranks with the environment of torchrun.
-
-    ``fork``: in forks that have imported what ranks of a pool have, which saves seconds
-    where the script is not about how a process starts.
-    Raises RankError if a rank is still running at the timeout, or 10 s after another
-    one failed.
-    """
-    store, port = _host_store()
-    launch = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-        "GROUP_RANK": "0",
-    }
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(_log(rank)) for rank in range(ranks)]
-        start = _forked if fork else _started
-        processes = [
-            start(
-                [str(script), *arguments],
-                logs[rank],
-                _environment(launch, {"RANK": str(rank)}, env or {})
-                | {"LOCAL_RANK": str(rank)},
-            )
-            for rank in range(ranks)
-        ]
-        stack.callback(_end, processes, patience=0.0)
-        late = _wait(processes, timeout)
-        _end(processes, patience=0.0)
-        outputs = [Path(log.name).read_text(errors="replace") for log in logs]
-    del store
-    if late:
-        tails = [f"--- rank {r}\n{outputs[r][-TAIL:]}" for r in range(ranks)]
-        raise RankError("\n".join([f"ranks {late} did not finish:", *tails]))
-    return [Ended(_code(p), out) for p, out in zip(processes, outputs, strict=True)]
-
-
-def _started(command: list[str], log: Any, env: dict[str, str]) -> _Process:
-    """A new interpreter that runs a file, or code, with arguments."""
-    is_file = command[0].endswith(".py")
-    return subprocess.Popen(
-        [sys.executable, *([] if is_file else ["-c"]), *command],
-        stdout=log,
-        stderr=log,
-        env=env,
-        cwd=ROOT,
-        start_new_session=True,
-    )
-
-
-def _forked(command: list[str], log: Any, env: dict[str, str]) -> _Process:
-    """As ``_started``, a fork."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    process = context.Process(target=_run_main, args=(command, log.name, env))
-    with _variables(env):
-        process.start()
-    return process
-
-
-def _run_main(command: list[str], output: str, env: Mapping[str, str]) -> None:
-    """Run a file, or code, as if this process had begun with it."""
-    _begin(output, env)
-    sys.argv = command
-    try:
-        if command[0].endswith(".py"):
-            sys.path.insert(0, str(Path(command[0]).parent))
-            runpy.run_path(command[0], run_name="__main__")
-        else:
-            exec(compile(command[0], "<string>", "exec"), {"__name__": "__main__"})
-    finally:
-        atexit._run_exitfuncs()
-
-
-def _begin(output: str, env: Mapping[str, str]) -> None:
-    """Let this fork have these variables, and print to a file."""
-    os.setsid()  # an interrupt is for the process that started it
-    os.chdir(ROOT)
-    os.environ.clear()
-    os.environ.update(env)
-    with open(output, "ab", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-
-
-def _log(rank: int) -> Any:
-    return tempfile.NamedTemporaryFile(prefix=f"rank{rank}_", suffix=".log")
-
-
-def _wait(processes: Sequence[_Process], timeout: float) -> list[int]:
-    """Ranks that still run at the end."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        codes = [_code(process) for process in processes]
-        if None not in codes:
-            return []
-        if any(codes):
-            deadline = min(deadline, time.monotonic() + 10.0)
-        time.sleep(0.02)
-    return [rank for rank, process in enumerate(processes) if _is_alive(process)]
-
-
-def _end(processes: Sequence[_Process], patience: float) -> None:
-    """End processes: those that do not end by themselves print their stacks first."""
-    deadline = time.monotonic() + patience
-    for sent in (None, signal.SIGABRT, signal.SIGKILL):
-        for process in processes:
-            if sent is not None and _is_alive(process):
-                os.kill(process.pid, sent)
-        while any(map(_is_alive, processes)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        deadline = time.monotonic() + 1.0
-
-
-def _code(process: _Process) -> Any:
-    """A process's exit status, None while it runs."""
-    if isinstance(process, subprocess.Popen):
-        return process.poll()
-    return process.exitcode
-
-
-def _is_alive(process: _Process) -> bool:
-    return _code(process) is None
-
-
-def _host_store() -> tuple[Any, int]:
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, store.port
-
-
-def _environment(*more: Mapping[str, str]) -> dict[str, str]:
-    # Of fxpar's own variables the defaults that tests/conftest.py sets.
-    ours = ("FXPAR_PLAN", "FXPAR_SCHEDULE")
-    out = {
-        k: v for k, v in os.environ.items() if not k.startswith("FXPAR_") or k in ours
-    }
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    out |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
-    for variables in more:
-        out |= variables
-    return out
-
-
 class _Worker:
     """One rank of a pool: takes jobs from its pipe until the pipe closes."""
 
@@ -422,7 +237,7 @@ class _Worker:
     def _outcome(self, job: Mapping[str, Any]) -> bytes:
         try:
             self._join(job["world"], job["life"])
-            with _variables(job["env"]):
+            with variables(job["env"]):
                 return pickle.dumps(("ok", _function(*job["fn"])(*job["args"]), ""))
         except BaseException as error:
             text = traceback.format_exc()
@@ -458,21 +273,7 @@ def _function(module: str, name: str) -> Callable[..., Any]:
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
-@contextlib.contextmanager
-def _variables(env: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _serve(
-    pipe: connection.Connection, output: str, env: Mapping[str, str], *where: int
-) -> None:
-    """Be a rank until the pipe closes, with these variables; print to ``output``."""
-    _begin(output, env)
+def _serve(pipe: connection.Connection, *where: int) -> None:
+    """Be a rank until the pipe closes."""
     _Worker(pipe, *where).serve()
     os._exit(0)  # gloo's threads may hold tensors still: see fxpar.runtime.groups

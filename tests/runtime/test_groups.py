@@ -14,7 +14,8 @@ from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import groups
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
-from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.scripts import run_script
+from tests.helpers.spawn import shared_pool
 
 MESH = Mesh.parse("dp=2,tp=2")
 
