@@ -180,6 +180,7 @@ def show(state: PipelineState, stage: str) -> None:
         state.shown,
         debug=request.debug,
         dump=request.dump,
+        specs=state.specs if stage == "planned" else None,
     )
     state.shown += 1
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -50,6 +51,7 @@ from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
+from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
 
@@ -70,6 +72,11 @@ class PipelineState:
     def label(self) -> str:
         """Where stages are dumped, and what logs begin with."""
         return self.request.label
+
+    @property
+    def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        """Of the tensors that nodes make, once they are decided."""
+        return {}
 
 
 @dataclass(kw_only=True)
@@ -93,6 +100,15 @@ class JointState(PipelineState):
     others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     plan: Plan = field(init=False)
+
+    @property
+    def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        program, specs = self.decided.program, defaultdict[fx.Node, list[Spec]](list)
+        for (node, _), value in sorted(
+            program.value_of.items(), key=lambda made: made[0][1]
+        ):
+            specs[node].append(self.decided.settled[value])
+        return specs
 
     @property
     def decided(self) -> Decision:
