@@ -15,9 +15,9 @@ from typing import Any
 from torch import fx
 
 from fxpar.passes.bucket_collectives import phase_of
-from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
 from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.program import depending_on_tangents
 
 
 def as_run(

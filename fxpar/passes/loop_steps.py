@@ -25,9 +25,8 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder, copy_of, value_of
 from fxpar.passes.graph_bodies import bodies_of, body_of, module_of, new_body
-from fxpar.passes.launches import depending_on_tangents
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import depending_on_tangents, user_line
 from fxpar.sharding.rules.table import tensors_of
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from collections import defaultdict
 
 from torch import fx
 
-from fxpar.passes.custom_ops import group_axes
+from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.forward_backward import phases
 from fxpar.passes.launches import KINDS, PRODUCTS
 from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
@@ -31,7 +31,7 @@ def facts_of(
     for phase in phases(graph):
         moved: dict[Reshard, int] = defaultdict(int)
         for node in phase:
-            if node.target in KINDS or node.target in PRODUCTS:
+            if _is_ours(node):
                 sent.append(_collective(node))
                 if "fxpar_reshard" in node.meta:
                     moved[node.meta["fxpar_reshard"]] += sent[-1].bytes
@@ -39,10 +39,19 @@ def facts_of(
     return tuple(sent), tuple(done)
 
 
+def _is_ours(node: fx.Node) -> bool:
+    """Whether it is a collective along axes of the mesh."""
+    known = node.target in KINDS or node.target in PRODUCTS
+    return known and _group(node).startswith(GROUP_PREFIX)
+
+
+def _group(node: fx.Node) -> str:
+    return str(node.kwargs.get("group_name", node.args[-1]))
+
+
 def _collective(node: fx.Node) -> Collective:
     kind = KINDS.get(node.target) or PRODUCTS[node.target]
-    group = node.kwargs.get("group_name", node.args[-1])
-    return Collective(kind, group_axes(str(group)), _size(node), _source(node))
+    return Collective(kind, group_axes(_group(node)), _size(node), _source(node))
 
 
 def _size(node: fx.Node) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, compose
+from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
@@ -32,10 +32,12 @@ from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import lift_seeds
 from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes.forward_backward import as_run
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order_collectives import PhaseGraph
+from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
@@ -289,19 +291,28 @@ def regather(state: JointState) -> None:
 
 def describe(state: JointState) -> None:
     """The plan as data, facts of its step read off the graph."""
-    request, mesh = state.request, state.decided.mesh
-    if request.named_hardware is not None:
-        mesh = request.named_hardware.on(mesh)
+    hardware, mesh = state.request.named_hardware, state.decided.mesh
+    if hardware is not None:
+        mesh = hardware.on(mesh)
     sent, done = facts_of_step(state.graph)
-    plan = plan_facts.describe(
-        state.decided, sent, done, mesh, keep_gathered=request.keep_gathered
-    )
+    held, notes = _memory(state)
+    plan = plan_facts.describe(state.decided, sent, done, held, mesh)
     state.plan = replace(
         plan,
         schedule=str(state.schedule),
         near=state.near,
-        notes=(*plan.notes, *state.notes),
+        notes=(*plan.notes, *state.notes, *notes),
     )
+
+
+def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
+    settings, disable = state.schedule.settings, state.request.disable
+    graph = as_run(state.graph, disable=disable, settings=settings)
+    try:
+        return by_kind(graph, state.decided.program.signature), ()
+    except PlanError as error:  # of the user's own collectives
+        return (), (f"memory is not known: {error.what}",)
 
 
 def keep_plan(state: JointState) -> None:

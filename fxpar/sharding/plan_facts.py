@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fxpar.sharding.cost.memory_report import footprint
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.op_modules import owners
@@ -24,14 +23,15 @@ def describe(
     decision: Decision,
     collectives: tuple[Collective, ...],
     reshards: Iterable[tuple[Reshard, int]],
+    memory: tuple[tuple[str, int], ...],
     priced: Mesh,
-    *,
-    keep_gathered: bool = False,
 ) -> Plan:
-    """The Plan of a Decision. ``collectives``, ``reshards`` with the bytes that each
-    sends: of one step, as its local graph has them. ``priced``: the mesh with
-    the links that reshards are priced by, if any are known. ``keep_gathered``:
-    parameters at rest are gathered once, not again in the backward."""
+    """The Plan of a Decision, with what its local graph says of one step.
+
+    collectives: in order. reshards: with the bytes that each sends. memory: (kind,
+    bytes) as ``Plan.memory``. priced: the mesh with the links that reshards are priced
+    by, if any are known.
+    """
     program, edges = decision.program, decision.edges
     signature = program.signature
     modules = owners(program)
@@ -65,7 +65,7 @@ def describe(
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
         decision.reasons or tuple(_reasons(decision)),
         _notes(decision),
-        memory=footprint(decision, keep_gathered=keep_gathered),
+        memory=memory,
         dearest=_dearest(decision, reshards, priced),
     )
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
 from fxpar.passes.forward_backward import as_run
-from fxpar.passes.launches import KINDS, depending_on_tangents
+from fxpar.passes.launches import KINDS
 from fxpar.passes.step_collectives import facts_of
+from fxpar.sharding.program import depending_on_tangents
 
 HINTS = {"w1": (None, "tp"), "w2": ("tp", None)}
 

@@ -18,9 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar import _torch
-from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.localize import localize
 from fxpar.passes.step_collectives import facts_of
 from fxpar.sharding.cost.fused_work import Regions, flops_of_op, seconds
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
@@ -29,6 +26,7 @@ from fxpar.sharding.decide import searched
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from tests.helpers.programs import local_graph
 
 ITEM = (
     2  # products are bfloat16, of which the machine has another rate than of the rest
@@ -97,9 +95,7 @@ def best(
     hardware = machine(levels or (level(0, on.size, 1, 1),), rate)
     asked = SearchOptions(hardware, 300.0, memory)
     decision = searched(program, on, hints or {}, (), asked)
-    graph = insert_reshards(plan.result.normalized, decision)
-    fake_mode = _torch.fake.fake_mode_of([node.meta.get("val") for node in graph.nodes])
-    sent, _ = facts_of(localize(graph, decision, fake_mode))
+    sent, _ = facts_of(local_graph(decision))
     found = decision.found
     solution = found.solution
     products = sum(flops) / on.size / rate
