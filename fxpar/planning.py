@@ -9,18 +9,20 @@ graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph;
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar._torch.distributed import default_group
-from fxpar.config import Options
-from fxpar.errors import DeviceError, HintError, MeshError, PlanError
+from fxpar.config import PREFIX, Options
+from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
@@ -278,6 +280,7 @@ def plan(
 
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
+    _refuse_options(fn, kwargs)
     asked = {"mesh": mesh} | ({} if schedule is None else {"schedule": str(schedule)})
     options = Options.read(asked)
     chosen = plan_mode(mode or options.plan, options)
@@ -323,6 +326,26 @@ def plan(
         module=module,
         options=options,
     )
+
+
+def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise OptionError for options among the program's own arguments, which a program
+    that takes any keyword would swallow."""
+    call = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        own = inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return
+    for row in fields(Options):
+        value = kwargs.get(row.name)
+        if row.name not in own and isinstance(value, (str, int, float)):
+            variable = PREFIX + row.name.upper()
+            raise OptionError(
+                f"fxpar.plan does not take {row.name}={value!r}",
+                fix=f"set {variable}"
+                if row.metadata["env"]
+                else "give it to torch.compile in options=",
+            )
 
 
 def _rank() -> int:
