@@ -148,7 +148,7 @@ print(ranks.mesh, ranks.rank, (x + 0).tolist(), dist.get_backend(), flush=True)
 
 @pytest.mark.multiprocess
 def test_a_group_is_started_from_torchrun() -> None:
-    ended = run_script(STARTED, ranks=2, env={"CUDA_VISIBLE_DEVICES": ""})
+    ended = run_script(STARTED, ranks=2, env={"CUDA_VISIBLE_DEVICES": ""}, fork=True)
     for rank, result in enumerate(ended):
         assert result.code == 0, result.output
         assert result.output.splitlines() == [
