@@ -29,7 +29,7 @@ from fxpar.errors import (
     RankMismatchError,
 )
 from fxpar.explain.dump import report
-from fxpar.passes import random
+from fxpar.passes import own_shard, random
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
@@ -44,6 +44,7 @@ from fxpar.runtime import (
 )
 from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
+from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
@@ -274,6 +275,7 @@ class _Job:
         step = _Parallelize(job, next_graph(), broken_at)
         if self.options.codegen == "inductor":
             random.register_lowering()
+            own_shard.register_lowering()
         with _told_to_others():
             compiled = _torch.aot.compile_fx(
                 gm,
@@ -281,6 +283,7 @@ class _Job:
                 joint_pass=step,
                 schedule=step.schedule,
                 inner=None if self.options.codegen == "inductor" else _run_op_by_op,
+                once=step.compile_once,
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
@@ -427,6 +430,10 @@ class _Parallelize:
         request, result = self.request, self.result
         self.regions += pipeline.scheduled(graph, request, result, backward=backward)
         self.launches += crossings(graph)
+
+    def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
+        """What Inductor makes of a forward or a backward, by one rank for all."""
+        return compile_once(graph, f"{self.request.name}/{which}", call)
 
     def agree_on_launches(self) -> None:
         """Return once all ranks have compiled what launches the same collectives.

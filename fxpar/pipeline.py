@@ -304,11 +304,17 @@ def bound(
         fake_mode=fake_mode,
         ranks=ranks,
         inductor=inductor,
+        late=inductor and not _fuses(request, result.schedule),
         written=list(written),
         copied=list(copied),
     )
     run_steps(RANK, state)
     return state.graph
+
+
+def _fuses(request: Request, schedule: Schedule) -> bool:
+    """Whether regions may be fused, whose generated kernels take numbers alone."""
+    return request.fuse != "none" or any(line.verb == "fuse" for line in schedule.lines)
 
 
 def scheduled(

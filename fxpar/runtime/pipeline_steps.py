@@ -119,6 +119,8 @@ class RankState(PipelineState):
     ranks: Ranks
     # The graph goes to Inductor.
     inductor: bool
+    # Its coordinates are looked up when it runs.
+    late: bool
     # Positions of the inputs that results are written to, and of those whose written
     # values are copied.
     written: list[int]
@@ -307,6 +309,7 @@ def bind(state: RankState) -> None:
         ranks.group,
         state.fake_mode,
         inductor=state.inductor,
+        late=state.late,
     )
 
 

@@ -60,19 +60,19 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr(list(request.hints.items())),
         repr((request.keep_gathered, sorted(request.disable))),
         repr(sorted(program.reduce_here)),
-        *_lines(graph),
+        *lines_of(graph),
         *_rules(program),
     ):
         text.update(line.encode() + b"\n")
     return text.hexdigest()
 
 
-def _lines(graph: fx.Graph) -> Iterator[str]:
+def lines_of(graph: fx.Graph) -> Iterator[str]:
     """Nodes with their arguments and what they make."""
 
     def made(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            return x.dtype, tuple(x.shape), x.stride()
+            return x.dtype, tuple(x.shape), x.stride(), str(x.device)
         return tuple(map(made, x)) if isinstance(x, (list, tuple)) else type(x)
 
     for node in graph.nodes:
@@ -83,7 +83,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
         yield f"{call} {made(node.meta.get('val'))}"
         body = body_of(node)
         if body is not None:
-            yield from _lines(body.graph)
+            yield from lines_of(body.graph)
 
 
 def _rules(program: Program) -> Iterator[str]:

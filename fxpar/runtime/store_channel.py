@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.runtime.presence import Presence
 
 # Of one message; who waits longer than it should is told so by a key (``meet``).
@@ -43,6 +43,10 @@ class Channel:
     def read(self, key: str) -> str:
         return self.store.get(key).decode()
 
+    def folders(self) -> list[str]:
+        """Which folder of files each rank sees."""
+        return [self.read(f"{self.prefix}/folder/{r}") for r in range(self.size)]
+
 
 _CHANNELS: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 
@@ -65,6 +69,7 @@ def _open(group: Any) -> Channel:
     beside = _torch.distributed.same_store(store)
     presence = Presence(weakref.ref(group), beside, rank, size, prefix)
     presence.start()
+    store.set(f"{prefix}/folder/{rank}", cache_files.folder_mark())
     own = _torch.distributed.same_store(store)
     if own is not store:
         own.set_timeout(LONGEST)
