@@ -28,7 +28,7 @@ from fxpar.errors import (
     PlanError,
     RankMismatchError,
 )
-from fxpar.explain.dump import report
+from fxpar.explain.dump import report, show_seconds
 from fxpar.passes import own_shard, random
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
@@ -49,6 +49,8 @@ from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.program_identity import placeholders, without_unused
+from fxpar.runtime.stage_times import RESULTS, TRACE, stage
+from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
@@ -195,7 +197,7 @@ def _called(
     try:
         if local:
             compiled_graph.require_dynamic_batch(lean, examples, local)
-            with _said_by_rank_0(ranks.rank):
+            with _said_by_rank_0(ranks.rank), stage(RESULTS):
                 results = _scaled(lean, examples, named, local, ranks.mesh)
     except PlanError:
         call = with_open_sizes(lean, named)
@@ -276,7 +278,7 @@ class _Job:
         if self.options.codegen == "inductor":
             random.register_lowering()
             own_shard.register_lowering()
-        with _told_to_others():
+        with _told_to_others(), stage(TRACE):
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
@@ -288,6 +290,7 @@ class _Job:
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
             step.agree_on_launches()
+        step.say_seconds("forward")
         checks = []
         if self.writes:
             checks = [inputs.Checks(self._compared(), self.options, step.ranks).run]
@@ -433,7 +436,15 @@ class _Parallelize:
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""
-        return compile_once(graph, f"{self.request.name}/{which}", call)
+        made = compile_once(graph, f"{self.request.name}/{which}", call)
+        if which == "backward":
+            self.say_seconds(which)
+        return made
+
+    def say_seconds(self, which: str) -> None:
+        """Where the seconds until a forward or a backward was compiled went."""
+        options, ranks = self.job.options, self.ranks
+        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
 
     def agree_on_launches(self) -> None:
         """Return once all ranks have compiled what launches the same collectives.

@@ -27,6 +27,7 @@ from fxpar.runtime import presence
 from fxpar.runtime.consensus import poll
 from fxpar.runtime.plan_store import lines_of
 from fxpar.runtime.presence import Patience
+from fxpar.runtime.stage_times import INDUCTOR, stage
 from fxpar.runtime.store_channel import Channel, current
 
 # Of one message through the store, which takes 8 MB at most.
@@ -43,6 +44,11 @@ def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any
 
     Raises RankMismatchError if the rank that compiles fails, or does not end.
     """
+    with stage(INDUCTOR):
+        return _once(graph, what, compile_graph)
+
+
+def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
     channel = current()
     if _torch.inductor.caches_disabled() or not all(map(_is_text, graph.nodes)):
         return compile_graph(None)

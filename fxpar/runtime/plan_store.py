@@ -32,7 +32,7 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 
-FORMAT = "fxpar plan on disk 1"
+FORMAT = "fxpar plan on disk 2"
 
 # A search that took this share of its seconds used all it may: a small problem has half
 # of them without its limit.
@@ -107,9 +107,10 @@ def own_version() -> str:
     return digest.hexdigest()
 
 
-def load(key: str, seconds: float) -> Plan | None:
-    """The plan under ``key``, with a note that it was found before. None if there is
-    none, or only one that a search of more than it had could better."""
+def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
+    """The plan under ``key``, with a note that it was found before, and whether its
+    schedule was chosen then. None if there is none, or only one that a search of more
+    than it had could better."""
     path = _path(key)
     try:
         data = json.loads(path.read_text())
@@ -123,12 +124,15 @@ def load(key: str, seconds: float) -> Plan | None:
         note += f"{data['seconds']:g} s)"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, FxparError):
         return None
-    return replace(plan, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, note)), data["chosen"] is True
 
 
-def save(key: str, plan: Plan, found: SearchResult, seconds: float) -> None:
+def save(
+    key: str, plan: Plan, found: SearchResult, seconds: float, *, chosen: bool
+) -> None:
     """Keep the plan that a search of so many ``seconds`` found, if it is proved or used
-    them. Where the disk refuses, nothing is kept."""
+    them; ``chosen``: whether its schedule was, too. Where the disk refuses, nothing is
+    kept."""
     proved = found.is_proved and found.rivals >= found.predicted * (1 - ALIKE)
     if not proved and found.took < _USED * seconds:
         return
@@ -138,6 +142,7 @@ def save(key: str, plan: Plan, found: SearchResult, seconds: float) -> None:
         "proved": proved,
         "gap": found.solution.gap,
         "seconds": seconds,
+        "chosen": chosen,
         "plan": plan.to_record(),
     }
     data["digest"] = _digest(data)

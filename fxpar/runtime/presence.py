@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar import _torch
+from fxpar.runtime.stage_times import WAIT, stage
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
 SILENT = 10.0  # seconds after which an answer is no news any more
@@ -57,7 +58,7 @@ def works(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def waits(text: str) -> Iterator[None]:
     """Inside, this rank waits for others."""
-    with _doing("waits", text):
+    with _doing("waits", text), stage(WAIT, nested=True):
         yield
 
 
