@@ -29,8 +29,8 @@ from fxpar.errors import (
     RankMismatchError,
 )
 from fxpar.explain import status_line
-from fxpar.explain.dump import report
-from fxpar.passes import random
+from fxpar.explain.dump import report, show_seconds
+from fxpar.passes import own_shard, random
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
@@ -39,6 +39,7 @@ from fxpar.runtime import check_inputs as inputs
 from fxpar.runtime import compiled_graph, consensus, outside_graphs, presence
 from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
+from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.program_identity import (
@@ -47,6 +48,8 @@ from fxpar.runtime.program_identity import (
     placeholders,
     without_unused,
 )
+from fxpar.runtime.stage_times import RESULTS, TRACE, stage
+from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
@@ -193,7 +196,7 @@ def _called(
     try:
         if local:
             compiled_graph.require_dynamic_batch(lean, examples, local)
-            with _said_by_rank_0(ranks.rank):
+            with _said_by_rank_0(ranks.rank), stage(RESULTS):
                 results = _scaled(lean, examples, named, local, ranks.mesh)
     except PlanError:
         call = with_open_sizes(lean, named)
@@ -292,18 +295,21 @@ class _Job:
         )
         if self.options.codegen == "inductor":
             random.register_lowering()
-        with showing, _told_to_others(), _said_of(gm):
+            own_shard.register_lowering()
+        with showing, _told_to_others(), _said_of(gm), stage(TRACE):
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
                 joint_pass=step,
                 schedule=step.schedule,
                 inner=None if self.options.codegen == "inductor" else _run_op_by_op,
+                once=step.compile_once,
                 key=f"{self.ranks.mesh}|{self.options}",
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
             status_line.begin("waiting for the other ranks")
             step.agree_on_launches()
+        step.say_seconds("forward")
         checks = []
         if self.writes:
             checks = [inputs.Checks(self._compared(), self.options, step.ranks).run]
@@ -447,6 +453,18 @@ class _Parallelize:
         self.regions += pipeline.scheduled(graph, request, result, backward=backward)
         self.launches += crossings(graph)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
+
+    def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
+        """What Inductor makes of a forward or a backward, by one rank for all."""
+        made = compile_once(graph, f"{self.request.name}/{which}", call)
+        if which == "backward":
+            self.say_seconds(which)
+        return made
+
+    def say_seconds(self, which: str) -> None:
+        """Where the seconds until a forward or a backward was compiled went."""
+        options, ranks = self.job.options, self.ranks
+        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
 
     def agree_on_launches(self) -> None:
         """Return once all ranks have compiled what launches the same collectives.

@@ -38,7 +38,6 @@ PASSES = (
     "delay",
 )
 
-
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.
 Reader = Callable[[Any], Any]
 

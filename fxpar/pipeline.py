@@ -10,7 +10,6 @@ in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
 from fxpar.passes.order_collectives import PASSES, PhaseGraph, Settings
 from fxpar.passes.sink_waits import sink_waits
-from fxpar.runtime import consensus, presence, tune_schedule
+from fxpar.runtime import consensus, presence, stage_times, tune_schedule
 from fxpar.runtime import pipeline_steps as steps
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.pipeline_steps import (
@@ -38,6 +37,7 @@ from fxpar.runtime.pipeline_steps import (
     PipelineState,
     RankState,
 )
+from fxpar.runtime.stage_times import stage
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
@@ -56,6 +56,17 @@ class PipelineStep:
     stage: str = ""
     # FXPAR_DISABLE may leave it out.
     optional: bool = False
+
+    @property
+    def counted(self) -> str:
+        """The stage of ``stage_times`` that its seconds are counted for."""
+        if self in PHASE or self in RANK:
+            return stage_times.PHASE
+        if self.name in COUNTED:
+            return COUNTED[self.name]
+        names = [step.name for step in JOINT]
+        begun = names.index(self.name) < names.index("look_up_plan")
+        return stage_times.NORMALIZE if begun else stage_times.PARTITION
 
 
 def _always(name: str, run: Callable[[Any], None], stage: str = "") -> PipelineStep:
@@ -120,6 +131,14 @@ PHASE = (
     _may("delay", _order("delay"), "scheduled"),
 )
 
+# Whose seconds are shown by themselves; before them the program is normalized, behind
+# them it is partitioned.
+COUNTED = {
+    **dict.fromkeys(("look_up_plan", "expand_moments", "plan"), stage_times.PLAN),
+    **dict.fromkeys(("describe", "keep_plan"), stage_times.PLAN),
+    "schedule": stage_times.SCHEDULE,
+}
+
 STEPS = (*JOINT, *RANK, *PHASE)
 # And what comes before and behind: Inductor on each phase, and waiting for other ranks.
 MOST_STEPS = len(JOINT) + len(RANK) + 2 * (len(PHASE) + 1) + 1
@@ -159,9 +178,9 @@ def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
         if not (step.optional and step.name in request.disable):
             before = op_counts(graph) if printed else Counter[str]()
             status_line.begin(step.name)
-            begun = time.perf_counter()
-            step.run(state)
-            seconds = state.seconds[step.name] = time.perf_counter() - begun
+            with stage(step.counted) as taken:
+                step.run(state)
+            seconds = state.seconds[step.name] = taken.seconds
             if printed:
                 after = op_counts(state.graph)
                 show_step(state.label, step.name, seconds, before, after)
@@ -309,11 +328,17 @@ def bound(
         fake_mode=fake_mode,
         ranks=ranks,
         inductor=inductor,
+        late=inductor and not _fuses(request, result.schedule),
         written=list(written),
         copied=list(copied),
     )
     run_steps(RANK, state)
     return state.graph
+
+
+def _fuses(request: Request, schedule: Schedule) -> bool:
+    """Whether regions may be fused, whose generated kernels take numbers alone."""
+    return request.fuse != "none" or any(line.verb == "fuse" for line in schedule.lines)
 
 
 def scheduled(

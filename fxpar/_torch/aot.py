@@ -188,6 +188,7 @@ def compile_fx(
     joint_pass: Callable[[fx.GraphModule], fx.Graph | None] | None = None,
     schedule: Callable[[fx.Graph, bool], None] | None = None,
     inner: Callable[..., Any] | None = None,
+    once: Callable[[fx.Graph, str, Callable[[str | None], Any]], Any] | None = None,
     key: str = "",
     local_border: bool = False,
 ) -> Callable[..., Any]:
@@ -196,7 +197,8 @@ def compile_fx(
     ``joint_pass(gm)`` returns the graph to compile instead, with the shapes one rank
     holds; None leaves the graph. ``schedule(graph, backward)`` changes each graph that
     is compiled (forward, backward) in place. ``inner(gm, examples)`` replaces
-    Inductor's codegen.
+    Inductor's codegen; ``once(graph, "forward", call)`` calls it,
+    by ``call(text)``: see ``_in_order``.
     ``key`` enters Inductor's cache keys. ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
@@ -227,14 +229,19 @@ def compile_fx(
             graph.recompile()
         if inner is not None:
             return inner(graph, local)
-        return _in_order(graph, local, **kwargs)
+        if once is None:
+            return _in_order(graph, local, **kwargs)
+        which = "backward" if kwargs.get("is_backward") else "forward"
+        return once(
+            graph.graph, which, lambda text: _in_order(graph, local, text, **kwargs)
+        )
 
     # A hit in AOTAutograd's cache would skip the joint pass, and with it the agreement
     # of the ranks. Inductor's own cache, keyed by the bound graph, stays.
     settings = {"enable_autograd_cache": False}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    with functorch_config.patch(settings):
+    with functorch_config.patch(settings), _views_recomputed():
         compiled = inductor(
             gm,
             _with_symbols(gm, examples),
@@ -243,6 +250,33 @@ def compile_fx(
             ignore_shape_env=True,  # sizes are known: none becomes a symbol
         )
     return cast(Callable[..., Any], compiled)
+
+
+_VIEWS: list[Any] = []  # op packets
+
+
+def recompute_as_view(op: Any) -> None:
+    """Let AOTAutograd part forward and backward with ``op`` as a view, which costs
+    nothing to make again."""
+    if op not in _VIEWS:
+        _VIEWS.append(op)
+
+
+def _views_recomputed() -> Any:
+    """Context in which that holds."""
+    from unittest import mock
+
+    from torch._functorch import partitioners
+
+    default = partitioners.get_default_op_list
+
+    def with_views() -> Any:
+        ops = default()
+        for kind in (ops.view_ops, ops.recomputable_ops, ops.fusible_ops):
+            kind.update(_VIEWS)
+        return ops
+
+    return mock.patch.object(partitioners, "get_default_op_list", with_views)
 
 
 def _with_symbols(gm: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:

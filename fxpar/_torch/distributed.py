@@ -51,6 +51,20 @@ def default_group() -> Any:
     return dist.distributed_c10d._get_default_group()
 
 
+def own_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    group = default_group()
+    return 0 if group is None else int(group.rank())
+
+
+def also_named(name: str, also: str) -> None:
+    """Let this process find the process group of a name by another, too."""
+    group = group_named(name)
+    if group_named(also) is not group:
+        found: Any = torch._C._distributed_c10d
+        found._register_process_group(also, group)
+
+
 def group_size(name: str) -> int:
     """Members of the process group of a name."""
     from torch.distributed import distributed_c10d

@@ -173,6 +173,14 @@ class _Overheard:
         return converted
 
 
+def seconds_by_phase() -> dict[str, float]:
+    """Seconds that this process spent so far in phases of compiling that torch times,
+    by torch's names."""
+    from torch._dynamo.utils import cumulative_time_spent_ns
+
+    return {name: spent / 1e9 for name, spent in cumulative_time_spent_ns.items()}
+
+
 def graph_breaks() -> dict[str, int]:
     """How often Dynamo broke or gave up a graph, by its reasons."""
     from torch._dynamo.utils import counters

@@ -63,17 +63,41 @@ def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any
     return cast(Callable[..., Any], _in_order(gm, list(fakes)))
 
 
-def _in_order(gm: fx.GraphModule, fakes: list[Any], **how: Any) -> Any:
+def _in_order(
+    gm: fx.GraphModule, fakes: list[Any], text: str | None = None, **how: Any
+) -> Any:
     """Inductor's code; of a graph with collectives in the order of the graph: else
     Inductor (2.13) moves ops to what reads them, behind waits, and waits to where that
-    frees memory, at once, so that nothing runs beside a collective."""
+    frees memory, at once, so that nothing runs beside a collective. ``text``: stands
+    for the graph and its inputs in the key of Inductor's cache."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
-    with config.patch(dict.fromkeys(names, False)):
+    with config.patch(dict.fromkeys(names, False)), _keyed_by(text):
         return compile_fx_inner(gm, fakes, **how)
+
+
+def _keyed_by(text: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Context in which the key of Inductor's cache has ``text`` in place of the graph
+    and its inputs. Pickled as torch does, these hold what is a rank's own (2.13: the
+    DeviceMesh of a DTensor), so that keys of equal graphs differ."""
+    from unittest import mock
+
+    from torch._inductor import codecache
+
+    if text is None:
+        return contextlib.nullcontext()
+
+    def key_of(
+        gm: Any, fakes: Any, options: Any, checked: Any
+    ) -> tuple[str, list[str]]:
+        details: Any = codecache.FxGraphHashDetails(gm, [], options, checked)
+        details.gm = text
+        return codecache.FxGraphCachePickler(gm).get_key(details), []
+
+    return mock.patch.object(codecache, "compiled_fx_graph_hash", key_of)
 
 
 def _name(target: Any) -> str:
@@ -131,6 +155,73 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
         Wait.create_wait(wait, result)
 
 
+def lower_own_shard(
+    part: OpOverload, place: OpOverload, count: Callable[[str, str], int], module: str
+) -> None:
+    """Let Inductor compile ``part(x, dim, size, mesh, axes, stride, base)``, a slice of
+    ``size`` rows, and ``place(mesh, axes, stride, base, device)``, a number, that begin
+    at ``base + stride * i``: i is what ``own_shard(mesh, axes)`` of ``module`` says
+    when the code runs, less than ``count(mesh, axes)``."""
+    import sympy
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V, ops
+    from torch.utils._ordered_set import OrderedSet
+
+    class OwnShard(ir.ExternKernel):
+        """Computes a symbol: the shard that this rank holds."""
+
+        def __init__(self, symbol: Any, call: str) -> None:
+            layout = ir.NoneLayout(device=torch.device("cpu"))
+            super().__init__(None, layout, [])
+            self.symbol, self.call = symbol, call
+
+        def get_reads(self) -> Any:
+            return OrderedSet()
+
+        def should_allocate(self) -> bool:
+            return False
+
+        def get_unbacked_symbol_defs(self) -> Any:
+            return OrderedSet([self.symbol])
+
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.add_import_once(f"from {module} import own_shard")
+            wrapper.writeline(f"{self.symbol} = {self.call}")
+            wrapper.unbacked_symbol_decls.add(str(self.symbol))
+
+    def shard(mesh: str, axes: str) -> Any:
+        known: dict[Any, Any] = V.graph.__dict__.setdefault("_fxpar_shards", {})
+        if (mesh, axes) not in known:
+            environment = V.graph.sizevars.shape_env
+            with environment.ignore_fresh_unbacked_symbols():
+                symbol = environment.create_unbacked_symint().node.expr
+            environment.constrain_symbol_range(symbol, 0, count(mesh, axes) - 1)
+            kernel = OwnShard(symbol, f"own_shard({mesh!r}, {axes!r})")
+            kernel.name = V.graph.register_buffer(kernel)
+            V.graph.register_operation(kernel)
+            known[mesh, axes] = symbol
+        return known[mesh, axes]
+
+    @register_lowering(part, type_promotion_kind=None)
+    def lower_part(
+        x: Any, dim: int, size: int, mesh: str, axes: str, stride: int, base: int
+    ) -> Any:
+        start = base + stride * shard(mesh, axes)
+        view = ir.SliceView.create(x.data, dim, start, start + size, clamp=False)
+        return ir.TensorBox(view)
+
+    @register_lowering(place, type_promotion_kind=None)
+    def lower_place(mesh: str, axes: str, stride: int, base: int, device: Any) -> Any:
+        at = sympy.sympify(base + stride * shard(mesh, axes))
+        return ir.Pointwise.create(
+            device=device,
+            dtype=torch.int64,
+            inner_fn=lambda _: ops.index_expr(at, torch.int64),
+            ranges=[],
+        )
+
+
 def inductor_integer(ops: Any, value: Any, dtype: torch.dtype) -> Any:
     """Of an integer known when it compiles: a value of Inductor's."""
     from torch._inductor.ops_handler import OpsHandler
@@ -161,6 +252,33 @@ def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(name)
     return contextlib.nullcontext()
+
+
+def cache_entry(compiled: Any) -> tuple[str, bytes] | None:
+    """What ``compiled`` left in Inductor's cache on disk: (key, content); None if it is
+    not there."""
+    from pathlib import Path
+
+    from torch._inductor.codecache import FxGraphCache
+
+    key = getattr(compiled, "_fx_graph_cache_key", None)
+    if key is None:
+        return None
+    folder = Path(FxGraphCache._get_tmp_dir_for_key(key))
+    try:
+        files = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        newest = max(files, key=lambda path: path.stat().st_mtime)
+        return key, newest.read_bytes()
+    except (OSError, ValueError):
+        return None
+
+
+def put_cache_entry(key: str, content: bytes) -> None:
+    """Put into Inductor's cache on disk what ``cache_entry`` gave on another machine.
+    Raises OSError."""
+    from torch._inductor.codecache import FxGraphCache
+
+    FxGraphCache._write_to_local_cache(key, content)
 
 
 def caches_disabled() -> bool:

@@ -151,6 +151,15 @@ def show_step(
     log.warning("%s: %s %.3f s: %s", label, step, seconds, text)
 
 
+def show_seconds(
+    name: str, which: str, table: str, options: Options, rank: int
+) -> None:
+    """Print on rank 0 where the seconds until a graph was compiled went. ``which``:
+    forward or backward; ``table``: a line for each stage."""
+    if rank == 0 and options.debug >= 1:
+        log.warning("%s: seconds until the %s is compiled\n%s", name, which, table)
+
+
 def _splits_nothing(plan: Plan) -> bool:
     """Whether ranks repeat a graph with parameters, and no note says so."""
     said = any("repeat the same work" in note for note in plan.notes)

@@ -32,14 +32,8 @@ from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-
-
 c10d = torch.ops._c10d_functional
-
-
 ours = torch.ops.fxpar
-
-
 _SILENT = {*PRODUCTS, c10d.wait_tensor.default}
 
 
@@ -169,13 +163,11 @@ def admit(graph: fx.Graph) -> None:
 # Which of its kind a node is, in the order the given graph has them in.
 _NUMBER = "fxpar_order"
 
-
 # kind -> (which nodes, what a verb that moves one would do)
 _KINDS: dict[str, tuple[Callable[[fx.Node], bool], str]] = {
     "draw": (draws, "would draw random numbers before or after others than it does"),
     "message": (is_message, "would be a message before or after others than it is"),
 }
-
 
 _FIX = "leave what draws or communicates where it is: name other nodes"
 

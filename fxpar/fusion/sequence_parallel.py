@@ -44,8 +44,6 @@ from fxpar.sharding.mesh import Mesh
 # Seconds become whole ticks, so that cuts are exact; none is more than a few hundred
 # million of them.
 _TICKS = 2**30
-
-
 _NEVER = 2**30
 
 

@@ -22,7 +22,7 @@ from fxpar import _torch
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
-_RANK: ContextVar[int] = ContextVar("fxpar_rank", default=0)
+_RANK: ContextVar[int | None] = ContextVar("fxpar_rank", default=None)
 
 GROUP_PREFIX = "fxpar:"
 
@@ -37,13 +37,19 @@ def as_rank(rank: int) -> Iterator[None]:
         _RANK.reset(token)
 
 
+def rank_here() -> int:
+    """The rank to run as: that of ``as_rank``, else of this process."""
+    rank = _RANK.get()
+    return _torch.distributed.own_rank() if rank is None else rank
+
+
 def offset(
     mesh: str, axes: Sequence[str], stride: int, base: int = 0, around: int = 0
 ) -> int:
     """``base + stride * i``, i being the shard of ``axes`` (major to minor) this rank
     holds; of that the remainder by ``around``, unless it is 0. ``mesh``: text as in
     Mesh.parse."""
-    value = base + stride * Mesh.parse(mesh).index(_RANK.get(), tuple(axes))
+    value = base + stride * Mesh.parse(mesh).index(_RANK.get() or 0, tuple(axes))
     return value % around if around else value
 
 

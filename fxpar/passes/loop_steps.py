@@ -30,10 +30,7 @@ from fxpar.sharding.program import depending_on_tangents, user_line
 from fxpar.sharding.rules.table import tensors_of
 
 aten = torch.ops.aten
-
-
 STEPS = 8
-
 
 # What reads the steps of a loop and does not spell their number.
 _READERS = {
@@ -42,7 +39,6 @@ _READERS = {
     aten.cat.default,
     aten.select.int,
 }
-
 
 _LOOP = "higher_order::while_loop"
 

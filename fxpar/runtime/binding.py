@@ -1,9 +1,11 @@
-"""local -> bound: one rank's coordinates folded into the local graph.
+"""local -> bound: one rank's coordinates in the local graph.
 
 In: the local graph, equal on all ranks. Out: the same nodes in a new graph in which
 ``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and groups are
-those of this rank. Random ops that turned out whole become Inductor's own again, so
-that what is not sharded compiles as on one device; what is drawn comes from rank 0.
+those of this rank. What can do without the number gets it when it runs, if that is
+asked for (``late``): then most bound graphs are equal on all ranks, too. Random ops
+that turned out whole become Inductor's own again, so that what is not sharded compiles
+as on one device; what is drawn comes from rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import custom_ops
+from fxpar.passes import custom_ops, own_shard
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of, bound_body
 from fxpar.passes.local_custom_ops import op_by_op
@@ -54,8 +56,10 @@ def bind(
     fake_mode: Any,
     *,
     inductor: bool,
+    late: bool = False,
 ) -> fx.Graph:
-    """The bound graph of ``rank``. ``group_of``: axes -> name of the process group."""
+    """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
+    ``late``: its coordinates are looked up when it runs, where ops can."""
     new = fx.Graph()
     build = Builder(new, fake_mode, mesh)
     done: dict[fx.Node, Any] = {}
@@ -85,6 +89,10 @@ def bind(
             with build.at(node):
                 done[node] = build.call(node.target, *args)
             continue
+        made = _bound_late(build, node, args, kwargs) if late else None
+        if made is not None:
+            done[node] = made
+            continue
         target = node.target
         if inductor and node.op == "call_function":
             target, args = _as_inductor(node, args)
@@ -104,6 +112,15 @@ def bind(
         uncount_steps(new, fake_mode)
     new.lint()
     return new
+
+
+def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """A node with offsets that are looked up when it runs; None if it reads none, or
+    takes numbers alone."""
+    if all(x.target is not custom_ops.offset for x in node.all_input_nodes):
+        return None
+    with build.at(node):
+        return own_shard.bind_late(build, node, args, kwargs)
 
 
 def _with_group(args: Any, group_of: GroupOf) -> Any:

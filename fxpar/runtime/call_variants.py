@@ -38,6 +38,7 @@ from fxpar.runtime.program_identity import (
     program_text,
     value_of,
 )
+from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.runtime.uneven_batch import Parts, Whole, parts_of
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
@@ -129,7 +130,8 @@ class Calls:
             gradient_sketches.compare(noted)
         run = self.ready.get(heads)
         if run is None:
-            run = self._decided(heads, told, args)
+            with stage(CHECKS):
+                run = self._decided(heads, told, args)
         elif self.drift is not None:
             self.drift.compare(told)
         return run(*args)

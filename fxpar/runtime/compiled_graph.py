@@ -19,6 +19,7 @@ from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unred
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.program_identity import SUMMAND_MARK, Named
+from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
@@ -97,12 +98,16 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         outside_graphs.graph_runs(self, self.broken_at, args)
-        if self._first:
+        out = self._begun(args) if self._first else self.compiled(*args)
+        return out if self._plain else self._dressed(out)
+
+    def _begun(self, args: Sequence[Any]) -> Any:
+        """Its first call."""
+        with stage(FIRST):
             for check in self.checks:
                 check(args)
             self._first = False
-        out = self.compiled(*args)
-        return out if self._plain else self._dressed(out)
+            return self.compiled(*args)
 
     def _dressed(self, out: Any) -> Any:
         """Results as DTensors, or marked as local, global or summands. One that the

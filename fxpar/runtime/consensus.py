@@ -198,9 +198,9 @@ def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
         return [] if channel.has(first) else [0]
 
     come = Patience(channel.presence, wait)
-    if _poll(lambda: channel.has(verdict) or channel.has(first), come, missing):
+    if poll(lambda: channel.has(verdict) or channel.has(first), come, missing):
         patience = Patience(channel.presence, wait + GRACE)
-        if _poll(lambda: channel.has(verdict), patience, missing):
+        if poll(lambda: channel.has(verdict), patience, missing):
             return
     what = (
         f"rank 0 did not come to {tag!r} (round {number}) in {wait:.0f} s"
@@ -233,7 +233,7 @@ def _judge_round(
         return [rank for rank, key in enumerate(keys) if not channel.has(key)]
 
     patience = Patience(channel.presence, wait)
-    if not _poll(done, patience, missing):
+    if not poll(done, patience, missing):
         late = _lateness(channel, tag, missing(), wait)
         verdict: Verdict = {"late": late + patience.tell(missing())}
     elif channel.has(verdict_key):
@@ -272,7 +272,7 @@ def _difference(
     patience = Patience(channel.presence, wait)
     if channel.rank == first:
         channel.store.set(key, text)
-    elif _poll(lambda: channel.has(key), patience, lambda: [first]):
+    elif poll(lambda: channel.has(key), patience, lambda: [first]):
         text = channel.read(key)
     else:
         return f"(rank {first} did not send its text)"
@@ -290,7 +290,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _poll(
+def poll(
     done: Callable[[], bool], patience: Patience, missing: Callable[[], Sequence[int]]
 ) -> bool:
     """Whether ``done`` holds before patience is over; asks ever more seldom."""

@@ -205,7 +205,8 @@ def resolve_mesh(options: Options, world_size: int) -> Mesh:
 
 
 def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Name of the process group of this rank along ``axes``, in mesh order.
+    """Name of the process group of this rank along ``axes``, in mesh order: the same
+    on all ranks, so that programs that name it are.
 
     All ranks must call this, in the same order. Raises MeshError on an unknown axis.
     """
@@ -224,7 +225,8 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
                 group_desc=f"fxpar:{'+'.join(key[1])}",
             )
             if world.rank() in members:
-                made[key] = group.group_name
+                made[key] = f"{mesh}/{'+'.join(key[1])}"
+                _torch.distributed.also_named(group.group_name, made[key])
     return made[key]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
 from fxpar.runtime import presence
 from fxpar.runtime.presence import Presence
@@ -55,6 +55,10 @@ class Channel:
     def read(self, key: str) -> str:
         return self.store.get(key).decode()
 
+    def folders(self) -> list[str]:
+        """Which folder of files each rank sees."""
+        return [self.read(f"{self.prefix}/folder/{r}") for r in range(self.size)]
+
 
 _CHANNELS: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 
@@ -77,6 +81,7 @@ def _open(group: Any) -> Channel:
     beside = _torch.distributed.same_store(store)
     presence = Presence(weakref.ref(group), beside, rank, size, prefix)
     presence.start()
+    store.set(f"{prefix}/folder/{rank}", cache_files.folder_mark())
     own = _torch.distributed.same_store(store)
     if own is not store:
         own.set_timeout(LONGEST)
@@ -84,10 +89,7 @@ def _open(group: Any) -> Channel:
 
 
 FAILED = "!"  # begins a word that says why a rank does not run
-
-
 DIRECT = 8  # ranks that each read the words of all
-
 
 ALONE = (
     "take every call, with as many batches, on every rank; what one rank runs by "

@@ -102,11 +102,7 @@ class _Calls(threading.local):
 
 
 _watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
-
-
 _calls = _Calls()
-
-
 _skipped: dict[types.CodeType, _Outside] = {}
 
 

@@ -41,6 +41,7 @@ from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
+from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.train_step import step_writes
 from fxpar.sharding import plan_facts
 from fxpar.sharding.choose_mesh import decide_on, fastest
@@ -91,6 +92,8 @@ class JointState(PipelineState):
     program: Program = field(init=False)
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
+    # Of these that whose schedule stands, too, where one would be chosen.
+    known: Plan | None = None
     # Of the plan on disk.
     key: str = ""
     decision: Decision | None = None
@@ -130,6 +133,8 @@ class RankState(PipelineState):
     ranks: Ranks
     # The graph goes to Inductor.
     inductor: bool
+    # Its coordinates are looked up when it runs.
+    late: bool
     # Positions of the inputs that results are written to, and of those whose written
     # values are copied.
     written: list[int]
@@ -178,11 +183,13 @@ def look_up_plan(state: JointState) -> None:
     asked = request.mode
     state.program = read(state.graph, request.laid)
     if isinstance(asked, Plan):
-        state.recalled = asked
+        state.recalled = state.known = asked
     elif isinstance(asked, SearchOptions) and request.cached and plan_store.allowed():
         state.key = plan_store.key_of(state.program, state.graph, request)
-        state.recalled = plan_store.load(state.key, asked.seconds)
-        if state.recalled is not None:
+        found = plan_store.load(state.key, asked.seconds)
+        if found is not None:
+            state.recalled, chosen = found
+            state.known = state.recalled if chosen and not request.tune else None
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
     plan = state.recalled
@@ -237,11 +244,12 @@ def make_plan(state: JointState) -> None:
         moments = normalize.moments_of(state.program)
         _expand(state, [node for node in moments if node.name not in known])
         state.decision = recall(read(state.graph, request.laid), request.mesh, plan)
-    elif request.meshes:
-        state.decision = fastest(state.program, request)
-        state.request = request.on(state.decision.mesh)
-    elif state.decision is None:
-        state.decision = decide_on(state.program, request)
+    elif request.meshes or state.decision is None:
+        with stage(SEARCH if _searches(request) else PLAN):
+            choose = fastest if request.meshes else decide_on
+            state.decision = choose(state.program, request)
+        if request.meshes:
+            state.request = request.on(state.decision.mesh)
     report_unknown(state.decision.program, request.strict)
 
 
@@ -257,7 +265,7 @@ def apply_schedule(state: JointState) -> None:
     """The verbs of the schedule that is given, saved or chosen."""
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
-    saved = request.mode if isinstance(request.mode, Plan) else None
+    saved = state.known
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -270,7 +278,7 @@ def apply_schedule(state: JointState) -> None:
     else:
         text = "" if request.schedule == "none" else request.schedule
         if saved is not None and text == "auto":
-            text = saved.schedule
+            text, state.near = saved.schedule, saved.near
         state.schedule = Schedule.of(text)
         after = apply(state.schedule, before, mesh) if state.schedule else before
     if state.schedule:
@@ -319,7 +327,10 @@ def keep_plan(state: JointState) -> None:
     """Leave a plan that was searched on disk."""
     searched, asked = state.decided.found, state.request.mode
     if state.key and searched is not None and isinstance(asked, SearchOptions):
-        plan_store.save(state.key, state.plan, searched, asked.seconds)
+        request = state.request
+        chosen = request.schedule == "auto" and "schedule" not in request.disable
+        chosen = chosen and request.hardware is not None and not request.tune
+        plan_store.save(state.key, state.plan, searched, asked.seconds, chosen=chosen)
 
 
 def bind(state: RankState) -> None:
@@ -331,6 +342,7 @@ def bind(state: RankState) -> None:
         ranks.group,
         state.fake_mode,
         inductor=state.inductor,
+        late=state.late,
     )
 
 

@@ -32,7 +32,7 @@ from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 
-FORMAT = "fxpar plan on disk 1"
+FORMAT = "fxpar plan on disk 2"
 
 # A search that took this share of its seconds used all it may: a small problem has half
 # of them without its limit.
@@ -60,19 +60,19 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr(list(request.hints.items())),
         repr((request.keep_gathered, sorted(request.disable))),
         repr(sorted(program.reduce_here)),
-        *_lines(graph),
+        *lines_of(graph),
         *_rules(program),
     ):
         text.update(line.encode() + b"\n")
     return text.hexdigest()
 
 
-def _lines(graph: fx.Graph) -> Iterator[str]:
+def lines_of(graph: fx.Graph) -> Iterator[str]:
     """Nodes with their arguments and what they make."""
 
     def made(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            return x.dtype, tuple(x.shape), x.stride()
+            return x.dtype, tuple(x.shape), x.stride(), str(x.device)
         return tuple(map(made, x)) if isinstance(x, (list, tuple)) else type(x)
 
     for node in graph.nodes:
@@ -83,7 +83,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
         yield f"{call} {made(node.meta.get('val'))}"
         body = body_of(node)
         if body is not None:
-            yield from _lines(body.graph)
+            yield from lines_of(body.graph)
 
 
 def _rules(program: Program) -> Iterator[str]:
@@ -107,9 +107,10 @@ def own_version() -> str:
     return digest.hexdigest()
 
 
-def load(key: str, seconds: float) -> Plan | None:
-    """The plan under ``key``, with a note that it was found before. None if there is
-    none, or only one that a search of more than it had could better."""
+def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
+    """The plan under ``key``, with a note that it was found before, and whether its
+    schedule was chosen then. None if there is none, or only one that a search of more
+    than it had could better."""
     path = _path(key)
     try:
         data = json.loads(path.read_text())
@@ -123,12 +124,15 @@ def load(key: str, seconds: float) -> Plan | None:
         note += f"{data['seconds']:g} s)"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, FxparError):
         return None
-    return replace(plan, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, note)), data["chosen"] is True
 
 
-def save(key: str, plan: Plan, found: SearchResult, seconds: float) -> None:
+def save(
+    key: str, plan: Plan, found: SearchResult, seconds: float, *, chosen: bool
+) -> None:
     """Keep the plan that a search of so many ``seconds`` found, if it is proved or used
-    them. Where the disk refuses, nothing is kept."""
+    them; ``chosen``: whether its schedule was, too. Where the disk refuses, nothing is
+    kept."""
     proved = found.is_proved and found.rivals >= found.predicted * (1 - ALIKE)
     if not proved and found.took < _USED * seconds:
         return
@@ -138,6 +142,7 @@ def save(key: str, plan: Plan, found: SearchResult, seconds: float) -> None:
         "proved": proved,
         "gap": found.solution.gap,
         "seconds": seconds,
+        "chosen": chosen,
         "plan": plan.to_record(),
     }
     data["digest"] = _digest(data)

@@ -27,24 +27,14 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import FxparError
+from fxpar.runtime.stage_times import WAIT, stage
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
-
-
 SILENT = 10.0  # seconds after which an answer is no news any more
-
-
 STARTING = 10  # times as long is waited for a rank that may still load its data
-
-
 ENDED = 1.0  # seconds to wait for a rank that has ended
-
-
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
-
-
 _WAIT = {"seconds": 30.0}
-
 
 # What the program of this process does, innermost last: (state, text).
 _DOING: list[tuple[str, str]] = []
@@ -70,7 +60,7 @@ def works(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def waits(text: str) -> Iterator[None]:
     """Inside, this rank waits for others."""
-    with _doing("waits", text):
+    with _doing("waits", text), stage(WAIT, nested=True):
         yield
 
 
@@ -219,11 +209,7 @@ class Patience:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-
-
 _OWN = str(Path(__file__).parents[1])
-
-
 _PYTHON = str(Path(contextlib.__file__).parent)
 
 

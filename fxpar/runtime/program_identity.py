@@ -23,10 +23,7 @@ from fxpar import _torch
 from fxpar.sharding.program import user_line
 
 _PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
-
-
 _KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
-
 
 # Mark of a tensor of which a compiled graph gave each rank a summand.
 SUMMAND_MARK = "_fxpar_summand"
@@ -98,10 +95,8 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Named]:
 
 _NUMBERS = (int, torch.SymInt)
 
-
 # Of an input that is part of a larger tensor, what Dynamo hands on to bodies.
 BEGINS = "begins inside a larger tensor"
-
 
 # Whose text is the same in every process.
 _PRINTED = (

@@ -93,7 +93,7 @@ def test_groups_along_axes() -> None:
         assert result["dtensor"] == ([4, 6], [[0.0, 1.0], [2.0, 3.0]])
         assert result["same"]
     names = [result["tp"][0] for result in results]
-    assert names[0] == names[1] != names[2] == names[3]
+    assert len(set(names)) == 1  # each rank's own group, by one name
 
 
 def sums_of_two_lives() -> list[float]:

@@ -18,7 +18,7 @@ from fxpar import pipeline
 from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
-from fxpar.runtime import consensus, plan_store
+from fxpar.runtime import consensus, pipeline_steps, plan_store
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table
@@ -261,6 +261,40 @@ def test_a_folder_that_cannot_be_is_no_error(disk: Path, searches: list[float]) 
     assert len(searches) == 2
 
 
+@pytest.mark.parametrize("schedule", ["auto", "none"])
+def test_a_schedule_is_chosen_once(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """With its plan; not if another was asked for when the plan was kept."""
+    chosen: list[Any] = []
+    choose = pipeline_steps.choose_or_warn
+
+    def counted(*args: Any) -> Any:
+        chosen.append(choose(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(pipeline_steps, "choose_or_warn", counted)
+    monkeypatch.setattr("fxpar.fusion.choose_schedule._LEAST", -1.0)
+
+    def asks(schedule: str) -> Callable[[Request], Request]:
+        how: dict[str, Any] = {"schedule": schedule, "hardware": machine()}
+        return lambda request: replace(request, **how)
+
+    first = planned(change=asks(schedule))
+    count = len(chosen)
+    assert count == (schedule == "auto")
+    second = planned(change=asks("auto"))
+    if schedule == "auto":
+        assert len(chosen) == count
+        assert str(second.schedule) == str(first.schedule)
+        assert graph_text(second.local) == graph_text(first.local)
+        assert second.plan.near == first.plan.near
+    else:
+        assert len(chosen) == 1
+    tuned = planned(change=lambda r: replace(asks("auto")(r), tune=True))
+    assert len(chosen) == 2 and tuned.unscheduled is not None
+
+
 def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
     plan = replace(planned().plan, notes=())
     found = planned(keep=False).decision.found
@@ -268,7 +302,7 @@ def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
     key, (path,) = "1" * 64, files(disk)
 
     def kept(seconds: float, **how: Any) -> None:
-        plan_store.save(key, plan, replace(found, **how), seconds)
+        plan_store.save(key, plan, replace(found, **how), seconds, chosen=False)
 
     late = replace(found.solution, gap=0.1)
     kept(10.0, solution=late, took=1.0)  # ended early, unproved
@@ -276,8 +310,8 @@ def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
     kept(10.0, solution=late, took=9.0)
     assert plan_store.load(key, 20.0) is None
     loaded = plan_store.load(key, 10.0)
-    assert loaded is not None and loaded.hash == plan.hash
-    assert "not proved, searched 10 s" in loaded.notes[-1]
+    assert loaded is not None and loaded[0].hash == plan.hash and not loaded[1]
+    assert "not proved, searched 10 s" in loaded[0].notes[-1]
     kept(10.0, took=9.0, rivals=found.predicted / 2)  # another mesh may be better
     assert plan_store.load(key, 20.0) is None
     kept(10.0)

@@ -24,7 +24,6 @@ from fxpar.fusion.kernels import symmetric_memory
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-
 # Outputs 0 to 3, the address 4, whether this lane counts 5.
 _LOAD = """
 {{
@@ -38,12 +37,8 @@ _LOAD = """
 }}
 """
 
-
 _LOAD_F32 = tl.constexpr(_LOAD.format(".v4.f32"))
-
-
 _LOAD_BF16 = tl.constexpr(_LOAD.format(".acc::f32.v4.bf16x2"))
-
 
 # An output nobody reads, the address 1, what is stored 2 to 5, whether it is 6.
 _STORE = tl.constexpr("""
@@ -111,14 +106,11 @@ def switch_sum(
 
 HEAD = tl.constexpr(symmetric_memory.HEAD)
 
-
 # Questions until a rank counts as lost: of some microsecond each on a GPU, so some ten
 # minutes (not measured), as long as NCCL waits; in the interpreter a minute or so.
 
 
 SPINS = tl.constexpr(1 << 20 if _INTERPRETED.value else 1 << 29)
-
-
 SCALE = tl.constexpr(4.6566127342e-10)  # the largest that keeps 2**31 - 1 below 1
 
 

@@ -258,7 +258,6 @@ SUMS = {
 # Those of them that may run along columns.
 BY_COLUMN = frozenset({"aten.sum.dim_IntList", "aten.sum.default"})
 
-
 # What of bools is as of numbers. Others would compute with the int1 of a device, whose
 # True is -1.
 _ALIKE = frozenset(

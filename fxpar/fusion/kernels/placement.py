@@ -121,7 +121,6 @@ _CHOICES: dict[str, Callable[[Statement, Shapes], list[Choice]]] = {
     "aten.select_scatter.default": _put_index,
 }
 
-
 CHOICES = frozenset(_CHOICES)
 
 
@@ -132,19 +131,10 @@ def choices_of(line: Statement, shapes: Shapes) -> list[Choice]:
 
 # Made of no operand, at any place.
 FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
-
-
 RANDOM = "fxpar.random.default"
-
-
 SEED = "prims.inductor_lookup_seed.default"
-
-
 IOTA = "prims.iota.default"
-
-
 KNOWN = frozenset(OPS) | VIEWS | set(SUMS) | CHOICES | FILLED | {RANDOM, SEED, IOTA}
-
 
 # Places at which one value may be needed.
 _MOST_PLACES = 8
@@ -165,7 +155,6 @@ class Place:
 
 
 ZERO = Place("0", block=False)
-
 
 # One of the parts that a value is made of: the name of the mask that says where ("" if
 # everywhere), what (a value, or a number), and at which place it is needed.

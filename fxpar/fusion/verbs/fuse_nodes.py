@@ -142,8 +142,6 @@ def path_outside(nodes: Collection[fx.Node]) -> fx.Node | None:
 
 
 aten = torch.ops.aten
-
-
 Nodes = tuple[fx.Node, ...]
 
 

@@ -31,8 +31,6 @@ from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
 RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> Rest
-
-
 _NUMBERS = itertools.count()
 _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 

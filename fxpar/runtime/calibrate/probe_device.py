@@ -92,7 +92,6 @@ _SUITES = {
     ),
 }
 
-
 # Seconds of calls that are timed together, so long that meeting costs little.
 _LONG = 0.03
 

@@ -1,0 +1,146 @@
+"""Ops on this rank's place in the mesh, looked up when they run.
+
+In: the bound graph of one rank, in which ``offset`` would be a number. With these ops
+in its place the graph, and the code compiled of it, is one text on all ranks: one rank
+can compile for all. Eagerly they are what they say; Inductor is taught both
+(``register_lowering``): a slice is a view whose start is a symbol of the kernel that
+reads it, its size and strides are numbers as before.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes import custom_ops
+from fxpar.passes.builder import Builder
+from fxpar.sharding.mesh import Mesh
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+torch.library.define(
+    "fxpar::own_slice",
+    "(Tensor(a) x, int dim, int size, str mesh, str axes, int stride, int base) "
+    "-> Tensor(a)",
+)
+torch.library.define(
+    "fxpar::own_offset",
+    "(str mesh, str axes, int stride, int base, Device device) -> Tensor",
+)
+
+
+def own_shard(mesh: str, axes: str) -> int:
+    """Which shard of ``axes`` ("dp+tp", major to minor) this process holds."""
+    return _shard(mesh, axes, custom_ops.rank_here())
+
+
+@functools.cache
+def _shard(mesh: str, axes: str, rank: int) -> int:
+    return Mesh.parse(mesh).index(rank, tuple(axes.split("+")))
+
+
+@torch.library.register_fake("fxpar::own_slice")
+def _(x, dim, size, mesh, axes, stride, base):
+    return x.narrow(dim, 0, size)
+
+
+@torch.library.register_fake("fxpar::own_offset")
+def _(mesh, axes, stride, base, device):
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.impl("fxpar::own_slice", "CompositeExplicitAutograd")
+def _(x, dim, size, mesh, axes, stride, base):
+    return x.narrow(dim, base + stride * own_shard(mesh, axes), size)
+
+
+@torch.library.impl("fxpar::own_offset", "CompositeExplicitAutograd")
+def _(mesh, axes, stride, base, device):
+    at = base + stride * own_shard(mesh, axes)
+    return torch.full((), at, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def register_lowering() -> None:
+    """Teach Inductor both ops; needed before it first compiles one of them."""
+    ours = torch.ops.fxpar
+    _torch.inductor.lower_own_shard(
+        ours.own_slice.default, ours.own_offset.default, _count, __name__
+    )
+    _torch.aot.recompute_as_view(ours.own_slice)
+
+
+def _count(mesh: str, axes: str) -> int:
+    return Mesh.parse(mesh).count(tuple(axes.split("+")))
+
+
+def bind_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """A node that reads offsets with one of these ops in their place; None if its op
+    takes numbers alone. ``args``, ``kwargs``: of ``node``, but offsets, in the graph
+    of ``build``."""
+    read = [x for x in node.all_input_nodes if x.target is custom_ops.offset]
+    form = _FORMS.get(node.target)
+    if form is None or any(len(x.args) > 4 for x in read):
+        return None
+    return form(build, node, args, kwargs)
+
+
+def _slice(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Of a number of rows known here."""
+    _, dim, start, end, *step = node.args
+    if kwargs or step or not all(isinstance(x, fx.Node) for x in (start, end)):
+        return None
+    mesh, axes, stride, base = start.args
+    if (mesh, axes, stride) != end.args[:3]:
+        return None
+    size = end.args[3] - base
+    whole = args[0].meta["val"].shape[dim]
+    last = base + stride * (_count(mesh, "+".join(axes)) - 1) + size
+    if base < 0 or stride < 0 or last > whole:
+        return None  # its size would differ between ranks
+    own = torch.ops.fxpar.own_slice.default
+    return build.call(own, args[0], dim, size, mesh, "+".join(axes), stride, base)
+
+
+def _sub(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 2 or not isinstance(args[0], fx.Node):
+        return None
+    like = args[0].meta["val"]
+    if like.dtype not in (torch.int64, torch.int32) or like.dim() == 0:
+        return None
+    return build.call(node.target, args[0], _offset(build, node.args[1], like.device))
+
+
+def _full(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    size, value = node.args
+    if size or kwargs.get("dtype") is not torch.int64 or not isinstance(value, fx.Node):
+        return None
+    return _offset(build, value, kwargs["device"])
+
+
+def _iota(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("dtype") is not torch.int64:
+        return None
+    start = _offset(build, node.kwargs["start"], kwargs["device"])
+    counted = build.call(node.target, *args, **{**kwargs, "start": 0})
+    return build.call(aten.add.Tensor, counted, start)
+
+
+def _offset(build: Builder, offset: fx.Node, device: torch.device) -> Any:
+    mesh, axes, stride, base = offset.args
+    own = torch.ops.fxpar.own_offset.default
+    return build.call(own, mesh, "+".join(axes), stride, base, device)
+
+
+# How ops that read offsets read what is known when they run.
+_FORMS = {
+    aten.slice.Tensor: _slice,
+    aten.sub.Tensor: _sub,
+    aten.full.default: _full,
+    prims.iota.default: _iota,
+}

@@ -1,0 +1,145 @@
+"""A graph that is one text on several ranks is compiled by one of them.
+
+In: a graph as Inductor gets it, and the compiling. Out: what the compiling gives. The
+first rank that comes compiles; the others wait for it and then compile in turn, which
+finds what it left in Inductor's cache: on the disk that both see, or sent through the
+store. A rank whose graph is another text (another size of shard, another device) waits
+for nobody. A rank that fails says so to those that wait; for one that ends or hangs
+they wait as for any other (``presence``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import RankMismatchError
+from fxpar.runtime import presence
+from fxpar.runtime.consensus import poll
+from fxpar.runtime.meeting import Channel, current
+from fxpar.runtime.plan_store import lines_of
+from fxpar.runtime.presence import Patience
+from fxpar.runtime.stage_times import INDUCTOR, stage
+
+# Of one message through the store, which takes 8 MB at most.
+CHUNK = 4 << 20
+
+# Compiles; given a text that stands for the graph in the keys of Inductor's cache.
+CompileGraph = Callable[[str | None], Any]
+
+
+def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
+    """What ``compile_graph`` gives, called on one rank before the others that have
+    this graph. ``what``: the graph, in words that all ranks count alike.
+
+    Raises RankMismatchError if the rank that compiles fails, or does not end.
+    """
+    with stage(INDUCTOR):
+        return _once(graph, what, compile_graph)
+
+
+def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
+    channel = current()
+    if _torch.inductor.caches_disabled() or not all(map(_is_text, graph.nodes)):
+        return compile_graph(None)
+    text = _digest(graph)
+    if channel is None:
+        return compile_graph(text)
+    key = f"{channel.prefix}/compiled/{what}/{text}"
+    word = str(channel.rank)
+    try:
+        first = channel.store.compare_set(key, "", word).decode()
+        if first == word:
+            return _lead(channel, key, what, lambda: compile_graph(text))
+        _follow(channel, key, what, int(first))
+    except dist.DistError as error:
+        raise RankMismatchError(
+            f"the store of the process group does not answer: {error}",
+            fix="the process that holds it, mostly rank 0, has ended: see its output",
+        ) from error
+    return compile_graph(text)
+
+
+def _is_text(node: fx.Node) -> bool:
+    """Whether the line of a node says all of it: it holds no tensor, and is no op that
+    runs code of the user."""
+    if node.op == "call_function":
+        return isinstance(
+            node.target, (_torch.inductor.OpOverload, BuiltinFunctionType)
+        )
+    return node.op in ("placeholder", "output")
+
+
+def _digest(graph: fx.Graph) -> str:
+    text = hashlib.sha256()
+    for line in lines_of(graph):
+        text.update(line.encode() + b"\n")
+    return text.hexdigest()[:32]
+
+
+def _lead(
+    channel: Channel, key: str, what: str, compile_graph: Callable[[], Any]
+) -> Any:
+    """Compile, and say how that ended."""
+    try:
+        with presence.works(f"compiles {what} for all ranks"):
+            compiled = compile_graph()
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        channel.store.set(f"{key}/done", json.dumps({"failed": message}))
+        raise
+    entry = _torch.inductor.cache_entry(compiled)
+    folders = channel.folders()
+    parts = 0
+    if entry is not None and len(set(folders)) > 1:
+        parts = _send(channel, key, entry[1])
+    told = {"folder": folders[channel.rank], "parts": parts, "key": entry and entry[0]}
+    channel.store.set(f"{key}/done", json.dumps(told))
+    return compiled
+
+
+def _follow(channel: Channel, key: str, what: str, leader: int) -> None:
+    """Wait until the rank that compiles has, and take over what it made."""
+    done = f"{key}/done"
+    patience = Patience(channel.presence, presence.timeout())
+    with presence.waits(f"waits for rank {leader}, which compiles {what}"):
+        if not poll(lambda: channel.has(done), patience, lambda: [leader]):
+            raise RankMismatchError(
+                f"rank {leader} did not end compiling {what}, for which this rank "
+                f"waited {patience.seconds:.0f} s (FXPAR_TIMEOUT)"
+                f"{patience.tell([leader])}",
+                fix="see what that rank printed; it may have ended, or hang",
+            )
+    told = json.loads(channel.read(done))
+    if "failed" in told:
+        raise RankMismatchError(
+            f"rank {leader} failed to compile {what}:\n{told['failed']}",
+            fix="this rank only stopped with it: look at that rank's error",
+        )
+    if told["parts"] and told["folder"] != channel.folders()[channel.rank]:
+        with contextlib.suppress(OSError):  # then this rank compiles
+            content = _received(channel, key, told["parts"])
+            _torch.inductor.put_cache_entry(told["key"], content)
+
+
+def _send(channel: Channel, key: str, content: bytes) -> int:
+    """Put into the store what other machines need; in how many parts."""
+    packed = zlib.compress(content)
+    parts = [packed[i : i + CHUNK] for i in range(0, len(packed), CHUNK)]
+    for i, part in enumerate(parts):
+        channel.store.set(f"{key}/part/{i}", part)
+    return len(parts)
+
+
+def _received(channel: Channel, key: str, parts: int) -> bytes:
+    every = [channel.store.get(f"{key}/part/{i}") for i in range(parts)]
+    return zlib.decompress(b"".join(every))

@@ -1,0 +1,93 @@
+"""Where the seconds of compiling go, by stage, in this process.
+
+``with stage("search")`` counts the seconds inside for that stage, without those of
+stages inside it: so the seconds of all stages add up to those of the whole. ``table``
+gives them as text, with what torch says of its own parts, and begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fxpar import _torch
+
+# Stages, in the order they are shown in.
+DYNAMO, TRACE, RESULTS = "Dynamo", "AOTAutograd", "trace results"
+INDUCTOR, COMPILER, LOAD = "Inductor", "C++ or Triton compiler", "load compiled code"
+WAIT, CHECKS, PLAN = "wait for other ranks", "check inputs", "plan"
+SEARCH, SCHEDULE = "search", "choose a schedule"
+NORMALIZE, PARTITION, PHASE = "normalize", "partition", "bind and order"
+FIRST = "first run"
+ORDER = (
+    *(DYNAMO, RESULTS, CHECKS, TRACE, NORMALIZE, PLAN, SEARCH, PARTITION, SCHEDULE),
+    *(PHASE, INDUCTOR, COMPILER, LOAD, WAIT, FIRST),
+)
+
+# Of Inductor's seconds, by the names that torch times them under, those of another
+# stage.
+INSIDE_INDUCTOR = {"async_compile.wait": COMPILER, "PyCodeCache.load_by_key_path": LOAD}
+
+_TOTAL = "together"
+
+
+@dataclass
+class _Stages:
+    seconds: dict[str, float] = field(default_factory=dict)
+    # What torch had counted when the last table was made.
+    torch: Mapping[str, float] = field(default_factory=dict)
+
+
+_STAGES = _Stages()
+_OPEN = threading.local()  # of each stage that is open, the seconds of those inside
+
+
+@dataclass
+class Taken:
+    """Seconds that a stage took, those of stages inside it too, once it is over."""
+
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def stage(name: str, *, nested: bool = False) -> Iterator[Taken]:
+    """Count the seconds inside for a stage; if it is ``nested``, only where it is
+    inside another."""
+    inside: list[float] = _OPEN.__dict__.setdefault("inside", [])
+    if nested and not inside:
+        yield Taken()
+        return
+    inside.append(0.0)
+    taken, begun = Taken(), time.perf_counter()
+    try:
+        yield taken
+    finally:
+        taken.seconds = time.perf_counter() - begun
+        _add(name, taken.seconds - inside.pop())
+        if inside:
+            inside[-1] += taken.seconds
+
+
+def _add(name: str, seconds: float) -> None:
+    _STAGES.seconds[name] = _STAGES.seconds.get(name, 0.0) + seconds
+
+
+def table() -> str:
+    """Seconds of each stage since the last table, a line each, and their sum."""
+    now = _torch.dynamo.seconds_by_phase()
+    spent = {key: now[key] - _STAGES.torch.get(key, 0.0) for key in now}
+    frame = spent.get("entire_frame_compile", 0.0) - spent.get("backend_compile", 0.0)
+    _add(DYNAMO, max(0.0, frame))
+    for phase, name in INSIDE_INDUCTOR.items():
+        part = min(spent.get(phase, 0.0), _STAGES.seconds.get(INDUCTOR, 0.0))
+        _add(name, part)
+        _add(INDUCTOR, -part)
+    seconds = _STAGES.seconds
+    _STAGES.seconds, _STAGES.torch = {}, now
+    rows = [(name, seconds[name]) for name in ORDER if name in seconds]
+    rows.append((_TOTAL, sum(seconds.values())))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}} {took:8.2f}" for name, took in rows)

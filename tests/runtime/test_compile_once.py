@@ -1,0 +1,206 @@
+"""A graph that is one text on several ranks: compiled by one, taken over by the others;
+what they are told when that fails; which graphs are one text."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+import fxpar
+from fxpar import _torch, cache_files
+from fxpar.errors import RankMismatchError
+from fxpar.passes.graph_bodies import all_nodes
+from fxpar.runtime import consensus, presence
+from fxpar.runtime.binding import bind
+from fxpar.runtime.compile_once import compile_once
+from fxpar.runtime.plan_store import lines_of
+from tests.helpers.spawn import shared_pool
+
+aten = torch.ops.aten
+
+
+def graph(width: int = 4) -> fx.Graph:
+    made = fx.Graph()
+    x = made.placeholder("x")
+    x.meta["val"] = torch.empty(width, device="meta")
+    made.output((made.call_function(aten.relu.default, (x,)),))
+    return made
+
+
+def caught(fn: Any, *args: Any) -> str:
+    try:
+        fn(*args)
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def in_turns(widths: list[int]) -> tuple[float, float, str | None]:
+    """When the compiling of this rank began and ended, and what it was given."""
+    consensus.agree("start", "", "")
+    times: list[float] = []
+    given: list[str | None] = []
+
+    def compiles(text: str | None) -> None:
+        given.append(text)
+        times.append(time.monotonic())
+        time.sleep(0.4)
+        times.append(time.monotonic())
+
+    compile_once(graph(widths[dist.get_rank()]), "in_turns", compiles)
+    return times[0], times[1], given[0]
+
+
+@pytest.mark.multiprocess
+def test_one_rank_compiles_before_the_others_take_over() -> None:
+    pool = shared_pool(4)
+    times = sorted(pool.run(in_turns, [4, 4, 4, 4]))
+    (_, first_end, text), *others = times
+    assert all(begin >= first_end for begin, *_ in others)
+    assert text and {each[2] for each in others} == {text}
+    # Graphs that are not equal are nobody's to wait for.
+    begins = [begin for begin, *_ in pool.run(in_turns, [4, 5, 6, 7])]
+    assert max(begins) - min(begins) < 0.4
+
+
+@pytest.mark.multiprocess
+def test_without_caches_every_rank_compiles_by_itself() -> None:
+    env = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    with_caches = "torch._inductor.config.force_disable_caches"
+    for begin, _, text in shared_pool(4).run(disabled, with_caches, ranks=2, env=env):
+        assert text is None and begin
+
+
+def disabled(_: str) -> tuple[float, float, str | None]:
+    from torch._inductor import config
+
+    with config.patch(force_disable_caches=True):
+        return in_turns([4, 4])
+
+
+def one_fails(again: bool) -> tuple[str, str]:
+    """What is said where the rank that comes first fails; of graphs after that."""
+    consensus.agree("start", "", "")
+
+    def fails(_: str | None) -> None:
+        time.sleep(0.3)
+        raise RankMismatchError("no compiler here")
+
+    said = caught(compile_once, graph(), f"one_fails {again}", fails)
+    return said, caught(compile_once, graph(), f"next {again}", lambda _: None)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_fails_to_compile_says_so() -> None:
+    pool = shared_pool(2)
+    pool.renew()
+    for again in (False, True):
+        said, after = zip(*pool.run(one_fails, again), strict=True)
+        assert after == ("", "")
+        own, told = sorted(said, key=len)
+        assert own.startswith("no compiler here")
+        assert "failed to compile one_fails" in told and "no compiler here" in told
+
+
+def one_hangs() -> str:
+    """The rank that comes first begins to compile, and does nothing."""
+    consensus.agree("start", "", "")
+    before = presence.timeout()
+    presence.set_timeout(0.5)
+
+    def hangs(_: str | None) -> None:
+        consensus.gather("given up", "", timeout=30.0)
+
+    try:
+        said = caught(compile_once, graph(), "one_hangs", hangs)
+        if said:
+            hangs(None)
+        return said
+    finally:
+        presence.set_timeout(before)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_hangs_while_it_compiles_is_named() -> None:
+    first, said = sorted(shared_pool(2).run(one_hangs))
+    assert first == "" and "did not end compiling one_hangs" in said
+    assert "FXPAR_TIMEOUT" in said and "\n  rank " in said  # where it is
+
+
+def by_folders(folders: list[str]) -> tuple[int, bool]:
+    """How often this rank compiled anew, and whether its folder has the result."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[dist.get_rank()]
+    content = bytes(range(256)) * (1 << 15)
+    compiled = SimpleNamespace(_fx_graph_cache_key="fabcdef")
+    made = []
+
+    def compiles(text: str | None) -> Any:
+        if _torch.inductor.cache_entry(compiled) is None:
+            made.append(text)
+            _torch.inductor.put_cache_entry("fabcdef", content)
+        return compiled
+
+    try:
+        consensus.agree("start", "", "")
+        compile_once(graph(), "by_folders", compiles)
+        found = _torch.inductor.cache_entry(compiled)
+        return len(made), found is not None and found[1] == content
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("names", ["aa", "ab"])
+def test_what_was_compiled_comes_to_every_folder(tmp_path: Path, names: str) -> None:
+    pool = shared_pool(2)
+    pool.renew()
+    results = pool.run(by_folders, [str(tmp_path / name) for name in names])
+    pool.renew()  # ranks look at their folder when they meet
+    assert sorted(made for made, _ in results) == [0, 1]
+    assert all(has for _, has in results)
+
+
+def test_a_folder_has_one_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a"))
+    mark = cache_files.folder_mark()
+    assert cache_files.folder_mark() == mark
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "b"))
+    assert cache_files.folder_mark() != mark
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    assert cache_files.folder_mark() != cache_files.folder_mark()
+
+
+def bound(plan: Any, rank: int, late: bool) -> fx.Graph:
+    result = plan.result
+    nodes = result.local.find_nodes(op="placeholder")
+    mode = _torch.fake.fake_mode_of([node.meta["val"] for node in nodes])
+    return bind(result.local, plan.mesh, rank, "+".join, mode, inductor=True, late=late)
+
+
+def lookup(ids: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> Any:
+    picked = torch.nn.functional.embedding(ids, table) @ weight
+    return torch.relu(picked).sum(0)
+
+
+def test_graphs_of_all_ranks_are_one_text() -> None:
+    ids, table = torch.randint(16, (8, 4)), torch.randn(16, 8)
+    hints = {"ids": ("dp", None), "table": ("tp", None), "weight": (None, "tp")}
+    args = (ids, table, torch.randn(8, 8))
+    plan = fxpar.plan(lookup, *args, mesh="dp=2,tp=2", hints=hints, mode="propagate")
+    texts = {"\n".join(lines_of(bound(plan, rank, True))) for rank in range(4)}
+    assert len(texts) == 1
+    names = {str(node.target) for node in all_nodes(bound(plan, 0, True))}
+    assert "fxpar.own_offset.default" in names
+    # Folded in, the ranks' coordinates make a text of each.
+    texts = {"\n".join(lines_of(bound(plan, rank, False))) for rank in range(4)}
+    assert len(texts) > 1

@@ -1,0 +1,55 @@
+"""Seconds by stage: those inside a stage count once, and torch's own are told apart."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fxpar import _torch
+from fxpar.runtime import stage_times
+from fxpar.runtime.stage_times import stage
+
+
+def rows(text: str) -> dict[str, float]:
+    return {line[:-8].strip(): float(line[-8:]) for line in text.splitlines()}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    stage_times.table()
+
+
+def test_seconds_inside_a_stage_count_once() -> None:
+    with stage(stage_times.TRACE) as whole:
+        time.sleep(0.02)
+        with stage(stage_times.SEARCH) as inner:
+            time.sleep(0.05)
+    shown = rows(stage_times.table())
+    assert whole.seconds >= inner.seconds + 0.02
+    assert abs(shown["search"] - inner.seconds) < 0.011
+    assert abs(shown["AOTAutograd"] - (whole.seconds - inner.seconds)) < 0.011
+    assert abs(shown["together"] - whole.seconds) < 0.011
+    assert "search" not in rows(stage_times.table())  # begins anew
+
+
+def test_waiting_counts_only_while_something_is_compiled() -> None:
+    with stage(stage_times.WAIT, nested=True):
+        time.sleep(0.02)
+    assert "wait for other ranks" not in rows(stage_times.table())
+    with stage(stage_times.CHECKS), stage(stage_times.WAIT, nested=True):
+        time.sleep(0.02)
+    assert rows(stage_times.table())["wait for other ranks"] >= 0.02
+
+
+def test_what_torch_times_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"entire_frame_compile": 5.0, "backend_compile": 2.0}
+    monkeypatch.setattr(_torch.dynamo, "seconds_by_phase", lambda: dict(spent))
+    with pytest.raises(ValueError), stage(stage_times.INDUCTOR):
+        time.sleep(0.05)
+        raise ValueError  # what fails took its time, too
+    spent["async_compile.wait"] = 0.03
+    shown = rows(stage_times.table())
+    assert shown["Dynamo"] == 3.0 and shown["C++ or Triton compiler"] == 0.03
+    assert 0.02 <= shown["Inductor"] < 0.2
+    assert rows(stage_times.table())["Dynamo"] == 0.0
