@@ -75,6 +75,7 @@ def forget() -> None:
     ``torch.compiler.reset()`` calls of a backend."""
     _VARIANTS.clear()
     _OPEN.clear()
+    gradient_sketches.forget()
 
 
 class Calls:

@@ -58,6 +58,11 @@ def _sketch(gradient: torch.Tensor) -> tuple[float, float]:
     return flat.norm().item(), flat.dot(waves).item()
 
 
+def forget() -> None:
+    """Note nothing of the steps so far: they belong to programs that are gone."""
+    _noted.clear()
+
+
 def word() -> str:
     """What this rank noted, once; not of optimizers that are gone."""
     if not _noted:

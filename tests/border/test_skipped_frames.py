@@ -17,6 +17,7 @@ from torch import nn
 import fxpar
 from fxpar import FxparWarning
 from fxpar.errors import GradientError, RankMismatchError
+from fxpar.runtime import call_variants, gradient_sketches
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
@@ -455,3 +456,14 @@ def test_a_parameter_that_was_frozen() -> None:
     first, second = shared_pool(RANKS).run(unfrozen)
     for mine, other in zip(first, second, strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_reset_forgets_the_steps_of_programs_that_are_gone() -> None:
+    """Ranks that go on with another program do not compare gradients of the last."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    gradient_sketches.note(optimizer, {"weight": torch.ones(2)})
+    assert gradient_sketches.word()
+    gradient_sketches.note(optimizer, {"weight": torch.ones(2)})
+    call_variants.forget()
+    assert not gradient_sketches.word()
