@@ -36,11 +36,18 @@ from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import check_inputs as inputs
-from fxpar.runtime import compiled_graph, consensus, outside_graphs, presence
+from fxpar.runtime import (
+    compiled_graph,
+    consensus,
+    known_programs,
+    outside_graphs,
+    presence,
+)
 from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
 from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
+from fxpar.runtime.known_programs import KnownProgram
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.program_identity import (
     Named,
@@ -287,9 +294,11 @@ class _Job:
         broken_at = _torch.dynamo.graph_break_line(gm)
         # The mesh may have been chosen since.
         job = replace(self, ranks=join(self.options)) if self.ranks.open else self
-        step = _Parallelize(job, next_graph(), broken_at)
+        number = next_graph()
+        known = job.look_up(gm, examples, number)
+        step = _Parallelize(job, number, broken_at, known)
         showing = status_line.shown(
-            f"graph{step.number}",
+            f"graph{number}",
             pipeline.MOST_STEPS,
             on=self.options.progress and job.ranks.rank == 0,
         )
@@ -304,11 +313,14 @@ class _Job:
                 schedule=step.schedule,
                 inner=None if self.options.codegen == "inductor" else _run_op_by_op,
                 once=step.compile_once,
-                key=f"{self.ranks.mesh}|{self.options}",
+                key=job.key(known),
+                kept=known is not None,
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
+            step.take_known()
             status_line.begin("waiting for the other ranks")
             step.agree_on_launches()
+        step.keep()
         step.say_seconds("forward")
         checks = []
         if self.writes:
@@ -322,6 +334,31 @@ class _Job:
             step.ranks,
             broken_at,
         )
+
+    def look_up(
+        self, gm: fx.GraphModule, examples: Sequence[Any], number: int
+    ) -> KnownProgram | None:
+        """What is known of the program from an earlier start, on all ranks alike; the
+        process groups that it uses are made."""
+        if self.options.codegen != "inductor" or self.ranks.mesh.size == 1:
+            return None
+        plain = not (self.writes or self.rests or compiled_graph.homes(gm))
+        text = None
+        if plain and self.together.kind != UNLIKE:
+            text = known_programs.text_of(
+                gm, self.named, examples, self.options, self.ranks
+            )
+        tag = f"what is known of graph{number}"
+        with _told_to_others():
+            known = known_programs.look_up(text, tag)
+        for axes in known.groups if known else ():
+            self.ranks.group(axes)
+        return known
+
+    def key(self, known: KnownProgram | None) -> str:
+        """Of the program in torch's caches, beside its graph."""
+        ranks, asked = self.ranks, f"{self.ranks.mesh}|{self.options}"
+        return f"{asked}|{ranks.rank}|{known.number}" if known else asked
 
     def _compared(self) -> list[Named]:
         """The inputs; those of which each rank holds a part go by another kind."""
@@ -347,8 +384,15 @@ def _run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
 class _Parallelize:
     """The pass hung on the joint graph: traced in, this rank's bound graph out."""
 
-    def __init__(self, job: _Job, number: int, broken_at: str | None) -> None:
+    def __init__(
+        self,
+        job: _Job,
+        number: int,
+        broken_at: str | None,
+        known: KnownProgram | None = None,
+    ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
+        self.known = known
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
@@ -376,10 +420,13 @@ class _Parallelize:
         self.result: pipeline.Result | None = None
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
+        self.is_taken = False  # from AOTAutograd's cache: there is no result
 
     @property
     def plan(self) -> Any:
-        return self.result.plan if self.result else None
+        if self.result is None:
+            return self.known.plan if self.known and self.is_taken else None
+        return self.result.plan
 
     @property
     def compiled_plan(self) -> Any:
@@ -407,8 +454,11 @@ class _Parallelize:
         request = self.request = self._request(boundaries.declare(signature))
         with _said_by_rank_0(ranks.rank):
             self.result = pipeline.planned(gm.graph, fake_mode, request)
-        parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
-        self.result = self.result.noted(*self.job.results.said(self.results(), parts))
+        planned_before = self.known is not None and self.known.plan is not None
+        if not planned_before:
+            parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
+            said = self.job.results.said(self.results(), parts)
+            self.result = self.result.noted(*said)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
         inductor = options.codegen == "inductor"
@@ -416,7 +466,7 @@ class _Parallelize:
             self.result = pipeline.tuned(
                 self.result, request, fake_mode, ranks, gm, inductor=inductor
             )
-        if self.job.together.kind != UNLIKE:
+        if self.job.together.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
@@ -435,7 +485,8 @@ class _Parallelize:
     def _request(self, signature: Signature) -> Request:
         """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
         options, ranks = self.job.options, self.ranks
-        mode = plan_mode(options.plan, options, self.request.name)
+        known = self.known.plan if self.known else None
+        mode = known or plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
         return replace(
             self.request,
@@ -446,6 +497,24 @@ class _Parallelize:
             hardware=known_machine(options),
             named_hardware=named_machine(options),
         )
+
+    def take_known(self) -> None:
+        """The plan of a program that was taken from AOTAutograd's cache as it is."""
+        known, options = self.known, self.job.options
+        if self.result is None and known is not None and known.plan is not None:
+            self.is_taken, self.launches = True, list(known.launches)
+            name = self.request.name
+            report(known.plan, options, self.ranks.rank, name, self.broken_at)
+
+    def keep(self) -> None:
+        """Leave the program on disk for the next start, if it is a new one. What has
+        generated kernels is not kept: they are made when it is compiled."""
+        known, result = self.known, self.result
+        if known is None or known.plan is not None or result is None or self.regions:
+            return
+        if self.ranks.rank == 0:
+            plan, launches = self.compiled_plan, self.launches
+            known_programs.keep(known, plan, self.results(), launches, result.local)
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
@@ -490,7 +559,7 @@ class _Parallelize:
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""
         if self.result is None:
-            return {}
+            return dict(self.known.results) if self.known and self.is_taken else {}
         decision = self.result.decision
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)

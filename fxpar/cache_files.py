@@ -7,12 +7,18 @@ who reads it sees all of it or nothing. Files are never deleted here.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import logging
 import os
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 from fxpar import _torch
+
+log = logging.getLogger("fxpar")
 
 
 def folder() -> Path:
@@ -34,6 +40,42 @@ def folder_mark() -> str:
         draft.unlink()
         return path.read_text()
     return own
+
+
+def read_record(path: Path, form: str, key: str) -> dict[str, Any] | None:
+    """What ``write_record`` wrote there in this form under this key. None if nothing is
+    there, or what is there is damaged or another's, which the log says."""
+    try:
+        data = json.loads(path.read_text())
+        if (data["format"], data["key"]) == (form, key) == _intact(data):
+            return dict(data)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    log.info("%s is damaged or of another version, it is made anew", path)
+    return None
+
+
+def write_record(path: Path, form: str, key: str, data: dict[str, Any]) -> None:
+    """Keep what ``json`` can write, in one step. Where the disk refuses, nothing is
+    kept."""
+    data = {**data, "format": form, "key": key}
+    data["digest"] = _digest(data)
+    with contextlib.suppress(OSError):
+        write_file(path, json.dumps(data))
+
+
+def _intact(data: dict[str, Any]) -> tuple[str, str] | None:
+    """The form and the key of data whose digest is right."""
+    same = data["digest"] == _digest(data)
+    return (data["format"], data["key"]) if same else None
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of all but the digest."""
+    rest = {k: v for k, v in data.items() if k != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_file(path: Path, text: str) -> None:

@@ -190,6 +190,7 @@ def compile_fx(
     inner: Callable[..., Any] | None = None,
     once: Callable[[fx.Graph, str, Callable[[str | None], Any]], Any] | None = None,
     key: str = "",
+    kept: bool = False,
     local_border: bool = False,
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
@@ -199,7 +200,9 @@ def compile_fx(
     is compiled (forward, backward) in place. ``inner(gm, examples)`` replaces
     Inductor's codegen; ``once(graph, "forward", call)`` calls it,
     by ``call(text)``: see ``_in_order``.
-    ``key`` enters Inductor's cache keys. ``local_border``: results have the shapes one
+    ``key`` enters the keys of torch's caches. ``kept``: a program that was compiled
+    under it before is taken from AOTAutograd's cache; nothing is called then.
+    ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
     import torch._functorch.config as functorch_config
@@ -236,9 +239,9 @@ def compile_fx(
             graph.graph, which, lambda text: _in_order(graph, local, text, **kwargs)
         )
 
-    # A hit in AOTAutograd's cache would skip the joint pass, and with it the agreement
-    # of the ranks. Inductor's own cache, keyed by the bound graph, stays.
-    settings = {"enable_autograd_cache": False}
+    # A hit in AOTAutograd's cache skips the joint pass, and with it the agreement of
+    # the ranks. Inductor's own cache, keyed by the bound graph, is always in use.
+    settings = {"enable_autograd_cache": kept}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
     with functorch_config.patch(settings), _views_recomputed():

@@ -87,6 +87,12 @@ def gather(tag: str, text: str, timeout: float | None = None) -> list[str]:
         return _round(channel, tag, text, judge, timeout)["texts"]
 
 
+def leads() -> bool:
+    """Whether this is the rank that decides for all."""
+    channel = current()
+    return channel is None or channel.rank == 0
+
+
 def abort(error: BaseException) -> None:
     """Tell ranks that wait for this one, now or at their next round, that it failed.
 

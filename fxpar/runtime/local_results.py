@@ -11,17 +11,20 @@ leaves as the rank's own.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar import _torch
+from fxpar import _torch, cache_files
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.graph_bodies import show_bodies
+from fxpar.runtime import plan_store
 from fxpar.runtime.divide_summands import (
     divided,
     example,
@@ -29,12 +32,15 @@ from fxpar.runtime.divide_summands import (
     may_grow,
     name_written,
 )
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.program_identity import Named, fixed_content
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.batch_growth import growths
 from fxpar.sharding.growth_powers import FIXED, Growth, unknown
 from fxpar.sharding.program import user_line
+from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
+
+FORMAT = "fxpar growths 1"
 
 # Arguments of the program with so many times the batch of one rank.
 Sized = Callable[[int], Sequence[Any]]
@@ -157,16 +163,26 @@ class _Growths:
     ) -> None:
         results = gm.graph.output_node().args[0]
         self.ways = linear_ways(results)
-        try:
-            traced = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
-            inputs = [_of_input(named[i]) for i in traced[0].inputs]
-            found = growths(traced[0].graph, traced[1].graph, inputs)
-        except Exception as error:  # compiling it says what is wrong
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            found = [unknown(f"it cannot be traced: {why}")] * 10**6
+        key = _key(gm, named, sized(parts), parts)
+        found = _found_before(key)
+        if found is None:
+            found = self._growths(gm, named, sized, parts)
+            _keep(key, found)
         count = len(results)
         self.last = found[:count]
         self.of = dict(zip(self.ways, found[count:], strict=False))
+
+    def _growths(
+        self, gm: fx.GraphModule, named: Sequence[Named], sized: Sized, parts: int
+    ) -> Sequence[Growth]:
+        """Of the results, then of ``ways``."""
+        try:
+            traced = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
+            inputs = [_of_input(named[i]) for i in traced[0].inputs]
+            return growths(traced[0].graph, traced[1].graph, inputs)
+        except Exception as error:  # compiling it says what is wrong
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return [unknown(f"it cannot be traced: {why}")] * 10**6
 
     def _traced(
         self, gm: fx.GraphModule, named: Sequence[Named], args: Sequence[Any]
@@ -185,6 +201,36 @@ class _Growths:
         probe.recompile()
         forward = globally(probe, named, args)
         return _aten(forward.module, args)
+
+
+def _key(
+    gm: fx.GraphModule, named: Sequence[Named], args: Sequence[Any], parts: int
+) -> str | None:
+    """Of the growths of a program on disk; None if they are not to be kept."""
+    content = fixed_content(gm, named, args)
+    if content is None or not plan_store.allowed() or has_user_rules():
+        return None
+    lines = (FORMAT, torch.__version__, plan_store.own_version(), str(parts), content)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _found_before(key: str | None) -> Sequence[Growth] | None:
+    """The growths that an earlier start found."""
+    data = cache_files.read_record(_path(key), FORMAT, key) if key else None
+    try:
+        return [Growth(*each) for each in data["growths"]] if data else None
+    except (KeyError, TypeError):
+        return None
+
+
+def _keep(key: str | None, found: Sequence[Growth]) -> None:
+    if key and len(found) < 10**6:
+        rows = [[each.power, each.mixed, each.why] for each in found]
+        cache_files.write_record(_path(key), FORMAT, key, {"growths": rows})
+
+
+def _path(key: str) -> Path:
+    return cache_files.folder() / f"{key}.growths.json"
 
 
 def _of_input(named: Named) -> Growth:

@@ -10,11 +10,9 @@ an error. Files are never deleted here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -112,17 +110,15 @@ def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
     schedule was chosen then. None if there is none, or only one that a search of more
     than it had could better."""
     path = _path(key)
+    data = cache_files.read_record(path, FORMAT, key)
     try:
-        data = json.loads(path.read_text())
-        if data["digest"] != _digest(data) or data["key"] != key:
-            return None
-        if not data["proved"] and data["seconds"] < seconds:
+        if data is None or (not data["proved"] and data["seconds"] < seconds):
             return None
         plan = Plan.from_dict(data["plan"])
         proved = "proved" if data["proved"] else "not proved"
         note = f"found before: {path} (gap {data['gap']:.2g}, {proved}, searched "
         note += f"{data['seconds']:g} s)"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, FxparError):
+    except (ValueError, TypeError, KeyError, AttributeError, FxparError):
         return None
     return replace(plan, notes=(*plan.notes, note)), data["chosen"] is True
 
@@ -137,24 +133,14 @@ def save(
     if not proved and found.took < _USED * seconds:
         return
     data = {
-        "format": FORMAT,
-        "key": key,
         "proved": proved,
         "gap": found.solution.gap,
         "seconds": seconds,
         "chosen": chosen,
         "plan": plan.to_record(),
     }
-    data["digest"] = _digest(data)
-    with contextlib.suppress(OSError):
-        cache_files.write_file(_path(key), json.dumps(data))
+    cache_files.write_record(_path(key), FORMAT, key, data)
 
 
 def _path(key: str) -> Path:
     return cache_files.folder() / f"{key}.json"
-
-
-def _digest(data: dict[str, Any]) -> str:
-    """Of all of a file but its digest. Raises TypeError if it is no table."""
-    rest = {k: v for k, v in data.items() if k != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

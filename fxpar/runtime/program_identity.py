@@ -215,6 +215,30 @@ def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any])
     return "\n".join([*lines, str(modes)])
 
 
+def fixed_content(
+    gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any]
+) -> str | None:
+    """``content`` on these sizes, the same text in every process; None for a graph that
+    holds more than other graphs."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            return None
+        if node.op == "get_attr":
+            held = _attribute(gm, str(node.target))
+            if not isinstance(held, fx.GraphModule) or not fixed_content(held, [], []):
+                return None
+    lines = [content(gm, named, examples)]
+    for x in examples:
+        if isinstance(x, torch.Tensor):
+            lines.append(f"{list(x.shape)} {list(x.stride())} {x.is_leaf}")
+        elif isinstance(x, (int, float, str, type(None))):
+            lines.append(repr(x))
+        else:
+            return None
+    text = "\n".join(lines)
+    return None if " at 0x" in text else text
+
+
 def _starts(inputs: Mapping[fx.Node, str]) -> dict[str, str]:
     """By size that is open where an input begins in its memory: what to call it."""
     starts = [(value_of(node).storage_offset(), name) for node, name in inputs.items()]

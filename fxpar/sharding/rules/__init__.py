@@ -59,6 +59,11 @@ TABLE: dict[Any, Row] = {
 _USER: dict[str, Row] = {}
 
 
+def has_user_rules() -> bool:
+    """Whether ``fxpar.rule`` was called in this process."""
+    return bool(_USER)
+
+
 def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
     """Give a custom op a rule: ``fxpar.rule("mylib::op", "b s d, d -> b s d")``.
 

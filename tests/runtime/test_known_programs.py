@@ -1,0 +1,251 @@
+"""Programs that an earlier start compiled: what is found, what counts as none, and that
+ranks which find more or less of it still run the same program."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+import fxpar
+from fxpar import cache_files, pipeline
+from fxpar.config import Options
+from fxpar.runtime import known_programs, local_results, plan_store
+from fxpar.runtime.groups import Ranks
+from fxpar.runtime.program_identity import Named
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+from tests.helpers.spawn import shared_pool
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "fxpar"
+
+
+def relu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.relu(a @ b)
+
+
+def text(rows: int = 4, width: int = 8, ranks: str = "dp=2", **options: Any) -> Any:
+    gm = fx.symbolic_trace(relu)
+    args = torch.ones(rows, 8), torch.ones(8, width)
+    for node, x in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
+        node.meta["example_value"] = x
+    named = [Named("a", "input"), Named("b", "parameter")]
+    place = Ranks(Mesh.parse(ranks), 0)
+    return known_programs.text_of(gm, named, args, Options(**options), place)
+
+
+def test_the_key_has_all_that_a_program_depends_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    same = text()
+    assert same == text()
+    others = {
+        *(text(rows=6), text(width=4), text(ranks="dp=4"), text(plan="propagate")),
+        *(
+            text(hints={"b": (None, "dp")}),
+            text(schedule="none"),
+            text(hardware="a100"),
+        ),
+    }
+    assert same not in others and len(others) == 7 and None not in others
+    monkeypatch.setattr(plan_store, "own_version", lambda: "another")
+    assert text() != same
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"tune": True}, {"verify": True}, {"fuse": "interpret"}, {"codegen": "eager"}],
+    ids=str,
+)
+def test_what_asks_for_more_is_not_kept(how: dict[str, Any]) -> None:
+    assert text(**how) is None
+
+
+def kept(disk: Path) -> tuple[known_programs.KnownProgram, Path]:
+    plan = fxpar.plan(relu, torch.ones(4, 8), torch.ones(8, 8), mesh="dp=2")
+    new = known_programs.look_up("a program", "tag")
+    assert new is not None and new.plan is None
+    results = {0: Spec("dp", None)}
+    local = plan.result.local
+    known_programs.keep(new, plan.result.plan, results, ["all_reduce"], local)
+    (path,) = disk.glob("*.program.json")
+    found = known_programs.look_up("a program", "tag")
+    assert found is not None and found.plan is not None
+    assert found.plan.hash == plan.hash and found.number == new.number
+    assert found.results == results and found.launches == ("all_reduce",)
+    return found, path
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _empty(path: Path) -> None:
+    path.write_text("")
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(bytes(range(256)))
+
+
+def _edited(path: Path) -> None:
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"launches": []}))
+
+
+def _another(path: Path) -> None:
+    data = json.loads(path.read_text())
+    del data["format"], data["digest"]
+    cache_files.write_record(path, known_programs.FORMAT, "another key", data)
+
+
+def _older(path: Path) -> None:
+    data = json.loads(path.read_text())
+    cache_files.write_record(path, "fxpar program 0", data["key"], data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_cut, _empty, _binary, _edited, _another, _older],
+    ids=lambda f: f.__name__,
+)
+def test_a_damaged_or_foreign_file_counts_as_none(
+    disk: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    before, path = kept(disk)
+    damage(path)
+    with caplog.at_level(logging.INFO, "fxpar"):
+        found = known_programs.look_up("a program", "tag")
+    assert found is not None and found.plan is None and found.number != before.number
+    assert "it is made anew" in caplog.text
+
+
+def test_no_file_is_no_news(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fxpar"):
+        found = known_programs.look_up("a program", "tag")
+    assert found is not None and found.plan is None and not caplog.text
+
+
+def unlike(words: list[str | None]) -> list[Any]:
+    found = known_programs.look_up(words[dist.get_rank()], "tag")
+    return [found and found.number, found and found.key]
+
+
+@pytest.mark.multiprocess
+def test_ranks_know_the_same(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    pool = shared_pool(2)
+    first, second = pool.run(unlike, ["a program"] * 2, env=env)
+    assert first == second and first[0]
+    for words in (["a program", "another"], ["a program", None], [None, "a program"]):
+        assert pool.run(unlike, words, env=env) == [[None, None]] * 2
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.two(torch.relu(self.one(x))) ** 2).mean()
+
+
+def started(folders: list[str]) -> dict[str, Any]:
+    """A start of the program: its loss and gradients, and what was found of it."""
+    from torch._dynamo.utils import counters
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[dist.get_rank()]
+    torch.compiler.reset()
+    counters.clear()
+    planned, parallelize = [], pipeline.parallelize
+    traced, scale = [], local_results._Growths._growths
+    pipeline.parallelize = lambda *args: planned.append(0) or parallelize(*args)
+    local_results._Growths._growths = lambda *a: traced.append(0) or scale(*a)
+    try:
+        torch.manual_seed(0)
+        model = _Model().double()
+        x = torch.randn(8, 16, dtype=torch.double)
+        options = {"mesh": "dp=2", "inputs": "local", "plan": "propagate"}
+        program = torch.compile(model, backend="fxpar", options=options)
+        loss = program(x.chunk(2)[dist.get_rank()])
+        loss.backward()
+        plain = model(x)
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        plain.backward()
+        apart = [
+            float((g - p.grad).abs().max())
+            for g, p in zip(grads, model.parameters(), strict=True)
+        ]
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return {
+            "apart": max(*apart, abs(float(mean) / 2 - float(plain))),
+            "hits": counters["aot_autograd"]["autograd_cache_hit"],
+            "planned": len(planned),
+            "traced": len(traced),
+            "plan": fxpar.plans()[-1].hash,
+        }
+    finally:
+        pipeline.parallelize = parallelize
+        local_results._Growths._growths = scale
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[list[str]]:
+    shared_pool(2).renew()
+    yield [str(tmp_path / name) for name in "ab"]
+    shared_pool(2).renew()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
+    pool = shared_pool(2)
+    cold = pool.run(started, folders[:1] * 2, timeout=600.0)
+    warm = pool.run(started, folders[:1] * 2, timeout=600.0)
+    for first, second in zip(cold, warm, strict=True):
+        assert first["apart"] < 1e-12 and second["apart"] < 1e-12
+        assert first["planned"] == 1 and first["hits"] == 0 and first["traced"] == 1
+        assert second["planned"] == 0 and second["hits"] == 1 and second["traced"] == 0
+        assert first["plan"] == second["plan"]
+    # A damaged file of rank 0 is made anew.
+    for path in Path(folders[0], "fxpar").glob("*.json"):
+        _cut(path)
+    again = pool.run(started, folders[:1] * 2, timeout=600.0)
+    assert all(each["planned"] == 1 and each["apart"] < 1e-12 for each in again)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_whose_folder_is_lost_plans_what_the_others_found(
+    folders: list[str], who: int
+) -> None:
+    pool = shared_pool(2)
+    pool.run(started, folders, timeout=600.0)
+    shutil.rmtree(Path(folders[who], "aotautograd"))
+    if who:
+        shutil.rmtree(Path(folders[who], "fxpar"))
+    after = pool.run(started, folders, timeout=600.0)
+    assert [each["planned"] for each in after] == [int(r == who) for r in range(2)]
+    assert all(each["apart"] < 1e-12 for each in after)
+    # All that rank 0 knew is lost: both plan anew.
+    shutil.rmtree(Path(folders[0], "fxpar"))
+    after = pool.run(started, folders, timeout=600.0)
+    assert all(each["planned"] == 1 and each["apart"] < 1e-12 for each in after)
