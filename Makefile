@@ -14,8 +14,13 @@ JOBS ?= 2
 # One of several parts of the tests, as 2/8; all parts together are all of them.
 PART ?=
 PARTS := $(if $(PART),--part $(PART))
+# In order of folders, those with ranks first: files of few tests are often the longest,
+# and are not left for the end.
+XDIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Inductor's compiled kernels are kept, so a second run is fast.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+# So are compiled Python files, whatever the shell says: every process imports them.
+unexport PYTHONDONTWRITEBYTECODE
 # Each rank is one process on a shared machine; also keeps torchrun quiet.
 export OMP_NUM_THREADS ?= 1
 
@@ -43,10 +48,10 @@ demo: $(READY)
 	@$(PY) -m fxpar demo
 
 test: $(READY)
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" $(PARTS) $(ARGS)
+	@$(PY) -m pytest -q $(XDIST) -m "not slow" $(PARTS) $(ARGS)
 
 test-all: $(READY)
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PARTS) $(ARGS)
+	@$(PY) -m pytest -q $(XDIST) $(PARTS) $(ARGS)
 
 bench: $(READY)
 	@mkdir -p .benchmarks

@@ -42,6 +42,7 @@ from gpu_programs import BF16
 from fxpar.fusion.kernels.matmul_cost import SHARE, profitable
 from fxpar.fusion.kernels.matmul_kernel import TILES, Gemm, Tiles, gemm, signals_of
 from fxpar.fusion.kernels.matmul_kernel import launch as launch_gemm
+from fxpar.sharding.cost.hardware_table import lookup
 
 CHUNKS = 8
 LARGE = TILES["bfloat16"][0]
@@ -230,7 +231,10 @@ def said(
     eta = (copy + matmul - together) / min(copy, matmul)
     # The model takes a share of the library's speed; what was measured has it already.
     speed = rate(2.0 * math.prod(size), times["matmul"]) / SHARE
-    model = profitable("gather", *size, CHUNKS, link, speed, programs=here.programs)
+    memory = lookup("h100").bandwidth
+    model = profitable(
+        "gather", *size, CHUNKS, link, speed, memory, programs=here.programs
+    )
     predicted = (copy + matmul - model.overlapped * 1e3) / min(copy, matmul)
     case = f"{'x'.join(map(str, size))} at {link / 1e9:.0f} GB/s"
     here.value(

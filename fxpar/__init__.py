@@ -15,10 +15,10 @@ from fxpar.sharding.spec import Spec
 if TYPE_CHECKING:
     from fxpar.backend import train_step
     from fxpar.planning import plan
-    from fxpar.runtime.alone import alone
     from fxpar.runtime.at_rest.crossings import constrain
     from fxpar.runtime.at_rest.shard import no_sync, shard
     from fxpar.runtime.compiled_graph import plans
+    from fxpar.runtime.presence import alone
     from fxpar.sharding.rules import rule
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "alone": "fxpar.runtime.alone",
+    "alone": "fxpar.runtime.presence",
     "constrain": "fxpar.runtime.at_rest.crossings",
     "no_sync": "fxpar.runtime.at_rest.shard",
     "plan": "fxpar.planning",

@@ -28,6 +28,7 @@ from fxpar.errors import (
     PlanError,
     RankMismatchError,
 )
+from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
 from fxpar.passes import own_shard, random
 from fxpar.passes.boundaries import absorb
@@ -38,7 +39,6 @@ from fxpar.runtime import check_inputs as inputs
 from fxpar.runtime import (
     compiled_graph,
     consensus,
-    inside_ddp,
     known_programs,
     outside_graphs,
     presence,
@@ -47,10 +47,14 @@ from fxpar.runtime.call_sizes import UNEVEN, UNLIKE, Together
 from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
 from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
-from fxpar.runtime.input_names import Named, name_inputs
 from fxpar.runtime.known_programs import KnownProgram
 from fxpar.runtime.local_results import LocalResults, scale_results
-from fxpar.runtime.program_identity import placeholders, without_unused
+from fxpar.runtime.program_identity import (
+    Named,
+    name_inputs,
+    placeholders,
+    without_unused,
+)
 from fxpar.runtime.stage_times import RESULTS, TRACE, stage
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
@@ -161,7 +165,7 @@ def _joined(
         asked = replace(asked, mesh=homes[0].mesh)
     ranks = join(asked)
     compiled_graph.follow_dtypes(homes, asked)
-    inside_ddp.warn_around(ranks)
+    outside_graphs.warn_around(ranks)
     return asked, ranks
 
 
@@ -239,6 +243,20 @@ def _told_to_others() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _said_of(gm: fx.GraphModule) -> Iterator[None]:
+    """A graph that depends on data is refused as one, with the user's line."""
+    try:
+        yield
+    except FxparError:
+        raise
+    except Exception as error:
+        refused = compiled_graph.data_dependent(gm, error)
+        if refused is None:
+            raise
+        raise refused from error
+
+
 @dataclass(frozen=True)
 class _Job:
     """One graph to compile: everything but the graph itself. ``local``: positions of
@@ -279,10 +297,15 @@ class _Job:
         number = next_graph()
         known = job.look_up(gm, examples, number)
         step = _Parallelize(job, number, broken_at, known)
+        showing = status_line.shown(
+            f"graph{step.number}",
+            pipeline.MOST_STEPS,
+            on=self.options.progress and job.ranks.rank == 0,
+        )
         if self.options.codegen == "inductor":
             random.register_lowering()
             own_shard.register_lowering()
-        with _told_to_others(), stage(TRACE):
+        with showing, _told_to_others(), _said_of(gm), stage(TRACE):
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
@@ -295,6 +318,7 @@ class _Job:
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
             )
             step.take_known()
+            status_line.begin("waiting for the other ranks")
             step.agree_on_launches()
         step.keep()
         step.say_seconds("forward")
@@ -497,6 +521,7 @@ class _Parallelize:
         request, result = self.request, self.result
         self.regions += pipeline.scheduled(graph, request, result, backward=backward)
         self.launches += crossings(graph)
+        status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""

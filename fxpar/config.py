@@ -38,7 +38,6 @@ PASSES = (
     "delay",
 )
 
-
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.
 Reader = Callable[[Any], Any]
 
@@ -207,6 +206,13 @@ class Options:
     debug: int = _option(
         _level, 0, "0 to 4", "print 1 the summary, 2 the plan, 3 local graph, 4 all"
     )
+    progress: bool = _option(
+        _switch,
+        True,
+        "0, 1",
+        "rank 0 says what goes on where planning or compiling takes seconds; not with "
+        "`FXPAR_DEBUG=0` either, if that is written out",
+    )
     dump: str | None = _option(
         _text, None, "directory", "write every stage of every graph there"
     )
@@ -307,6 +313,8 @@ class Options:
                 raise OptionError(
                     f"{where} cannot be {value!r}", fix=str(error)
                 ) from None
+        if values.get("debug") == 0:
+            values.setdefault("progress", False)
         return cls(**values)
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize
@@ -139,6 +140,8 @@ COUNTED = {
 }
 
 STEPS = (*JOINT, *RANK, *PHASE)
+# And what comes before and behind: Inductor on each phase, and waiting for other ranks.
+MOST_STEPS = len(JOINT) + len(RANK) + 2 * (len(PHASE) + 1) + 1
 STAGES = ("traced", *(step.stage for step in STEPS if step.stage))
 
 
@@ -174,6 +177,7 @@ def run_steps(rows: Sequence[PipelineStep], state: PipelineState) -> None:
         graph = state.graph
         if not (step.optional and step.name in request.disable):
             before = op_counts(graph) if printed else Counter[str]()
+            status_line.begin(step.name)
             with stage(step.counted) as taken:
                 step.run(state)
             seconds = state.seconds[step.name] = taken.seconds
@@ -195,6 +199,7 @@ def show(state: PipelineState, stage: str) -> None:
         state.shown,
         debug=request.debug,
         dump=request.dump,
+        specs=state.specs if stage == "planned" else None,
     )
     state.shown += 1
 

@@ -9,18 +9,21 @@ graph for all ranks of the mesh in lockstep, ``reference`` the one-device graph;
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar._torch.distributed import default_group
-from fxpar.config import Options
-from fxpar.errors import DeviceError, HintError, MeshError, PlanError
+from fxpar.config import PREFIX, Options
+from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
+from fxpar.explain import status_line
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
@@ -28,13 +31,13 @@ from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
-from fxpar.pipeline import Result, parallelize
+from fxpar.passes.step_collectives import facts_of
+from fxpar.pipeline import MOST_STEPS, Result, parallelize
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan, asdict_shallow
-from fxpar.sharding.plan_facts import dearest, reshards_of
 from fxpar.sharding.plan_request import (
     Request,
     choices,
@@ -47,7 +50,6 @@ from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
 from fxpar.sharding.search.alternatives import alternatives, said
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
-from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.search.unequal_shards import Ratios, ratios
 from fxpar.sharding.spec import Spec
 
@@ -178,8 +180,10 @@ class TracedPlan(Plan):
         What runs has equal shards. Raises as ``hardware`` does, and PlanError for a
         loaded plan.
         """
-        decision = self._traced()[0].decision
-        return ratios(decision, self.hardware, reshards_of(decision))
+        result, _ = self._traced()
+        _, done = facts_of(result.local)
+        reshards = [reshard for reshard, _ in done]
+        return ratios(result.decision, self.hardware, reshards)
 
     def to_trace(self, path: str | Path) -> None:
         """Write ``timeline`` as a Chrome trace, which https://ui.perfetto.dev shows."""
@@ -276,13 +280,16 @@ def plan(
 
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
+    _refuse_options(fn, kwargs)
     asked = {"mesh": mesh} | ({} if schedule is None else {"schedule": str(schedule)})
     options = Options.read(asked)
     chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
     mesh = _line(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
-    module, fake_mode = call.trace()
+    leads = options.progress and not _rank()
+    with status_line.shown("plan", MOST_STEPS, on=leads):
+        module, fake_mode = call.trace()
     given = _given(in_specs, call.count, "in_specs", "tensor arguments")
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
@@ -310,18 +317,40 @@ def plan(
         dump=options.dump,
         named_hardware=named_machine(options),
     )
-    result = parallelize(module.graph, fake_mode, request)
-    found = result.plan
-    if options.hardware and not isinstance(chosen, SearchOptions):
-        on = machine(options).on(found.mesh)
-        found = replace(found, dearest=dearest(result.decision, on))
+    with status_line.shown("plan", MOST_STEPS, on=leads):
+        result = parallelize(module.graph, fake_mode, request)
     return TracedPlan(
-        **asdict_shallow(found),
+        **asdict_shallow(result.plan),
         result=result,
         call=call,
         module=module,
         options=options,
     )
+
+
+def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise OptionError for options among the program's own arguments, which a program
+    that takes any keyword would swallow."""
+    call = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        own = inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return
+    for row in fields(Options):
+        value = kwargs.get(row.name)
+        if row.name not in own and isinstance(value, (str, int, float)):
+            variable = PREFIX + row.name.upper()
+            raise OptionError(
+                f"fxpar.plan does not take {row.name}={value!r}",
+                fix=f"set {variable}"
+                if row.metadata["env"]
+                else "give it to torch.compile in options=",
+            )
+
+
+def _rank() -> int:
+    group = default_group()
+    return 0 if group is None else int(group.rank())
 
 
 def _line(auto: Auto) -> Mesh:

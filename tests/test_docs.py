@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.spawn import run_script
+from tests.helpers.scripts import run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -113,7 +113,7 @@ def torchrun(code: str, ranks: int, folder: Path) -> str:
     script.write_text(PRELUDE.format(folder=str(folder)) + code)
     env = {"FXPAR_CODEGEN": "eager"}
     for rank, ended in enumerate(
-        run_script(script, ranks=ranks, env=env, timeout=300.0)
+        run_script(script, ranks=ranks, env=env, timeout=300.0, fork=True)
     ):
         assert ended.code == 0, f"rank {rank}\n{ended.output}"
     return (folder / "rank0").read_text()

@@ -6,6 +6,7 @@ import logging
 import pickle
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +130,21 @@ def test_a_step_that_others_need_cannot_be_left_out() -> None:
         if not step.optional:
             with pytest.raises(OptionError, match="passes are random_by_index"):
                 Options.read({"disable": step.name}, {})
+
+
+def test_the_planned_stage_says_the_spec_of_every_tensor(tmp_path: Path) -> None:
+    """Other stages have none: there nothing is decided, or dims are those of a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXPAR_DUMP", str(tmp_path))
+        fxpar.plan(
+            lambda x, w: (x @ w).relu(),
+            torch.ones(4, 6),
+            torch.ones(6, 8),
+            mesh="dp=2,tp=2",
+            in_specs=[("dp", None), (None, "tp")],
+        )
+    lines = (tmp_path / "plan/2_planned.txt").read_text().splitlines()
+    left, right, *made = [line.partition(" = ")[0] for line in lines if " = " in line]
+    assert left.endswith("f32[4, 6] [dp, _]") and right.endswith("f32[6, 8] [_, tp]")
+    assert made and all(line.endswith("f32[4, 8] [dp, tp]") for line in made)
+    assert "[dp, tp]" not in (tmp_path / "plan/4_local.txt").read_text()

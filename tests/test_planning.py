@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 import fxpar
 from fxpar import FxparError, Mesh, Spec
+from fxpar.errors import OptionError
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.plan import Plan
 
@@ -270,3 +272,22 @@ def test_a_module_used_twice_is_left_as_it_was() -> None:
     got, want = plan.simulate(x), plan.reference(x)
     torch.testing.assert_close(got[0], want[0])
     torch.testing.assert_close(got[1]["0.weight"], want[1]["0.weight"])
+
+
+def test_options_among_the_arguments_are_refused() -> None:
+    """A model that takes any keyword, as those of transformers do, would swallow it."""
+
+    def takes_any(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return x * 2
+
+    def takes_one(x: torch.Tensor, memory: float) -> torch.Tensor:
+        return x * memory
+
+    x = torch.ones(4)
+    with pytest.raises(OptionError, match="FXPAR_HARDWARE"):
+        fxpar.plan(takes_any, x, mesh="dp=2", hardware="h100")
+    with pytest.raises(OptionError, match="options="):
+        fxpar.plan(takes_any, x, mesh="dp=2", outputs="dtensor")
+    fxpar.plan(takes_any, x, mesh="dp=2", memory=x)
+    plan = fxpar.plan(takes_one, x, mesh="dp=2", memory=3.0)
+    assert torch.equal(plan.simulate(x, memory=3.0), x * 3)

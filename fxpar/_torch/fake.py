@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 
-def depends_on_data(x: torch.Tensor) -> bool:
-    """Whether the shape of a fake tensor is known only once it is computed."""
+def depends_on_data(x: Any) -> bool:
+    """Whether the shape of a fake tensor, or a symbolic number, is known only once it
+    is computed."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+    if not isinstance(x, torch.Tensor):
+        return bool(free_unbacked_symbols(x))
     return any(map(free_unbacked_symbols, (*x.shape, *x.stride())))
 
 

@@ -11,6 +11,7 @@ import inspect
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_text import short_dtype
 from fxpar.sharding.program import user_line
+from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
 
@@ -30,8 +32,8 @@ log = logging.getLogger("fxpar")
 _OPS = 12
 
 
-def node_text(node: fx.Node) -> str:
-    """One line for a node: result, shape, call, user line."""
+def node_text(node: fx.Node, specs: Sequence[Spec] = ()) -> str:
+    """One line for a node: result, shape, ``specs`` of its tensors, call, user line."""
 
     def shape(val: Any) -> str:
         if isinstance(val, torch.Tensor):
@@ -43,7 +45,7 @@ def node_text(node: fx.Node) -> str:
     def argument(arg: Any) -> str:
         return str(arg)
 
-    name = f"{node.name}: {shape(node.meta.get('val'))}"
+    name = f"{node.name}: {' '.join(map(str, (shape(node.meta.get('val')), *specs)))}"
     if node.op == "placeholder":
         return f"{name} = input"
     if node.op == "output":
@@ -63,11 +65,14 @@ def target_text(target: Any) -> str:
     return str(target)
 
 
-def graph_text(graph: fx.Graph) -> str:
-    """A whole graph, a line per node; bodies that ops run below their names."""
+def graph_text(
+    graph: fx.Graph, specs: Mapping[fx.Node, Sequence[Spec]] | None = None
+) -> str:
+    """A whole graph, a line per node; bodies that ops run below their names. ``specs``:
+    of the tensors that nodes make, where they are decided."""
     lines = []
     for node in graph.nodes:
-        lines.append(node_text(node))
+        lines.append(node_text(node, (specs or {}).get(node, ())))
         body = body_of(node)
         if body is not None:
             inside = graph_text(body.graph).splitlines()
@@ -112,15 +117,17 @@ def show_stage(
     *,
     debug: int,
     dump: str | None,
+    specs: Mapping[fx.Node, Sequence[Spec]] | None = None,
 ) -> None:
     """Print or write a stage of a graph, the ``number``-th, as the options ask.
-    ``label``: of the graph, and its folder. Raises OptionError if it cannot be written.
+    ``label``: of the graph, and its folder; ``specs``: as of ``graph_text``. Raises
+    OptionError if it cannot be written.
     """
     if debug >= 4 or (debug == 3 and stage == "local"):
-        log.warning("%s: %s\n%s", label, stage, graph_text(graph))
+        log.warning("%s: %s\n%s", label, stage, graph_text(graph, specs))
     if dump:
         stem = Path(dump) / label / f"{number}_{stage}"
-        write_dump(stem.with_suffix(".txt"), graph_text(graph))
+        write_dump(stem.with_suffix(".txt"), graph_text(graph, specs))
         write_dump(stem.with_suffix(".py"), graph_python(graph))
 
 

@@ -90,11 +90,12 @@ class _Texts:
 
 @dataclass
 class _ValueRow:
-    """``row``: what makes it. ``shape`` and ``dtype`` are None where not known."""
+    """A value of the page: its shape, and what makes it."""
 
     name: str
     settled: Spec
     made: Spec
+    # What makes it. ``shape`` and ``dtype`` are None where not known.
     row: int = -1
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
@@ -107,12 +108,13 @@ class _ValueRow:
 
 @dataclass
 class _Row:
-    """An input, an op or an output. ``reads``: (value, -1 if not known; spec)."""
+    """An input, an op or an output."""
 
     name: str
     op: str
     module: str | None
     line: str | None = None
+    # (value, -1 if not known; spec).
     reads: list[tuple[int, Spec]] = field(default_factory=list)
     makes: list[int] = field(default_factory=list)
     about: str = ""

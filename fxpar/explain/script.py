@@ -37,11 +37,12 @@ def run(path: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """What to plan. ``grad``: whether a script recorded gradients where it called."""
+    """What to plan."""
 
     function: Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # Whether a script recorded gradients where it called.
     grad: bool = False
 
 

@@ -9,7 +9,6 @@ is a ScheduleError too, with the line of the schedule.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,31 +17,14 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import (
-    fused_matmul,
-    kept_order,
-    node_legality,
-    parse,
-    writes_as_results,
-)
+from fxpar.fusion import node_legality, parse, writes_as_results
 from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.verbs import (
-    as_slice,
-    bucket,
-    fuse_nodes,
-    gathers,
-    overlap,
-    reorder,
-    send_recv,
-)
-from fxpar.passes import collective_nodes
+from fxpar.fusion.verbs import fuse_nodes, gathers, overlap, reorder, send_recv
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.sink_waits import sink_waits
-from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan import Collective
 from fxpar.sharding.spec import Spec
 
 # verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
@@ -57,16 +39,12 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "hoist": gathers.hoist,
     "sink": gathers.sink,
     "reorder": reorder.reorder,
-    "as_slice": as_slice.as_slice,
+    "as_slice": gathers.as_slice,
     "fuse": fuse_nodes.fuse,
     "overlap": overlap.overlap,
-    "bucket": bucket.bucket,
+    "bucket": fuse_nodes.bucket,
     "share": send_recv.share,
 }
-
-
-# Collectives that a schedule takes away, and those it brings.
-MovedCollectives = tuple[Counter[Collective], Counter[Collective]]
 
 
 class Unexpected(ScheduleError):
@@ -93,9 +71,20 @@ def apply(
 
     Raises ScheduleError.
     """
-    edit, lifted = opened(graph, Mesh.parse(mesh), inputs, permit, groups)
-    for line in Schedule.of(schedule).lines:
-        do(edit, line)
+    lines = Schedule.of(schedule).lines
+    mesh = Mesh.parse(mesh)
+    edit, lifted = opened(graph, mesh, inputs, permit, groups)
+    try:
+        for line in lines[:-1]:
+            do(edit, line, check=False)
+        for line in lines[-1:]:
+            do(edit, line)
+    except ScheduleError:
+        # Once more with a check after each: the first line that is wrong is named.
+        edit, _ = opened(graph, mesh, inputs, permit, groups)
+        for line in lines[:-1]:
+            do(edit, line)
+        raise
     writes_as_results.put(edit.graph, edit.written)
     if lifted if lowered is None else lowered:
         finish(edit.graph, edit.mesh, edit.build.fake_mode)
@@ -121,7 +110,7 @@ def opened(
     lifted = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
     node_legality.admit(copy)
-    found = kept_order.number(copy)
+    found = node_legality.number(copy)
     return Edit(copy, build, frozenset(permit), ordered=found, written=written), lifted
 
 
@@ -131,44 +120,6 @@ def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     fuse_nodes.inline(graph)
     lower_graph(graph, mesh, fake_mode)
     sink_waits(graph)
-
-
-def moved_collectives(before: fx.Graph, after: fx.Graph) -> MovedCollectives:
-    """Collectives of a local graph with steps that are gone after a schedule, and those
-    that have come."""
-    had, have = Counter(_collectives(before)), Counter(_collectives(after))
-    return had - have, have - had
-
-
-def with_moved(
-    known: tuple[Collective, ...], moved: MovedCollectives
-) -> tuple[Collective, ...]:
-    """Collectives of the plan without those that the schedule took away, and with those
-    it brought."""
-    gone, come = Counter(moved[0]), moved[1]
-    stay = []
-    for collective in known:
-        if gone[collective]:
-            gone[collective] -= 1
-        else:
-            stay.append(collective)
-    return (*stay, *come.elements())
-
-
-def _collectives(graph: fx.Graph) -> list[Collective]:
-    out = []
-    for node in graph.nodes:
-        if node.target in collective_nodes.COLLECTIVE:
-            grows = node.target is not collective_nodes.reduce_scatter
-            whole = node if grows else node.all_input_nodes[0]
-            source = node.meta.get("fxpar_cause", node.name)
-            kind, axes = node.target.__name__, collective_nodes.axes_of(node)
-            size = nbytes_of(whole.meta["val"])
-            out.append(Collective(kind, axes, size, source))
-        elif node.target in node_legality.PRODUCTS:
-            source = node.meta.get("fxpar_cause", node.name)
-            out.append(fused_matmul.collective_of(node, source))
-    return out
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
@@ -206,8 +157,9 @@ def _spec(given: Spec | Sequence[Any] | str) -> Spec:
     return Spec.parse(given) if isinstance(given, str) else Spec(*given)
 
 
-def do(edit: Edit, line: Line) -> None:
-    """One line of a schedule. Raises ScheduleError."""
+def do(edit: Edit, line: Line, *, check: bool = True) -> None:
+    """One line of a schedule; ``check``: whether the graph is checked after it, which
+    takes time that grows with the graph. Raises ScheduleError."""
     if line.verb not in VERBS:
         what = f"{line.verb!r} is no verb, in: {shown(line)}"
         raise ScheduleError(what, fix=f"verbs are {sorted([*VERBS, *SETTINGS])}")
@@ -215,9 +167,10 @@ def do(edit: Edit, line: Line) -> None:
     try:
         arguments, options = parse.read(edit, line)
         made = VERBS[line.verb](edit, *arguments, **options)
-        kept_order.check(edit.graph, line.verb, edit.ordered)
         _name(edit, line, made)
-        edit.graph.lint()
+        if check:
+            node_legality.check(edit.graph, line.verb, edit.ordered)
+            edit.graph.lint()
     except ScheduleError as error:
         error.add_note(f"in the schedule: {shown(line)}")
         raise

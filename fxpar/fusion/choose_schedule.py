@@ -31,11 +31,11 @@ from fxpar.fusion.sequence_parallel import alternatives, candidates, described, 
 from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
-from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import depending_on_tangents
 
 # A schedule that saves no more than this share of a step is not worth its name.
 _LEAST = 1e-3

@@ -44,8 +44,9 @@ Varies = Mapping[fx.Node, frozenset[str]]
 
 @dataclass(frozen=True)
 class Window:
-    """``graph``: in which the collective is called ``name``."""
+    """A part of a graph around one collective, as a graph of its own."""
 
+    # In which the collective is called ``name``.
     graph: fx.Graph
     name: str
 

@@ -18,29 +18,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.fusion.kept_order import arrange
 from fxpar.fusion.kernels import matmul_ops as _matmul_ops  # noqa: F401  (runs the ops)
-from fxpar.fusion.node_legality import PRODUCTS
+from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
-from fxpar.passes.custom_ops import group_axes, group_name
-from fxpar.sharding.plan import Collective
+from fxpar.passes.custom_ops import group_name
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar
 
 _SUMS = ("sum", "avg")
-
-
-def collective_of(node: fx.Node, source: str) -> Collective:
-    """What one of the ops sends, as the plan lists it."""
-    *_, count, group = node.args
-    kind, value = PRODUCTS[node.target], node.meta["val"]
-    whole = value[0].nbytes if isinstance(value, (list, tuple)) else value.nbytes
-    size = whole if kind == "all_gather" else whole * int(count)
-    return Collective(kind, group_axes(group), size, source)
 
 
 def gather_first(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:

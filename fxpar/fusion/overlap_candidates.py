@@ -24,11 +24,11 @@ from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import (
+    bytes_of,
     contracts,
     flops_of,
     is_view,
     least_of,
-    nbytes_of,
     tensors_in,
 )
 from fxpar.sharding.mesh import Mesh
@@ -53,10 +53,11 @@ _LAST = (
 
 @dataclass(frozen=True)
 class OverlapWay:
-    """``line``: a verb of a window. ``least``: seconds that what it chunks, and its
-    collective, take at least instead of ``now``."""
+    """One way to run a window with its collective beside compute."""
 
+    # A verb of a window.
     line: Line
+    # Seconds that what it chunks, and its collective, take at least instead of ``now``.
     least: float
     now: float
 
@@ -78,7 +79,7 @@ class Machine:
 
     def moved(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
         """Seconds of a collective of a share of what ``node`` moves."""
-        size = sum(map(nbytes_of, tensors_in(node.all_input_nodes[0].meta["val"])))
+        size = bytes_of(node.all_input_nodes[0])
         curve = along(kind, self.mesh, collective_nodes.axes_of(node))
         return float(curve.seconds(size * share))
 
@@ -87,13 +88,12 @@ class Machine:
         values = tensors_in(node.meta.get("val"))
         if is_view(node) or collective_nodes.is_step(node) or not values:
             return 0.0
-        size = sum(map(nbytes_of, values)) / parts
+        size = bytes_of(node) / parts
         if contracts(node.target):
             flops, least = flops_of(node) / parts, least_of(node)
             taken = self.hardware.seconds(size, flops, least, values[0].dtype)
             return float(taken)
-        read = [v for n in node.all_input_nodes for v in tensors_in(n.meta.get("val"))]
-        moved = size + sum(map(nbytes_of, read)) / parts
+        moved = size + sum(map(bytes_of, node.all_input_nodes)) / parts
         return float(self.hardware.streaming(moved))
 
     def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
@@ -195,7 +195,7 @@ def _hops(
 ) -> tuple[float, float, float]:
     """Seconds of each of the three collectives of a chunk."""
     mesh = machine.mesh
-    size = sum(map(nbytes_of, tensors_in(node.meta["val"]))) / chunks
+    size = bytes_of(node) / chunks
     part = size / mesh.count(inner)
     return (
         float(along("reduce_scatter", mesh, inner).seconds(size)),

@@ -25,23 +25,27 @@ class _Unfit(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """``said``: what it is, as errors say it. ``read``: gives the value that a verb is
-    called with, or raises ``_Unfit``."""
+    """A kind of argument that verbs take."""
 
+    # What it is, as errors say it.
     said: str
+    # Gives the value that a verb is called with, or raises ``_Unfit``.
     read: Callable[[Edit, Argument], Any]
 
 
 @dataclass(frozen=True)
 class Takes:
-    """``form``: as a user writes it. ``nodes``: of the arguments that must be there;
-    ``more``: of one that may; ``rest``: of any number behind them. ``options``: by
-    keyword; of these ``needs`` must be there."""
+    """The arguments that a verb takes."""
 
+    # As a user writes it.
     form: str
+    # Nodes among the arguments that must be there.
     nodes: tuple[Kind, ...] = ()
+    # A node that may be there.
     more: Kind | None = None
+    # Nodes of any number behind them.
     rest: Kind | None = None
+    # By keyword; of these ``needs`` must be there.
     options: Mapping[str, Kind] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 

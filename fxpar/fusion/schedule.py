@@ -40,12 +40,14 @@ _FORM = "write one verb per line, as in: split(all_reduce) -> rs, ag"
 
 @dataclass(frozen=True)
 class Line:
-    """One verb. ``arguments``: names of nodes, or lists of them. ``options``: numbers
-    and names by keyword. ``gives``: names of the results."""
+    """One verb."""
 
     verb: str
+    # Names of nodes, or lists of them.
     arguments: tuple[Argument, ...]
+    # Numbers and names by keyword.
     options: tuple[tuple[str, Argument], ...] = ()
+    # Names of the results.
     gives: tuple[str, ...] = ()
 
     def __str__(self) -> str:

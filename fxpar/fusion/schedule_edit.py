@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import kept_order
+from fxpar.fusion import node_legality
 from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.writes_as_results import Write
 from fxpar.passes import collective_nodes, custom_ops
@@ -36,17 +36,19 @@ Axes = tuple[str, ...]
 
 @dataclass
 class Edit:
-    """``names``: what lines of the schedule call nodes. ``permit``: inputs that may be
-    kept in slices. ``staged``: whether the graphs it exchanges messages with are at
-    hand, to be changed alike. ``ordered``: what keeps its order, as of ``order``;
-    ``written``: inputs to which results are written at the end, as of ``writes``."""
+    """A local graph to which a schedule is applied, line by line."""
 
     graph: fx.Graph
     build: Builder
+    # Inputs that may be kept in slices.
     permit: frozenset[str] = frozenset()
+    # Whether the graphs it exchanges messages with are at hand, to be changed alike.
     staged: bool = False
+    # What keeps its order, as of ``order``.
     ordered: Counter[str] = field(default_factory=Counter)
+    # Inputs to which results are written at the end, as of ``writes``.
     written: tuple[Write, ...] = ()
+    # What lines of the schedule call nodes.
     names: dict[str, fx.Node] = field(default_factory=dict)
     _index: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -105,7 +107,7 @@ class Edit:
             node = rest.pop()
             kept = node.users or node.op in ("placeholder", "output")
             if node in there and not kept:
-                rest += filter(kept_order.is_free, node.all_input_nodes)
+                rest += filter(node_legality.is_free, node.all_input_nodes)
                 self.graph.erase_node(node)
                 there.discard(node)
 

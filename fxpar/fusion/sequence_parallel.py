@@ -38,26 +38,26 @@ from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import flops_of, is_view, nbytes_of, tensors_in
+from fxpar.sharding.cost.op import bytes_of, flops_of, is_view, tensors_in
 from fxpar.sharding.mesh import Mesh
 
 # Seconds become whole ticks, so that cuts are exact; none is more than a few hundred
 # million of them.
 _TICKS = 2**30
-
-
 _NEVER = 2**30
 
 
 @dataclass(frozen=True)
 class SliceCut:
-    """``sliced``: ops that run on slices. ``split``: all-reduces that are split, and
-    along which dim; ``kept``: those that are not, of which ops on slices read slices.
-    ``saved``: seconds."""
+    """Ops of a graph that could run on slices, and what that saves."""
 
+    # Ops that run on slices.
     sliced: tuple[fx.Node, ...]
+    # All-reduces that are split, and along which dim.
     split: dict[fx.Node, int]
+    # Those that are not, of which ops on slices read slices.
     kept: dict[fx.Node, int]
+    # Seconds.
     saved: float
 
     @property
@@ -247,7 +247,7 @@ def _prices(mesh: Mesh, axes: tuple[str, ...], hardware: Hardware) -> Prices:
     count = mesh.count(axes)
 
     def collective(kind: str, value: fx.Node) -> float:
-        size = sum(map(nbytes_of, tensors_in(value.meta["val"])))
+        size = bytes_of(value)
         before = size / count if kind == "all_gather" else size
         return float(along(kind, mesh, axes).seconds(before))
 
@@ -260,14 +260,13 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
     def work(op: fx.Node, share: float) -> float:
         if op.target in collective_nodes.COLLECTIVE - collective_nodes.MESSAGES:
             read = op.all_input_nodes[0]
-            size = sum(map(nbytes_of, tensors_in(read.meta["val"])))
+            size = bytes_of(read)
             curve = along(op.target.__name__, mesh, collective_nodes.axes_of(op))
             return float(curve.seconds(size * share))
         if is_view(op) or collective_nodes.is_step(op):
             return 0.0
-        values = tensors_in(op.meta["val"])
-        size, dtype = sum(map(nbytes_of, values)), values[0].dtype
-        seconds = hardware.seconds(size, flops_of(op), dtype=dtype)
+        dtype = tensors_in(op.meta["val"])[0].dtype
+        seconds = hardware.seconds(bytes_of(op), flops_of(op), dtype=dtype)
         return float(seconds - hardware.launch) * share
 
     return work

@@ -32,15 +32,17 @@ Varies = Mapping[fx.Node, frozenset[str]]
 
 @dataclass
 class Rows:
-    """``dims``: value -> the dim along which it would be sliced; None: never. ``ops``:
-    op -> the values of these that it reads as slices. ``sums``: ops that sum over the
-    rows, so that their result must be reduced. ``makers``: value -> the op that makes
-    it. ``reduced``: the all-reduces among the values."""
+    """Values of a graph that could be sliced along one dim of each."""
 
+    # Value -> the dim along which it would be sliced; None: never.
     dims: dict[fx.Node, int | None] = field(default_factory=dict)
+    # Op -> the values of these that it reads as slices.
     ops: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    # Ops that sum over the rows, so that their result must be reduced.
     sums: set[fx.Node] = field(default_factory=set)
+    # Value -> the op that makes it.
     makers: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # The all-reduces among the values.
     reduced: list[fx.Node] = field(default_factory=list)
 
     def put(self, value: fx.Node, dim: int) -> None:

@@ -23,11 +23,13 @@ _WRITE = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True)
 class Write:
-    """``target``: name of the input; ``meta``: of the node that writes to it;
-    ``returned``: which of the graph's own results are the input, once written."""
+    """A write to an input, while it is a result."""
 
+    # Name of the input.
     target: str
+    # Of the node that writes to it.
     meta: dict[str, Any]
+    # Which of the graph's own results are the input, once written.
     returned: tuple[int, ...] = ()
 
 

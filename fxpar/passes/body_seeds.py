@@ -19,9 +19,8 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.graph_bodies import bodies_of
-from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.normalize import random_by_index
-from fxpar.sharding.program import user_line
+from fxpar.sharding.program import depending_on_tangents, user_line
 
 aten = torch.ops.aten
 

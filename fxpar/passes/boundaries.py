@@ -33,10 +33,11 @@ _ON_GRADIENTS = {aten.add.Tensor, aten.clone.default}
 
 @dataclass
 class Boundaries:
-    """``inputs``: placeholder position -> (spec it rests in, hint for its use).
-    ``gradients``: output position -> spec it rests in."""
+    """How the inputs and the gradients of a graph rest."""
 
+    # Placeholder position -> (spec it rests in, hint for its use).
     inputs: dict[int, tuple[Spec, tuple[str, ...]]] = field(default_factory=dict)
+    # Output position -> spec it rests in.
     gradients: dict[int, Spec] = field(default_factory=dict)
 
     def declare(self, signature: Signature) -> Signature:

@@ -35,9 +35,9 @@ PROVENANCE = (
     "quantization_tag",
 )
 
-# Of fxpar's own: what made a reshard necessary; whether it is one of a parameter;
-# whether it is one of the chunks in which a schedule runs a collective.
-OURS = ("fxpar_cause", "fxpar_parameter", "fxpar_chunk")
+# Of fxpar's own: the reshard, and what made it necessary; whether it is one of a
+# parameter; whether it is one of the chunks in which a schedule runs a collective.
+OURS = ("fxpar_reshard", "fxpar_cause", "fxpar_parameter", "fxpar_chunk")
 
 
 def value_of(arg: Any) -> Any:
@@ -72,6 +72,7 @@ class Builder:
     ) -> None:
         self.graph, self.fake_mode, self._mesh = graph, fake_mode, mesh
         self._origin: fx.Node | None = None
+        self._noted: fx.Node | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -79,13 +80,15 @@ class Builder:
         return self._mesh
 
     @contextmanager
-    def at(self, origin: fx.Node) -> Iterator[None]:
-        """Nodes made inside come from ``origin``."""
-        outer, self._origin = self._origin, origin
+    def at(self, origin: fx.Node, noted: fx.Node | None = None) -> Iterator[None]:
+        """Nodes made inside come from ``origin``; what fxpar notes of them is that of
+        ``noted`` (default: of ``origin`` too)."""
+        outer = self._origin, self._noted
+        self._origin, self._noted = origin, noted or origin
         try:
             yield
         finally:
-            self._origin = outer
+            self._origin, self._noted = outer
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
@@ -103,12 +106,12 @@ class Builder:
 
     def stamp(self, node: fx.Node) -> None:
         """Note where a node that was added comes from."""
-        if self._origin is None:
+        if self._origin is None or self._noted is None:
             return
-        meta = self._origin.meta
-        keys = PROVENANCE if self._mesh is None else (*PROVENANCE, *OURS)
-        node.meta.update({key: meta[key] for key in keys if key in meta})
+        meta, noted = self._origin.meta, self._noted.meta
+        node.meta.update({key: meta[key] for key in PROVENANCE if key in meta})
         if self._mesh is not None:
+            node.meta.update({key: noted[key] for key in OURS if key in noted})
             node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:

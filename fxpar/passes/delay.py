@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.bucket_collectives import from_inputs, region_of
-from fxpar.passes.launches import KINDS, WAITS
+from fxpar.passes.launches import KINDS, PRODUCTS, WAITS
 from fxpar.passes.sink_waits import is_chunk
 from fxpar.sharding.cost.op import (
     bytes_of,
@@ -41,8 +41,6 @@ HELD = 16
 
 # So many nodes before a collective are looked at.
 _FAR = 1000
-
-_PRODUCTS = {ours.gather_matmul.default, ours.matmul_scatter.default}
 
 
 def delay(graph: fx.Graph) -> None:
@@ -69,7 +67,7 @@ def delay(graph: fx.Graph) -> None:
 
 
 def _is_work(node: fx.Node) -> bool:
-    return contracts(node.target) or node.target in _PRODUCTS
+    return contracts(node.target) or node.target in PRODUCTS
 
 
 def _ends(user: fx.Node, node: fx.Node) -> bool:

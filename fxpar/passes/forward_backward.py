@@ -15,9 +15,9 @@ from typing import Any
 from torch import fx
 
 from fxpar.passes.bucket_collectives import phase_of
-from fxpar.passes.launches import depending_on_tangents
 from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
 from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.program import depending_on_tangents
 
 
 def as_run(
@@ -32,26 +32,43 @@ def as_run(
     Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     results = list(graph.output_node().args[0])
     late = depending_on_tangents(graph)
+    first, second = phases(graph)
     if not late:
-        whole = _graph(inputs, calls, results)
-        of_step = any(map(phase_of, calls))  # which has its backward inside
+        whole = _graph(inputs, first, results)
+        of_step = any(map(phase_of, first))  # which has its backward inside
         schedule(whole, backward=of_step, disable=disable, settings=settings)
         return whole
-    second = _with_again(calls, late)
-    there, read = set(second), {r for n in second for r in n.all_input_nodes}
-    given = [n for n in calls if n in read and n not in there]
+    given = _given(first, second)
     early = [r for r in results if r not in late]
     grads = [r for r in results if r in late]
-    ahead = _ancestors([r for r in (*early, *given) if isinstance(r, fx.Node)])
-    first = [n for n in calls if n in ahead]
     forward = _graph(inputs, first, [*early, *given])
     backward = _graph([*inputs, *given], second, grads)
     schedule(forward, backward=False, disable=disable, settings=settings)
     schedule(backward, backward=True, disable=disable, settings=settings)
     return _joined(forward, backward, [r in late for r in results])
+
+
+def phases(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The calls of a local graph that the forward runs, and those that the backward
+    runs, each in order; what the backward computes again is in both. All are of the
+    forward in a graph that is not joint."""
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    late = depending_on_tangents(graph)
+    if not late:
+        return calls, []
+    second = _with_again(calls, late)
+    results = [r for r in graph.output_node().args[0] if isinstance(r, fx.Node)]
+    early = [r for r in results if r not in late]
+    ahead = _ancestors([*early, *_given(calls, second)])
+    return [n for n in calls if n in ahead], second
+
+
+def _given(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.Node]:
+    """What the backward reads of the forward."""
+    there, read = set(second), {r for n in second for r in n.all_input_nodes}
+    return [n for n in first if n in read and n not in there]
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

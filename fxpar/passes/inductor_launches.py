@@ -29,7 +29,6 @@ from fxpar.passes.launches import (
     Buffer,
     Launch,
     Launches,
-    backward_of,
 )
 from fxpar.sharding.cost.op import (
     Domain,
@@ -44,6 +43,7 @@ from fxpar.sharding.cost.op import (
     nbytes_of,
     tensors_in,
 )
+from fxpar.sharding.program import backward_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 
@@ -111,7 +111,7 @@ class _Reader:
         self.values: dict[fx.Node, list[_TensorView | None]] = {}
         self.done: list[Launch] = []
         self.inputs: list[Buffer] = []
-        self.outputs: dict[Buffer, None] = {}
+        self.outputs: list[list[Buffer]] = []
         self.growing: dict[_Growing, None] = {}
         self.backward = False
         self.at = 0.0
@@ -123,8 +123,7 @@ class _Reader:
             self._input(node)
             return
         if node.op == "output":
-            for value in self._operands(node):
-                self.outputs[self._touch(value)] = None
+            self._results(node.args[0])
             return
         if backward and not self.backward:
             self._close_all()
@@ -136,7 +135,7 @@ class _Reader:
         self._close_all()
         kept = [x for x in self.done if x.kind != "fused" or x.writes]
         kept.sort(key=lambda launch: launch.order)
-        return Launches(kept, self.inputs, list(self.outputs))
+        return Launches(kept, self.inputs, self.outputs)
 
     def _input(self, node: fx.Node) -> None:
         """What the graph is given; a part of a graph may be given an op's results."""
@@ -151,6 +150,12 @@ class _Reader:
         value = node.meta.get("val")
         values = value if isinstance(value, (list, tuple)) else [value]
         self.values[node] = [buffered(each) for each in values]
+
+    def _results(self, results: Any) -> None:
+        """What the graph returns."""
+        for result in results if isinstance(results, (list, tuple)) else [results]:
+            values = self.values[result] if isinstance(result, fx.Node) else []
+            self.outputs.append([self._touch(v) for v in values if v is not None])
 
     def _operands(self, node: fx.Node) -> list[_TensorView]:
         found = (v for read in node.all_input_nodes for v in self.values[read])

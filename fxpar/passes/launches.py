@@ -1,7 +1,7 @@
 """What one rank launches to run a local graph, as data: kernels, collectives, waits.
 
 ``inductor_launches`` makes it of a graph, ``simulate_step`` times it. Also here: which
-ops are collectives and waits, and where the backward of a joint graph begins.
+ops are collectives and waits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ ours = torch.ops.fxpar
 # Collectives of a local graph, as ``reshard.steps`` names them.
 KINDS: dict[Any, str] = {
     op: kind for kind, lowering in LOWERINGS.items() for op in lowering.emulations()
+}
+# Products with their collective as one op, and what they communicate.
+PRODUCTS = {
+    ours.gather_matmul.default: "all_gather",
+    ours.matmul_scatter.default: "reduce_scatter",
 }
 WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
 
@@ -91,28 +96,8 @@ class Launches:
 
     launches: list[Launch]
     inputs: list[Buffer]
-    outputs: list[Buffer]
-
-
-def backward_of(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of the backward of a joint graph: those tagged as such, and what depends on
-    tangents."""
-    found = depending_on_tangents(graph)
-    tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
-    return found.union(n for n in tagged if n.op == "call_function")
-
-
-def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of a joint graph that are computed from tangents, and these."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            late = str(node.target).startswith("tangents")
-        else:
-            late = not found.isdisjoint(node.all_input_nodes)
-        if late and node.op != "output":
-            found.add(node)
-    return found
+    # Of each result those of its tensors.
+    outputs: list[list[Buffer]]
 
 
 def crossings(graph: fx.Graph) -> list[str]:

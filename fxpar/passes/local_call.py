@@ -20,8 +20,7 @@ aten = torch.ops.aten
 class LocalCall:
     """One op call being made local.
 
-    ``operands``/``results``: specs of its tensors, in order of the rule; ``shapes``:
-    their global shapes, operands then results.
+    ``operands``/``results``: specs of its tensors, in order of the rule.
     """
 
     build: Builder
@@ -29,6 +28,7 @@ class LocalCall:
     rule: Rule
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
+    # Their global shapes, operands then results.
     shapes: tuple[tuple[int, ...], ...]
 
     def result_shape(self, i: int = 0) -> tuple[int, ...]:

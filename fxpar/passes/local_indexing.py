@@ -25,13 +25,14 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True)
 class _Part:
-    """An index into this rank's ``n`` rows of dim ``dim``. ``place``: it counted from
-    the first of them; ``inside``: whether it falls on one of them."""
+    """An index into this rank's ``n`` rows of dim ``dim``."""
 
     call: LocalCall
     dim: int
     n: int
+    # It counted from the first of them.
     place: fx.Node
+    # Whether it falls on one of them.
     inside: fx.Node
 
     def read(self) -> fx.Node:

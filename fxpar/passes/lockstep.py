@@ -26,7 +26,7 @@ from fxpar.passes.emulate_collectives import (
     reduced,
 )
 from fxpar.passes.graph_bodies import body_of, bound_body
-from fxpar.passes.local_flex import op_by_op
+from fxpar.passes.local_custom_ops import op_by_op
 from fxpar.passes.lower import LOWERINGS
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

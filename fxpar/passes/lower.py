@@ -271,7 +271,7 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
         last, made = chain[-1], chain[0].args[0]
         for node in chain:
             # Each in its own place: what stands between two of them runs between.
-            with graph.inserting_before(node), build.at(last):
+            with graph.inserting_before(node), build.at(last, noted=node):
                 lowering = LOWERINGS[collective_nodes.kind_of(node)]
                 made = lowering.lower(build, made, *node.args[1:])
         with graph.inserting_before(last), build.at(last):

@@ -149,14 +149,13 @@ def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Stream:
-    """How a device's generated code turns Philox words into numbers.
+    """How a device's generated code turns Philox words into numbers."""
 
-    ``wide``: all 64 bits of the seed count, not 32. ``lanes``: neighbours that share a
-    counter. ``rand``, ``randn``: (arithmetic, words, lane) -> numbers.
-    """
-
+    # All 64 bits of the seed count, not 32.
     wide: bool
+    # Neighbours that share a counter.
     lanes: int
+    # ``rand``, ``randn``: (arithmetic, words, lane) -> numbers.
     rand: Callable[[Any, Sequence[Any], Any], Any]
     randn: Callable[[Any, Sequence[Any], Any], Any]
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxpar.sharding.program import depending_on_tangents
+
 # A region of its own among the user's checkpointed ones.
 _REGION = 1 << 20
 
 
 def regather(graph: fx.Graph) -> None:
     """Tag gathered parameters, in place."""
-    if not any(
-        str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder")
-    ):
+    if not depending_on_tangents(graph):
         return
     tagged: set[fx.Node] = set()
     for node in graph.nodes:

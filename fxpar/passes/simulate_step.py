@@ -9,8 +9,7 @@ runs, with the streams of PyTorch and NCCL, ``sharding.cost.streams``. A kernel 
 its launch and the larger of arithmetic and memory, as ``Hardware.seconds`` has it, a
 collective what ``sharding.cost.collectives`` says: of that the share
 ``Hardware.beside`` holds the kernels up, where it is called, and the rest runs beside
-them. The host is always ahead of the device. Memory is that of a caching allocator: it
-follows the order of launches, not time.
+them. The host is always ahead of the device. What is in memory says ``peak_memory``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from typing import Any
 from torch import fx
 
 from fxpar.passes.inductor_launches import launches_of
-from fxpar.passes.launches import Buffer, Launch, Launches
+from fxpar.passes.launches import Launch, Launches
+from fxpar.passes.peak_memory import Residency, residency
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.streams import Simulation, Task
@@ -157,7 +157,7 @@ def simulate(
     found = launches_of(graph, fused=fused)
     work = _work(found, mesh, _machine(hardware, fused), tf32)
     times = Simulation(work.tasks, compiled=False)
-    memory = _Memory(found, work, times, keep_inputs, in_place=fused)
+    live = residency(found, keep_inputs=keep_inputs, in_place=fused)
     events = _events(found.launches, work, times)
     late = (i for i, launch in enumerate(found.launches) if launch.backward)
     first = next(late, None)
@@ -169,9 +169,9 @@ def simulate(
         sum(e.duration for e in events if e.axes),
         waited + times.seconds - times.clock(-1),
         _traffic(found.launches, mesh),
-        tuple(memory.curve.items()),
-        memory.peak,
-        memory.held(),
+        tuple(_curve(live, work, times).items()),
+        live.peak[0],
+        _largest(live),
         None if first is None else times.starts[work.first[first]],
     )
 
@@ -302,70 +302,24 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
     )
 
 
-class _Memory:
-    """What is in memory after each launch. ``curve``: time -> bytes. ``in_place``: an
-    all-reduce writes over an operand that nobody else needs, as Inductor has it."""
+def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
+    """Time -> bytes in memory."""
+    curve: dict[float, int] = {}
+    for i, made, during, behind in live.held:
+        if i < 0:
+            curve[0.0] = behind
+            continue
+        if made:
+            curve[times.clock(work.last[i - 1]) if i else 0.0] = during
+        if behind != during:
+            curve[times.clock(work.last[i])] = behind
+    return curve
 
-    def __init__(
-        self,
-        found: Launches,
-        work: _LaunchTasks,
-        times: Simulation,
-        keep_inputs: bool,
-        *,
-        in_place: bool,
-    ) -> None:
-        self.born = dict.fromkeys(found.inputs, -1)
-        end = len(found.launches)
-        self.dies = dict.fromkeys(found.inputs, end if keep_inputs else -1)
-        waits = {x.of: i for i, x in enumerate(found.launches) if x.of is not None}
-        for i, launch in enumerate(found.launches):
-            until = waits.get(launch, i)
-            for buffer in launch.writes:
-                self.born[buffer], self.dies[buffer] = i, until
-            for buffer in launch.reads:
-                self.dies[buffer] = max(self.dies[buffer], until)
-        self.dies.update(dict.fromkeys(found.outputs, end))
-        if in_place:
-            self._reuse(found, waits)
-        self._follow(found, work, times)
 
-    def _reuse(self, found: Launches, waits: dict[Launch, int]) -> None:
-        """Operands of all-reduces die when these begin, if they are read no more."""
-        last: dict[Buffer, int] = {}
-        for i, launch in enumerate(found.launches):
-            last.update(dict.fromkeys(launch.reads, i))
-        for i, launch in enumerate(found.launches):
-            for buffer in launch.reads if launch.kind == "all_reduce" else ():
-                mine = last[buffer] == i and self.dies[buffer] == waits.get(launch, i)
-                if mine and self.born[buffer] >= 0:
-                    self.dies[buffer] = i - 1
-
-    def _follow(self, found: Launches, work: _LaunchTasks, times: Simulation) -> None:
-        freed: dict[int, int] = defaultdict(int)
-        for buffer, i in self.dies.items():
-            freed[i] += buffer.nbytes
-        held = sum(buffer.nbytes for buffer in found.inputs)
-        self.peak, self.at = held, -1
-        held -= freed[-1]
-        self.curve = {0.0: held}
-        for i, launch in enumerate(found.launches):
-            made = sum(buffer.nbytes for buffer in launch.writes)
-            gone = freed[i]
-            held += made
-            if held > self.peak:
-                self.peak, self.at = held, i
-            if made:
-                self.curve[times.clock(work.last[i - 1]) if i else 0.0] = held
-            held -= gone
-            if gone:
-                self.curve[times.clock(work.last[i])] = held
-
-    def held(self) -> tuple[LiveTensor, ...]:
-        """The largest tensors at the peak."""
-        lines = _Lines()
-        there = [b for b in self.born if self.born[b] <= self.at <= self.dies[b]]
-        there.sort(key=lambda buffer: -buffer.nbytes)
-        return tuple(
-            LiveTensor(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
-        )
+def _largest(live: Residency) -> tuple[LiveTensor, ...]:
+    """The largest tensors at the peak."""
+    lines = _Lines()
+    there = sorted(live.at(live.peak[1]), key=lambda buffer: -buffer.nbytes)
+    return tuple(
+        LiveTensor(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
+    )

@@ -20,12 +20,32 @@ from fxpar import _torch
 from fxpar.passes import custom_ops, own_shard
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of, bound_body
-from fxpar.passes.local_flex import op_by_op
-from fxpar.passes.loop_steps import uncount_steps
-from fxpar.passes.unroll import unroll_scans
+from fxpar.passes.local_custom_ops import op_by_op
+from fxpar.passes.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding.mesh import Mesh
 
 GroupOf = Callable[[tuple[str, ...]], str]
+
+_ATEN = torch.ops.aten
+_C10D = torch.ops._c10d_functional
+_PERMUTE = torch.ops.fxpar.permute.default
+_RESOLVED = _ATEN.resolve_conj.default
+_EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE}
+_SENDS = {
+    *_EXCHANGES,
+    _C10D.all_gather_into_tensor.default,
+    _C10D.all_reduce.default,
+    _C10D.reduce_scatter_tensor.default,
+}
+# Neither NCCL nor gloo sends these. Sums and products wrap alike once cut off again.
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+# gloo gathers and sums complex numbers, but does not exchange them.
+_REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def bind(
@@ -50,14 +70,24 @@ def bind(
             with custom_ops.as_rank(rank):
                 done[node] = custom_ops.offset(*node.args)
             continue
-        if node.target is torch.ops.fxpar.permute.default:
-            with build.at(node):
-                done[node] = _permute(build, mesh, rank, node, *args)
-            continue
         sent = _sent_as(node, inductor)
+        if sent is not None and node.target is _C10D.wait_tensor.default:
+            with build.at(node):
+                done[node] = _convert(build, build.wait(*args), node.meta["val"].dtype)
+            continue
         if sent is not None:
             with build.at(node):
-                done[node] = _gather_as(build, node, sent, *args)
+                args = (_convert(build, args[0], sent), *args[1:])
+        if node.target is _PERMUTE:
+            with build.at(node):
+                moved = _permute(build, mesh, rank, node, *args)
+                done[node] = (
+                    _convert(build, moved, node.meta["val"].dtype) if sent else moved
+                )
+            continue
+        if sent is not None:
+            with build.at(node):
+                done[node] = build.call(node.target, *args)
             continue
         made = _bound_late(build, node, args, kwargs) if late else None
         if made is not None:
@@ -104,27 +134,37 @@ def _with_group(args: Any, group_of: GroupOf) -> Any:
 
 
 def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
-    """As what a node gathers, or waits for, if not as what it is. Neither NCCL nor gloo
-    sends int16; Inductor (2.13) takes the group size for an operand that promotes bools
-    to int64."""
-    c10d = torch.ops._c10d_functional
-    gather = node.args[0] if node.target is c10d.wait_tensor.default else node
-    if gather.target is not c10d.all_gather_into_tensor.default:
+    """As what a collective sends its operand, if not as it is; asked of a wait too,
+    which then gives it back as what it was. Values are converted, not their bits:
+    kernels may load narrow floats as wider ones."""
+    launch = node.args[0] if node.target is _C10D.wait_tensor.default else node
+    if launch.target not in _SENDS:
         return None
-    dtype = gather.meta["val"].dtype
-    if dtype is torch.bool:
+    value = launch.args[0].meta["val"]
+    dtype = value.dtype
+    if dtype is torch.bool and launch.target is _C10D.all_gather_into_tensor.default:
+        # Inductor (2.13) takes the group size for an operand that promotes to int64.
         return torch.uint8 if inductor else None
-    return torch.int32 if dtype is torch.int16 else None
+    if dtype.is_complex and launch.target in _EXCHANGES:
+        return _REAL_OF[dtype] if value.device.type == "cpu" else None
+    wider = _WIDER.get(dtype)
+    return wider if wider is not None else _on_gloo(value)
 
 
-def _gather_as(
-    build: Builder, node: fx.Node, dtype: torch.dtype, x: fx.Node, *rest: Any
-) -> fx.Node:
-    """The gather of ``x`` in another dtype; the wait for one in its own again."""
-    convert = torch.ops.prims.convert_element_type.default
-    if not rest:
-        return build.call(convert, build.wait(x), node.meta["val"].dtype)
-    return build.call(node.target, build.call(convert, x, dtype), *rest)
+def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
+    """NCCL moves narrow floats as bytes, gloo not at all."""
+    narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
+    return torch.float16 if narrow and value.device.type == "cpu" else None
+
+
+def _convert(build: Builder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``x`` as ``dtype``; complex numbers as pairs of real ones, and pairs as these."""
+    have = x.meta["val"].dtype
+    if have.is_complex and not dtype.is_complex:
+        return build.call(_ATEN.view_as_real.default, build.call(_RESOLVED, x))
+    if dtype.is_complex and not have.is_complex:
+        return build.call(_ATEN.view_as_complex.default, x)
+    return build.call(torch.ops.prims.convert_element_type.default, x, dtype)
 
 
 def _permute(
@@ -139,15 +179,13 @@ def _permute(
     """Member i receives from ``sources[i]``: an all-to-all of one piece a rank."""
     members = mesh.group(rank, custom_ops.group_axes(node.args[2]))
     me = members.index(rank)
-    aten = torch.ops.aten
     shape = list(x.meta["val"].shape)
-    flat = build.call(aten.reshape.default, x, [-1])
+    flat = build.call(_ATEN.reshape.default, x, [-1])
     n = flat.meta["val"].shape[0]
     receive = [n if i == sources[me] else 0 for i in range(len(members))]
     send = [n if source == me else 0 for source in sources]
-    c10d = torch.ops._c10d_functional
-    moved = build.call(c10d.all_to_all_single.default, flat, receive, send, group)
-    return build.call(aten.view.default, build.wait(moved), shape)
+    moved = build.call(_C10D.all_to_all_single.default, flat, receive, send, group)
+    return build.call(_ATEN.view.default, build.wait(moved), shape)
 
 
 def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
@@ -191,6 +229,9 @@ def _of_rank_0(build: Builder, drawn: fx.Node, mesh: Mesh, group_of: GroupOf) ->
     loader that augments, a print of a random number), masks may not."""
     if mesh.size == 1:
         return drawn
-    c10d = torch.ops._c10d_functional
     group = group_of(mesh.names)
-    return build.wait(build.call(c10d.broadcast.default, drawn, 0, group))
+    dtype = drawn.meta["val"].dtype
+    sent = _WIDER.get(dtype)
+    x = drawn if sent is None else _convert(build, drawn, sent)
+    moved = build.wait(build.call(_C10D.broadcast.default, x, 0, group))
+    return moved if sent is None else _convert(build, moved, dtype)

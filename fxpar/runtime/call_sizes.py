@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputMismatchError
-from fxpar.runtime.input_names import Named
-from fxpar.runtime.program_identity import placeholders, value_of
+from fxpar.runtime.program_identity import Named, placeholders, value_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 
@@ -37,10 +36,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Together:
-    """How the sizes of all ranks go together. ``mismatch``: what to raise where that
-    cannot be run."""
+    """How the sizes of all ranks go together."""
 
     kind: str
+    # What to raise where that cannot be run.
     mismatch: InputMismatchError | None = None
 
 

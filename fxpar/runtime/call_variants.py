@@ -28,10 +28,10 @@ from fxpar.runtime import consensus, gradient_sketches, presence
 from fxpar.runtime.call_sizes import UNEVEN, Fed, Sizes, Together, sizes_of
 from fxpar.runtime.check_inputs import Checks, Drift
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.input_names import Named
-from fxpar.runtime.meeting import ALONE, meet
+from fxpar.runtime.meeting import ALONE, current, meet
 from fxpar.runtime.program_identity import (
     BEGINS,
+    Named,
     content,
     digest,
     placeholders,
@@ -39,7 +39,6 @@ from fxpar.runtime.program_identity import (
     value_of,
 )
 from fxpar.runtime.stage_times import CHECKS, stage
-from fxpar.runtime.store_channel import current
 from fxpar.runtime.uneven_batch import Parts, Whole, parts_of
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes

@@ -23,7 +23,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError, compose
 from fxpar.runtime import consensus
 from fxpar.runtime.groups import Ranks, check_devices
-from fxpar.runtime.input_names import Named
+from fxpar.runtime.program_identity import Named
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 

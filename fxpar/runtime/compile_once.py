@@ -25,14 +25,13 @@ from fxpar import _torch
 from fxpar.errors import RankMismatchError
 from fxpar.runtime import presence
 from fxpar.runtime.consensus import poll
+from fxpar.runtime.meeting import Channel, current
 from fxpar.runtime.plan_store import lines_of
 from fxpar.runtime.presence import Patience
 from fxpar.runtime.stage_times import INDUCTOR, stage
-from fxpar.runtime.store_channel import Channel, current
 
 # Of one message through the store, which takes 8 MB at most.
 CHUNK = 4 << 20
-
 
 # Compiles; given a text that stands for the graph in the keys of Inductor's cache.
 CompileGraph = Callable[[str | None], Any]

@@ -18,17 +18,44 @@ from fxpar.runtime import meeting, outside_graphs
 from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.input_names import SUMMAND_MARK, Named
+from fxpar.runtime.program_identity import SUMMAND_MARK, Named
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
 _PLANS: list[Plan] = []
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def plans() -> list[Plan]:
     """The plans ``torch.compile(backend="fxpar")`` made in this process, in order."""
     return list(_PLANS)
+
+
+def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
+    """What to say of a Dynamo graph that cannot be traced because a number or a shape
+    in it is that of data; None if ``error`` is something else."""
+    kind = _torch.aot.untraceable(error)
+    if kind not in ("value", "shape"):
+        return None
+    reads = (
+        user_line(node)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), (torch.Tensor, *_NUMBERS))
+        and _torch.fake.depends_on_data(node.meta["example_value"])
+    )
+    what, option = {
+        "value": ("a number of Python is the value of a tensor", "scalar_outputs"),
+        "shape": ("a shape depends on values", "dynamic_output_shape_ops"),
+    }[kind]
+    return PlanError(
+        f"{what}, inside one graph",
+        where=next(reads, None),
+        fix=f"leave torch._dynamo.config.capture_{option} off, so that the graph ends "
+        "there, or compute with tensors alone (torch.where and a mask)",
+    )
 
 
 def raiser(error: FxparError) -> Callable[..., Any]:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime import presence
+from fxpar.runtime.meeting import Channel, current
 from fxpar.runtime.presence import Patience
-from fxpar.runtime.store_channel import Channel, current
 
 SLOWEST_POLL = 0.05
 # Others wait longer for the verdict than rank 0 does for them, so that it arrives.

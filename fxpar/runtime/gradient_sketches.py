@@ -34,10 +34,10 @@ FIX = (
 
 @dataclass(frozen=True)
 class _Noted:
-    """Of one step of an optimizer: two numbers of gradients by name. ``held``: what it
-    holds, as text."""
+    """Of one step of an optimizer: two numbers of gradients by name."""
 
     optimizer: weakref.ref[Optimizer]
+    # What it holds, as text.
     held: str
     sketches: dict[str, tuple[float, float]]
 

@@ -29,8 +29,7 @@ from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.runtime import consensus, plan_store
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.input_names import Named
-from fxpar.runtime.program_identity import fixed_content
+from fxpar.runtime.program_identity import Named, fixed_content
 from fxpar.sharding.hints import load
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import known_machine

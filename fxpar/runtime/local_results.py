@@ -32,8 +32,7 @@ from fxpar.runtime.divide_summands import (
     may_grow,
     name_written,
 )
-from fxpar.runtime.input_names import Named
-from fxpar.runtime.program_identity import fixed_content
+from fxpar.runtime.program_identity import Named, fixed_content
 from fxpar.runtime.train_step.forward import fake_of, globally
 from fxpar.sharding.batch_growth import growths
 from fxpar.sharding.growth_powers import FIXED, Growth, unknown
@@ -49,10 +48,11 @@ Sized = Callable[[int], Sequence[Any]]
 
 @dataclass(frozen=True)
 class LocalResults:
-    """``own``: names of results that leave as this rank's summand, by position.
-    ``notes``: what was done to results, for the plan."""
+    """What leaves a graph that is fed parts of the batch."""
 
+    # Names of results that leave as this rank's summand, by position.
     own: Mapping[int, str] = field(default_factory=dict)
+    # What was done to results, for the plan.
     notes: tuple[str, ...] = ()
 
     def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
@@ -239,9 +239,10 @@ def _of_input(named: Named) -> Growth:
 
 @dataclass(frozen=True)
 class _Traced:
-    """An ATen graph; ``inputs``: for each placeholder the position of the argument."""
+    """An ATen graph."""
 
     graph: fx.Graph
+    # For each placeholder the position of the argument.
     inputs: tuple[int, ...]
 
 

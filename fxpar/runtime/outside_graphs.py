@@ -4,9 +4,13 @@ A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at
 break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
 call of what was compiled: it was one graph, from its first line to its last, or there
 is code outside. Then the user is told, once, why and what it costs; and in local mode,
-where such code runs on the rank's own part of the batch, ``runtime.reduce`` takes the
-mean of gradients over the ranks. Steps of optimizers are checked for gradients of code
-that was not compiled at all, when a parameter first has one.
+where such code runs on the rank's own part of the batch, ``runtime.reduce_gradients``
+takes the mean of gradients over the ranks. Steps of optimizers are checked for
+gradients of code that was not compiled at all, when a parameter first has one.
+
+A model inside DistributedDataParallel needs no such wrapper: gradients that leave a
+compiled graph are reduced already, and equal on every rank. The wrapper's hooks average
+them, which changes no number, and costs an all-reduce (``warn_around``).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,8 +37,8 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime import gradient_sketches, reduce_gradients
 from fxpar.runtime.at_rest.sharded_modules import HOME
-from fxpar.runtime.groups import join
-from fxpar.runtime.store_channel import current
+from fxpar.runtime.groups import Ranks, join
+from fxpar.runtime.meeting import current
 from fxpar.runtime.tracing import modules_of
 
 
@@ -48,14 +53,15 @@ class _Outside:
 
 @dataclass(eq=False)
 class _Watched:
-    """A compiled module or function. ``met``: modules in the frames Dynamo met.
-    ``whole``: of each graph that ran, whether the whole call was in it."""
+    """A compiled module or function."""
 
     fn: Any  # a weak reference
     name: str
     options: dict[str, Any] | None
     asked: Options | None = None
+    # Modules in the frames Dynamo met.
     met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    # Of each graph that ran, whether the whole call was in it.
     whole: weakref.WeakKeyDictionary[Any, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -322,3 +328,26 @@ def _names_of(
 def _named(watched: _Watched) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, module in watched.modules().items():
         yield from module.named_parameters(prefix)
+
+
+_SAID: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_around(ranks: Ranks) -> None:
+    """Warn, once and on rank 0, of a wrapper around what is being compiled."""
+    wrapper = _torch.dynamo.surrounding_ddp()
+    if wrapper is None or ranks.mesh.size == 1 or ranks.rank != 0 or wrapper in _SAID:
+        return
+    _SAID.add(wrapper)
+    size = sum(p.nbytes for p in wrapper.parameters() if p.requires_grad)
+    warnings.warn(
+        compose(
+            "the model is inside DistributedDataParallel, which averages gradients "
+            "that fxpar has reduced: this changes no number, and costs an all-reduce "
+            f"of {size} bytes each step",
+            fix="leave the wrapper out; where a library wraps the model, see "
+            "docs/migrating.md",
+        ),
+        FxparWarning,
+        stacklevel=2,
+    )

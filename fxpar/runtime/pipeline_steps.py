@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -19,13 +19,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, compose
-from fxpar.fusion.apply_schedule import (
-    MovedCollectives,
-    apply,
-    moved_collectives,
-    with_moved,
-)
+from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
 from fxpar.fusion.kernels.implementations import GroupFacts
@@ -37,10 +32,13 @@ from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import lift_seeds
 from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes.forward_backward import as_run
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.order_collectives import PhaseGraph
+from fxpar.passes.peak_memory import by_kind
+from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
@@ -56,6 +54,7 @@ from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
+from fxpar.sharding.spec import Spec
 
 log = logging.getLogger("fxpar")
 
@@ -76,6 +75,11 @@ class PipelineState:
     def label(self) -> str:
         """Where stages are dumped, and what logs begin with."""
         return self.request.label
+
+    @property
+    def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        """Of the tensors that nodes make, once they are decided."""
+        return {}
 
 
 @dataclass(kw_only=True)
@@ -100,9 +104,16 @@ class JointState(PipelineState):
     near: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    # Collectives that the schedule took away, and those it brought.
-    moved: MovedCollectives = (Counter(), Counter())
     plan: Plan = field(init=False)
+
+    @property
+    def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        program, specs = self.decided.program, defaultdict[fx.Node, list[Spec]](list)
+        for (node, _), value in sorted(
+            program.value_of.items(), key=lambda made: made[0][1]
+        ):
+            specs[node].append(self.decided.settled[value])
+        return specs
 
     @property
     def decided(self) -> Decision:
@@ -272,7 +283,7 @@ def apply_schedule(state: JointState) -> None:
         after = apply(state.schedule, before, mesh) if state.schedule else before
     if state.schedule:
         fuse_nodes.inline(after)
-        state.graph, state.moved = after, moved_collectives(before, after)
+        state.graph = after
 
 
 def lower(state: JointState) -> None:
@@ -287,16 +298,29 @@ def regather(state: JointState) -> None:
 
 
 def describe(state: JointState) -> None:
-    """The plan as data, with what the schedule changed."""
-    keep = state.request.keep_gathered
-    plan = plan_facts.describe(state.decided, keep_gathered=keep)
+    """The plan as data, facts of its step read off the graph."""
+    hardware, mesh = state.request.named_hardware, state.decided.mesh
+    if hardware is not None:
+        mesh = hardware.on(mesh)
+    sent, done = facts_of_step(state.graph)
+    held, notes = _memory(state)
+    plan = plan_facts.describe(state.decided, sent, done, held, mesh)
     state.plan = replace(
         plan,
         schedule=str(state.schedule),
         near=state.near,
-        notes=(*plan.notes, *state.notes),
-        collectives=with_moved(plan.collectives, state.moved),
+        notes=(*plan.notes, *state.notes, *notes),
     )
+
+
+def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
+    settings, disable = state.schedule.settings, state.request.disable
+    graph = as_run(state.graph, disable=disable, settings=settings)
+    try:
+        return by_kind(graph, state.decided.program.signature), ()
+    except PlanError as error:  # of the user's own collectives
+        return (), (f"memory is not known: {error.what}",)
 
 
 def keep_plan(state: JointState) -> None:

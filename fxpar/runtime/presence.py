@@ -1,9 +1,10 @@
-"""Where each rank is, told to ranks that wait for it.
+"""Where each rank is, told to ranks that wait for it; and ``fxpar.alone``.
 
 A thread beside the program of every rank answers, through the store of the process
 group, ranks that ask: whether this one works (it compiles, or computes), waits for
 others, is idle, or has ended. So a rank that waits can tell another that is slow from
-one that will not come. While nobody asks, a rank sends one small message a beat.
+one that will not come. While nobody asks, a rank sends one small message a beat. Inside
+``fxpar.alone`` a rank runs by itself, and meets nobody.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar import _torch
+from fxpar.errors import FxparError
 from fxpar.runtime.stage_times import WAIT, stage
 
 BEAT = 0.5  # seconds between two looks of a rank at who asks
@@ -32,8 +34,8 @@ SILENT = 10.0  # seconds after which an answer is no news any more
 STARTING = 10  # times as long is waited for a rank that may still load its data
 ENDED = 1.0  # seconds to wait for a rank that has ended
 BUSY = 0.02  # share of a CPU that a rank uses at least while it computes
-
 _WAIT = {"seconds": 30.0}
+
 # What the program of this process does, innermost last: (state, text).
 _DOING: list[tuple[str, str]] = []
 
@@ -230,3 +232,34 @@ def _user_line(frames: dict[int, FrameType]) -> tuple[str, bool]:
             return last, distributed
         frame = frame.f_back
     return last, distributed
+
+
+_DEPTH = [0]
+
+
+def is_alone() -> bool:
+    """Whether this rank runs by itself, inside ``fxpar.alone``."""
+    return _DEPTH[0] > 0
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this rank runs by itself: ``with fxpar.alone(): evaluate(model)``.
+
+    Compiled functions and models run as they would without ``torch.compile``, so that
+    nothing waits for other ranks, and those who wait for this one meanwhile know that
+    it works. Gradients made inside are this rank's own. Raises ShardError where the
+    parameters of a model lie in parts (``fxpar.shard``), PlanError in
+    ``fxpar.train_step``: these take all ranks.
+    """
+    if torch.compiler.is_compiling():
+        raise FxparError(
+            "fxpar.alone() inside a compiled function",
+            fix="put it around the call of the compiled function",
+        )
+    _DEPTH[0] += 1
+    try:
+        with torch.compiler.set_stance("force_eager"), works("is alone"):
+            yield
+    finally:
+        _DEPTH[0] -= 1

@@ -1,27 +1,103 @@
-"""Which program a Dynamo graph is, whatever Dynamo made of the sizes it was fed.
+"""Which program a Dynamo graph is, and what the user calls its inputs.
 
 Dynamo may trace one piece of code again for sizes that change, for one sample, for a
 slice that begins elsewhere, and does so on each rank by itself. ``identity`` is what
 these graphs have in common, and what ranks compare; ``content`` is all that compiling
 depends on, so that a graph of equal content needs no compilation of its own.
+``name_inputs`` names inputs from where Dynamo found them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpar import _torch
-from fxpar.runtime.input_names import Named
 from fxpar.sharding.program import user_line
 
+_PART = re.compile(r"_(modules|parameters|buffers)\['([^']+)'\]")
+_KEY = re.compile(r"\['([^']+)'\]|\[(\d+)\]")
+
+# Mark of a tensor of which a compiled graph gave each rank a summand.
+SUMMAND_MARK = "_fxpar_summand"
+
+
+@dataclass(frozen=True)
+class Named:
+    """An input of a graph, as the user knows it."""
+
+    # As in the user's code.
+    name: str
+    # "parameter", "buffer", "input", or "summand", an input of which each rank holds a
+    # summand.
+    kind: str
+
+
+def _source(node: fx.Node) -> str:
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    if source is None:
+        return node.name
+    name = source.name
+    return name() if callable(name) else str(name)
+
+
+def _named(source: str, example: Any) -> Named:
+    parts = _PART.findall(source)
+    if parts:
+        name = ".".join(key for _, key in parts)
+        kind = {"parameters": "parameter", "buffers": "buffer"}.get(parts[-1][0])
+        if kind is None:  # an attribute of a module, neither parameter nor buffer
+            name = f"{name}.{source.rsplit('.', 1)[-1]}"
+            kind = "buffer"
+    else:
+        keys = [a or b for a, b in _KEY.findall(source)]
+        named = [key for key in keys if not key.isdigit()]
+        name = keys[-1] if keys else source
+        if name.isdigit() and named:
+            name = f"{named[-1]}_{name}"
+        tail = source.rsplit("]", 1)[-1]
+        name = f"{name}{tail}"
+        kind = "input"
+    if isinstance(example, nn.Parameter):
+        kind = "parameter"
+    if getattr(example, SUMMAND_MARK, False):
+        kind = "summand"
+    return Named(name, kind)
+
+
+def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Named]:
+    """One Named per placeholder of a Dynamo graph, names unique."""
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    found = [
+        _named(_source(node), example)
+        for node, example in zip(nodes, examples, strict=True)
+    ]
+    total = Counter(named.name for named in found)
+    seen: Counter[str] = Counter()
+    out = []
+    for named in found:
+        name = named.name
+        if total[name] > 1:
+            seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name}#{seen[name]}"
+        out.append(Named(name, named.kind))
+    return out
+
+
 _NUMBERS = (int, torch.SymInt)
+
 # Of an input that is part of a larger tensor, what Dynamo hands on to bodies.
 BEGINS = "begins inside a larger tensor"
+
 # Whose text is the same in every process.
 _PRINTED = (
     *(str, float, bool, type(None), complex),

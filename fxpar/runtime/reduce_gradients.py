@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import GradientError, RankMismatchError
 from fxpar.runtime import check_inputs, consensus, gradient_sketches
-from fxpar.runtime.alone import is_alone
+from fxpar.runtime.presence import is_alone
 
 BUCKET = 25 << 20  # bytes that are reduced at once
 

@@ -35,11 +35,12 @@ _NOT_THE_USERS = ("/torch/", "importlib", str(Path(__file__).parents[1]), "<")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of a traced program gives. ``gradients``: by parameter or argument
-    name. ``mutations``: new values of buffers and arguments changed in place."""
+    """What a run of a traced program gives."""
 
     result: Any
+    # By parameter or argument name.
     gradients: dict[str, torch.Tensor]
+    # New values of buffers and arguments changed in place.
     mutations: dict[str, torch.Tensor]
 
 

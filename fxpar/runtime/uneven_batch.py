@@ -21,18 +21,20 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import group_of
-from fxpar.runtime.input_names import SUMMAND_MARK
+from fxpar.runtime.program_identity import SUMMAND_MARK
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.conventions import batch_axes
 
 
 @dataclass(frozen=True)
 class Parts:
-    """``counts``: rows of each part; ``index``: the part of this rank; ``group``: name
-    of the process group of the ranks that hold one part each."""
+    """The parts of a batch that ranks hold, in rows."""
 
+    # Rows of each part.
     counts: tuple[int, ...]
+    # The part of this rank.
     index: int
+    # Name of the process group of the ranks that hold one part each.
     group: str
 
     @property

@@ -35,13 +35,11 @@ Partials = dict[Key, str]
 
 @dataclass
 class Inside:
-    """The bodies of one call, their dims in classes.
-
-    ``programs``: of the bodies; ``operands``/``results``: shapes of the call's tensors.
-    A key is that of a dim or a factor; those of one class have one ``leader``.
-    """
+    """The bodies of one call, their dims in classes."""
 
     ties: Ties
+    # Of the bodies; ``operands``/``results``: shapes of the call's tensors. A key is
+    # that of a dim or a factor; those of one class have one ``leader``.
     programs: Sequence[Program]
     operands: Sequence[tuple[int, ...]]
     results: Sequence[tuple[int, ...]]

@@ -14,19 +14,18 @@ from fxpar import _torch
 
 @dataclass(frozen=True)
 class Ties:
-    """How a call's tensors become those of its bodies, which take the same inputs.
-
-    ``inputs``: for each placeholder the position of the operand it comes from (None: no
-    tensor), and whether it is one slice of that along dim 0. ``outputs``: for each body
-    and each of its outputs the result it gives (None: none), and whether it is a slice.
-    ``carried``: so many outputs of the last body are its first inputs next. ``apart``:
-    whether slices may be taken by different ranks.
-    """
+    """How a call's tensors become those of its bodies, which take the same inputs."""
 
     bodies: tuple[fx.GraphModule, ...]
+    # For each placeholder the position of the operand it comes from (None: no tensor),
+    # and whether it is one slice of that along dim 0.
     inputs: tuple[tuple[int | None, bool], ...]
+    # For each body and each of its outputs the result it gives (None: none), and
+    # whether it is a slice.
     outputs: tuple[tuple[tuple[int | None, bool], ...], ...]
+    # So many outputs of the last body are its first inputs next.
     carried: int = 0
+    # Whether slices may be taken by different ranks.
     apart: bool = False
 
 

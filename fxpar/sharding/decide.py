@@ -52,18 +52,19 @@ UNNAMED = "h100"
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about a Program. ``origins``: per value, why each axis.
-    ``found``: the search that decided, if one did. ``reasons``: those of a saved plan,
-    which has no origins."""
+    """What was decided about a Program."""
 
     program: Program
     mesh: Mesh
     strategies: tuple[Strategy, ...]
     settled: tuple[Spec, ...]
     edges: Edges
+    # Per value, why each axis.
     origins: tuple[Mapping[str, Origin], ...]
     notes: tuple[str, ...] = ()
+    # The search that decided, if one did.
     found: SearchResult | None = None
+    # Those of a saved plan, which has no origins.
     reasons: tuple[tuple[str, str], ...] = ()
 
 

@@ -243,13 +243,11 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which axes split which factor, and which axes pass through as partial.
+    """Which axes split which factor, and which axes pass through as partial."""
 
-    ``factors``: (factor, axes major to minor). ``passes``: (axis, reduction, index into
-    ``rule.passages``).
-    """
-
+    # (factor, axes major to minor).
     factors: tuple[tuple[str, Axes], ...] = ()
+    # (axis, reduction, index into ``rule.passages``).
     passes: tuple[tuple[str, str, int], ...] = ()
 
     @cached_property

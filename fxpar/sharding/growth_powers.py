@@ -22,10 +22,12 @@ _GUARD = 1e-3
 
 @dataclass(frozen=True)
 class Growth:
-    """``power``: of the batch's size, the largest of its summands'; None if it is not
-    known, and ``why``. ``mixed``: it has summands of other powers besides."""
+    """The power of the batch's size that a value grows with."""
 
+    # Of the batch's size, the largest of its summands'; None if it is not known, and
+    # ``why``.
     power: float | None = 0.0
+    # It has summands of other powers besides.
     mixed: bool = False
     why: str = ""
 
@@ -92,11 +94,11 @@ def product(factors: Sequence[Growth]) -> Growth:
 
 @dataclass
 class DoubledCall:
-    """A call of an ATen op: ``a`` once, ``b`` with twice the batch. ``known``: growths
-    of the results of each node before it."""
+    """A call of an ATen op: ``a`` once, ``b`` with twice the batch."""
 
     a: fx.Node
     b: fx.Node
+    # Growths of the results of each node before it.
     known: Mapping[fx.Node, Sequence[Growth]]
 
     @property

@@ -30,21 +30,20 @@ _SPEEDS = (
 @dataclass(frozen=True)
 class Link:
     """What connects the ranks of one axis; ``hardware`` makes it, ``collectives`` reads
-    all of it.
+    all of it."""
 
-    ``bandwidth``: bytes/s one rank sends while all do. ``latency``: seconds from rank
-    to rank. ``overhead``: seconds of a collective, whatever it carries. ``tree``:
-    whether reductions may take a tree besides the ring. ``inside``: this many
-    neighbours along the axis share a node, where ``inner`` connects them. ``kinds``:
-    links that hold instead for single kinds of collectives.
-    """
-
+    # Bytes/s one rank sends while all do.
     bandwidth: float = 1e11
+    # Seconds from rank to rank.
     latency: float = 0.0
+    # Seconds of a collective, whatever it carries.
     overhead: float = 1e-5
+    # Whether reductions may take a tree besides the ring.
     tree: bool = False
+    # This many neighbours along the axis share a node, where ``inner`` connects them.
     inside: int = 1
     inner: Link | None = None
+    # Links that hold instead for single kinds of collectives.
     kinds: tuple[tuple[str, Link], ...] = ()
 
     def __hash__(self) -> int:
@@ -54,15 +53,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp", 4)))``.
-
-    ``speeds``: for each axis the relative speed of each of its ranks, 1.0 that of the
-    hardware, or None where all compute alike. A rank has the product of those of its
-    coordinates.
-    """
+    """Named axes with sizes, major to minor, e.g. ``Mesh((("dp", 2), ("tp", 4)))``."""
 
     axes: tuple[tuple[str, int], ...]
     links: tuple[Link, ...] = ()
+    # For each axis the relative speed of each of its ranks, 1.0 that of the hardware,
+    # or None where all compute alike. A rank has the product of those of its
+    # coordinates.
     speeds: tuple[tuple[float, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:

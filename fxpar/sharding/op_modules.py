@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.sharding.program import Op, Program
+from fxpar.sharding.program import Op, Program, backward_of
 
 Path = tuple[str, ...]
 
@@ -32,7 +32,8 @@ _KEY = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 def owners(program: Program) -> list[str]:
     """Phase and module path of each op, in order."""
     ops = program.ops
-    late = [_is_backward(op.node) for op in ops]
+    nodes = backward_of(ops[0].node.graph) if ops else set()
+    late = [op.node in nodes for op in ops]
     found = [_noted(op.node) for op in ops]
     forward = [op.index for op in ops if not late[op.index]]
     if any(path is not None for path in found):
@@ -57,10 +58,6 @@ def owners(program: Program) -> list[str]:
         ("backward/" if is_late else "forward/") + ".".join(path or ())
         for is_late, path in zip(late, found, strict=True)
     ]
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return "backward" in str(node.meta.get("partitioner_tag"))
 
 
 def _noted(node: fx.Node) -> Path | None:

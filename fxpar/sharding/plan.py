@@ -85,7 +85,9 @@ class Plan:
     ``inputs``/``outputs``: specs of the user's tensor arguments and results.
     ``parameters``/``gradients``: specs by name. ``values``: spec of every named value.
     ``unknown``: ops without a rule, whose operands were made whole. ``memory``: (kind,
-    bytes of a rank) when it holds most, as ``footprint`` has it. ``dearest``: what
+    bytes of a rank) when it holds most, as simulated, with the optimizer's state.
+    ``collectives``: of one step in the order they run, before small ones are joined;
+    what forward and backward both do stands twice. ``dearest``: what
     resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
     to the local graph; ``near``: what came near to be, and why it is not. ``regions``:
     of a compiled graph, what runs as generated kernels, how, and why so.

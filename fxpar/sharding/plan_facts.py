@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
-from fxpar.sharding import shift_messages
-from fxpar.sharding.cost.memory_report import footprint
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.op_modules import owners
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
-from fxpar.sharding.program import Op, backward_ops, user_line
-from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.program import Op, user_line
 from fxpar.sharding.reshard.needed import Reshard
 from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search.unequal_shards import note
@@ -25,9 +19,19 @@ from fxpar.sharding.spec import Spec
 DEAREST = 5
 
 
-def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
-    """The Plan of a Decision. ``keep_gathered``: parameters at rest are gathered once,
-    not again in the backward."""
+def describe(
+    decision: Decision,
+    collectives: tuple[Collective, ...],
+    reshards: Iterable[tuple[Reshard, int]],
+    memory: tuple[tuple[str, int], ...],
+    priced: Mesh,
+) -> Plan:
+    """The Plan of a Decision, with what its local graph says of one step.
+
+    collectives: in order. reshards: with the bytes that each sends. memory: (kind,
+    bytes) as ``Plan.memory``. priced: the mesh with the links that reshards are priced
+    by, if any are known.
+    """
     program, edges = decision.program, decision.edges
     signature = program.signature
     modules = owners(program)
@@ -57,12 +61,12 @@ def describe(decision: Decision, *, keep_gathered: bool = False) -> Plan:
         tuple((o.name, s) for o, s in results if o.kind == "gradient" and s),
         tuple((v.name, decision.settled[v.index]) for v in program.values),
         nodes,
-        collectives_of(decision, keep_gathered=keep_gathered),
+        collectives,
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
         decision.reasons or tuple(_reasons(decision)),
         _notes(decision),
-        memory=footprint(decision, keep_gathered=keep_gathered),
-        dearest=dearest(decision, keep_gathered=keep_gathered),
+        memory=memory,
+        dearest=_dearest(decision, reshards, priced),
     )
 
 
@@ -93,39 +97,14 @@ def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
     )
 
 
-def collectives_of(
-    decision: Decision, *, keep_gathered: bool = False
-) -> tuple[Collective, ...]:
-    """Every collective of the plan in program order of the reshards, and of what ops
-    send themselves."""
-    reshards = reshards_of(decision, keep_gathered=keep_gathered)
-    places = itertools.accumulate(map(_place, reshards), max)
-    found = [
-        (place, collective)
-        for place, reshard in zip(places, reshards, strict=True)
-        for collective in _collectives(decision, reshard)
-    ]
-    sent = [
-        (float(op.index), Collective("permute", axes, nbytes, said(op)))
-        for op, strategy in zip(decision.program.ops, decision.strategies, strict=True)
-        for axes, nbytes in shift_messages.sent(op, strategy, decision.mesh)
-    ]
-    merged = heapq.merge(found, sent, key=lambda item: item[0])
-    return tuple(collective for _, collective in merged)
-
-
-def dearest(
-    decision: Decision, mesh: Mesh | None = None, *, keep_gathered: bool = False
+def _dearest(
+    decision: Decision, reshards: Iterable[tuple[Reshard, int]], mesh: Mesh
 ) -> tuple[Moved, ...]:
-    """What resharding costs most, those alike as one. ``mesh``: with the links to price
-    by; default: the decision's. Without links they are ranked by bytes."""
-    mesh = mesh or decision.mesh
+    """What of a step's reshards costs most, those alike as one; without links, what
+    sends most."""
     known = any(link != Link() for link in mesh.links)
     calls: dict[tuple[Spec, Spec, tuple[str, ...], str], tuple[int, int, float]] = {}
-    for reshard in reshards_of(decision, keep_gathered=keep_gathered):
-        sent = sum(c.bytes for c in _collectives(decision, reshard))
-        if not sent:
-            continue
+    for reshard, sent in reshards:
         value, way = decision.program.values[reshard.value], route(decision, reshard)
         local = value.nbytes / mesh.count(reshard.source.sharded_axes)
         taken = duration(way, mesh, local) if known else 0.0
@@ -139,59 +118,6 @@ def dearest(
         Moved(source, target, steps, count, total, seconds if known else None, line)
         for (source, target, steps, line), (count, total, seconds) in found[:DEAREST]
     )
-
-
-def reshards_of(
-    decision: Decision, *, keep_gathered: bool = False
-) -> tuple[Reshard, ...]:
-    """Every reshard of a step in program order; those of parameters that forward and
-    backward gather stand twice, unless they are kept."""
-    reshards = decision.edges.reshards
-    again = [] if keep_gathered else _again(decision)
-    ordered = heapq.merge(
-        zip(itertools.accumulate(map(_place, reshards), max), reshards, strict=True),
-        sorted(again, key=lambda found: found[0]),
-        key=lambda found: found[0],
-    )
-    return tuple(reshard for _, reshard in ordered)
-
-
-def _place(reshard: Reshard) -> float:
-    return math.inf if reshard.reader is None else reshard.reader
-
-
-def _collectives(decision: Decision, reshard: Reshard) -> Iterator[Collective]:
-    mesh, value = decision.mesh, decision.program.values[reshard.value]
-    before, source = reshard.source, cause(decision, reshard)
-    for step in route(decision, reshard):
-        if not step.local:
-            shards = min(mesh.count(spec.sharded_axes) for spec in (before, step.spec))
-            yield Collective(step.kind, step.axes, value.nbytes // shards, source)
-        before = step.spec
-
-
-def _again(decision: Decision) -> list[tuple[float, Reshard]]:
-    """Reshards of parameters at rest that the backward does once more: (its first
-    reader there, the reshard for that reader)."""
-    program, edges = decision.program, decision.edges
-    ours, backward = gathered_again(program), backward_ops(program)
-    leaves: dict[int, set[int]] = {}  # ops that read what an op makes of parameters
-    for op in reversed(program.ops):
-        if op.results and ours.issuperset(op.results):
-            readers = {reader for v in op.results for reader, _ in program.uses[v]}
-            leaves[op.index] = set().union(*(leaves.get(r, {r}) for r in readers))
-    read_by: dict[tuple[int, Spec], set[int]] = {}
-    for (index, i), spec in edges.reads.items():
-        v = program.ops[index].operands[i]
-        if v in ours:
-            read_by.setdefault((v, spec), set()).update(leaves.get(index, {index}))
-    out = []
-    for reshard in edges.reshards:
-        found = read_by.get((reshard.value, reshard.target), set())
-        late = found & backward
-        if late and late < found:
-            out.append((float(min(late)), replace(reshard, reader=min(late))))
-    return out
 
 
 def cause(decision: Decision, reshard: Reshard) -> str:

@@ -392,14 +392,29 @@ def contracts(op: Op) -> bool:
 
 
 def backward_ops(program: Program) -> set[int]:
-    """Ops that depend on a tangent."""
-    reached = {program.inputs[i] for i, _ in program.signature.tangents}
-    out = set()
-    for op in program.ops:
-        if any(v in reached for v in op.operands):
-            out.add(op.index)
-            reached.update(op.results)
-    return out
+    """Ops of the backward of a joint graph."""
+    late = depending_on_tangents(program.ops[0].node.graph) if program.ops else ()
+    return {op.index for op in program.ops if op.node in late}
+
+
+def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes of a joint graph that are computed from tangents, and these."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            late = str(node.target).startswith("tangents")
+        else:
+            late = not found.isdisjoint(node.all_input_nodes)
+        if late and node.op != "output":
+            found.add(node)
+    return found
+
+
+def backward_of(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the backward runs: those of a joint graph, and those tagged so."""
+    found = depending_on_tangents(graph)
+    tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
+    return found.union(n for n in tagged if n.op == "call_function")
 
 
 def values_by_node(program: Program) -> dict[fx.Node, int]:

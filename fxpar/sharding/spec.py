@@ -31,13 +31,12 @@ def _entry(entry: Entry) -> tuple[str, ...]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Spec:
-    """Immutable and hashable. ``Spec("dp", None, partial={"tp": "sum"})``.
+    """Immutable and hashable. ``Spec("dp", None, partial={"tp": "sum"})``."""
 
-    ``dims``: one tuple of axes per tensor dim. ``partial``: (axis, reduction) pairs,
-    sorted by axis. Raises SpecError if an axis is used twice or a reduction is unknown.
-    """
-
+    # One tuple of axes per tensor dim.
     dims: tuple[tuple[str, ...], ...]
+    # (axis, reduction) pairs, sorted by axis. Raises SpecError if an axis is used twice
+    # or a reduction is unknown.
     partial: tuple[tuple[str, str], ...]
 
     def __init__(

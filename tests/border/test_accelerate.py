@@ -3,6 +3,7 @@ under DistributedDataParallel."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from torch.utils.data import DataLoader
 from tests.helpers.libraries import fxpar_options, torchrun
 from tests.helpers.spawn import shared_pool
 
-accelerate = pytest.importorskip("accelerate")
-
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        importlib.util.find_spec("accelerate") is None, reason="there is no accelerate"
+    ),
+]
 
 Trained = tuple[list[float], list[float], list[torch.Tensor], str]
 
@@ -44,6 +48,8 @@ def loop(how: str | None, folder: str = "", precision: str = "no") -> Trained:
     """Losses and gradient norms of each step, averaged over the ranks, and what is left
     after: parameters, and what the model was wrapped in. With ``folder`` the state is
     saved after two steps, spoiled, and loaded again. ``how``: see test_trainer.py."""
+    import accelerate
+
     with torchrun():
         accelerator = accelerate.Accelerator(
             cpu=True, gradient_accumulation_steps=2, mixed_precision=precision

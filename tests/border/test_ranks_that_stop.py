@@ -14,7 +14,8 @@ from torch import nn
 from fxpar import pipeline
 from fxpar.errors import HintError, PlanError, RankMismatchError
 from tests.helpers.patience import given_up_at_call
-from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.scripts import run_script
+from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.spawn import run_script
+from tests.helpers.scripts import run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -409,7 +409,11 @@ def halved(out, batch):
 
 
 @pytest.mark.parametrize(
-    ("inside", "outside"), [(contrastive, as_it_is), (contrastive_sum, halved)]
+    ("inside", "outside"),
+    [
+        (contrastive, as_it_is),
+        pytest.param(contrastive_sum, halved, marks=pytest.mark.slow),
+    ],
 )
 def test_a_contrastive_loss_takes_the_whole_batch(inside: Any, outside: Any) -> None:
     """As DDP with features gathered from all ranks; its sum is the mean over ranks."""

@@ -115,8 +115,17 @@ def check(ranks: list[tuple[Trained, list[str]]], inputs: str, every: int = 1) -
     assert "fix: leave the wrapper out" in ranks[0][1][0]
 
 
-@pytest.mark.parametrize("inputs", ["local", "global"])
-@pytest.mark.parametrize("way", ["in place", "below", "around"])
+@pytest.mark.parametrize(
+    ("way", "inputs"),
+    [
+        ("in place", "local"),
+        ("below", "global"),
+        ("around", "local"),
+        pytest.param("in place", "global", marks=pytest.mark.slow),
+        pytest.param("below", "local", marks=pytest.mark.slow),
+        pytest.param("around", "global", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_one_device(way: str, inputs: str) -> None:
     check(shared_pool(2).run(wrapped, inputs, way), inputs)
 
@@ -138,7 +147,9 @@ def accumulated(inputs: str) -> tuple[Trained, list[str]]:
     return wrapped(inputs, every=2)
 
 
-@pytest.mark.parametrize("inputs", ["local", "global"])
+@pytest.mark.parametrize(
+    "inputs", ["local", pytest.param("global", marks=pytest.mark.slow)]
+)
 def test_gradients_accumulated_under_no_sync(inputs: str) -> None:
     check(shared_pool(2).run(accumulated, inputs), inputs, every=2)
 

@@ -21,11 +21,13 @@ from fxpar.errors import (
     InputMismatchError,
     MeshError,
     OptionError,
+    PlanError,
     RankMismatchError,
     UnknownOpError,
 )
 from fxpar.sharding import rules
-from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.scripts import run_script
+from tests.helpers.spawn import shared_pool
 
 WIDTH = 16
 
@@ -213,6 +215,30 @@ def test_shapes_that_differ() -> None:
         assert "[4, 16] on rank 0, [8, 16] on rank 1" in text
 
 
+def counted(x: torch.Tensor) -> torch.Tensor:
+    return x * (x > 0).sum().item()
+
+
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0] * 2
+
+
+def captured(fn: Any, option: str) -> None:
+    with torch._dynamo.config.patch({option: True}):
+        compiled(fn)(made()[1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fn", "option"),
+    [(counted, "capture_scalar_outputs"), (chosen, "capture_dynamic_output_shape_ops")],
+)
+def test_data_read_inside_a_graph(fn: Any, option: str) -> None:
+    for text in raised(captured, fn, option, kind=PlanError):
+        assert "inside one graph" in text and "test_bad_input.py" in text
+        assert f"leave torch._dynamo.config.{option} off" in text
+
+
 def fails_while_compiling() -> None:
     hints = {"up.weight": ["nowhere", "_"]} if rank() == 1 else None
     call({"hints": hints})
@@ -252,7 +278,7 @@ print("went on", flush=True)
 
 @pytest.mark.multiprocess
 def test_a_rank_that_dies_within_a_step() -> None:
-    survivor, dead = run_script(DIES, ranks=2)
+    survivor, dead = run_script(DIES, ranks=2, fork=True)
     assert dead.code == 7
     assert survivor.code not in (0, None)
     assert "alive" in survivor.output and "went on" not in survivor.output

@@ -28,7 +28,7 @@ from fxpar.runtime.groups import group_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from tests.helpers.models import LAYERS, LENGTH, WIDTH, WORDS, build_loss
-from tests.helpers.spawn import shared_pool
+from tests.helpers.spawn import ranks_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -183,9 +183,9 @@ def by_kind(sent: Sequence[Sent]) -> Kinds:
     return dict(out)
 
 
-def measured(*args: Any) -> Traffic:
-    """On four ranks, which all send the same; as planned."""
-    first, *others = shared_pool(4).run(traffic, *args)
+def measured(mesh: str, *args: Any) -> Traffic:
+    """On the ranks of a mesh, which all send the same; as planned."""
+    first, *others = ranks_of(mesh).run(traffic, mesh, *args)
     assert all(other == first for other in others)
     together = [one for graph in first.sent for one in graph]
     assert by_axes(together) == by_axes(first.planned)
@@ -196,19 +196,19 @@ def measured(*args: Any) -> Traffic:
 # Against FSDP2
 
 
-def fsdp2() -> Kinds:
+def fsdp2(ranks: int) -> Kinds:
     """Bytes by kind of a training step of the same model, each layer and the root
     sharded fully, gathered for the forward and again for the backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model, batch = build_loss("llama", BATCH)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     for layer in model.model.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     rank = mesh.get_local_rank()
-    mine = {k: x.chunk(4)[rank] for k, x in batch.items()}
+    mine = {k: x.chunk(ranks)[rank] for k, x in batch.items()}
 
     def step() -> None:
         model(**mine).backward()
@@ -217,11 +217,18 @@ def fsdp2() -> Kinds:
     return profiled(step)
 
 
-def test_dp_sends_what_fsdp2_sends() -> None:
+ON_TWO_RANKS = pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)]
+)
+
+
+@ON_TWO_RANKS
+def test_dp_sends_what_fsdp2_sends(ranks: int) -> None:
     """Save that FSDP2, told to reshard its root too, gathers for the backward also the
     embedding, which no gradient needs, and the head, which the forward read last. The
     loss and the number of labels are summed over ranks."""
-    ours, theirs = measured("dp=4"), shared_pool(4).run(fsdp2)[0]
+    mesh = f"dp={ranks}"
+    ours, theirs = measured(mesh), ranks_of(mesh).run(fsdp2, ranks)[0]
     every, embedding = ours.parameters, WORDS * WIDTH * FLOAT
     head = embedding
     assert theirs == {"all_gather": 2 * every, "reduce_scatter": every}
@@ -233,9 +240,10 @@ def test_dp_sends_what_fsdp2_sends() -> None:
 # Against Megatron
 
 
-def test_tp_sends_what_megatron_sends() -> None:
+@ON_TWO_RANKS
+def test_tp_sends_what_megatron_sends(ranks: int) -> None:
     """Two sums of the hidden states a layer, forward and backward, nothing else."""
-    ours = measured("tp=4", HINTS)
+    ours = measured(f"tp={ranks}", HINTS)
     hidden = BATCH * LENGTH * WIDTH * FLOAT
     forward, backward = ours.sent
     assert forward == [("all_reduce", ("tp",), hidden)] * (2 * LAYERS)
@@ -299,7 +307,7 @@ def accumulated() -> tuple[list[Kinds], list[Kinds]]:
 
 @pytest.mark.slow
 def test_only_the_microbatch_after_no_sync_reduces() -> None:
-    carried, plans = shared_pool(4).run(accumulated)[0]
+    carried, plans = ranks_of("dp=4").run(accumulated)[0]
     first, second, last = carried
     every = sum(p.nbytes for p in build_loss("llama")[0].parameters())
     assert set(first) == {"all_gather", "all_reduce"}

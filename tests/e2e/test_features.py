@@ -1,4 +1,4 @@
-"""What programs do besides one training step: each through four real ranks."""
+"""What programs do besides one training step: each through real ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
 from fxpar.sharding.plan import Plan
-from tests.helpers.spawn import shared_pool
+from tests.helpers.spawn import ranks_of, shared_pool
 
 WIDTH = 16
-MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
+MESHES = [
+    "dp=2,tp=2",
+    *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("dp=4", "tp=4")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +53,9 @@ def sample(size: int = 8, width: int = WIDTH) -> torch.Tensor:
 
 
 def compiled(fn: Any, **options: Any) -> Any:
-    """Op by op, on two axes unless the options name a mesh. Options that are None are
+    """Op by op, on two ranks unless the options name a mesh. Options that are None are
     as if not given."""
-    chosen = {"codegen": "eager", "mesh": "dp=2,tp=2"} | options
+    chosen = {"codegen": "eager", "mesh": "dp=2"} | options
     return torch.compile(fn, backend="fxpar", options=chosen)
 
 
@@ -71,9 +74,9 @@ def identical(a: Any, b: Any) -> bool:
     return a == b
 
 
-def on_ranks(fn: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """What ``fn`` returns on every rank: it must be the same, bit for bit."""
-    first, *others = shared_pool(4).run(fn, *args, **how)
+def on_ranks(fn: Callable[..., Any], *args: Any, mesh: str = "dp=2", **how: Any) -> Any:
+    """What ``fn`` returns on all ranks of a mesh: it must be the same, bit for bit."""
+    first, *others = ranks_of(mesh).run(fn, *args, **how)
     assert all(identical(first, other) for other in others)
     return first
 
@@ -116,7 +119,7 @@ def test_inference_and_training_of_one_model() -> None:
 
 def several_graphs() -> list[Any]:
     first, second = made(), made()
-    one, two = compiled(first, mesh="dp=4"), compiled(second)
+    one, two = compiled(first), compiled(second, mesh="tp=2")
     h = one(sample())
     out = two(torch.relu(h))
     out.square().mean().backward()
@@ -152,7 +155,7 @@ def broken() -> list[Any]:
 def test_graph_break() -> None:
     model = made()
     want = list(step(model, model, sample()))
-    for rank, (out, grads, count, texts) in enumerate(shared_pool(4).run(broken)):
+    for rank, (out, grads, count, texts) in enumerate(shared_pool(2).run(broken)):
         near([out, grads], want)
         assert count == 2
         said = [text for text in texts if "graph break" in text]
@@ -178,7 +181,7 @@ def test_shapes_that_change() -> None:
 
 def reset() -> list[Any]:
     model, out = made(), []
-    for mesh in ("dp=4", "tp=4"):
+    for mesh in ("dp=2", "tp=2"):
         out.append(step(model, compiled(model, mesh=mesh), sample())[0])
         torch._dynamo.reset()
     return out
@@ -205,7 +208,7 @@ def half(mesh: str | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", MESHES)
 def test_autocast(mesh: str) -> None:
-    out, grads = on_ranks(half, mesh)
+    out, grads = on_ranks(half, mesh, mesh=mesh)
     want, wanted = half(None)
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-3)
     assert {x.dtype for x in grads.values()} == {torch.float32}
@@ -233,7 +236,7 @@ def checkpointed(mesh: str | None) -> Any:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", MESHES)
 def test_activation_checkpointing(mesh: str) -> None:
-    near(on_ranks(checkpointed, mesh), checkpointed(None))
+    near(on_ranks(checkpointed, mesh, mesh=mesh), checkpointed(None))
 
 
 # Meshes
@@ -250,7 +253,7 @@ def device_mesh() -> list[Any]:
 
 @pytest.mark.multiprocess
 def test_device_mesh_of_the_user() -> None:
-    out, grads, mesh = on_ranks(device_mesh)
+    out, grads, mesh = on_ranks(device_mesh, mesh="dp=2,tp=2")
     model = made()
     near((out, grads), step(model, model, sample()))
     assert mesh == "data=2,model=2"
@@ -259,7 +262,7 @@ def test_device_mesh_of_the_user() -> None:
 def dtensors() -> list[Any]:
     from torch.distributed.tensor import DTensor
 
-    program = compiled(made(), outputs="dtensor")
+    program = compiled(made(), outputs="dtensor", mesh="dp=2,tp=2")
     with torch.no_grad():
         out = program(sample())
     assert isinstance(out, DTensor)
@@ -269,7 +272,7 @@ def dtensors() -> list[Any]:
 
 @pytest.mark.multiprocess
 def test_outputs_as_dtensors() -> None:
-    out, shape, names, batch = on_ranks(dtensors)
+    out, shape, names, batch = on_ranks(dtensors, mesh="dp=2,tp=2")
     near(out, made()(sample()).detach())
     assert (shape, names, batch) == ([8, WIDTH], ("dp", "tp"), "S(0)")
 
@@ -294,8 +297,11 @@ def default_mesh() -> str:
 
 @pytest.mark.multiprocess
 def test_mesh_by_default_and_from_the_environment() -> None:
-    assert on_ranks(default_mesh, env={"FXPAR_MESH": ""}) == "dp=4"
-    assert on_ranks(default_mesh, env={"FXPAR_MESH": "x=2,y=2"}) == "x=2,y=2"
+    def named(mesh: str) -> str:
+        return on_ranks(default_mesh, mesh="x=2,y=2", env={"FXPAR_MESH": mesh})
+
+    assert named("") == "dp=4"
+    assert named("x=2,y=2") == "x=2,y=2"
 
 
 def test_one_process_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +321,7 @@ def test_one_process_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gathered_bools(codegen: str) -> list[torch.Tensor]:
-    program = compiled(lambda x: (x > 0, (x > 0).sum(-1)), codegen=codegen, mesh="dp=4")
+    program = compiled(lambda x: (x > 0, (x > 0).sum(-1)), codegen=codegen, mesh="dp=2")
     return list(program(sample()))
 
 
@@ -359,7 +365,7 @@ def normed(mesh: str | None, plain: bool = False) -> Any:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", MESHES)
 def test_batch_norm_statistics(mesh: str) -> None:
-    running, out = on_ranks(normed, mesh)
+    running, out = on_ranks(normed, mesh, mesh=mesh)
     want, wanted = normed(None, plain=True)
     assert running["norm.num_batches_tracked"] == 4
     near(running, want)
@@ -385,11 +391,13 @@ def masks_of_one_device() -> list[torch.Tensor]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2", "a=2,b=2"])
+@pytest.mark.parametrize("mesh", [*MESHES, "a=2,b=2"])
 def test_dropout_masks(mesh: str, masks_of_one_device: list[torch.Tensor]) -> None:
     first, second = masks_of_one_device
     assert not torch.equal(first, second) and 0.2 < (first == 0).float().mean() < 0.8
-    for got, want in zip(on_ranks(masks, mesh), masks_of_one_device, strict=True):
+    for got, want in zip(
+        on_ranks(masks, mesh, mesh=mesh), masks_of_one_device, strict=True
+    ):
         assert torch.equal(got, want)
 
 
@@ -400,7 +408,7 @@ def dumped(folder: str) -> tuple[str, torch.Tensor, dict[str, list[torch.Tensor]
     """Results of a call, and of its stages run from the files this rank wrote."""
     model, x = made(), sample()
     with torch.no_grad():
-        out = compiled(model, dump=folder)(x)
+        out = compiled(model, mesh="dp=2,tp=2", dump=folder)(x)
     given = {str(list(t.shape)): t for t in [*model.parameters(), x]}
     again = {}
     (graph,) = (Path(folder) / f"rank{dist.get_rank()}").iterdir()
@@ -428,7 +436,7 @@ STAGES = ("traced", "normalized", "planned", "resharded", "local", "bound")
 
 @pytest.mark.multiprocess
 def test_dump_can_be_read_and_run(tmp_path: Path) -> None:
-    digest, out, again = on_ranks(dumped, str(tmp_path))
+    digest, out, again = on_ranks(dumped, str(tmp_path), mesh="dp=2,tp=2")
     names = [f"{n}_{stage}" for n, stage in enumerate(STAGES)]
     assert list(again) == [name for name in names if name != "4_local"]
     want = made()(sample()).detach()
@@ -448,8 +456,7 @@ def test_dump_can_be_read_and_run(tmp_path: Path) -> None:
 
 def planned(path: str | None) -> list[Any]:
     model = made()
-    options = {} if path is None else {"mesh": "dp=2,tp=2"}
-    out, grads = step(model, compiled(model, **options), sample())
+    out, grads = step(model, compiled(model, mesh="dp=2,tp=2"), sample())
     plan = fxpar.plans()[-1]
     if path is not None and dist.get_rank() == 0:
         plan.save(path)
@@ -461,9 +468,13 @@ def test_plan_of_an_earlier_run(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     hints = tmp_path / "hints.toml"
     hints.write_text('"up.weight" = ["_", "tp"]\n')
-    default = on_ranks(planned, None)
-    hinted = on_ranks(planned, path, env={"FXPAR_HINTS": str(hints)})
-    again = on_ranks(planned, None, env={"FXPAR_PLAN": path})
+
+    def on_four(path: str | None, **env: str) -> Any:
+        return on_ranks(planned, path, mesh="dp=2,tp=2", env=env)
+
+    default = on_four(None)
+    hinted = on_four(path, FXPAR_HINTS=str(hints))
+    again = on_four(None, FXPAR_PLAN=path)
     assert again[2] == hinted[2] != default[2]
     near(again[:2], default[:2])
     errors = shared_pool(4).errors(masks, "dp=2,tp=2", env={"FXPAR_PLAN": path})

@@ -66,8 +66,8 @@ def test_loss_in_the_graph_is_the_global_mean(mesh) -> None:
 
 
 def test_loss_outside_the_graph_gives_the_gradients_of_the_mean() -> None:
-    loss, gradients = loss_outside("llama", None)
-    runs = shared_pool(2).run(loss_outside, "llama", "dp=2", timeout=200.0)
+    loss, gradients = loss_outside("llama/1", None)
+    runs = shared_pool(2).run(loss_outside, "llama/1", "dp=2", timeout=200.0)
     assert sum(got for got, _ in runs) / 2 == pytest.approx(loss, rel=1e-5)
     assert runs[0][0] != runs[1][0]
     for _, grads in runs:
@@ -94,8 +94,8 @@ def across_a_break(local: bool) -> tuple[float, torch.Tensor, torch.Tensor]:
     run = model
     if local:
         torch._dynamo.reset()
-        x = part({"x": x}, 4)["x"]
-        run = torch.compile(model, backend="fxpar", options=options("dp=4"))
+        x = part({"x": x}, 2)["x"]
+        run = torch.compile(model, backend="fxpar", options=options("dp=2"))
     x.requires_grad_()
     loss = run(x)
     loss.backward()
@@ -105,39 +105,39 @@ def across_a_break(local: bool) -> tuple[float, torch.Tensor, torch.Tensor]:
 def test_values_stay_local_across_a_graph_break() -> None:
     loss, weight, x = across_a_break(False)
     for rank, (got, grad, own) in enumerate(
-        shared_pool(4).run(across_a_break, True, timeout=100.0)
+        shared_pool(2).run(across_a_break, True, timeout=100.0)
     ):
         assert got == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(grad, weight)
         # of the rank's own mean, as DistributedDataParallel would show it
-        torch.testing.assert_close(own, x.chunk(4)[rank] * 4)
+        torch.testing.assert_close(own, x.chunk(2)[rank] * 2)
 
 
 def sizes() -> list[float]:
     """A batch size more than one: the graph is compiled for each."""
     torch._dynamo.reset()
     model = Broken()
-    run = torch.compile(model, backend="fxpar", options=options("dp=4"))
+    run = torch.compile(model, backend="fxpar", options=options("dp=2"))
     out = []
     for n in (8, 16, 8):
         x = torch.arange(n * 8.0).view(n, 8) / 100
-        out.append(run(part({"x": x}, 4)["x"]).item() - model(x).item())
+        out.append(run(part({"x": x}, 2)["x"]).item() - model(x).item())
     return out
 
 
 def test_other_batch_sizes_are_compiled_anew() -> None:
-    for errors in shared_pool(4).run(sizes, timeout=100.0):
+    for errors in shared_pool(2).run(sizes, timeout=100.0):
         assert max(map(abs, errors)) < 1e-6
 
 
 def one_sample() -> None:
     torch._dynamo.reset()
-    run = torch.compile(Broken(), backend="fxpar", options=options("dp=4"))
+    run = torch.compile(Broken(), backend="fxpar", options=options("dp=2"))
     run(torch.randn(1, 8))
 
 
 def test_a_fixed_batch_size_is_an_error_that_says_so() -> None:
-    for error in shared_pool(4).errors(one_sample, timeout=100.0):
+    for error in shared_pool(2).errors(one_sample, timeout=100.0):
         assert isinstance(error, FxparError) or "must stay open" in str(error)
         assert "feed at least 2 samples a rank" in str(error)
 
@@ -149,18 +149,18 @@ def handed_through() -> list[bool]:
     def fn(x, scale):
         return x, x * scale, x.sum()
 
-    run = torch.compile(fn, backend="fxpar", options=options("dp=4"))
-    x, scale = part({"x": torch.arange(8.0).view(8, 1)}, 4)["x"], torch.tensor(2.0)
+    run = torch.compile(fn, backend="fxpar", options=options("dp=2"))
+    x, scale = part({"x": torch.arange(8.0).view(8, 1)}, 2)["x"], torch.tensor(2.0)
     same, scaled, total = run(x, scale)
     return [
         torch.equal(same, x),
         torch.equal(scaled, x * 2),
-        torch.equal(total, torch.tensor(28.0 / 4)),  # the mean over ranks
+        torch.equal(total, torch.tensor(28.0 / 2)),  # the mean over ranks
     ]
 
 
 def test_results_are_told_apart() -> None:
-    assert all(map(all, shared_pool(4).run(handed_through, timeout=100.0)))
+    assert all(map(all, shared_pool(2).run(handed_through, timeout=100.0)))
 
 
 class Repeated(nn.Module):
@@ -182,14 +182,14 @@ def repeated(local: bool) -> list[torch.Tensor]:
     run = model
     if local:
         torch._dynamo.reset()
-        x = part({"x": x}, 4)["x"]
-        run = torch.compile(model, backend="fxpar", options=options("dp=4"))
+        x = part({"x": x}, 2)["x"]
+        run = torch.compile(model, backend="fxpar", options=options("dp=2"))
     run(x).backward()
     return [p.grad for p in model.parameters()]
 
 
 def test_checkpointed_code() -> None:
     want = repeated(False)
-    for grads in shared_pool(4).run(repeated, True, timeout=100.0):
+    for grads in shared_pool(2).run(repeated, True, timeout=100.0):
         for got, grad in zip(grads, want, strict=True):
             torch.testing.assert_close(got, grad)

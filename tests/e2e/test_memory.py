@@ -14,7 +14,8 @@ from torch import nn
 
 import fxpar
 from tests.helpers.models import NAMES, build_loss
-from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.scripts import run_script
+from tests.helpers.spawn import shared_pool
 from tests.helpers.training import loop
 
 pytestmark = pytest.mark.multiprocess

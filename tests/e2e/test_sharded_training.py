@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.sharding.plan import Plan
 from tests.helpers.models import NAMES, build_loss
-from tests.helpers.spawn import shared_pool
+from tests.helpers.spawn import ranks_of
 from tests.helpers.training import (
     STEPS,
     compare,
@@ -32,9 +32,6 @@ from tests.helpers.training import (
 pytestmark = pytest.mark.multiprocess
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2")
-
-# The rest of the table is behind the marker slow.
-QUICK = {("gpt2", "dp=2,tp=2")}
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +60,9 @@ def near(got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
         assert got == want
 
 
-def alike(fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
-    """What ``fn`` returns on every rank, which must be equal."""
-    first, *others = shared_pool(4).run(fn, *args, timeout=timeout)
+def alike(fn: Callable[..., Any], mesh: str, *args: Any, timeout: float = 120.0) -> Any:
+    """What ``fn`` returns on every rank of a mesh, which must be equal."""
+    first, *others = ranks_of(mesh).run(fn, mesh, *args, timeout=timeout)
     for other in others:
         near(other, first, rtol=0.0, atol=0.0)
     return first
@@ -74,30 +71,28 @@ def alike(fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
 # Five real models
 
 
-def cases() -> Iterator[object]:
-    for name in NAMES:
-        for mesh in MESHES:
-            marks = () if (name, mesh) in QUICK else pytest.mark.slow
-            yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
-
-
-@pytest.mark.parametrize(("name", "mesh"), list(cases()))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_op_by_op(name: str, mesh: str) -> None:
     options = {"mesh": mesh, "codegen": "eager"}
-    steps = 3 if (name, mesh) in QUICK else STEPS
-    runs = shared_pool(4).run(train, name, options, steps, "sharded", timeout=300.0)
-    compare(runs, one_device(name, steps))
+    runs = ranks_of(mesh).run(train, name, options, STEPS, "sharded", timeout=300.0)
+    compare(runs, one_device(name))
 
 
 @pytest.mark.slow
 def test_generated_kernels() -> None:
     options = {"mesh": "dp=2,tp=2", "codegen": "inductor"}
-    runs = shared_pool(4).run(train, "llama", options, STEPS, "sharded", timeout=900.0)
+    pool = ranks_of(options["mesh"])
+    runs = pool.run(train, "llama", options, STEPS, "sharded", timeout=900.0)
     compare(runs, one_device("llama"))
 
 
 # A small model for everything else
 
+ON_ONE_AXIS = pytest.mark.parametrize(
+    "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
+)
 
 WIDTH, WORDS = 16, 32
 
@@ -215,7 +210,7 @@ def long_run_of_one_device() -> list[float]:
 @pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2"])
 def test_fifty_steps_with_clipping_accumulation_and_a_schedule(mesh: str) -> None:
     want = long_run_of_one_device()
-    for got in shared_pool(4).run(long_run, mesh, timeout=400.0):
+    for got in ranks_of(mesh).run(long_run, mesh, timeout=400.0):
         assert got[0::2] == pytest.approx(want[0::2], rel=1e-4)
         assert got[1::2] == pytest.approx(want[1::2], rel=1e-3)
     assert want[1] > 0.5  # clipped
@@ -244,18 +239,18 @@ def of_parameters(plan: Plan) -> list[str]:
 
 def test_no_sync_reduces_once() -> None:
     want, _ = accumulated(None, True)
-    got, plans = alike(accumulated, "dp=4", True)
+    got, plans = alike(accumulated, "dp=2", True)
     near(got, want)
     assert plans[0] == ["all_gather"], "gradients are left unreduced"
     assert "reduce_scatter" not in plans[-1] or len(plans) == 1
-    got, plans = alike(accumulated, "dp=4", False)
+    got, plans = alike(accumulated, "dp=2", False)
     near(got, want)
     assert plans == [["all_gather", "reduce_scatter"]]
 
 
 def test_no_sync_without_batch_axes() -> None:
     want, _ = accumulated(None, True)
-    got, _ = alike(accumulated, "tp=4", True)
+    got, _ = alike(accumulated, "tp=2", True)
     near(got, want)
 
 
@@ -284,7 +279,7 @@ def twins(mesh: str | None) -> Any:
     return gradients(model)
 
 
-@pytest.mark.parametrize("mesh", ["dp=4", "tp=4"])
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_every_gradient_owns_its_memory(mesh: str) -> None:
     near(alike(twins, mesh), twins(None))
 
@@ -334,15 +329,19 @@ def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("names", "mesh"),
     [
-        pytest.param(["sgd", "adam", "adamw"], id="sgd,adam,adamw"),
-        pytest.param(["adafactor"], id="adafactor", marks=pytest.mark.slow),
+        pytest.param(names, mesh, id=f"{','.join(names)}-{mesh}", marks=marks)
+        for names, mesh, marks in (
+            (["sgd", "adam", "adamw"], "dp=2", ()),
+            (["sgd", "adam", "adamw"], "dp=2,tp=2", pytest.mark.slow),
+            (["adafactor"], "dp=2,tp=2", pytest.mark.slow),
+        )
     ],
 )
-def test_stock_optimizers(names: list[str]) -> None:
+def test_stock_optimizers(names: list[str], mesh: str) -> None:
     want = optimized(None, names)
-    got = alike(optimized, "dp=2,tp=2", names, timeout=200.0)
+    got = alike(optimized, mesh, names, timeout=200.0)
     for name in want:
         near(got[name], want[name], rtol=1e-4, atol=2e-6)
 
@@ -416,7 +415,7 @@ CHANGES: dict[str, Change] = {
     "adapters": adapt,
 }
 
-QUICK_CHANGES = {"shared", "weight_norm"}
+QUICK_CHANGES = ("shared", "weight_norm")
 
 
 def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
@@ -434,15 +433,15 @@ def trained(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "mesh"),
     [
-        pytest.param(name, marks=() if name in QUICK_CHANGES else pytest.mark.slow)
-        for name in CHANGES
+        *((name, "dp=2") for name in QUICK_CHANGES),
+        *(pytest.param(name, "dp=2,tp=2", marks=pytest.mark.slow) for name in CHANGES),
     ],
 )
-def test_unusual_parameters(change: str) -> None:
+def test_unusual_parameters(change: str, mesh: str) -> None:
     want = changed(None, [change])[change]
-    near(alike(changed, "dp=2,tp=2", [change])[change], want, rtol=1e-4)
+    near(alike(changed, mesh, [change])[change], want, rtol=1e-4)
     names = set(want[3])
     assert set(want[1]) == {name for name in names if not name.startswith("idle")}
 
@@ -518,7 +517,7 @@ def sizes_of(plan: Plan) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(("reduce", "size"), [(None, 2), ("float32", 4)])
 def test_parameters_are_cast_before_the_gather(reduce: str | None, size: int) -> None:
-    loss, grads, sizes = alike(mixed, "dp=4", "bfloat16", reduce)
+    loss, grads, sizes = alike(mixed, "dp=2", "bfloat16", reduce)
     want, wanted, _ = mixed(None, "bfloat16", None)
     assert loss == pytest.approx(want, rel=1e-2)
     near(grads, wanted, rtol=2e-2, atol=2e-2)
@@ -539,7 +538,7 @@ def autocast(mesh: str | None) -> list[Any]:
 
 
 def test_autocast_gathers_what_it_casts() -> None:
-    loss, grads, sizes = alike(autocast, "dp=4")
+    loss, grads, sizes = alike(autocast, "dp=2")
     want, wanted, _ = autocast(None)
     assert loss == pytest.approx(want, rel=1e-2)
     near(grads, wanted, rtol=2e-2, atol=2e-2)
@@ -560,7 +559,9 @@ def with_sample(mesh: str) -> list[Any]:
     return [gradients(model), lies, [(c.kind, *c.axes) for c in plan.collectives]]
 
 
-@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("tp=4", marks=pytest.mark.slow), "dp=2,tp=2"]
+)
 def test_a_layout_from_a_sample_is_never_gathered_on_tp(mesh: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(2)])
@@ -607,8 +608,9 @@ def uncompiled(mesh: str | None) -> list[Any]:
     return steps(model, model, optimizer, 2)
 
 
-def test_eager_use_is_correct() -> None:
-    near(alike(uncompiled, "dp=2,tp=2"), uncompiled(None), rtol=1e-4)
+@ON_ONE_AXIS
+def test_eager_use_is_correct(mesh: str) -> None:
+    near(alike(uncompiled, mesh), uncompiled(None), rtol=1e-4)
 
 
 def regional(mesh: str | None) -> list[Any]:
@@ -621,8 +623,9 @@ def regional(mesh: str | None) -> list[Any]:
     return steps(model, model, optimizer, 2)
 
 
-def test_layers_compiled_one_by_one() -> None:
-    near(alike(regional, "dp=2,tp=2"), regional(None), rtol=1e-4)
+@ON_ONE_AXIS
+def test_layers_compiled_one_by_one(mesh: str) -> None:
+    near(alike(regional, mesh), regional(None), rtol=1e-4)
 
 
 def local(mesh: str | None) -> list[Any]:
@@ -635,6 +638,7 @@ def local(mesh: str | None) -> list[Any]:
     return [loss.item(), gradients(model)]
 
 
+@pytest.mark.slow
 def test_each_rank_may_feed_its_part() -> None:
     near(alike(local, "dp=2,tp=2"), local(None))
 
@@ -659,7 +663,7 @@ def kept(mesh: str) -> list[Any]:
 
 
 def test_gathered_parameters_may_be_kept() -> None:
-    (first, often), (second, once) = alike(kept, "dp=4")
+    (first, often), (second, once) = alike(kept, "dp=2")
     model = deep()
     model(rows()).square().mean().backward()
     near([first, second], [gradients(model)] * 2)
@@ -683,4 +687,4 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     model = mlp()
     model(rows()).backward()
     want = gradients(model)
-    near(alike(copied, "dp=4"), [want, {n: 2 * g for n, g in want.items()}])
+    near(alike(copied, "dp=2"), [want, {n: 2 * g for n, g in want.items()}])

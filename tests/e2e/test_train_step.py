@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 import fxpar
 from fxpar.errors import PlanError
 from tests.helpers.models import NAMES, build_double, double
-from tests.helpers.spawn import shared_pool
+from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.step_programs import OPTIMIZERS, batches, build, loss_fn
 from tests.helpers.training import MESHES, loop, part
 
@@ -145,8 +145,8 @@ def near(got: Any, want: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def check(kind: str, name: str, mesh: str, shard: bool, ranks: int = 4) -> None:
-    runs = shared_pool(ranks).run(train, kind, name, mesh, shard, timeout=300.0)
+def check(kind: str, name: str, mesh: str, shard: bool) -> None:
+    runs = ranks_of(mesh).run(train, kind, name, mesh, shard, timeout=300.0)
     losses, state, _ = one_device(kind, name)
     for run in runs:
         near(run[0], losses)
@@ -162,9 +162,9 @@ def _forget() -> Iterator[None]:
 
 QUICK = [
     ("net", "adamw", "dp=2,tp=2", False),
-    ("net", "lamb", "dp=4", True),
+    ("net", "lamb", "dp=2", True),
 ]
-SLOW = [
+SLOW = [("net", "lamb", "dp=4", True)] + [
     (kind, name, mesh, shard)
     for kind, name in (
         ("net", "adam"),
@@ -192,7 +192,7 @@ def test_more_as_one_device(kind: str, name: str, mesh: str, shard: bool) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_ranks(shard: bool) -> None:
-    check("net", "adamw", "dp=2", shard, ranks=2)
+    check("net", "adamw", "dp=2", shard)
 
 
 def collectives(mesh: str) -> list[str]:
@@ -225,7 +225,7 @@ def collectives(mesh: str) -> list[str]:
 
 
 def test_gradients_are_reduced_together() -> None:
-    for found in shared_pool(4).run(collectives, "dp=4"):
+    for found in ranks_of("dp=2").run(collectives, "dp=2"):
         assert len(found) <= 2, found  # the loss, and all eight gradients
 
 
@@ -252,10 +252,17 @@ def test_options(shard: bool, options: dict[str, Any]) -> None:
         near(run[:2], (losses, state))
 
 
-@pytest.mark.parametrize("shard", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_each_rank_feeds_its_part(shard: bool) -> None:
-    args = "net", "adamw", "dp=2,tp=2", shard, {"inputs": "local"}
-    runs = shared_pool(4).run(train_with, *args, env={"FXPAR_INPUTS": "local"})
+@pytest.mark.parametrize(
+    ("mesh", "shard"),
+    [
+        ("dp=2", True),
+        pytest.param("dp=2,tp=2", True, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_feeds_its_part(mesh: str, shard: bool) -> None:
+    args = "net", "adamw", mesh, shard, {"inputs": "local"}
+    runs = ranks_of(mesh).run(train_with, *args, env={"FXPAR_INPUTS": "local"})
     losses, state, _ = one_device("net", "adamw")
     for run in runs:
         near(run[:2], (losses, state))
@@ -264,15 +271,15 @@ def test_each_rank_feeds_its_part(shard: bool) -> None:
 # Checkpoints
 
 
-def saved_and_loaded(folder: str) -> tuple[list[float], list[float]]:
+def saved_and_loaded(mesh: str, folder: str) -> tuple[list[float], list[float]]:
     """Losses after a checkpoint, of the run that wrote it and of one that read it."""
     with double():
         data = batches(STEPS)
 
         def start() -> tuple[Any, Any, Any]:
-            model = fxpar.shard(build(), mesh="dp=2,tp=2")
+            model = fxpar.shard(build(), mesh=mesh)
             optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-            options = {"codegen": "eager", "mesh": "dp=2,tp=2"}
+            options = {"codegen": "eager", "mesh": mesh}
             step = fxpar.train_step(model, loss_fn, optimizer, options=options)
             return model, optimizer, step
 
@@ -292,8 +299,11 @@ def saved_and_loaded(folder: str) -> tuple[list[float], list[float]]:
         return went_on, [step(*batch).item() for batch in data[2:]]
 
 
-def test_a_checkpoint_of_a_sharded_run(tmp_path: Any) -> None:
-    for went_on, loaded in shared_pool(4).run(saved_and_loaded, str(tmp_path)):
+@pytest.mark.parametrize(
+    "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_of_a_sharded_run(mesh: str, tmp_path: Any) -> None:
+    for went_on, loaded in ranks_of(mesh).run(saved_and_loaded, mesh, str(tmp_path)):
         assert loaded == went_on
 
 
@@ -376,12 +386,12 @@ def made_before_shard() -> None:
     with double():
         model = build()
         other = torch.optim.SGD(build().parameters(), 0.1)
-        model = fxpar.shard(model, mesh="dp=4")
-        options = {"codegen": "eager", "mesh": "dp=4"}
+        model = fxpar.shard(model, mesh="dp=2")
+        options = {"codegen": "eager", "mesh": "dp=2"}
         fxpar.train_step(model, loss_fn, other, options=options)(*batches(1)[0])
 
 
 def test_an_optimizer_of_another_model() -> None:
-    for error in shared_pool(4).errors(made_before_shard):
+    for error in shared_pool(2).errors(made_before_shard):
         assert isinstance(error, PlanError)
         assert "holds no parameter that the loss depends on" in str(error)

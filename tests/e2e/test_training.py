@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.models import NAMES
-from tests.helpers.spawn import shared_pool
+from tests.helpers.spawn import ranks_of
 from tests.helpers.training import (
+    STEPS,
     compare,
     one_device,
     train,
@@ -20,35 +22,35 @@ MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "a=2,b=1,c=2")
 
 
 # The rest of the table is behind the marker slow.
-QUICK = {
-    ("llama", "dp=2,tp=2"),
-    ("resnet", "dp=4"),
-}
+QUICK = [
+    ("llama/1", "dp=2,tp=2"),
+    ("resnet", "dp=2"),
+]
 
 
 def cases() -> Iterator[object]:
-    for name in NAMES:
-        for mesh in MESHES:
-            marks = () if (name, mesh) in QUICK else pytest.mark.slow
-            yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
+    for name, mesh in (*QUICK, *itertools.product(NAMES, MESHES)):
+        marks = () if (name, mesh) in QUICK else pytest.mark.slow
+        yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "mesh"), list(cases()))
 def test_op_by_op(name: str, mesh: str) -> None:
     options = {"mesh": mesh, "codegen": "eager"}
-    runs = shared_pool(4).run(train, name, options, timeout=300.0)
-    compare(runs, one_device(name))
+    steps = 3 if (name, mesh) in QUICK else STEPS
+    runs = ranks_of(mesh).run(train, name, options, steps, timeout=300.0)
+    compare(runs, one_device(name, steps))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_kernels(name: str) -> None:
     options = {"mesh": "dp=2,tp=2", "codegen": "inductor"}
-    runs = shared_pool(4).run(train, name, options, timeout=900.0)
+    runs = ranks_of("dp=2,tp=2").run(train, name, options, timeout=900.0)
     compare(runs, one_device(name))
 
 
 def test_generated_kernels_of_two_ranks() -> None:
     options = {"mesh": "tp=2", "codegen": "inductor"}
-    runs = shared_pool(2).run(train, "llama", options, 2, timeout=900.0)
-    compare(runs, one_device("llama", 2))
+    runs = ranks_of("tp=2").run(train, "llama/1", options, 2, timeout=900.0)
+    compare(runs, one_device("llama/1", 2))

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.explain.dump import node_text
-from fxpar.fusion import apply_stages, kept_order
+from fxpar.fusion import apply_stages, node_legality
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.fusion.verbs import send_recv
 from tests.helpers.schedule_cases import (
@@ -311,7 +311,7 @@ def test_summands_in_slices_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> N
 def test_messages_in_another_order_would_be_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept_order, "check", lambda *_: None)
+    monkeypatch.setattr(node_legality, "check", lambda *_: None)
     with pytest.raises(AssertionError):
         equal(twice(), "sink(isend, stage=0)")
     with pytest.raises(PlanError, match="wait for messages that nobody sends"):

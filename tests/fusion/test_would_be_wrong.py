@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import fused_matmul, kept_order, node_legality, slice_op, varying_axes
-from fxpar.fusion.verbs import bucket, overlap, reorder
+from fxpar.fusion import fused_matmul, node_legality, slice_op, varying_axes
+from fxpar.fusion.verbs import fuse_nodes, overlap, reorder
 from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.factors import Passage
@@ -86,8 +86,8 @@ def _all_come_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_order, "_chained", lambda graph: {})
-    patch.setattr(kept_order, "check", _nothing)
+    patch.setattr(node_legality, "_chained", lambda graph: {})
+    patch.setattr(node_legality, "check", _nothing)
 
 
 def _any_cast(patch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def _any_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bucket, "_kind", lambda node: ())
+    patch.setattr(fuse_nodes, "_kind", lambda node: ())
 
 
 def _coalesced(w: Any) -> Any:
@@ -353,10 +353,10 @@ def test_what_is_drawn_for_nobody_is_still_drawn(
 
     toy = Toy(program, ROWS, WHOLE)
     toy.check(f"drop({GATHER})")
-    monkeypatch.setattr(kept_order, "is_free", lambda node: True)
+    monkeypatch.setattr(node_legality, "is_free", lambda node: True)
     with pytest.raises(ScheduleError, match="would not be drawn"):
         toy.after(f"drop({GATHER})")
-    monkeypatch.setattr(kept_order, "check", _nothing)
+    monkeypatch.setattr(node_legality, "check", _nothing)
     with pytest.raises(AssertionError):
         toy.check(f"drop({GATHER})")
 

@@ -17,6 +17,7 @@ from torch import nn
 from tests.helpers import models  # noqa: F401  (no library may look for a model on the net)
 
 WORDS, LENGTH = 32, 8
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}  # of Hugging Face's Trainer
 
 Row = dict[str, torch.Tensor]
 Compiled = dict[str, Any]

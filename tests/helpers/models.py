@@ -24,13 +24,13 @@ WIDTH, LAYERS, WORDS, LENGTH, CLASSES = 32, 2, 64, 8, 4
 DROPOUT = 0.1
 
 
-def _llama() -> nn.Module:
+def _llama(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=WORDS,
@@ -40,12 +40,12 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(layers: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         n_embd=WIDTH,
-        n_layer=LAYERS,
+        n_layer=layers,
         n_head=4,
         vocab_size=WORDS,
         n_positions=2 * LENGTH,
@@ -57,13 +57,13 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def _bert() -> nn.Module:
+def _bert(layers: int) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         vocab_size=WORDS,
         max_position_embeddings=2 * LENGTH,
@@ -74,13 +74,13 @@ def _bert() -> nn.Module:
     return BertForSequenceClassification(config)
 
 
-def _vit() -> nn.Module:
+def _vit(layers: int) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         image_size=16,
         patch_size=4,
@@ -91,13 +91,13 @@ def _vit() -> nn.Module:
     return ViTForImageClassification(config)
 
 
-def _resnet() -> nn.Module:
+def _resnet(layers: int) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
         embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
+        hidden_sizes=[8 << stage for stage in range(layers)],
+        depths=[1] * layers,
         layer_type="basic",
         num_labels=CLASSES,
     )
@@ -125,7 +125,7 @@ def _images(pixels: int) -> Callable[[int], Batch]:
     return make
 
 
-_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+_MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Batch]]] = {
     "llama": (_llama, _text),
     "gpt2": (_gpt2, _text),
     "bert": (_bert, _sentences),
@@ -138,10 +138,12 @@ DRAWS_RANDOM = frozenset({"bert"})
 
 
 def build(name: str, size: int = 8) -> tuple[nn.Module, Batch]:
-    """A model and a batch of ``size`` samples, the same in every process."""
+    """A model and a batch of ``size`` samples, the same in every process. "llama/1" is
+    Llama of one layer."""
+    name, _, layers = name.partition("/")
     make, batch = _MODELS[name]
     torch.manual_seed(11)
-    model = make().train()
+    model = make(int(layers or LAYERS)).train()
     torch.manual_seed(12)
     return model, batch(size)
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxpar
+from fxpar import _torch
+from fxpar.passes.insert_reshards import insert_reshards
+from fxpar.passes.localize import localize
+from fxpar.sharding.decide import Decision
 
 
 def program_of(fn: Any, *args: Any, mesh: str, **kwargs: Any) -> Any:
     plan = fxpar.plan(fn, *args, mesh=mesh, mode="replicate", **kwargs)
     return plan.result.decision.program
+
+
+def local_graph(decision: Decision) -> fx.Graph:
+    """What each rank runs under a decision, without a schedule."""
+    graph = decision.program.ops[0].node.graph
+    fake_mode = _torch.fake.fake_mode_of([node.meta.get("val") for node in graph.nodes])
+    return localize(insert_reshards(graph, decision), decision, fake_mode)
 
 
 def mlp(layers: int = 1, width: int = 16) -> nn.Module:

@@ -1,10 +1,10 @@
-"""Several gloo ranks for tests: functions in ranks that stay alive, or whole scripts.
+"""Several gloo ranks for tests: functions in ranks that stay alive.
 
-``Pool(n)`` keeps n processes that have imported torch and share a process group, since
-that import costs seconds. ``pool.run(fn, *args)`` calls a function that can be imported
-by name on every rank and returns the results in order of ranks; ``pool.errors`` what
-they raised. ``shared_pool(n)`` is n ranks of one pool for the test session.
-``run_script`` starts a script as torchrun does. Nothing outlives its timeout, and no
+``Pool(n)`` keeps n processes that share a process group, forks of one that has imported
+torch and fxpar. ``pool.run(fn, *args)`` calls a function that can be imported by name
+on every rank and returns the results in order of ranks; ``pool.errors`` what they
+raised. ``shared_pool(n)`` is n ranks of one pool for the test session,
+``ranks_of(mesh)`` as many of it as a mesh has. Nothing outlives its timeout, and no
 port is guessed: this process holds the store that ranks meet at.
 """
 
@@ -14,33 +14,37 @@ import atexit
 import contextlib
 import functools
 import importlib
+import math
+import multiprocessing
 import os
 import pickle
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.processes import (
+    TAIL,
+    RankError,
+    end,
+    environment,
+    host_store,
+    log,
+    start,
+    variables,
+)
+
 RANKS = 4  # of the session's pool
-TAIL = 4000  # characters of a rank's output shown when it fails
-
-
-class RankError(AssertionError):
-    """Ranks raised, ended, or did not finish in time."""
 
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen
+    process: multiprocessing.Process
     pipe: connection.Connection
     output: Any
 
@@ -53,7 +57,8 @@ class _Rank:
 class Pool:
     """``size`` ranks, started when first used and again after one was lost.
 
-    ``env``: variables they start with; ``group``: whether they are a process group.
+    ``env``: variables they start with, each in a new interpreter then; ``group``:
+    whether they are a process group.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Pool:
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.pipe.send_bytes(b"")
-        _end([rank.process for rank in self._ranks], patience=2.0)
+        end([rank.process for rank in self._ranks], patience=2.0)
         for rank in self._ranks:
             rank.pipe.close()
             rank.output.close()
@@ -149,31 +154,22 @@ class Pool:
                 rank = waiting.pop(pipe)
                 try:
                     got[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionError):
                     self._lost(members, [rank], "ended")
         return [got[rank] for rank in range(len(members))]
 
     def _lost(self, members: Sequence[_Rank], ranks: Sequence[int], how: str) -> None:
-        _end([rank.process for rank in self._ranks], patience=0.0)
+        end([rank.process for rank in self._ranks], patience=0.0)
         tails = [f"--- rank {r}\n{members[r].tail()}" for r in ranks]
         self.close()
         raise RankError("\n".join([f"ranks {list(ranks)} {how}:", *tails]))
 
     def _start(self) -> None:
-        self._store, port = _host_store()
+        self._store, port = host_store()
         for rank in range(self.size):
             ours, theirs = connection.Pipe()
-            output = _log(rank)
-            command = [sys.executable, __file__, str(theirs.fileno()), str(port)]
-            process = subprocess.Popen(
-                [*command, str(rank)],
-                pass_fds=[theirs.fileno()],
-                stdout=output,
-                stderr=output,
-                env=_environment(self.env),
-                cwd=ROOT,
-                start_new_session=True,
-            )
+            output, env = log(rank), environment(self.env)
+            process = start(_serve, output, env, theirs, port, rank, fork=not self.env)
             theirs.close()
             self._ranks.append(_Rank(process, ours, output))
 
@@ -204,120 +200,16 @@ def shared_pool(size: int) -> SharedPool:
     return SharedPool(size, _session_pool(max(size, RANKS)))
 
 
+def ranks_of(mesh: str) -> SharedPool:
+    """The ranks of a mesh such as "dp=2,tp=2"."""
+    return shared_pool(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")))
+
+
 @functools.cache
 def _session_pool(size: int) -> Pool:
     pool = Pool(size)
     atexit.register(pool.close)
     return pool
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a rank of a script ended."""
-
-    code: int
-    output: str
-
-
-def run_script(
-    script: str | Path,
-    *arguments: str,
-    ranks: int,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
-) -> list[Ended]:
-    """Run a Python file, or code, on several ranks with the environment of torchrun.
-
-    Raises RankError if a rank is still running at the timeout, or 10 s after another
-    one failed.
-    """
-    store, port = _host_store()
-    is_file = isinstance(script, Path) or script.endswith(".py")
-    command = [sys.executable, *([str(script)] if is_file else ["-c", script])]
-    launch = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-        "GROUP_RANK": "0",
-    }
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(_log(rank)) for rank in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [*command, *arguments],
-                stdout=logs[rank],
-                stderr=logs[rank],
-                env=_environment(launch, {"RANK": str(rank)}, env or {})
-                | {"LOCAL_RANK": str(rank)},
-                cwd=ROOT,
-                start_new_session=True,
-            )
-            for rank in range(ranks)
-        ]
-        stack.callback(_end, processes, patience=0.0)
-        late = _wait(processes, timeout)
-        _end(processes, patience=0.0)
-        outputs = [Path(log.name).read_text(errors="replace") for log in logs]
-    del store
-    if late:
-        tails = [f"--- rank {r}\n{outputs[r][-TAIL:]}" for r in range(ranks)]
-        raise RankError("\n".join([f"ranks {late} did not finish:", *tails]))
-    return [Ended(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
-
-
-def _log(rank: int) -> Any:
-    return tempfile.NamedTemporaryFile(prefix=f"rank{rank}_", suffix=".log")
-
-
-def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> list[int]:
-    """Ranks that still run at the end."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
-            return []
-        if any(codes):
-            deadline = min(deadline, time.monotonic() + 10.0)
-        time.sleep(0.02)
-    return [rank for rank, process in enumerate(processes) if process.poll() is None]
-
-
-def _end(processes: Sequence[subprocess.Popen], patience: float) -> None:
-    """End processes: those that do not end by themselves print their stacks first."""
-    deadline = time.monotonic() + patience
-    for sent in (None, signal.SIGABRT, signal.SIGKILL):
-        for process in processes:
-            if sent is not None and process.poll() is None:
-                process.send_signal(sent)
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        deadline = time.monotonic() + 1.0
-    for process in processes:
-        process.wait()
-
-
-def _host_store() -> tuple[Any, int]:
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, store.port
-
-
-def _environment(*more: Mapping[str, str]) -> dict[str, str]:
-    # Of fxpar's own variables the defaults that tests/conftest.py sets.
-    ours = ("FXPAR_PLAN", "FXPAR_SCHEDULE")
-    out = {
-        k: v for k, v in os.environ.items() if not k.startswith("FXPAR_") or k in ours
-    }
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    out |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
-    for variables in more:
-        out |= variables
-    return out
 
 
 class _Worker:
@@ -345,7 +237,7 @@ class _Worker:
     def _outcome(self, job: Mapping[str, Any]) -> bytes:
         try:
             self._join(job["world"], job["life"])
-            with _variables(job["env"]):
+            with variables(job["env"]):
                 return pickle.dumps(("ok", _function(*job["fn"])(*job["args"]), ""))
         except BaseException as error:
             text = traceback.format_exc()
@@ -381,19 +273,7 @@ def _function(module: str, name: str) -> Callable[..., Any]:
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
-@contextlib.contextmanager
-def _variables(env: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-if __name__ == "__main__":
-    handle, port, rank = map(int, sys.argv[1:])
-    sys.path[0] = str(ROOT)  # this file's directory would shadow nothing, but is noise
-    _Worker(connection.Connection(handle), port, rank).serve()
+def _serve(pipe: connection.Connection, *where: int) -> None:
+    """Be a rank until the pipe closes."""
+    _Worker(pipe, *where).serve()
     os._exit(0)  # gloo's threads may hold tensors still: see fxpar.runtime.groups

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from tests.helpers.models import build_loss
-from tests.helpers.spawn import RankError, shared_pool
+from tests.helpers.processes import RankError
+from tests.helpers.spawn import shared_pool
 
 WHOLE = states.StateDictOptions(full_state_dict=True)
 EXPORT = states.StateDictOptions(full_state_dict=True, cpu_offload=True)

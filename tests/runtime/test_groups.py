@@ -14,7 +14,8 @@ from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import groups
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
-from tests.helpers.spawn import run_script, shared_pool
+from tests.helpers.scripts import run_script
+from tests.helpers.spawn import shared_pool
 
 MESH = Mesh.parse("dp=2,tp=2")
 
@@ -147,7 +148,7 @@ print(ranks.mesh, ranks.rank, (x + 0).tolist(), dist.get_backend(), flush=True)
 
 @pytest.mark.multiprocess
 def test_a_group_is_started_from_torchrun() -> None:
-    ended = run_script(STARTED, ranks=2, env={"CUDA_VISIBLE_DEVICES": ""})
+    ended = run_script(STARTED, ranks=2, env={"CUDA_VISIBLE_DEVICES": ""}, fork=True)
     for rank, result in enumerate(ended):
         assert result.code == 0, result.output
         assert result.output.splitlines() == [

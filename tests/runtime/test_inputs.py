@@ -13,7 +13,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError
 from fxpar.runtime import check_inputs
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.input_names import Named
+from fxpar.runtime.program_identity import Named
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import shared_pool
 

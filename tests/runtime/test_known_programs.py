@@ -21,7 +21,7 @@ from fxpar import cache_files, pipeline
 from fxpar.config import Options
 from fxpar.runtime import known_programs, local_results, plan_store
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.input_names import Named
+from fxpar.runtime.program_identity import Named
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.helpers.spawn import shared_pool

@@ -30,7 +30,6 @@ ROOT = Path(fxpar.__file__).parent
 # written as an expression of a kernel.
 FORMS = {
     "passes/local_indexing.py",
-    "passes/local_sizes.py",
     "passes/local_views.py",
     "passes/normalize_shifts.py",
     "passes/loop_steps.py",  # calls that read a loop's steps and spell no size

@@ -43,11 +43,13 @@ LEAST = 0.03
 
 @dataclass(frozen=True)
 class TunedWay:
-    """``rung``: of the ladder. ``programs``: the largest grid; ``warps``: of a program,
-    0 for as many as the kernel asks for."""
+    """A measured way to run a region: the rung, and how large its kernel is."""
 
+    # Of the ladder.
     rung: str
+    # The largest grid.
     programs: int
+    # Of a program, 0 for as many as the kernel asks for.
     warps: int = 0
 
 

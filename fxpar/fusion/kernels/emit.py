@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.fusion.kernels.concat import CHOICES
 from fxpar.fusion.kernels.expressions import (
     DTYPES,
     SUMS,
@@ -35,6 +34,7 @@ from fxpar.fusion.kernels.index_arithmetic import (
     view_map,
 )
 from fxpar.fusion.kernels.placement import (
+    CHOICES,
     FILLED,
     IOTA,
     RANDOM,
@@ -115,18 +115,20 @@ def pointer_sink(name: str) -> Sink:
 
 @dataclass(frozen=True)
 class Body:
-    """The parts of a kernel's text. ``parameters``: pointers, then numbers ("n0").
-    ``sums``: outputs summed over blocks: each program writes its part, ``columns``
-    of them or one, at its number in its pointer. ``touched``: inputs and outputs, and
-    whether each is read or written at the place of the element that a lane is at."""
+    """The parts of a kernel's text."""
 
     space: Space
+    # Pointers, then numbers ("n0").
     parameters: tuple[str, ...]
     numbers: tuple[int, ...]
+    # Outputs summed over blocks: each program writes its part, ``columns`` of them or
+    # one, at its number in its pointer.
     sums: tuple[str, ...]
     before: tuple[str, ...]
     loop: tuple[str, ...]
     after: tuple[str, ...]
+    # Inputs and outputs, and whether each is read or written at the place of the
+    # element that a lane is at.
     touched: Mapping[str, bool]
 
 

@@ -35,13 +35,13 @@ def kind_of(dtype: str) -> str | None:
 
 @dataclass(frozen=True)
 class Text:
-    """An operand or a result: the name or constant that stands for it in a kernel.
-    ``block``: whether it differs within a block, or is one number of it. ``literal``:
-    whether it is a number as it is written."""
+    """An operand or a result: the name or constant that stands for it in a kernel."""
 
     text: str
     kind: str
+    # Whether it differs within a block, or is one number of it.
     block: bool = False
+    # Whether it is a number as it is written.
     literal: bool = False
 
     def to(self, kind: str) -> str:
@@ -257,7 +257,6 @@ SUMS = {
 }
 # Those of them that may run along columns.
 BY_COLUMN = frozenset({"aten.sum.dim_IntList", "aten.sum.default"})
-
 
 # What of bools is as of numbers. Others would compute with the int1 of a device, whose
 # True is -1.

@@ -24,9 +24,8 @@ from fxpar.errors import compose
 from fxpar.fusion.kernels import region_op as _op
 from fxpar.fusion.kernels import run_kernels
 from fxpar.fusion.kernels.implementations import GroupFacts, Rung, choose
-from fxpar.fusion.kernels.in_place_results import writes_of
 from fxpar.fusion.kernels.kernel_text import kernel_of
-from fxpar.fusion.kernels.memory_traffic import bytes_of
+from fxpar.fusion.kernels.memory_traffic import bytes_of, writes_of
 from fxpar.fusion.kernels.region_program import RegionProgram
 from fxpar.fusion.kernels.select_region import (
     WAITS,
@@ -51,15 +50,18 @@ OP, OP_ = torch.ops.fxpar.region.default, torch.ops.fxpar.region_.default
 
 @dataclass(frozen=True)
 class Fused:
-    """``programs``: one for each region, in order. ``before``, ``after``: bytes read
-    and written by what became regions. ``near``: near misses as text; ``left``: what a
-    schedule wanted in a region and is in none. ``rungs``: how each region runs."""
+    """Regions of a graph that became ops, and those that did not."""
 
+    # One for each region, in order.
     programs: tuple[RegionProgram, ...] = ()
+    # ``before``, ``after``: bytes read and written by what became regions.
     before: int = 0
     after: int = 0
+    # Near misses as text.
     near: tuple[str, ...] = ()
+    # What a schedule wanted in a region and is in none.
     left: tuple[str, ...] = ()
+    # How each region runs.
     rungs: tuple[Rung, ...] = ()
 
     def __str__(self) -> str:

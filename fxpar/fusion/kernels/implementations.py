@@ -44,15 +44,17 @@ ONE_SHOT = 400 << 10
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """``ranks`` of the group; ``kernels``: whether generated kernels run; ``shared``:
-    whether they reach other ranks' memory; ``bandwidth``: of the link, bytes/s one way;
-    ``multicast``: whether that memory has an address through which a switch sums up.
-    """
+    """What is known of a group of ranks when a way to run on it is chosen."""
 
+    # Of the group.
     ranks: int
+    # Whether generated kernels run.
     kernels: bool
+    # Whether they reach other ranks' memory.
     shared: bool
+    # Of the link, bytes/s one way.
     bandwidth: float = 4e11
+    # Whether that memory has an address through which a switch sums up.
     multicast: bool = False
 
 
@@ -62,10 +64,11 @@ FUSED = {"multimem": (2, True), "two_shot": (2, False), "one_shot": (1, False)}
 
 @dataclass(frozen=True)
 class Rung:
-    """``name``: of ``FUSED`` (in the kernel), "nccl" (between kernels) or "interpret".
-    ``why``: as text."""
+    """One rung of the ladder of implementations that a region can run on."""
 
+    # Of ``FUSED`` (in the kernel), "nccl" (between kernels) or "interpret".
     name: str
+    # The reason, as text.
     why: str
 
     @property

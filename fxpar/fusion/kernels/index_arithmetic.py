@@ -19,8 +19,9 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Map:
-    """``terms``: (divide, modulus or None, multiply), from the outermost dim in."""
+    """From the number of an element to that of another, term by term."""
 
+    # (divide, modulus or None, multiply), from the outermost dim in.
     terms: tuple[tuple[int, int | None, int], ...]
     offset: int = 0
 

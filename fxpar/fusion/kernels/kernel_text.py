@@ -30,22 +30,24 @@ _INT32 = 2**31
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """``text`` defines the function ``name``. ``reads``: inputs in order of its first
-    parameters; ``writes``: outputs, in order of the next; then come ``alone``, inputs
-    that are given as numbers, ``numbers``, by index, and PROGRAMS, the size of the
-    grid. ``sums``: outputs of which each program writes a part, [PROGRAMS, elements] in
-    float32, to be added up. ``loops``: of what is read or written at the place of its
-    element alone, in one loop, which one."""
+    """``text`` defines the function ``name``."""
 
     name: str
     text: str
+    # Inputs in order of its first parameters.
     reads: tuple[Tensor, ...]
+    # Outputs, in order of the next; then come ``alone``, inputs that are given as
+    # numbers, ``numbers``, by index, and PROGRAMS, the size of the grid.
     writes: tuple[Tensor, ...]
+    # Outputs of which each program writes a part, [PROGRAMS, elements] in float32, to
+    # be added up.
     sums: frozenset[str]
     numbers: tuple[int, ...]
     space: Space
     programs: int
     warps: int
+    # Of what is read or written at the place of its element alone, in one loop, which
+    # one.
     loops: Mapping[str, int]
     alone: tuple[str, ...] = ()
 

@@ -28,17 +28,15 @@ LEAST_ROWS = 2048
 # copy between devices, beside its bytes. Estimates.
 LAUNCH = 3e-6
 COPY = 3e-6
-# Bytes/s of an H100's memory.
-MEMORY = 3e12
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Seconds of the collective and the matmul, predicted: ``serial``, one after the
-    other; ``chunked``, chunk by chunk; ``overlapped``, in the kernel with signals.
-    ``why``: as text."""
+    other; ``chunked``, chunk by chunk; ``overlapped``, in the kernel with signals."""
 
     pays: bool
+    # The reason, as text.
     why: str
     serial: float
     overlapped: float
@@ -48,14 +46,14 @@ class Verdict:
 @dataclass(frozen=True)
 class _Work:
     """Of a matmul with its collective, seconds: ``moving`` all chunks, ``summing`` what
-    came, ``rest``: matmuls of further weights. ``speed``: flops/s of the library on
-    one multiprocessor."""
+    came, ``rest``: matmuls of further weights."""
 
     ranks: int
     rows: int  # of a chunk
     n: int
     k: int
     dtype: str
+    # Flops/s of the library on one multiprocessor.
     speed: float
     units: int
     moving: float
@@ -71,12 +69,12 @@ def profitable(
     ranks: int,
     link: float,
     peak: float,
+    memory: float,
     *,
     dtype: str = "bfloat16",
     programs: int = 132,
     units: int = 0,
     rest: int = 0,
-    memory: float = MEMORY,
 ) -> Verdict:
     """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
     rank computes it, m over all chunks. ``link``: bytes/s one way; ``peak``: flops/s

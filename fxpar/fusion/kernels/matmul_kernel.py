@@ -40,13 +40,14 @@ ALIGNED = 16
 @dataclass(frozen=True)
 class Tiles:
     """``rows`` by ``columns`` of the product to a program at a time, ``depth`` of the
-    contraction to a step; ``band``: rows of tiles that go together."""
+    contraction to a step."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    # Rows of tiles that go together.
     band: int = 8
 
     def count(self, rows: int, columns: int) -> int:
@@ -87,8 +88,9 @@ def tiles_of(
 class Epilogue:
     """What is done to a tile before it is stored. ``lines`` change ``acc``, float32
     [rows, columns], and may use ``rows`` and ``cols`` of the whole product, the mask
-    ``live``, and ``lib``; ``parameters``: names of pointers, in order."""
+    ``live``, and ``lib``."""
 
+    # Names of pointers, in order.
     parameters: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
 
@@ -106,8 +108,7 @@ BIAS = Epilogue(
 class Gemm:
     """``text`` defines the function ``name``. Its arguments: for "gather" this rank's
     chunk of A; A of all chunks; B; the product; the epilogue's; flags; counts; the
-    rank. ``signals``: whether it has flags at all; without, it is the same kernel that
-    waits for nothing and tells nobody."""
+    rank."""
 
     name: str
     text: str
@@ -115,6 +116,8 @@ class Gemm:
     chunks: int
     tiles: Tiles
     programs: int
+    # Whether it has flags at all; without, it is the same kernel that waits for nothing
+    # and tells nobody.
     signals: bool
 
 

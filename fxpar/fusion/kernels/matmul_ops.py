@@ -130,8 +130,8 @@ def rung_of(
     top = found.peak(dtype)
     verdict = profitable(
         kind, m, n, k, ranks, found.levels[0].bandwidth, top.flops * top.efficiency,
-        dtype=dtype, programs=programs, units=programs + FREE, rest=rest,
-        memory=found.bandwidth,
+        found.bandwidth, dtype=dtype, programs=programs, units=programs + FREE,
+        rest=rest,
     )  # fmt: skip
     rung = Rung("signals" if verdict.pays else "chunks", verdict.why)
     text = "%s and matmul [%d, %d] times [%d, %d] on %d ranks: %s: %s"

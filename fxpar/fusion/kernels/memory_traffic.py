@@ -1,22 +1,28 @@
 """Bytes through memory of a region, in one kernel and in those Inductor would make.
 
-In: a region and its graph. Out: two numbers. The model counts tensors read and written
-by each kernel once: Inductor makes one of all there is before a collective, one of all
-behind it, and one more for every sum along columns; the collective reads its operand
-and writes its result. One kernel for all reads its inputs and writes its outputs. What
-a collective moves through buffers of its own is left out on both sides. What others
-could have computed in the same kernel as the region must now be written for them and
-read again.
+In: a region and its graph, which is only read. Out: two numbers, and the results that a
+kernel may write where an input of the graph is. The model counts tensors read and
+written by each kernel once: Inductor makes one of all there is before a collective, one
+of all behind it, and one more for every sum along columns; the collective reads its
+operand and writes its result. One kernel for all reads its inputs and writes its
+outputs. What a collective moves through buffers of its own is left out on both sides.
+What others could have computed in the same kernel as the region must now be written for
+them and read again.
+
+A training step leaves ``copy_(input, new)`` for each parameter and state. Where a
+region makes ``new`` for nothing else, it may write it there. Kernels write in place
+where that is safe (``launch.target``), elsewhere a copy is made when they are done: a
+number never depends on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+import torch
 from torch import fx
 
 from fxpar.fusion.kernels.expressions import SUMS
-from fxpar.fusion.kernels.in_place_results import writes_of
 from fxpar.fusion.kernels.reductions import reduction_of
 from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
@@ -27,6 +33,69 @@ from fxpar.fusion.kernels.split_at_collectives import (
 )
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.rules.op_facts import op_facts_of
+
+_WRITE = torch.ops.aten.copy_.default
+
+
+def writes_of(
+    members: Collection[fx.Node], outputs: Collection[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Results that only a write to an input of the graph reads, with that write. What
+    else reads the input is done before the region begins, since it is needed for it."""
+    inside = set(members)
+    found: dict[fx.Node, fx.Node] = {}
+    for node in outputs:
+        users = [user for user in node.users if user not in inside]
+        if len(users) == 1 and _is_write(users[0], node):
+            found[node] = users[0]
+    if not found:
+        return {}
+    before = _needed_for(inside)
+    return {
+        node: write
+        for node, write in found.items()
+        if _is_free(write.args[0], inside | {write}, before)
+    }
+
+
+def _is_write(user: fx.Node, value: fx.Node) -> bool:
+    if user.target is not _WRITE or user.users or user.args[1] is not value:
+        return False
+    target = user.args[0]
+    assert isinstance(target, fx.Node)
+    ours, theirs = value.meta["val"], target.meta["val"]
+    return target.op == "placeholder" and all(
+        getattr(ours, key) == getattr(theirs, key)
+        for key in ("shape", "dtype", "device")
+    )
+
+
+def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
+    """What a region depends on; also what changes a value it depends on before that is
+    read, as the wait of a gather does."""
+    found: set[fx.Node] = set()
+    rest = list(members)
+    while rest:
+        node = rest.pop()
+        for read in node.all_input_nodes:
+            changed = {
+                u for u in read.users if op_facts_of(u.target).mutates and u < node
+            }
+            new = ({read} | changed) - found - set(members)
+            found |= new
+            rest += new
+    return found
+
+
+def _is_free(
+    value: fx.Node, allowed: Collection[fx.Node], before: Collection[fx.Node]
+) -> bool:
+    """Whether all that reads an input, or a view of it, may or is done before."""
+    return all(
+        user in allowed
+        or (_is_free(user, allowed, before) if is_view(user) else user in before)
+        for user in value.users
+    )
 
 
 def bytes_of(region: SelectedRegion) -> tuple[int, int]:

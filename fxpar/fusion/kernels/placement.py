@@ -3,21 +3,24 @@
 In: a program without collectives, and the space its kernel runs over. Out: ``Needs``:
 for every value the places at which it is needed, found backwards from the outputs. A
 value that a view shows in another order is needed at other places than its neighbours;
-a sum of a row once a row. It writes no text but that of places (``emit`` writes it).
+a sum of a row once a row. Of an op whose result is parts of several tensors side by
+side (it concatenates, pads, or puts a slice into a tensor) the parts are ``Choice``s in
+order: the first one whose ranges hold an element gives it, else the last one. It writes
+no text but that of places (``emit`` writes it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fxpar.fusion.kernels.concat import CHOICES, Choice, choices_of
 from fxpar.fusion.kernels.expressions import BY_COLUMN, OPS, SUMS, kind_of
 from fxpar.fusion.kernels.index_arithmetic import (
     VIEWS,
     Map,
     broadcast,
+    slice_start,
     strided,
     view_map,
 )
@@ -28,14 +31,109 @@ from fxpar.fusion.kernels.reductions import (
     reduction_behind,
     reduction_of,
 )
-from fxpar.fusion.kernels.region_program import Ref, RegionProgram, Statement, Tensor
+from fxpar.fusion.kernels.region_program import (
+    Ref,
+    RegionProgram,
+    Statement,
+    Tensor,
+    contiguous,
+)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the tensors that an element of a result may come from."""
+
+    # A value, or a number that fills.
+    source: Ref | float
+    # (dim, first, end) of the result.
+    ranges: tuple[tuple[int, int, int], ...]
+    # Element of the result -> of the source.
+    to: Map
+
+
+# Parts of one tensor: for every element a kernel asks each of them.
+_MOST = 8
+
+
+def _cat(line: Statement, shapes: Shapes) -> list[Choice]:
+    parts = [x for x in line.args[0] if 0 not in shapes[x.name]]
+    if len(parts) > _MOST:
+        raise LookupError(f"{line.op} of {len(parts)} tensors")
+    dim = (line.args[1] if len(line.args) > 1 else 0) % len(line.shape)
+    out, low = [], 0
+    for x in parts:
+        shape = shapes[x.name]
+        strides = contiguous(shape)
+        high = low + shape[dim]
+        to = strided(line.shape, strides, -low * strides[dim])
+        out.append(Choice(x, ((dim, low, high),), to))
+        low = high
+    return out
+
+
+def _pad(line: Statement, shapes: Shapes) -> list[Choice]:
+    x, pads = line.args[:2]
+    fill = line.args[2] if len(line.args) > 2 else 0
+    shape = shapes[x.name]
+    strides = contiguous(shape)
+    ranges, offset = [], 0
+    for i in range(len(pads) // 2):
+        dim = len(shape) - 1 - i
+        low = pads[2 * i]
+        ranges.append((dim, low, low + shape[dim]))
+        offset -= low * strides[dim]
+    to = strided(line.shape, strides, offset)
+    return [Choice(x, tuple(ranges), to), Choice(fill, (), to)]
+
+
+def _put_slice(line: Statement, shapes: Shapes) -> list[Choice]:
+    base, x = line.args[:2]
+    dim = (line.args[2] if len(line.args) > 2 else 0) % len(line.shape)
+    start, step = slice_start(line.args, line.shape[dim], at=3)
+    if step != 1:
+        raise LookupError(f"{line.op} in steps")
+    strides = contiguous(shapes[x.name])
+    to = strided(line.shape, strides, -start * strides[dim])
+    ranges = ((dim, start, start + shapes[x.name][dim]),)
+    return [Choice(x, ranges, to), _rest(line, base)]
+
+
+def _put_index(line: Statement, shapes: Shapes) -> list[Choice]:
+    base, x, dim, index = line.args
+    dim, strides = dim % len(line.shape), list(contiguous(shapes[x.name]))
+    index %= line.shape[dim]
+    strides.insert(dim, 0)
+    to = strided(line.shape, strides)
+    return [Choice(x, ((dim, index, index + 1),), to), _rest(line, base)]
+
+
+def _rest(line: Statement, base: Ref) -> Choice:
+    return Choice(base, (), strided(line.shape, contiguous(line.shape)))
+
+
+_CHOICES: dict[str, Callable[[Statement, Shapes], list[Choice]]] = {
+    "aten.cat.default": _cat,
+    "aten.constant_pad_nd.default": _pad,
+    "aten.slice_scatter.default": _put_slice,
+    "aten.select_scatter.default": _put_index,
+}
+
+CHOICES = frozenset(_CHOICES)
+
+
+def choices_of(line: Statement, shapes: Shapes) -> list[Choice]:
+    """The parts of a line's result. Raises LookupError for what has no form."""
+    return _CHOICES[line.op](line, shapes)
+
 
 # Made of no operand, at any place.
 FILLED = frozenset({"aten.full.default", "aten.scalar_tensor.default"})
 RANDOM = "fxpar.random.default"
 SEED = "prims.inductor_lookup_seed.default"
 IOTA = "prims.iota.default"
-
 KNOWN = frozenset(OPS) | VIEWS | set(SUMS) | CHOICES | FILLED | {RANDOM, SEED, IOTA}
 
 # Places at which one value may be needed.
@@ -44,13 +142,14 @@ _MOST_PLACES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """The number of an element as it is known in the kernel: ``text``. ``mask``: what
-    says which lanes count. ``block``: whether lanes differ. ``define``: lines that make
-    it, if it is not there from the start."""
+    """The number of an element as it is known in the kernel: ``text``."""
 
     text: str
+    # What says which lanes count.
     mask: str = ""
+    # Whether lanes differ.
     block: bool = True
+    # Lines that make it, if it is not there from the start.
     define: tuple[str, ...] = ()
     parent: str = ""
 

@@ -64,10 +64,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Statement:
-    """One op: ``name = op(*args, **kwargs)``. ``op``: "aten.mul.Tensor", or "getitem"
-    of an op with several results, whose own dtype is "tuple"."""
+    """One op: ``name = op(*args, **kwargs)``."""
 
     name: str
+    # "aten.mul.Tensor", or "getitem" of an op with several results, whose own dtype is
+    # "tuple".
     op: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
@@ -87,13 +88,14 @@ class Statement:
 
 @dataclass(frozen=True)
 class RegionProgram:
-    """``numbers``: how many integers it is given. ``ranks``: members of its group, 1
-    if nothing is communicated."""
+    """A region as text of its ops: what a kernel is written for."""
 
     inputs: tuple[Tensor, ...]
     lines: tuple[Statement, ...]
     outputs: tuple[Tensor, ...]
+    # How many integers it is given.
     numbers: int = 0
+    # Members of its group, 1 if nothing is communicated.
     ranks: int = 1
 
     @cached_property

@@ -165,13 +165,15 @@ def is_heavy(node: fx.Node) -> bool:
 
 @dataclass
 class _Growth:
-    """``members``: with the number of collectives done when they run. ``counts``: of
-    elements, by that number; ``columns``: of a row, where rows are reduced."""
+    """A region while it grows op by op."""
 
     collective: fx.Node
     banned: dict[fx.Node, str]
+    # With the number of collectives done when they run.
     members: dict[fx.Node, int] = field(default_factory=dict)
+    # Of elements, by that number.
     counts: dict[int, int] = field(default_factory=dict)
+    # Of a row, where rows are reduced.
     columns: dict[int, int] = field(default_factory=dict)
     ends: set[fx.Node] = field(default_factory=set)
     tainted: set[fx.Node] = field(default_factory=set)

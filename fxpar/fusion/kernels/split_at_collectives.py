@@ -33,8 +33,9 @@ MOVES = frozenset({ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER})
 @dataclass(frozen=True)
 class CollectiveStep:
     """A collective with its wait: ``result`` is made of ``operand``. Both are
-    contiguous. ``line``: the collective's own."""
+    contiguous."""
 
+    # The line of the collective itself.
     line: Statement
     operand: str
     result: str

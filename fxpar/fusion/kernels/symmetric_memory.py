@@ -54,45 +54,47 @@ class Unshared(Exception):
 @dataclass(frozen=True)
 class Memory:
     """The same piece of memory on every rank, zero at first: ``addresses`` of all
-    ranks' pieces as they are known here, ``own`` (uint8), and what keeps them;
-    ``multicast``: the address through which a switch reaches all pieces, or 0;
-    ``tensors``: gives all ranks' pieces as tensors (uint8)."""
+    ranks' pieces as they are known here, ``own`` (uint8), and what keeps them."""
 
     addresses: tuple[int, ...]
     own: torch.Tensor
     keep: Any = None
+    # The address through which a switch reaches all pieces, or 0.
     multicast: int = 0
+    # Gives all ranks' pieces as tensors (uint8).
     tensors: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
 class Workspace:
     """For one call: ``buffers``, int64 [ranks + 1], and ``signals``, int64 [ranks], are
-    addresses, the last of buffers the multicast one; ``own``: this rank's, uint8."""
+    addresses, the last of buffers the multicast one."""
 
     buffers: torch.Tensor
     signals: torch.Tensor
+    # This rank's, uint8.
     own: torch.Tensor
 
 
 @dataclass(eq=False)
 class Provider:
-    """``programs``: how many programs of a kernel run at a time on every rank.
-    ``allocate(bytes, number)``: memory, by a number that grows; every rank calls it
-    alike, and all raise Unshared if one gets none. ``barrier()``: waits on the host
-    until all ranks' kernels are done and all are here. ``cooperative``: whether a
-    device holds one kernel of it at a time, whose whole grid must fit. ``multicast``:
-    whether its memory has a multicast address, however large. ``meeting``: where its
-    ranks tell each other what they found."""
+    """Memory that all ranks of a group reach, and how kernels run beside it."""
 
     rank: int
     ranks: int
+    # How many programs of a kernel run at a time on every rank.
     programs: int
     device: torch.device
+    # (bytes, number) -> memory; the number grows, every rank calls it alike, and all
+    # raise Unshared if one gets none.
     allocate: Callable[[int, int], Memory]
+    # Waits on the host until all ranks' kernels are done and all are here.
     barrier: Callable[[], None]
+    # Whether a device holds one kernel of it at a time, whose whole grid must fit.
     cooperative: bool = False
+    # Whether its memory has a multicast address, however large.
     multicast: bool = False
+    # Where its ranks tell each other what they found.
     meeting: Meeting | None = None
     _memory: Memory | None = None
     _half: int = 0  # bytes
@@ -217,12 +219,12 @@ def _raise_missed(words: Sequence[int]) -> None:
 
 @dataclass
 class Meeting:
-    """Where ranks tell each other things: in turns, at a store that all reach.
-    ``name``: not used before there."""
+    """Where ranks tell each other things: in turns, at a store that all reach."""
 
     store: Any
     rank: int
     ranks: int
+    # Not used before there.
     name: str
     turn: int = 0
 

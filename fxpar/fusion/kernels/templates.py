@@ -80,12 +80,14 @@ NEXT = "left = lib.barrier(signals_ptr, rank, {ranks}, {region}, left)"
 
 @dataclass(frozen=True)
 class Template:
-    """``kernel``: its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one
-    address for each rank), the kernel's reads and writes, its numbers, and the rank.
-    ``nbytes``: of each rank's buffer. ``region``: the program."""
+    """A kernel written by hand for regions of one form."""
 
+    # Its parameters are ``buffers_ptr`` and ``signals_ptr`` (int64, one address for
+    # each rank), the kernel's reads and writes, its numbers, and the rank.
     kernel: Kernel
+    # Of each rank's buffer.
     nbytes: int
+    # The program.
     region: RegionProgram
 
 

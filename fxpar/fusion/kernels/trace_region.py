@@ -46,14 +46,15 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Outline:
-    """``inputs`` and ``outputs``: nodes, in the program's order. ``names``: nodes by
-    the names of their lines."""
+    """A region's program, and the nodes of the graph that it stands for."""
 
     program: RegionProgram
+    # ``inputs``, ``outputs``: nodes, in the program's order.
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     numbers: tuple[int, ...]
     group: str
+    # Nodes by the names of their lines.
     names: Mapping[str, fx.Node]
 
 

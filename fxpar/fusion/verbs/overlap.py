@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from fxpar.fusion import fused_matmul
-from fxpar.fusion import kept_order as order
-from fxpar.fusion.kept_order import arrange
+from fxpar.fusion import node_legality as order
+from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule_edit import Edit, check_staged, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs import send_recv
@@ -57,11 +57,11 @@ class _Chunked(Builder):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where chunks lie: along ``dim`` of the value at the collective's compute side.
-    ``ranks``: 1, or the ranks within whose parts of the dim they lie."""
+    """Where chunks lie: along ``dim`` of the value at the collective's compute side."""
 
     dim: int
     chunks: int
+    # 1, or the ranks within whose parts of the dim they lie.
     ranks: int = 1
 
     def cut(self, build: Builder, x: fx.Node, dim: int, i: int) -> fx.Node:

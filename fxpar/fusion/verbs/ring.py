@@ -39,11 +39,12 @@ _COMBINE = {
 
 @dataclass(frozen=True)
 class Ring:
-    """Parts along ``dim`` of the ranks along ``axes``. ``parts``: each once, counted
-    from a rank's own, in the order in which the rank comes to them."""
+    """Parts along ``dim`` of the ranks along ``axes``."""
 
     axes: Axes
     dim: int
+    # Each once, counted from a rank's own, in the order in which the rank comes to
+    # them.
     parts: tuple[int, ...]
 
     ranks = 1  # parts are contiguous

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import kept_order
+from fxpar.fusion import node_legality
 from fxpar.fusion.node_legality import flat, is_fresh, is_message
 from fxpar.fusion.schedule_edit import Axes, Edit, check_staged, refuse
 from fxpar.fusion.verbs.gathers import check_equal, dividing, take_back
@@ -63,7 +63,7 @@ def _send(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
     with edit.before(node) as build:
         part = collective_nodes.step(build, collective_nodes.slice_, value, dim, axes)
         made = collective_nodes.step(build, collective_nodes.send, part, *node.args[1:])
-    kept_order.instead(node, made)
+    node_legality.instead(node, made)
     _instead(edit, node, made)
     if value.target is collective_nodes.all_gather:
         take_back(edit, value)
@@ -109,7 +109,7 @@ def received(build: Builder, like: fx.Node, shape: Sequence[int]) -> fx.Node:
     buffer = build.call(aten.empty.memory_format, list(shape), **how)
     made = collective_nodes.step(build, collective_nodes.recv, buffer, *like.args[1:])
     made.meta["fxpar_sent"] = like.meta["fxpar_sent"]
-    kept_order.instead(like, made)
+    node_legality.instead(like, made)
     return made
 
 

@@ -65,10 +65,7 @@ def _whole(x: Any) -> Any:
 
 
 CHUNK = 1 << 22  # numbers drawn at a time
-
-
 LANES = 16  # normal_ makes its numbers in groups of so many, the last one overlapping
-
 
 # These draw a seed at each call and not a number for each element: one chunk.
 UNDIVIDED = frozenset({torch.ops.aten.bernoulli_.float})

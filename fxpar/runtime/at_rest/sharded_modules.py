@@ -26,34 +26,31 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.passes.custom_ops import unreduced
 from fxpar.runtime import reduce_gradients as reduce
-from fxpar.runtime.alone import is_alone
+from fxpar.runtime.presence import is_alone
 from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
 RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> Rest
-
-
 _NUMBERS = itertools.count()
 _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
 class Home:
-    """What all sharded parameters of one model share, read while it is traced.
-
-    ``param_dtype``, ``reduce_dtype``: as in the options of the same names. ``waiting``:
-    inside ``no_sync``; ``unreduced``: gradients of earlier steps wait to be reduced.
-    ``hooked``: parameters have the hooks for that. ``local``: each rank feeds its own
-    part of the batch. ``number`` stands for it in graphs.
-    """
+    """What all sharded parameters of one model share, read while it is traced."""
 
     mesh: str
     batch: tuple[str, ...]
+    # ``param_dtype``, ``reduce_dtype``: as in the options of the same names.
     param_dtype: torch.dtype | None = None
     reduce_dtype: str = ""
+    # Inside ``no_sync``.
     waiting: bool = False
+    # Gradients of earlier steps wait to be reduced.
     unreduced: bool = False
+    # Parameters have the hooks for that.
     hooked: bool = False
+    # Each rank feeds its own part of the batch. ``number`` stands for it in graphs.
     local: bool = False
     number: int = field(default_factory=_NUMBERS.__next__)
 

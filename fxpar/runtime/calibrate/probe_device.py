@@ -32,19 +32,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured. ``shapes``: m, k, n of matrix products, some with one small dim
-    for ``Peak.half_dim``. ``convolved``: samples, channels in and out, pixels along a
-    side, those of the window. ``attended``: samples, heads, length, width of a head.
-    ``families``: the dtypes of both. ``streams``: bytes that a sum of two tensors
-    moves, the last ones more than caches hold. ``sizes``: bytes of the largest tensor
-    of a collective."""
+    """What is measured."""
 
+    # M, k, n of matrix products, some with one small dim for ``Peak.half_dim``.
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
+    # Samples, channels in and out, pixels along a side, those of the window.
     convolved: tuple[Shape, ...]
+    # Samples, heads, length, width of a head.
     attended: tuple[Shape, ...]
+    # The dtypes of both.
     families: tuple[str, ...]
+    # Bytes that a sum of two tensors moves, the last ones more than caches hold.
     streams: tuple[int, ...]
+    # Bytes of the largest tensor of a collective.
     sizes: tuple[int, ...]
 
 
@@ -90,7 +91,6 @@ _SUITES = {
         (1 << 10, 1 << 14, 1 << 18, 1 << 20),
     ),
 }
-
 
 # Seconds of calls that are timed together, so long that meeting costs little.
 _LONG = 0.03

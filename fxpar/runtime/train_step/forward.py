@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
-from fxpar.runtime.input_names import Named
+from fxpar.runtime.program_identity import Named
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
@@ -27,20 +27,22 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class StepInput(Named):
-    """An input of a step. ``rest``: the spec it lies in, if each rank holds a part;
-    ``use``: how the program should start to use it, as a hint."""
+    """An input of a step."""
 
+    # The spec it lies in, if each rank holds a part.
     rest: Spec | None = None
+    # How the program should start to use it, as a hint.
     use: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that takes parameters by their global value. ``trained``: positions of
-    inputs that are parameters with a gradient; ``ends``: one per input."""
+    """A forward that takes parameters by their global value."""
 
     module: fx.GraphModule
+    # One per input.
     ends: tuple[StepInput, ...]
+    # Positions of inputs that are parameters with a gradient.
     trained: tuple[int, ...]
 
 

@@ -22,12 +22,13 @@ from fxpar.runtime.train_step.optimizer import is_number
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """What the user asks of a step. ``clip``: the largest global norm of the gradients;
-    ``accumulate``: how many calls an update takes the mean gradient of; ``scaler``: of
-    the loss, where gradients may overflow."""
+    """What the user asks of a step."""
 
+    # The largest global norm of the gradients.
     clip: float | None = None
+    # How many calls an update takes the mean gradient of.
     accumulate: int = 1
+    # Of the loss, where gradients may overflow.
     scaler: torch.amp.GradScaler | None = None
 
     def check(self) -> None:
@@ -57,17 +58,18 @@ class GradientOptions:
 
 @dataclass(frozen=True)
 class How:
-    """What a step does beside forward and backward. ``clip``: the largest global norm
-    of the gradients. ``calls``: how many an update takes the mean gradient of;
-    ``updates``: whether this is the last of them; ``held``: positions of parameters
-    whose gradients of the calls before are inputs, and are written if it is not.
-    ``scaled``: whether the loss is, and an update is left out if a gradient is not
-    finite."""
+    """What a step does beside forward and backward."""
 
+    # The largest global norm of the gradients.
     clip: float | None = None
+    # How many an update takes the mean gradient of.
     calls: int = 1
+    # Whether this is the last of them.
     updates: bool = True
+    # Positions of parameters whose gradients of the calls before are inputs, and are
+    # written if it is not.
     held: tuple[int, ...] = ()
+    # Whether the loss is, and an update is left out if a gradient is not finite.
     scaled: bool = False
 
 

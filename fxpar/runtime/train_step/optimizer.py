@@ -41,13 +41,14 @@ _BRANCHING = (torch.optim.RAdam, torch.optim.ASGD)
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an optimizer keeps a value. ``place``: "group" or "state"; ``index``: of
-    the group, or of the parameter in the order of the groups; ``item``: which one of a
-    tuple, as of ``betas``."""
+    """Where an optimizer keeps a value."""
 
+    # "group" or "state".
     place: str
+    # Of the group, or of the parameter in the order of the groups.
     index: int
     key: str
+    # Which one of a tuple, as of ``betas``.
     item: int | None = None
 
 
@@ -164,10 +165,11 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
 
 @dataclass(frozen=True)
 class Traced:
-    """What a stand-in holds. ``parameters``: of those with a gradient or None, in the
-    order of ``parameters(optimizer)``; ``values``: by slot."""
+    """What a stand-in holds."""
 
+    # Of those with a gradient or None, in the order of ``parameters(optimizer)``.
     parameters: Sequence[torch.Tensor | None]
+    # By slot.
     values: Mapping[Slot, torch.Tensor]
 
 

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
-from fxpar.runtime.alone import is_alone
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
-from fxpar.runtime.input_names import Named
+from fxpar.runtime.presence import is_alone
+from fxpar.runtime.program_identity import Named
 from fxpar.runtime.train_step.forward import (
     Forward,
     fake_of,

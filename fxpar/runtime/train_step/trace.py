@@ -51,12 +51,7 @@ class TracedStep:
     optimizer, then gradients of earlier calls and the scale as ``How`` says. Its
     results are ``count`` of the forward, the first of them the loss, then new values of
     the slots ``made``, of global ``shapes``, then, where the loss is scaled, a number
-    that is positive if a gradient is not finite.
-
-    ``answers``: what the optimizer asked of numbers; ``fixed``: values that a step
-    gives whatever its inputs are; ``counted``: numbers that a step changes though they
-    are no inputs, so that it holds for one step only.
-    """
+    that is positive if a gradient is not finite."""
 
     module: fx.GraphModule
     read: tuple[Slot, ...]
@@ -65,8 +60,12 @@ class TracedStep:
     count: int
     made: tuple[Slot, ...]
     shapes: tuple[tuple[int, ...], ...]
+    # What the optimizer asked of numbers.
     answers: tuple[TracedComparison, ...]
+    # Values that a step gives whatever its inputs are.
     fixed: Mapping[Slot, Any]
+    # Numbers that a step changes though they are no inputs, so that it holds for one
+    # step only.
     counted: frozenset[Slot]
 
 

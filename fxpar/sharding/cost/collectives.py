@@ -145,15 +145,13 @@ def _merged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Stages as a kind of collective sees them, each innermost first.
-
-    ``within``: ranks of the group in one unit of a stage. ``lanes``: bytes/s that these
-    have together.
-    """
+    """Stages as a kind of collective sees them, each innermost first."""
 
     sizes: list[int]
     links: list[Link]
+    # Ranks of the group in one unit of a stage.
     within: list[int]
+    # Bytes/s that these have together.
     lanes: list[float]
     count: int
 

@@ -9,7 +9,6 @@ which nothing is written runs where its results are read. What is a kernel follo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Set
 from dataclasses import dataclass
 
@@ -17,7 +16,12 @@ from torch import fx
 
 from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.recompute import computed_again
-from fxpar.sharding.program import Program, is_view, values_by_node
+from fxpar.sharding.program import (
+    Program,
+    depending_on_tangents,
+    is_view,
+    values_by_node,
+)
 
 # Time of what does not happen.
 NEVER = -1
@@ -95,10 +99,7 @@ def _recomputed(
     value_of = values_by_node(program)
     nodes = program.ops[0].node.graph.nodes
     calls = [node for node in nodes if node.op not in ("placeholder", "output")]
-    late = {program.ops[i].node for i in backward}
-    for node in calls:
-        if node.target is operator.getitem and node.args[0] in late:
-            late.add(node)
+    late = depending_on_tangents(program.ops[0].node.graph)
     anew = {node for node, v in value_of.items() if v in gathered}
     calls.sort(key=late.__contains__)  # the backward runs behind the forward
     again = computed_again(calls, late, anew)

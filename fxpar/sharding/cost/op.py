@@ -197,7 +197,8 @@ def is_light(target: Any) -> bool:
     if contracts(target) or not isinstance(target, _torch.inductor.OpOverload):
         return False
     facts = op_facts_of(target)
-    return target.namespace in _GENERATED and not (facts.mutates or facts.alone)
+    apart = facts.mutates or facts.alone or facts.communicates
+    return target.namespace in _GENERATED and not apart
 
 
 def is_pointwise(node: fx.Node) -> bool:

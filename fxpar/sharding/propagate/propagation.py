@@ -36,12 +36,10 @@ PASS, KEPT, ALL, RESOLVE = range(LEVELS)
 
 @dataclass(frozen=True)
 class Origin:
-    """Why an axis is on a value: the seed it came from and the last step it took.
-
-    ``batch``: the seed split dim 0 of an input, so this axis is data parallel.
-    """
+    """Why an axis is on a value: the seed it came from and the last step it took."""
 
     seed: str
+    # The seed split dim 0 of an input, so this axis is data parallel.
     batch: bool = False
     op: str | None = None  # the op that brought it here
     source: int | None = None  # the value it came from

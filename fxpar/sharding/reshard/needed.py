@@ -23,25 +23,28 @@ from fxpar.sharding.spec import Spec
 @dataclass(frozen=True)
 class Reshard:
     """``value`` from one spec to another, for the op ``reader`` or the output
-    ``output`` that first asks. ``early``: it settles what its producer made, so it
-    belongs right behind the producer; any other stands before its reader."""
+    ``output`` that first asks."""
 
     value: int
     source: Spec
     target: Spec
     reader: int | None
     output: int | None
+    # It settles what its producer made, so it belongs right behind the producer; any
+    # other stands before its reader.
     early: bool
 
 
 @dataclass
 class Edges:
-    """``made``: natural spec per value. ``reads``: spec per (op index, operand) and per
-    output. ``reshards``: in an order in which they can be inserted."""
+    """The specs in which values are made and read, and the reshards between."""
 
+    # Natural spec per value.
     made: list[Spec]
+    # Spec per (op index, operand) and per output.
     reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
     outputs: list[Spec | None] = field(default_factory=list)
+    # In an order in which they can be inserted.
     reshards: list[Reshard] = field(default_factory=list)
 
 

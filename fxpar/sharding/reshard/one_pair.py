@@ -146,14 +146,14 @@ def _concerned(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Reach ``goal`` from ``start`` with nothing pending. ``busy``: positions of axes
-    that stay partial, along which values differ."""
+    """Reach ``goal`` from ``start`` with nothing pending."""
 
     mesh: Mesh
     start: Dims
     goal: Dims
     room: tuple[int, ...]
     pending: Pending
+    # Positions of axes that stay partial, along which values differ.
     busy: frozenset[int]
 
     @cached_property

@@ -30,15 +30,16 @@ _FURTHER = ["~"]
 
 @dataclass(frozen=True)
 class Heads:
-    """Words per tensor of one call. ``sizes``: of the scores; ``groups``: query heads
-    per key head."""
+    """Words per tensor of one call."""
 
     query: list[str]
     key: list[str]
     value: list[str]
     out: list[str]
     scores: list[str]
+    # Of the scores.
     sizes: list[int]
+    # Query heads per key head.
     groups: int
 
     @property

@@ -39,11 +39,12 @@ def align(shape: Sequence[int], full: Sequence[int], words: Sequence[str]) -> li
 
 @dataclass(frozen=True)
 class _Advanced:
-    """The factors of ``operand[indices]``. ``shape``: of the result."""
+    """The factors of ``operand[indices]``."""
 
     operand: list[str]
     indices: list[list[str]]
     result: list[str]
+    # Of the result.
     shape: list[int]
 
 

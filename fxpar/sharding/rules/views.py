@@ -170,13 +170,12 @@ def _stretch(x: torch.Tensor, shape: Shape, places: Sequence[int]) -> Rule:
 
 @dataclass(frozen=True)
 class Strided:
-    """A use of strides as what it stands for: ``x`` cut along each dim, then permuted.
+    """A use of strides as what it stands for: ``x`` cut along dims, then permuted."""
 
-    ``cuts``: the places taken along each dim of ``x``. ``source``: for each dim of the
-    result the dim of ``x`` it is; None where it is stretched or of size 1.
-    """
-
+    # The places taken along each dim of ``x``.
     cuts: tuple[range, ...]
+    # For each dim of the result the dim of ``x`` it is; None where it is stretched or
+    # of size 1.
     source: tuple[int | None, ...]
 
 

@@ -24,12 +24,13 @@ TRIED = 4
 
 @dataclass(frozen=True)
 class Alternative:
-    """``strategy``: None of an input, which only rests somewhere. ``made``: specs of
-    what the op makes, or the one it rests in. ``seconds``: of a step of the whole plan
-    with it; inf if no plan has it."""
+    """Another strategy of an op, and what a step would take with it."""
 
+    # None of an input, which only rests somewhere.
     strategy: Strategy | None
+    # Specs of what the op makes, or the one it rests in.
     made: tuple[Spec, ...]
+    # Of a step of the whole plan with it; inf if no plan has it.
     seconds: float
 
     def compared(self, best: float) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from fxpar.sharding.cost.streams import Task
 from fxpar.sharding.program import Program, backward_ops, is_view
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.variables import Node
+from fxpar.sharding.search.search_space import Node
 from fxpar.sharding.solver.problem import FORBIDDEN
 
 # Around an op: what it reads moves, is waited for, it runs, what it made is reduced.

@@ -36,8 +36,7 @@ from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
-from fxpar.sharding.search.search_space import allowed, lying
-from fxpar.sharding.search.variables import EdgeEnd, Node, Pool
+from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
 from fxpar.sharding.shift_messages import moved_rows
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
@@ -45,13 +44,14 @@ from fxpar.sharding.spec import Spec
 
 @dataclass
 class Formulation:
-    """``pool``: the specs that numbers stand for. ``settling[v]``: nodes of value v, by
-    phase (0 forward, 1 backward; both the same unless it is a parameter at rest)."""
+    """The solver's problem for a Program, and what its numbers stand for."""
 
     program: Program
     mesh: Mesh
     problem: Problem
     nodes: tuple[Node, ...]
+    # The specs that numbers stand for. ``settling[v]``: nodes of value v, by phase (0
+    # forward, 1 backward; both the same unless it is a parameter at rest).
     pool: tuple[Spec, ...]
     settling: Mapping[int, tuple[int, int]]
     entries: Sequence[Entry] = ()

@@ -28,7 +28,7 @@ from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.liveness import NEVER, Lifetimes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, is_view
-from fxpar.sharding.search.variables import EdgeEnd, Node
+from fxpar.sharding.search.search_space import EdgeEnd, Node
 from fxpar.sharding.solver import Live
 from fxpar.sharding.spec import Spec
 
@@ -44,19 +44,17 @@ _SMALL = 1e-3
 @dataclass(frozen=True)
 class Entry:
     """``value`` occupies ``nbytes``, if it were whole, from op ``begin`` to before
-    ``end``.
-
-    ``kind``: "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a
-    copy of a parameter), "saved" (the backward reads it), "passing", or "made" (what an
-    op leaves before it is brought to where it settles). ``phase``: of a copy, for which
-    it settles: 0 forward, 1 backward.
-    """
+    ``end``."""
 
     value: int
+    # "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a copy of a
+    # parameter), "saved" (the backward reads it), "passing", or "made" (what an op
+    # leaves before it is brought to where it settles).
     kind: str
     begin: int
     end: int
     nbytes: int
+    # Of a copy, for which it settles: 0 forward, 1 backward.
     phase: int = 0
 
 

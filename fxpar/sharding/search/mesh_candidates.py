@@ -27,10 +27,11 @@ LOCAL_NAMES = ("dp", "zero", "fsdp")
 
 @dataclass(frozen=True)
 class Auto:
-    """A mesh to be chosen. ``ranks``: None: as many as there are. ``devices``: of a
-    node; None: as the hardware has them."""
+    """A mesh to be chosen."""
 
+    # None: as many as there are.
     ranks: int | None = None
+    # Of a node; None: as the hardware has them.
     devices: int | None = None
 
 

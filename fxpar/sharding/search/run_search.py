@@ -30,15 +30,17 @@ from fxpar.sharding.spec import Spec
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """``hardware``: what costs are for. ``seconds``: how long to solve at most.
-    ``memory``: bytes of one rank; None takes the hardware's. ``enough``: a step that
-    is proved to take so many seconds is searched no further. ``ranked``: of a few good
-    plans the one with the shortest simulated step is taken."""
+    """What a search is told."""
 
+    # What costs are for.
     hardware: Hardware
+    # How long to solve at most.
     seconds: float = 30.0
+    # Bytes of one rank; None takes the hardware's.
     memory: float | None = None
+    # A step that is proved to take so many seconds is searched no further.
     enough: float = math.inf
+    # Of a few good plans the one with the shortest simulated step is taken.
     ranked: bool = True
 
     @property

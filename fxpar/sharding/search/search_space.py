@@ -1,4 +1,4 @@
-"""The search space: strategies of an op, and specs of a value.
+"""The search space: strategies of an op, specs of a value, and the solver's variables.
 
 In: an op's rule and a mesh. Out: Strategies. An axis splits one factor, passes through
 as a partial sum, or is left unused (the op is repeated along it); several axes may
@@ -7,14 +7,20 @@ split one factor. So sample, operator, attribute and parameter dims are all in t
 and of strategies that read and make the same specs only the first is kept.
 
 In: a shape, hints (``Seed``) and a mesh. Out: Specs without partial axes, of axes of
-more than one rank. Prices nothing and chooses nothing.
+more than one rank.
+
+``Node`` is a variable (which spec each tensor has under each strategy), ``EdgeEnd`` one
+end of an edge, ``Pool`` numbers for specs. Prices nothing and chooses nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from fxpar.errors import HintError
 from fxpar.sharding.factors import (
@@ -30,6 +36,50 @@ from fxpar.sharding.program import Value
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class Node:
+    """A variable."""
+
+    # "op", "input", "constant", "output" or "value".
+    kind: str
+    # Index of the op, input, output, or value.
+    of: int
+    # (K, tensors) number of the spec of each tensor of an op under each strategy; (K,
+    # 1) for the others.
+    specs: np.ndarray
+    strategies: tuple[Strategy, ...] = ()
+    # (K,) of a parameter that settles, whether that is a copy of what rests.
+    copies: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class EdgeEnd:
+    """One end of an edge: a node, and which column of its specs concerns the value."""
+
+    node: int
+    column: int
+
+
+class Pool:
+    """Numbers for specs."""
+
+    def __init__(self) -> None:
+        self.specs: list[Spec] = []
+        self._number: dict[Spec, int] = {}
+
+    def number(self, spec: Spec) -> int:
+        """That of one spec, new if it was not seen yet."""
+        if spec not in self._number:
+            self._number[spec] = len(self.specs)
+            self.specs.append(spec)
+        return self._number[spec]
+
+    def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
+        """(K, 1), as ``Node.specs``."""
+        return np.array([[self.number(spec)] for spec in specs], int).reshape(-1, 1)
+
 
 # What one axis does in one op: the factor it splits, the passage it takes, or nothing.
 Part = str | int | None

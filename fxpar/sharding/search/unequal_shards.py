@@ -49,15 +49,17 @@ class UnequalDim:
 
 @dataclass(frozen=True)
 class Ratios:
-    """``shares``: for each axis of unlike ranks, each rank's part of what it splits.
-    ``even``, ``uneven``: seconds of a step with equal shards and with these, computing
-    and communication added up. ``cuts``: largest dims first."""
+    """Shares of a dim by the speed of unlike ranks, and what they save."""
 
     mesh: Mesh
     hardware: str
+    # For each axis of unlike ranks, each rank's part of what it splits.
     shares: tuple[tuple[str, tuple[float, ...]], ...]
+    # ``even``, ``uneven``: seconds of a step with equal shards and with these,
+    # computing and communication added up.
     even: float
     uneven: float
+    # Largest dims first.
     cuts: tuple[UnequalDim, ...]
 
     def __str__(self) -> str:
@@ -126,15 +128,13 @@ def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step of one rank, with equal shards and speed 1.0.
+    """Seconds of a step of one rank, with equal shards and speed 1.0."""
 
-    ``computing``: by the unlike axes that split the op. ``moving``: by the unlike axes
-    (that split the tensor, along which the collective runs). ``fixed``: launches, and
-    what collectives take however little they carry.
-    """
-
+    # By the unlike axes that split the op.
     computing: Mapping[Axes, float]
+    # By the unlike axes (that split the tensor, along which the collective runs).
     moving: Mapping[tuple[Axes, Axes], float]
+    # Launches, and what collectives take however little they carry.
     fixed: float
 
     def seconds(self, mesh: Mesh, ratio: Mapping[str, Sequence[float]]) -> float:

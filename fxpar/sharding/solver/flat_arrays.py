@@ -25,10 +25,10 @@ class Flat:
     ``pair[e]``: the entry of the other end; ``message[e]``: where a vector of length
     K_i begins in an array of all entries' vectors, ``messages`` long.
 
-    Node i lives in ``live[i]:live[i + 1]``, of which each m occupies
-    ``usage[use[m] + k]`` of every row ``begin[m] <= r < end[m]``; ``room[r]``: what a
-    row holds, ``slack`` more counts as rounding; ``when[r]``: the Problem's time that
-    it begins at, ascending. ``constant``: what every choice pays.
+    Node i lives in ``live[i]:live[i + 1]``, of which each m occupies ``usage[use[m] +
+    k]`` of every row ``begin[m] <= r < end[m]``; ``room[r]``: what a row holds,
+    ``slack`` more counts as rounding; ``when[r]``: the Problem's time that it begins
+    at, ascending.
     """
 
     nodes: np.ndarray
@@ -52,6 +52,7 @@ class Flat:
     usage: np.ndarray
     room: np.ndarray
     when: np.ndarray
+    # What every choice pays.
     constant: float
     slack: float
 

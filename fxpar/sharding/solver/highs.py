@@ -27,11 +27,12 @@ _SHARE, _LATE = 0.7, 0.1
 
 
 class HighsOutcome(NamedTuple):
-    """``status`` as scipy.optimize.milp has it (0 optimal, 2 infeasible); ``x``: the
-    best point or None; ``bound``: the dual bound or None."""
+    """``status`` as scipy.optimize.milp has it (0 optimal, 2 infeasible)."""
 
     status: int
+    # The best point or None.
     x: np.ndarray | None
+    # The dual bound or None.
     bound: float | None
 
 

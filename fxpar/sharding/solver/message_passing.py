@@ -20,16 +20,14 @@ from fxpar.sharding.solver.problem import Edge, Problem
 
 @dataclass
 class Messages:
-    """The state of message passing on one Flat: messages and the last decoding.
-
-    ``excess``: (strategies,) how much a strategy of a node raises the bound; the bound
-    before the last pass plus this holds for every choice with the strategy, since each
-    chain through the node then costs its min-marginal (reduced cost).
-    """
+    """The state of message passing on one Flat: messages and the last decoding."""
 
     flat: Flat
     values: np.ndarray
     choice: np.ndarray
+    # (strategies,) how much a strategy of a node raises the bound; the bound before the
+    # last pass plus this holds for every choice with the strategy, since each chain
+    # through the node then costs its min-marginal (reduced cost).
     excess: np.ndarray
 
     def sweep(self, unary: np.ndarray, rounds: int) -> float:

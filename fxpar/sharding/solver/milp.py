@@ -22,11 +22,13 @@ from fxpar.sharding.solver.flat_arrays import Flat, cost_of, fits, usage_of
 
 
 class MilpSolution(NamedTuple):
-    """``choice``: one that fits, or None; ``bound``: no choice that fits costs less;
-    ``proved``: the choice is optimal, or, without one, there is none that fits."""
+    """What an integer program has shown."""
 
+    # One that fits, or None.
     choice: np.ndarray | None
+    # No choice that fits costs less.
     bound: float
+    # The choice is optimal, or, without one, there is none that fits.
     proved: bool
 
 

@@ -67,9 +67,7 @@ class Network:
     and memory rows: at each row r, which is for the Problem's time ``times[r]``, the
     summed usage is at most ``room[r]``.
 
-    ``names[i]``: the Problem's number of each strategy left, ascending. ``alive``:
-    nodes not yet eliminated; ``constant``: the cost of the others.
-    ``slack``: how far rounding may put a summed usage above its room.
+    ``names[i]``: the Problem's number of each strategy left, ascending.
     """
 
     unary: list[np.ndarray]
@@ -78,8 +76,11 @@ class Network:
     room: np.ndarray
     tables: Tables
     names: list[np.ndarray]
+    # Nodes not yet eliminated.
     alive: set[int]
+    # The cost of the others.
     constant: float = 0.0
+    # How far rounding may put a summed usage above its room.
     slack: float = 0.0
     times: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     trail: list[Undo] = field(default_factory=list)

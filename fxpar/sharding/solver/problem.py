@@ -43,17 +43,17 @@ class Edge(NamedTuple):
 class Problem:
     """Choose one strategy per node; the sum of costs is to be least.
 
-    ``costs[i]``: (K_i,) cost of each strategy, K_i >= 1. ``tables``: (K_i, K_j) arrays,
-    each used by any number of ``edges``. Costs are finite, or inf (or >= 1e18) for
-    "not allowed". ``memory``: what lives when; its sum is at most ``limit`` at every
-    time, unless that is None. ``tied[i]``: the node whose strategies node i's
-    correspond to one to one (itself, if none); ties are a guide to the search, not a
-    constraint on the answer.
+    ``costs[i]``: (K_i,) cost of each strategy, K_i >= 1.
     """
 
     costs: tuple[np.ndarray, ...]
     edges: tuple[Edge, ...] = ()
+    # (K_i, K_j) arrays, each used by any number of ``edges``. Costs are finite, or inf
+    # (or >= 1e18) for "not allowed".
     tables: tuple[np.ndarray, ...] = ()
+    # What lives when; its sum is at most ``limit`` at every time, unless that is None.
+    # ``tied[i]``: the node whose strategies node i's correspond to one to one (itself,
+    # if none); ties are a guide to the search, not a constraint on the answer.
     memory: tuple[Live, ...] = ()
     limit: float | None = None
     tied: tuple[int, ...] | None = None
@@ -82,9 +82,7 @@ class SolverPhase(NamedTuple):
 @dataclass(frozen=True)
 class Solution:
     """A choice within the limit. ``bound`` <= the least possible cost <= ``cost``;
-    ``gap`` = (cost - bound) / |cost|; ``peak``: the most memory in use at any time.
-    ``prices``: (time, what a unit of memory is worth there), where the bound has some.
-    """
+    ``gap`` = (cost - bound) / |cost|."""
 
     choice: tuple[int, ...]
     cost: float
@@ -92,8 +90,10 @@ class Solution:
     gap: float
     seconds: float
     feasible: bool
+    # The most memory in use at any time.
     peak: float
     notes: tuple[SolverPhase, ...] = ()
+    # (time, what a unit of memory is worth there), where the bound has some.
     prices: tuple[tuple[int, float], ...] = ()
 
 

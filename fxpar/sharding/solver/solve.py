@@ -16,7 +16,6 @@ import numpy as np
 
 from fxpar.sharding.solver import (
     crossover,
-    infeasibility,
     lagrangian,
     message_passing,
     milp,
@@ -278,7 +277,7 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     """Look for any choice that fits, or a proof that there is none."""
     assert search.problem.limit is not None
     until = time.perf_counter() + 0.3 * search.left()
-    found = infeasibility.least_excess(flat, until)
+    found = lagrangian.least_excess(flat, until)
     if found.choice is not None:
         search.nearest = net.expand(named(flat, found.choice))
         search.offer(search.nearest)

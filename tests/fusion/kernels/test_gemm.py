@@ -26,7 +26,7 @@ triton = pytest.importorskip("triton")
 
 F32 = 1e-5  # relative to the largest number of a result
 INF = float("inf")
-H100 = {"link": 4e11, "peak": 7.9e14}
+H100 = {"link": 4e11, "peak": 7.9e14, "memory": 3e12}
 
 
 @pytest.mark.interpreted

@@ -20,7 +20,13 @@ from fxpar.fusion.kernels.symmetric_memory import FREE
 
 pytest.importorskip("triton")
 
-H100 = {"link": 3.7e11, "peak": 7.7e14, "programs": 116, "units": 116 + FREE}
+H100 = {
+    "link": 3.7e11,
+    "peak": 7.7e14,
+    "memory": 3e12,
+    "programs": 116,
+    "units": 116 + FREE,
+}
 SIZES = tuple(
     itertools.product(KINDS, (2, 4, 8), (2048, 8192, 16384), range(512, 8193, 512))
 )

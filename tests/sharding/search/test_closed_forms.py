@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
+from fxpar.passes.step_collectives import facts_of
 from fxpar.sharding.cost.fused_work import Regions, flops_of_op, seconds
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
 from fxpar.sharding.cost.op import flops_of
 from fxpar.sharding.decide import searched
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.plan_facts import describe
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from tests.helpers.programs import local_graph
 
 ITEM = (
     2  # products are bfloat16, of which the machine has another rate than of the rest
@@ -94,6 +95,7 @@ def best(
     hardware = machine(levels or (level(0, on.size, 1, 1),), rate)
     asked = SearchOptions(hardware, 300.0, memory)
     decision = searched(program, on, hints or {}, (), asked)
+    sent, _ = facts_of(local_graph(decision))
     found = decision.found
     solution = found.solution
     products = sum(flops) / on.size / rate
@@ -101,7 +103,7 @@ def best(
         found,
         solution.cost - products,
         solution.cost - solution.bound,
-        describe(decision).collectives,
+        sent,
     )
 
 

@@ -16,10 +16,10 @@ import fxpar
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, MeshError
 from fxpar.explain.dump import report
+from fxpar.passes.step_collectives import facts_of
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_facts import reshards_of
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.unequal_shards import StepSeconds, cut, note, shares, step_of
 
@@ -274,7 +274,8 @@ def test_what_a_collective_carries(
     )
     decision = plan.result.decision
     (found,) = plan.collectives
-    step = step_of(decision, machine(), reshards_of(decision))
+    _, done = facts_of(plan.result.local)
+    step = step_of(decision, machine(), [reshard for reshard, _ in done])
     assert set(step.moving) == {(frozenset(split), frozenset(over))}
     sent = found.bytes // (2 if found.kind == "all_gather" else 1)
     (seconds,) = step.moving.values()

@@ -1,0 +1,92 @@
+"""Status line of planning and compiling a graph, shown where it takes seconds.
+
+In: the names of steps, as they begin. Out, on stderr: on a terminal one line that
+renews itself, in a log plain lines, at 5, 10, 20, 40 seconds and so on; what is done
+sooner than ``DELAY`` prints nothing. It is shown by one process, rank 0, and changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from tqdm import tqdm
+
+DELAY = 3.0  # seconds until a terminal shows something
+_FIRST_LINE = 5.0  # seconds until a log does; from line to line it doubles
+_BEAT = 0.5  # seconds from one renewal to the next
+_LINE = "{desc}: {postfix[0]}, step {n_fmt} of {total_fmt}, {elapsed}"
+
+
+class _Shown:
+    """One graph's progress. ``now``: the step that runs, and how many have begun."""
+
+    def __init__(self, name: str, steps: int, stream: TextIO) -> None:
+        self.name, self.steps, self.stream = name, steps, stream
+        self.now = ("tracing", 0)
+        self.begun = time.monotonic()
+        self.over = threading.Event()
+        follow = self._on_terminal if stream.isatty() else self._in_log
+        self.thread = threading.Thread(target=follow, daemon=True)
+
+    def _on_terminal(self) -> None:
+        if self.over.wait(DELAY):
+            return
+        with tqdm(
+            desc=f"fxpar {self.name}",
+            total=self.steps,
+            bar_format=_LINE,
+            postfix=[""],
+            file=self.stream,
+            leave=False,
+            dynamic_ncols=True,
+        ) as line:
+            line.start_t -= DELAY
+            while True:
+                line.postfix[0], line.n = self.now
+                line.refresh()
+                if self.over.wait(_BEAT):
+                    return
+
+    def _in_log(self) -> None:
+        due = _FIRST_LINE
+        while not self.over.wait(max(0.0, self.begun + due - time.monotonic())):
+            step, count = self.now
+            print(
+                f"fxpar {self.name}: {step}, step {count} of {self.steps}, {due:.0f} s",
+                file=self.stream,
+                flush=True,
+            )
+            due *= 2
+
+
+_CURRENT: list[_Shown] = []
+
+
+@contextlib.contextmanager
+def shown(name: str, steps: int, *, on: bool) -> Iterator[None]:
+    """Show the progress of what runs inside. ``steps``: how many there are at most;
+    ``on``: whether this process shows it. Inside another the outer one is shown."""
+    if not on or _CURRENT:
+        yield
+        return
+    progress = _Shown(name, steps, sys.stderr)
+    _CURRENT.append(progress)
+    progress.thread.start()
+    try:
+        yield
+    finally:
+        _CURRENT.remove(progress)
+        progress.over.set()
+        progress.thread.join()
+
+
+def begin(step: str) -> None:
+    """Note that a step begins."""
+    for progress in _CURRENT:
+        progress.now = (step, progress.now[1] + 1)

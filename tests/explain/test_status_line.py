@@ -1,0 +1,89 @@
+"""Progress of planning and compiling: who says it, when, and where."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+import torch
+
+import fxpar
+from fxpar import pipeline
+from fxpar.config import Options
+from fxpar.explain import status_line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_line, "DELAY", 0.02)
+    monkeypatch.setattr(status_line, "_FIRST_LINE", 0.02)
+    monkeypatch.setattr(status_line, "_BEAT", 0.01)
+
+
+def said(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, **how: bool) -> str:
+    """What two steps of some hundredths of a second print."""
+    monkeypatch.setattr("sys.stderr", stream)
+    with status_line.shown("graph0", 7, **({"on": True} | how)):
+        for step in ("plan", "lower"):
+            status_line.begin(step)
+            time.sleep(0.1)
+    return stream.getvalue()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_terminal_has_one_line_that_renews_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = said(monkeypatch, Terminal())
+    assert "fxpar graph0: plan, step 1 of 7, 00:00" in text
+    assert "fxpar graph0: lower, step 2 of 7, 00:00" in text
+    assert "\n" not in text and "\r" in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_log_has_plain_lines_ever_further_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = said(monkeypatch, io.StringIO()).splitlines()
+    assert lines[0] == "fxpar graph0: plan, step 1 of 7, 0 s"
+    assert lines[-1].startswith("fxpar graph0: lower, step 2 of 7")
+    assert 2 <= len(lines) <= 4
+
+
+def test_what_is_quick_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(monkeypatch, Terminal()) == said(monkeypatch, io.StringIO()) == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_other_processes_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(monkeypatch, io.StringIO(), on=False) == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with pytest.raises(ValueError), status_line.shown("graph0", 7, on=True):
+        raise ValueError
+    assert not status_line._CURRENT
+
+
+def test_debug_0_is_silent_if_it_is_written_out() -> None:
+    assert Options.read({}, {}).progress
+    assert Options.read({}, {"FXPAR_DEBUG": "1"}).progress
+    assert not Options.read({}, {"FXPAR_DEBUG": "0"}).progress
+    assert not Options.read({}, {"FXPAR_PROGRESS": "0"}).progress
+
+
+def test_steps_of_a_plan_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(status_line, "begin", steps.append)
+    fxpar.plan(lambda x: x * 2, torch.ones(4), mesh="dp=2")
+    names = [step.name for step in pipeline.JOINT]
+    assert steps == [name for name in names if name in steps]
+    assert {"plan", "lower"} <= set(steps) and len(steps) <= pipeline.MOST_STEPS

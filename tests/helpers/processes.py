@@ -1,0 +1,125 @@
+"""Processes of tests: new interpreters, or forks of one that has imported torch and
+fxpar, since those imports cost seconds; what they print, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TAIL = 4000  # characters of a rank's output shown when it fails
+# What forks have imported when they start; what is not installed is left out.
+IMPORTED = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "fxpar.backend",
+    "numba",
+    "scipy.optimize",
+    "transformers.models.llama.modeling_llama",
+]
+
+Process = subprocess.Popen | multiprocessing.Process
+
+
+class RankError(AssertionError):
+    """Ranks raised, ended, or did not finish in time."""
+
+
+def start(
+    fn: Callable[..., Any],
+    log: Any,
+    env: Mapping[str, str],
+    *args: Any,
+    fork: bool = True,
+) -> multiprocessing.Process:
+    """A fork, or else a new interpreter, that calls ``fn(*args)`` with these variables
+    and prints to ``log``."""
+    context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
+    context.set_forkserver_preload(IMPORTED)
+    process = context.Process(target=_call, args=(fn, log.name, dict(env), args))
+    with variables(env):  # of an interpreter that may start
+        process.start()
+    return process
+
+
+def _call(
+    fn: Callable[..., Any], output: str, env: Mapping[str, str], args: Sequence[Any]
+) -> None:
+    os.setsid()  # an interrupt is for the process that started it
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    with open(output, "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    fn(*args)
+
+
+def log(rank: int) -> Any:
+    """A file for what a rank prints."""
+    return tempfile.NamedTemporaryFile(prefix=f"rank{rank}_", suffix=".log")
+
+
+def end(processes: Sequence[Process], patience: float) -> None:
+    """End processes: those that do not end by themselves print their stacks first."""
+    deadline = time.monotonic() + patience
+    for sent in (None, signal.SIGABRT, signal.SIGKILL):
+        for process in processes:
+            if sent is not None and is_alive(process):
+                os.kill(process.pid, sent)
+        while any(map(is_alive, processes)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        deadline = time.monotonic() + 1.0
+
+
+def code(process: Process) -> Any:
+    """A process's exit status, None while it runs."""
+    if isinstance(process, subprocess.Popen):
+        return process.poll()
+    return process.exitcode
+
+
+def is_alive(process: Process) -> bool:
+    return code(process) is None
+
+
+def host_store() -> tuple[Any, int]:
+    """A store that ranks meet at, and its port."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, store.port
+
+
+def environment(*more: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a rank: those of this process, and more."""
+    # Of fxpar's own variables the defaults that tests/conftest.py sets.
+    ours = ("FXPAR_PLAN", "FXPAR_SCHEDULE")
+    out = {
+        k: v for k, v in os.environ.items() if not k.startswith("FXPAR_") or k in ours
+    }
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    out |= {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+    for given in more:
+        out |= given
+    return out
+
+
+@contextlib.contextmanager
+def variables(env: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process has these variables too."""
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
