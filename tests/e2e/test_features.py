@@ -416,7 +416,7 @@ def dumped(folder: str) -> tuple[str, torch.Tensor, dict[str, list[torch.Tensor]
         stage = load(path)
         if "local" not in path.name:  # it does not know its rank
             text = path.with_suffix(".txt").read_text()
-            inputs = re.findall(r": f32(\[.*\]) = input$", text, re.MULTILINE)
+            inputs = re.findall(r": f32(\[.*?\])[^=]* = input$", text, re.MULTILINE)
             assert len(inputs) == len(given)
             with torch.no_grad():
                 again[path.stem] = stage.forward(None, *(given[s] for s in inputs))[0]

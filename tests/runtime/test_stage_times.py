@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
+import torch
 
+import fxpar  # noqa: F401  (the backend)
 from fxpar import _torch
 from fxpar.runtime import stage_times
 from fxpar.runtime.stage_times import stage
+from tests.helpers.spawn import shared_pool
 
 
 def rows(text: str) -> dict[str, float]:
@@ -53,3 +57,33 @@ def test_what_torch_times_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown["Dynamo"] == 3.0 and shown["C++ or Triton compiler"] == 0.03
     assert 0.02 <= shown["Inductor"] < 0.2
     assert rows(stage_times.table())["Dynamo"] == 0.0
+
+
+def said(debug: int) -> list[str]:
+    """What the log has of a compiled program."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("fxpar").addHandler(handler)
+    try:
+        torch.compiler.reset()
+        options = {"codegen": "eager", "debug": debug, "schedule": "none"}
+        program = torch.compile(torch.sin, backend="fxpar", options=options)
+        program(torch.ones(4 + debug))
+    finally:
+        logging.getLogger("fxpar").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.multiprocess
+def test_rank_0_prints_where_the_seconds_went() -> None:
+    first, second = shared_pool(2).run(said, 1)
+    (text,) = [each for each in first if "seconds until the forward" in each]
+    assert {"Dynamo", "AOTAutograd", "search", "together"} <= {*rows_of(text)}
+    assert not any("seconds until" in each for each in second)
+    for each in shared_pool(2).run(said, 0):
+        assert not any("seconds until" in line for line in each)
+
+
+def rows_of(text: str) -> dict[str, float]:
+    return rows(text.split("\n", 1)[1])
