@@ -79,7 +79,7 @@ def said(debug: int) -> list[str]:
 def test_rank_0_prints_where_the_seconds_went() -> None:
     first, second = shared_pool(2).run(said, 1)
     (text,) = [each for each in first if "seconds until the forward" in each]
-    assert {"Dynamo", "AOTAutograd", "search", "together"} <= {*rows_of(text)}
+    assert {"Dynamo", "AOTAutograd", "plan", "together"} <= {*rows_of(text)}
     assert not any("seconds until" in each for each in second)
     for each in shared_pool(2).run(said, 0):
         assert not any("seconds until" in line for line in each)
