@@ -45,6 +45,10 @@ class Link:
     inner: Link | None = None
     # Links that hold instead for single kinds of collectives.
     kinds: tuple[tuple[str, Link], ...] = ()
+    # What a rank takes to bring a tensor in memory into the order that collectives
+    # have: seconds for each copy, and for each byte of it, read and written.
+    copy_launch: float = 0.0
+    copy_byte: float = 0.0
 
     def __hash__(self) -> int:
         # Links are looked up often, and the rest is nested.

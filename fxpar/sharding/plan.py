@@ -426,6 +426,8 @@ def _link(saved: Saved) -> Link:
         inside=saved["inside"].count(),
         inner=None if inner.value is None else _link(inner),
         kinds=saved["kinds"].each(lambda x: x.pair(Saved.text, _link)),
+        copy_launch=saved.get("copy_launch", 0.0).number(),
+        copy_byte=saved.get("copy_byte", 0.0).number(),
     )
 
 

@@ -11,7 +11,7 @@ from fxpar.sharding.op_modules import owners
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.program import Op, user_line
 from fxpar.sharding.reshard.needed import Reshard
-from fxpar.sharding.reshard.steps import duration
+from fxpar.sharding.reshard.steps import duration, front
 from fxpar.sharding.search.unequal_shards import note
 from fxpar.sharding.spec import Spec
 
@@ -107,7 +107,7 @@ def _dearest(
     for reshard, sent in reshards:
         value, way = decision.program.values[reshard.value], route(decision, reshard)
         local = value.nbytes / mesh.count(reshard.source.sharded_axes)
-        taken = duration(way, mesh, local) if known else 0.0
+        taken = duration(way, mesh, local, front(value.shape)) if known else 0.0
         name, _, line = cause(decision, reshard).partition(" (")
         steps = tuple(f"{step.kind} {step.names}" for step in way)
         key = reshard.source, reshard.target, steps, line.removesuffix(")") or name

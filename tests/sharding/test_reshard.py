@@ -438,6 +438,83 @@ def test_two_steps_where_these_are_cheaper() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("plain", "copied", "bytes_copied"),
+    [
+        # A gather leaves blocks of the inner dim apart; a reduction scatters them.
+        ("[tp, _] -> [_, _]", "[_, tp] -> [_, _]", 1.0),
+        ("[_, _] partial(sum: tp) -> [tp, _]", "[_, _] partial(sum: tp) -> [_, tp]", 1),
+        # Blocks out of mesh order.
+        ("[dp+tp, _] -> [_, _]", "[tp+dp, _] -> [_, _]", 1.0),
+        # What is sliced off rows is copied where nothing is sent.
+        ("[_, _] -> [tp, _]", "[_, _] -> [_, tp]", 0.25),
+        ("[_, _] -> [_, _]", "[_, _] -> [_, _] partial(sum: tp)", 1.0),
+    ],
+)
+def test_copies_around_collectives_are_priced(
+    plain: str, copied: str, bytes_copied: float
+) -> None:
+    """One kernel that reads and writes so much of the tensor; none without named
+    hardware."""
+    hardware, free, n = lookup("h100"), Mesh.parse("dp=2,tp=4"), 64
+
+    def taken(change: str, on: Mesh) -> float:
+        source, target = map(Spec.parse, change.split(" -> "))
+        counted = float(matrix([source], [target], on, (n, n), 4)[0, 0])
+        assert price(source, target, on, (n, n)) == pytest.approx(counted)
+        return counted
+
+    mesh, kernel = hardware.on(free), hardware.seconds(2 * bytes_copied * n * n * 4)
+    assert taken(copied, mesh) == pytest.approx(taken(plain, mesh) + kernel)
+    assert taken(copied, free) == pytest.approx(taken(plain, free))
+
+
+def test_the_first_dim_of_several_elements_is_joined_as_it_is() -> None:
+    mesh = lookup("h100").on(Mesh.parse("dp=2,tp=4"))
+    first, second = (Spec.parse("[tp, _]"), Spec.parse("[_, _]")), (8, 4096)
+    third = Spec.parse("[_, tp, _]"), Spec.parse("[_, _, _]")
+    whole = price(*first, mesh, second)
+    assert price(*third, mesh, (1, *second)) == pytest.approx(whole)
+    copied = price(*third, mesh, (2, 8, 2048))
+    assert copied > whole + mesh.link("tp").copy_launch
+
+
+def test_a_route_avoids_a_large_copy() -> None:
+    """All of it would be brought into another order before it is reduced; parts are, by
+    a route of more collectives."""
+    source, target = Spec.parse("[_, _] partial(sum: tp)"), Spec.parse("[_, tp]")
+    free, shape = Mesh.parse("dp=2,tp=4"), (4096, 4096)
+    mesh, nbytes = lookup("h100").on(free), 4096.0 * 4096 * 4
+    direct = steps(source, target, free, shape)
+    assert [step.kind for step in direct] == ["reduce_scatter"]
+    taken = price(source, target, mesh, shape)
+    assert taken < 0.9 * duration(direct, mesh, nbytes)
+    assert len(steps(source, target, mesh, shape)) > 1
+
+
+def test_a_copy_beside_a_light_op_is_part_of_its_kernel() -> None:
+    """The first copy where one makes the value, the last where one reads it."""
+    mesh, shape = lookup("h100").on(Mesh.parse("dp=2,tp=4")), (4096, 4096)
+    inner, whole = Spec.parse("[_, tp]"), Spec.parse("[_, _]")
+    other = Spec.parse("[tp, _]")
+    byte = mesh.link("tp").copy_byte
+
+    def taken(source: Spec, target: Spec, before: bool, behind: bool) -> float:
+        found = matrix([source], [target], mesh, shape, 4, (before, behind))
+        return float(found[0, 0])
+
+    copy = mesh.link("tp").copy_launch + byte * 4096 * 4096 * 4
+    gathered = taken(inner, whole, True, True)
+    assert gathered - taken(inner, whole, True, False) == pytest.approx(copy)
+    assert gathered == taken(inner, whole, False, True)
+    part = mesh.link("tp").copy_launch + byte * 4096 * 1024 * 4
+    turned = taken(other, inner, True, True)
+    assert turned - taken(other, inner, False, True) == pytest.approx(part)
+    assert turned == taken(other, inner, True, False)
+    assert taken(whole, inner, True, True) > 0
+    assert taken(whole, inner, False, True) == taken(whole, inner, True, False) == 0
+
+
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 @pytest.mark.parametrize("name", ["dp=2,tp=4", "a=2,b=2,c=4"])
 def test_what_is_lowered_costs_no_more_than_a_search_counts(

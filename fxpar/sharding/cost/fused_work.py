@@ -19,7 +19,7 @@ import torch
 
 from fxpar.sharding import shift_messages
 from fxpar.sharding.cost.hardware import Hardware
-from fxpar.sharding.cost.op import family_of, flops_of, least_of_factors
+from fxpar.sharding.cost.op import family_of, flops_of, is_light, least_of_factors
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, Value, contracts, is_view
@@ -105,6 +105,8 @@ class Regions:
         for op in program.ops:
             if is_view(op):
                 self.base[op.results[0]] = self.base[op.operands[0]]
+        # Of each value, whether it is read, by light ops alone.
+        self.read_by_light = self._read_by_light()
         self.written = self._written()
         self.region = self._regions()
         self.works = self._works()
@@ -112,6 +114,28 @@ class Regions:
     def heavy(self, index: int) -> bool:
         """Whether the op is a kernel of its own that nothing is fused into."""
         return self.flops[index] > 0
+
+    def light_made(self, v: int) -> bool:
+        """Whether Inductor generates the op that makes a value, or what it views."""
+        made = self.program.producers.get(self.base[v])
+        return made is not None and is_light(self.program.ops[made[0]].target)
+
+    def reads_lightly(self, index: int) -> bool:
+        """Whether Inductor generates the op, or all that read the view it is."""
+        op = self.program.ops[index]
+        return self.read_by_light[op.results[0]] if is_view(op) else is_light(op.target)
+
+    def _read_by_light(self) -> list[bool]:
+        program = self.program
+        out = [v.index not in program.outputs for v in program.values]
+        read = {v for op in program.ops for v in op.operands}
+        for op in reversed(program.ops):
+            light = is_light(op.target)
+            if is_view(op):
+                light = op.results[0] in read and out[op.results[0]]
+            for v in op.operands:
+                out[v] &= light
+        return [v in read and light for v, light in enumerate(out)]
 
     def _written(self) -> set[int]:
         """Bases in memory: inputs, what heavy ops read or make, what crosses from the

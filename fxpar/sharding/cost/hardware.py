@@ -202,12 +202,31 @@ class Hardware:
                 reach = size
             if link is None or reach > inside:
                 below = self.levels[i - 1].devices if level.shared and i else 1
-                link = _made(level, min(below, ranks), inside, link)
+                link = self._made(level, min(below, ranks), inside, link)
                 inside = reach
             if inside == size:
                 break
         assert link is not None, "hardware without levels"
         return link
+
+    def _made(
+        self, level: Level, sharing: int, inside: int, inner: Link | None
+    ) -> Link:
+        kinds = tuple(
+            (kind, Link(m.bandwidth / sharing, m.latency, m.overhead, level.tree))
+            for kind, m in level.kinds
+        )
+        return Link(
+            level.bandwidth / sharing,
+            level.latency,
+            level.overhead,
+            level.tree,
+            inside if inner else 1,
+            inner if inside > 1 else None,
+            kinds,
+            self.launch,
+            2 / self.bandwidth,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the file that ``lookup`` reads."""
@@ -231,19 +250,3 @@ def _neighbours(size: int, stride: int, ranks: int, devices: int) -> int:
     if not devices or ranks <= devices or devices % (stride * size) == 0:
         return size
     return math.gcd(size, devices // stride) if devices % stride == 0 else 1
-
-
-def _made(level: Level, sharing: int, inside: int, inner: Link | None) -> Link:
-    kinds = tuple(
-        (kind, Link(m.bandwidth / sharing, m.latency, m.overhead, level.tree))
-        for kind, m in level.kinds
-    )
-    return Link(
-        level.bandwidth / sharing,
-        level.latency,
-        level.overhead,
-        level.tree,
-        inside if inner else 1,
-        inner if inside > 1 else None,
-        kinds,
-    )

@@ -36,7 +36,7 @@ from fxpar.sharding.reshard.moves import (
     named,
     seconds,
 )
-from fxpar.sharding.reshard.steps import KINDS, Step
+from fxpar.sharding.reshard.steps import ALONE, KINDS, Alone, Step, front, written
 from fxpar.sharding.reshard.tokens import Dims, Token, Tokens, count
 from fxpar.sharding.spec import Spec
 
@@ -45,6 +45,8 @@ MOST = 3
 
 # (from, to, share of the whole value that a rank holds before, move)
 Hop = tuple[int, int, float, Move]
+# (kind, axes, of each dim it names whether it is behind the front)
+_Priced = tuple[str, Tokens, tuple[bool, ...]]
 
 
 def matrix(
@@ -53,15 +55,21 @@ def matrix(
     mesh: Mesh,
     shape: Sequence[int],
     itemsize: int,
+    alone: Alone = ALONE,
 ) -> np.ndarray:
-    """(len(sources), len(targets)) seconds."""
+    """(len(sources), len(targets)) seconds; ``alone``: of the first copy and the last
+    whether it is a kernel of its own."""
     room = tuple(math.gcd(size, mesh.size) for size in shape)
     nbytes = float(math.prod(shape) * itemsize)
     place = _places(mesh, len(shape))
     rows = [place.get(_node(spec, mesh), -1) for spec in sources]
     columns = [place.get(_node(spec, mesh), -1) for spec in targets]
-    every = _closure(mesh, room, nbytes)
-    out = every[np.ix_(rows, columns)].copy()
+    every = _closure(mesh, room, nbytes, front(shape))
+    if all(alone):
+        out = every[np.ix_(rows, columns)].copy()
+    else:
+        first = front(shape)
+        out = _between_light(mesh, room, nbytes, first, alone, rows, columns)
     given = [place.get(_node(s.without_partial(), mesh), -1) for s in sources]
     for i, j in itertools.product(range(len(rows)), range(len(columns))):
         if rows[i] < 0 or columns[j] < 0:
@@ -71,6 +79,39 @@ def matrix(
         elif _swaps(sources[i], targets[j], mesh) and np.isfinite(out[i, j]):
             pieces = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
             out[i, j] = min(out[i, j], pieces)
+        if out[i, j] == 0.0 and all(alone):
+            out[i, j] = written(sources[i], targets[j], mesh, shape, itemsize)
+    return out
+
+
+def _between_light(
+    mesh: Mesh,
+    room: tuple[int, ...],
+    nbytes: float,
+    first: int,
+    alone: Alone,
+    rows: Sequence[int],
+    columns: Sequence[int],
+) -> np.ndarray:
+    """What ``_closure`` has for rows and columns where the copy before the first move,
+    or the one behind the last, is part of another kernel."""
+    every = _closure(mesh, room, nbytes, first)
+    before, behind = alone
+    from_here = every[rows]
+    if not before:
+        from_here = _sums(_hops(mesh, room, nbytes, first, (False, True))[rows], every)
+    if behind:
+        return from_here[:, columns]
+    last = _hops(mesh, room, nbytes, first, (True, False))[:, columns]
+    direct = _hops(mesh, room, nbytes, first, alone)[np.ix_(rows, columns)]
+    return np.minimum(_sums(from_here, last), direct)
+
+
+def _sums(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The least sum by way of any spec."""
+    out = np.full((one.shape[0], other.shape[1]), np.inf)
+    for k in range(one.shape[1]):
+        np.minimum(out, one[:, k, None] + other[None, k, :], out=out)
     return out
 
 
@@ -103,14 +144,16 @@ def path(
     op = next(iter(ops), "sum")
     room = tuple(math.gcd(size, mesh.size) for size in shape)
     nbytes = float(math.prod(shape) * itemsize)
-    cost = _closure(mesh, room, nbytes)
+    first = front(shape)
+    cost = _closure(mesh, room, nbytes, first)
+    behind = [d > first for d in range(len(shape))]
     if not np.isfinite(cost[here, end]):
         return None
     out: list[Step] = []
     while here != end:
         best = None
         for _, to, share, move in _leaving(mesh, len(shape))[here]:
-            spent = seconds(move, mesh, nbytes * share)
+            spent = seconds(move, mesh, nbytes * share, behind)
             total = spent + cost[to, end] if np.isfinite(cost[here, to]) else math.inf
             rank = (total * (1 - 1e-9), not KINDS[move.kind].local)
             if best is None or rank < best[0]:
@@ -253,8 +296,22 @@ def _leaving(mesh: Mesh, ndim: int) -> list[list[Hop]]:
 
 
 @lru_cache(maxsize=4096)
-def _closure(mesh: Mesh, room: tuple[int, ...], nbytes: float) -> np.ndarray:
-    """(N, N) seconds between all specs; inf where one does not divide the shape."""
+def _closure(
+    mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int
+) -> np.ndarray:
+    """(N, N) seconds between all specs; inf where one does not divide the shape.
+    ``first``: the ``front`` of the shape."""
+    out = _hops(mesh, room, nbytes, first, ALONE)
+    for k in np.flatnonzero(np.isfinite(out.diagonal())):
+        np.minimum(out, out[:, k, None] + out[None, k, :], out=out)
+    out.setflags(write=False)
+    return out
+
+
+def _hops(
+    mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int, alone: Alone
+) -> np.ndarray:
+    """The same by one move at most."""
     nodes = _nodes(mesh, len(room))
     fits = np.array(
         [
@@ -264,28 +321,28 @@ def _closure(mesh: Mesh, room: tuple[int, ...], nbytes: float) -> np.ndarray:
     )
     out = np.full((len(nodes), len(nodes)), np.inf)
     np.fill_diagonal(out, np.where(fits, 0.0, np.inf))
-    for (kind, tokens), (i, j, share) in _grouped(mesh, len(room)).items():
+    groups = _grouped(mesh, len(room), first)
+    for (kind, tokens, late), (i, j, share) in groups.items():
         cost: np.ndarray | float = 0.0
         if kind:
-            cost = curve(kind, tokens, mesh).seconds(nbytes * share)
+            cost = curve(kind, tokens, mesh, late, alone).seconds(nbytes * share)
         cost = np.where(fits[i] & fits[j], cost, np.inf)
         np.minimum.at(out, (i, j), cost)
-    for k in np.flatnonzero(fits):
-        np.minimum(out, out[:, k, None] + out[None, k, :], out=out)
-    out.setflags(write=False)
     return out
 
 
 @lru_cache(maxsize=64)
 def _grouped(
-    mesh: Mesh, ndim: int
-) -> dict[tuple[str, Tokens], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Moves by what prices them: (from, to, share) of all of one kind and axes. What is
-    local has no kind."""
-    groups: dict[tuple[str, Tokens], list[Hop]] = {}
+    mesh: Mesh, ndim: int, first: int
+) -> dict[_Priced, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Moves by what prices them: (from, to, share) of all of one kind, axes and copies.
+    What is local has no kind."""
+    groups: dict[_Priced, list[Hop]] = {}
     for hop in itertools.chain.from_iterable(_leaving(mesh, ndim)):
         move = hop[-1]
-        key = ("", ()) if KINDS[move.kind].local else (move.kind, move.tokens)
+        key: _Priced = "", (), ()
+        if not KINDS[move.kind].local:
+            key = move.kind, move.tokens, tuple(d > first for d in move.at)
         groups.setdefault(key, []).append(hop)
     return {
         key: (

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from fxpar.sharding.cost.collectives import Curve, along
+from fxpar.sharding.cost.collectives import Curve
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.reshard import steps
 from fxpar.sharding.reshard.steps import KINDS, Step
 from fxpar.sharding.reshard.tokens import Dims, Token, Tokens, count, involved, joined
 from fxpar.sharding.spec import Spec
@@ -134,14 +135,22 @@ def as_step(
     )
 
 
-def seconds(move: Move, mesh: Mesh, nbytes: float) -> float:
-    """Seconds of a move from ``nbytes`` on each rank."""
+def seconds(move: Move, mesh: Mesh, nbytes: float, behind: Sequence[bool]) -> float:
+    """Seconds of a move from ``nbytes`` on each rank. ``behind``: of each dim of the
+    layout whether it is behind the ``front`` of the shape."""
     if KINDS[move.kind].local:
         return 0.0
-    return curve(move.kind, move.tokens, mesh).seconds(nbytes)
+    late = tuple(behind[d] for d in move.at)
+    return curve(move.kind, move.tokens, mesh, late).seconds(nbytes)
 
 
 @lru_cache(maxsize=1 << 14)
-def curve(kind: str, tokens: Tokens, mesh: Mesh) -> Curve:
-    """Seconds over bytes of a collective along tokens."""
-    return along(kind, mesh, named(tokens, mesh))
+def curve(
+    kind: str,
+    tokens: Tokens,
+    mesh: Mesh,
+    late: tuple[bool, ...],
+    alone: steps.Alone = steps.ALONE,
+) -> Curve:
+    """Seconds over bytes of a collective along tokens, as ``steps.curve`` has them."""
+    return steps.curve(kind, mesh, named(tokens, mesh), late, alone)

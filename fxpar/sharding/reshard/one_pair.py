@@ -30,7 +30,7 @@ from fxpar.sharding.reshard.moves import (
     named,
     seconds,
 )
-from fxpar.sharding.reshard.steps import Step
+from fxpar.sharding.reshard.steps import Step, front
 from fxpar.sharding.reshard.tokens import (
     Dims,
     Token,
@@ -70,7 +70,7 @@ def search(
     target.check(mesh, shape)
     nbytes = float(math.prod(shape) * itemsize)
     room = tuple(math.gcd(size, mesh.size) for size in shape)
-    problem, dims = _pose(source, target, mesh, room)
+    problem, dims = _pose(source, target, mesh, room, front(shape))
     share = nbytes / _others(source, dims, mesh)
     costs = {route: _cost(route, problem, share) for route in _routes(problem, share)}
     cheapest = min(costs, key=costs.__getitem__)
@@ -85,10 +85,11 @@ def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:
 
 
 def _pose(
-    source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...]
+    source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...], first: int
 ) -> tuple[_Problem, list[int]]:
     """(the problem to search, the dims it is about). ``room``: the most shards each dim
-    can be cut into (the part of its size that a mesh can divide)."""
+    can be cut into (the part of its size that a mesh can divide). ``first``: the
+    ``front`` of the shape."""
     before, after = dict(source.partial), dict(target.partial)
     for spec, ops in ((source, before), (target, after)):
         if len({_COMMUTES.get(op, op) for op in ops.values()}) > 1:
@@ -119,6 +120,7 @@ def _pose(
     )
     busy = frozenset(position[axis] for axis in kept)
     dims = _concerned(start, goal, room, pending, mesh)
+    copies = any(link.copy_launch or link.copy_byte for link in mesh.links)
     # Dims in a fixed order and without those that stay: what is alike is searched once.
     problem = _Problem(
         mesh,
@@ -127,6 +129,7 @@ def _pose(
         tuple(room[d] for d in dims),
         pending,
         busy,
+        tuple(d > first and copies for d in dims),
     )
     return problem, dims
 
@@ -155,6 +158,8 @@ class _Problem:
     pending: Pending
     # Positions of axes that stay partial, along which values differ.
     busy: frozenset[int]
+    # Dims behind the front of the shape, which are copied; none where that is free.
+    behind: tuple[bool, ...]
 
     @cached_property
     def bandwidth(self) -> float:
@@ -251,7 +256,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
             continue
         for move in moves(problem, *state):
             new = (move.dims, move.pending)
-            total = spent + nudge + seconds(move, problem.mesh, local(state[0]))
+            total = spent + nudge + _seconds(move, problem, local(state[0]))
             if total < best.get(new, math.inf):
                 best[new], came[new] = total, (state, move)
                 order += 1
@@ -273,11 +278,15 @@ def _routes(problem: _Problem, nbytes: float) -> tuple[Moves, ...]:
     return (*ends, _solve(problem, nbytes))
 
 
+def _seconds(move: Move, problem: _Problem, nbytes: float) -> float:
+    return seconds(move, problem.mesh, nbytes, problem.behind)
+
+
 def _cost(route: Moves, problem: _Problem, nbytes: float) -> float:
     """Seconds of a route."""
     dims, total = problem.start, 0.0
     for move in route:
-        total += seconds(move, problem.mesh, nbytes / math.prod(map(count, dims)))
+        total += _seconds(move, problem, nbytes / math.prod(map(count, dims)))
         dims = move.dims
     return total
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from fxpar.sharding.mesh import Link, Mesh
 from fxpar.sharding.reshard import all_pairs, one_pair
-from fxpar.sharding.reshard.steps import Step, duration
+from fxpar.sharding.reshard.steps import Step, duration, front, written
 from fxpar.sharding.spec import Spec
 
 
@@ -35,7 +35,8 @@ def price(
     """Predicted seconds of ``steps``. Cached: costs a dictionary look-up."""
     if source == target:
         return 0.0
-    return _route(source, target, mesh, tuple(shape), itemsize)[1]
+    seconds = _route(source, target, mesh, tuple(shape), itemsize)[1]
+    return seconds or written(source, target, mesh, shape, itemsize)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -49,7 +50,7 @@ def _route(
     other = all_pairs.path(source, target, mesh, shape, itemsize)
     if other is not None:
         local = math.prod(shape) * itemsize / mesh.count(source.sharded_axes)
-        shorter = duration(other, mesh, local)
-        if shorter < duration(route, mesh, local) * (1 - 1e-9):
+        shorter = duration(other, mesh, local, front(shape))
+        if shorter < duration(route, mesh, local, front(shape)) * (1 - 1e-9):
             return other, shorter
     return route, seconds

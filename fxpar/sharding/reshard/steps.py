@@ -1,19 +1,23 @@
 """The steps a reshard is made of: one table of their kinds, and ``Step``, one of them.
 
 ``KINDS`` says of each kind what it does to a spec, to the local shape, how much it
-sends, and whether it communicates at all: slice and mask are local and free, every
+sends and copies, and whether it communicates at all: slice and mask are local, every
 other step is one collective over the ranks that differ on its axes, priced as
-``cost.collectives`` has it. What torch makes of a kind stands in ``passes.lower``,
-under the same names. Axes may be sub-axes (see ``mesh``). ``str(step)`` is what golden
-tests and explanations show.
+``cost.collectives`` has it, and copies around it as ``mesh.Link`` says: kernels that
+read and write memory. A slice or mask is such a kernel where its reshard sends nothing;
+before and behind collectives it is taken to be part of others. What torch makes of a
+kind stands in ``passes.lower``, under the same names. Axes may be sub-axes (see
+``mesh``). ``str(step)`` is what golden tests and explanations show.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.collectives import Curve, along
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -44,6 +48,15 @@ class StepKind:
             return 1.0
         return 1 / k if self.gathered is None else float(k)
 
+    def copied(self, k: int, moved: Sequence[bool]) -> tuple[float, float]:
+        """Bytes that are copied before its collective and behind it, as multiples of
+        those before. A collective cuts and joins blocks that lie one behind the other:
+        a dim that it splits is brought into that form, one that it gathers out of it.
+        ``moved``: of each dim it names whether blocks of it lie otherwise."""
+        before = self.split is not None and moved[self.split]
+        behind = self.gathered is not None and moved[self.gathered]
+        return float(before), self.growth(k) * behind
+
     def shape(self, before: Sequence[int], dims: Sequence[int], k: int) -> list[int]:
         """The local shape after a step that names ``dims``, over k ranks."""
         shape = list(before)
@@ -57,6 +70,15 @@ class StepKind:
 def _part(k: int, nbytes: float) -> float:
     return (k - 1) * nbytes / k
 
+
+# Whether a copy before a collective, and one behind it, is a kernel of its own, as it
+# is beside a contraction; with light ops Inductor makes it one kernel.
+Alone = tuple[bool, bool]
+ALONE: Alone = (True, True)
+
+# Reductions whose identity is written where a rank is not the first; of equal values
+# the largest, smallest and mean are that value.
+MASKED = ("sum", "product")
 
 KINDS: dict[str, StepKind] = {
     # Each rank keeps its part of a dim.
@@ -160,17 +182,88 @@ def _shard(spec: Spec, mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(mesh.index(rank, axes) for axes in spec.dims)
 
 
-def cost(step: Step, mesh: Mesh, nbytes: float) -> float:
-    """Seconds that one step takes from ``nbytes`` on each rank."""
+def front(shape: Sequence[int]) -> int:
+    """The dim whose blocks lie one behind the other in memory: the first that has more
+    than one element."""
+    return next((d for d, size in enumerate(shape) if size > 1), 0)
+
+
+@lru_cache(maxsize=1 << 14)
+def curve(
+    kind: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    late: tuple[bool, ...],
+    alone: Alone = ALONE,
+) -> Curve:
+    """Seconds over bytes of a collective with the copies around it. ``late``: of each
+    dim the step names whether it is behind the ``front`` of the shape."""
+    found, step = along(kind, mesh, axes), KINDS[kind]
+    unordered = bool(late) and mesh.ordered(axes) != axes
+    copied = step.copied(mesh.count(axes), [unordered or x for x in late])
+    copies = [times for times, x in zip(copied, alone, strict=True) if times and x]
+    if not copies:
+        return found
+    launch, byte = _copying(mesh, axes)
+    lines = (
+        replace(
+            line,
+            alpha=line.alpha + len(copies) * launch,
+            beta=line.beta + sum(copies) * byte,
+        )
+        for line in found.lines
+    )
+    return Curve(tuple(lines))
+
+
+def _copying(mesh: Mesh, axes: Sequence[str]) -> tuple[float, float]:
+    """Seconds of a copy: of its start, and of each byte."""
+    links = [mesh.link(axis) for axis in axes]
+    return max(x.copy_launch for x in links), max(x.copy_byte for x in links)
+
+
+def written(
+    source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int
+) -> float:
+    """Seconds of the kernel that a reshard without collectives is: what it slices
+    behind the ``front`` is copied, what it masks is written."""
+    first, before = front(shape), set(source.axes)
+    axes = [
+        axis
+        for d, dim in enumerate(target.dims)
+        for axis in dim
+        if d > first and axis not in before
+    ]
+    axes += [axis for axis, op in target.partial if axis not in before and op in MASKED]
+    share = math.prod(shape) * itemsize / mesh.count(target.sharded_axes)
+    return _kernel(mesh, axes, share)
+
+
+def _kernel(mesh: Mesh, axes: Sequence[str], nbytes: float) -> float:
+    """Seconds of a kernel that copies ``nbytes`` on account of some axes."""
+    axes = [axis for axis in axes if mesh.axis_size(axis) > 1]
+    if not axes:
+        return 0.0
+    launch, byte = _copying(mesh, axes)
+    return launch + byte * nbytes
+
+
+def cost(step: Step, mesh: Mesh, nbytes: float, first: int = 0) -> float:
+    """Seconds that one step takes from ``nbytes`` on each rank, 0 if it is local;
+    ``first``: the ``front`` of the shape."""
     if step.local:
         return 0.0
-    return along(step.kind, mesh, step.axes).seconds(nbytes)
+    late = tuple(d > first for d in step.dims)
+    return curve(step.kind, mesh, step.axes, late).seconds(nbytes)
 
 
-def duration(steps: Sequence[Step], mesh: Mesh, nbytes: float) -> float:
-    """Seconds of steps one after the other, from ``nbytes`` on each rank."""
-    total = 0.0
+def duration(steps: Sequence[Step], mesh: Mesh, nbytes: float, first: int = 0) -> float:
+    """Seconds of steps one after the other, from ``nbytes`` on each rank; ``first`` as
+    of ``cost``."""
+    total, copied = 0.0, list[str]()
     for step in steps:
-        total += cost(step, mesh, nbytes)
+        total += cost(step, mesh, nbytes, first)
         nbytes *= step.growth(mesh)
-    return total
+        if step.op in MASKED or any(d > first for d in step.dims):
+            copied += step.axes
+    return total or _kernel(mesh, copied, nbytes)

@@ -1,9 +1,10 @@
 """The tasks of one step of any choice of the solver, and the order they are launched.
 
 In: a Formulation. Out: ``Layout``: tasks without durations, and which are whose: a
-kernel for each op, and for each edge a row of collectives, one for each step that its
-reshard may take. No choice changes them or their order; durations and axes are what
-``overlap`` gives them. Never looks at a cost but to leave out edges that have none.
+kernel for each op, and for each edge one that copies and a row of collectives, one for
+each step that its reshard may take. No choice changes them or their order; durations
+and axes are what ``overlap`` gives them. Never looks at a cost but to leave out edges
+that have none.
 
 Collectives stand where lowering puts them (``passes.insert_reshards``,
 ``passes.order_collectives``): a value settles, and a partial result is reduced, behind
@@ -49,6 +50,8 @@ class EdgeTasks:
     behind: tuple[int, ...] = ()
     # Before the one that reads it.
     before: tuple[int, ...] = ()
+    # The kernel that copies, before its collectives.
+    copy: int | None = None
 
     def of(self, partial: bool) -> tuple[int, ...]:
         """The tasks that a reshard takes."""
@@ -239,7 +242,10 @@ class _Drawn:
         before: tuple[int, int] | None,
         last: int | None,
     ) -> tuple[EdgeTasks, int | None]:
-        """Collectives of an edge, each behind the one before it; the last of them."""
+        """What an edge copies, and its collectives, each behind the one before it; the
+        last of them."""
+        start = behind or before
+        copy = None if start is None else self.task(f"copies of edge {e}", start)
         made = []
         for at in (behind, before):
             row = []
@@ -248,7 +254,7 @@ class _Drawn:
                 last = self.task(f"edge {e}", at, self.axes, last)
                 row.append(last)
             made.append(tuple(row))
-        return EdgeTasks(*made), last
+        return EdgeTasks(made[0], made[1], copy), last
 
     def layout(self) -> Layout:
         """All tasks in order, waits among them."""
@@ -266,6 +272,7 @@ class _Drawn:
             EdgeTasks(
                 tuple(index[task] for task in row.behind),
                 tuple(index[task] for task in row.before),
+                None if row.copy is None else index[row.copy],
             )
             for row in self.rows
         ]

@@ -34,6 +34,7 @@ from fxpar.sharding.program import Output, Program, backward_ops
 from fxpar.sharding.propagate.at_rest import gathered_again
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.reshard.steps import ALONE, Alone
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
@@ -155,18 +156,51 @@ class _ProblemBuilder:
         """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
-        key = (have.tobytes(), need.tobytes(), self.like(v))
+        alone = self.alone(v, a, b)
+        inside = self.regions.base[v] not in self.regions.written
+        key = (have.tobytes(), need.tobytes(), self.like(v), alone, inside)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
-            self.tables.append(self.between(v, have, need))
+            table = self.between(v, have, need, alone)
+            if inside:
+                table = table + self.in_memory(v, have, need) * (table > 0)
+            self.tables.append(table)
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))
 
-    def between(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
+    def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
+        """Whether copies of a value before and behind its collectives are kernels of
+        their own: no light op makes it, or reads it."""
+        regions, kind = self.regions, self.nodes[b.node].kind
+        made = self.nodes[a.node].kind == "op" and regions.light_made(v)
+        read = kind == "value" and regions.read_by_light[v]
+        if kind == "op":
+            read = regions.reads_lightly(self.nodes[b.node].of)
+        return not made, not read
+
+    def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
+        """Seconds that a collective takes from the region around it: what one kernel
+        would never write is written, and read again by another."""
+        value, on = self.program.values[v], self.hardware
+        before, after = (
+            [value.nbytes / self.mesh.count(pool[n].sharded_axes) for n in numbers]
+            for pool, numbers in ((self.pool.specs, have), (self.pool.specs, need))
+        )
+        return on.launch + np.add.outer(before, after) / on.bandwidth
+
+    def between(
+        self, v: int, have: np.ndarray, need: np.ndarray, alone: Alone = ALONE
+    ) -> np.ndarray:
         """Seconds from each spec to each other of a value."""
         value, pool = self.program.values[v], self.pool.specs
         sources, i = np.unique(have, return_inverse=True)
         targets, j = np.unique(need, return_inverse=True)
-        key = (sources.tobytes(), targets.tobytes(), value.shape, value.dtype.itemsize)
+        key = (
+            sources.tobytes(),
+            targets.tobytes(),
+            value.shape,
+            value.dtype.itemsize,
+            alone,
+        )
         if key not in self.matrices:
             self.matrices[key] = all_pairs.matrix(
                 [pool[n] for n in sources],
@@ -174,6 +208,7 @@ class _ProblemBuilder:
                 self.mesh,
                 value.shape,
                 value.dtype.itemsize,
+                alone,
             )
         return self.matrices[key][i][:, j]
 

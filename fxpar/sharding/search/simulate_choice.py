@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.program import backward_ops
 from fxpar.sharding.reshard import all_pairs
-from fxpar.sharding.reshard.steps import cost
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.solver.problem import FORBIDDEN
@@ -28,8 +28,10 @@ from fxpar.sharding.spec import Spec
 
 # Seconds and axes of tasks.
 _Runs = tuple[dict[int, float], dict[int, int]]
-# Whether a reshard's source is partial; (seconds, axes) of each collective.
-_Cell = tuple[bool, tuple[tuple[float, int], ...]]
+# (seconds, axes) of each collective.
+_Steps = tuple[tuple[float, int], ...]
+# Whether a reshard's source is partial; seconds of copies; its collectives.
+_Cell = tuple[bool, float, _Steps]
 
 
 class Overlap:
@@ -102,12 +104,12 @@ class Overlap:
                 seconds[kernels[node]] = taken + self._launch[node]
         for e in {e for node in strategies for e in self.edges_of[node]}:
             row = rows[e]
-            if not row.behind and not row.before:
+            if row.copy is None:
                 continue
             i, j, _ = problem.edges[e]
             a = strategies.get(i, self.choice[i])
             b = strategies.get(j, self.choice[j])
-            partial, steps = self._cell(e, a, b)
+            partial, seconds[row.copy], steps = self._cell(e, a, b)
             seconds.update(dict.fromkeys((*row.behind, *row.before), 0.0))
             for task, (taken, along) in zip(row.of(partial), steps, strict=False):
                 seconds[task], axes[task] = taken, along
@@ -122,22 +124,26 @@ class Overlap:
             source = found.pool[found.nodes[i].specs[a, what.source]]
             target = found.pool[found.nodes[j].specs[b, what.target]]
             total = float(self.problem.tables[table][a, b])
-            steps: tuple[tuple[float, int], ...] = ()
+            copies, steps = 0.0, tuple[tuple[float, int], ...]()
             if 0 < total < FORBIDDEN:
-                steps = self._collectives(what.value, source, target, total)
-            self._cells[key] = bool(source.partial), steps
+                copies, steps = self._steps(what.value, source, target, total)
+            self._cells[key] = bool(source.partial), copies, steps
         return self._cells[key]
 
-    def _collectives(
+    def _steps(
         self, v: int, source: Spec, target: Spec, total: float
-    ) -> tuple[tuple[float, int], ...]:
-        """Steps of a reshard that takes ``total``; at most one for each mesh axis."""
+    ) -> tuple[float, _Steps]:
+        """Seconds of copies, and the collectives, of a reshard that takes ``total``; at
+        most one for each mesh axis."""
         value, mesh = self.found.program.values[v], self.found.mesh
         way = all_pairs.path(source, target, mesh, value.shape, value.dtype.itemsize)
         local = value.nbytes / mesh.count(source.sharded_axes)
         taken: list[tuple[float, int]] = []
         for step in way or ():
-            seconds = cost(step, mesh, local)
+            seconds = 0.0
+            if not step.local:
+                curve = collectives.along(step.kind, mesh, step.axes)
+                seconds = curve.seconds(local)
             local *= step.growth(mesh)
             bits = self.simulation.bits([a for a in step.axes if a in self.axes])
             if step.local or not bits:
@@ -147,6 +153,9 @@ class Overlap:
                 seconds, bits = seconds + before, bits | along
             taken.append((seconds, bits))
         whole = sum(seconds for seconds, _ in taken)
-        if not whole:  # no path of single steps: all links, for as long as it takes
-            return ((total, self.simulation.bits(self.axes)),)
-        return tuple((seconds * total / whole, bits) for seconds, bits in taken)
+        if way is None:  # no path of single steps: all links, for as long as it takes
+            return 0.0, ((total, self.simulation.bits(self.axes)),)
+        if not whole:
+            return total, ()
+        part = min(1.0, total / whole)
+        return total - whole * part, tuple((x * part, bits) for x, bits in taken)

@@ -4,6 +4,7 @@ with the links it was searched with."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ MOVES = [
 
 @pytest.fixture(autouse=True)
 def _pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine().save(tmp_path / "slow.json")
+    free = replace(machine(), launch=0.0, bandwidth=1e15)  # copies, that is
+    free.save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
 
 
@@ -58,7 +60,8 @@ def test_a_saved_plan_is_lowered_as_it_was_found(
 
 
 def test_links_of_any_kind_come_back(tmp_path: Path) -> None:
-    inner = Link(1e11, 1e-7, 2e-6, kinds=(("all_gather", Link(3e10, 1e-6, 1e-5)),))
+    own = (("all_gather", Link(3e10, 1e-6, 1e-5)),)
+    inner = Link(1e11, 1e-7, 2e-6, kinds=own, copy_launch=2e-6, copy_byte=1e-12)
     outer = Link(1e9, 1e-6, 1e-5, tree=True, inside=2, inner=inner)
     mesh = Mesh((("a", 4), ("b", 2)), (outer, inner))
     plan = fxpar.plan(torch.relu, torch.empty(8, 8), mesh=mesh, mode="propagate")

@@ -406,7 +406,8 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
         best, solution=replace(best.solution, cost=2 * best.solution.cost, gap=0.5)
     )
     began = run_search.begun_from(far, SearchOptions(slow), [best.strategies])
-    assert began.solution.cost == pytest.approx(best.solution.cost)
+    # Both are as good as a search has to be.
+    assert began.solution.cost == pytest.approx(best.solution.cost, rel=1e-4)
     assert began.solution.gap < 1e-3
     # And decide asks for it.
     monkeypatch.setattr(decide, "search", lambda *args, **how: far)
