@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpar
-import fxpar.backend as backend
+from fxpar import compile_job
 
 
 class Stack(nn.Module):
@@ -30,13 +30,13 @@ class Stack(nn.Module):
 def graphs_of(model: nn.Module, monkeypatch) -> list[fx.Graph]:
     """Forward and backward, as they are handed to be run."""
     seen: list[fx.Graph] = []
-    run = backend._run_op_by_op
+    run = compile_job.run_op_by_op
 
     def watch(gm, examples):
         seen.append(gm.graph)
         return run(gm, examples)
 
-    monkeypatch.setattr(backend, "_run_op_by_op", watch)
+    monkeypatch.setattr(compile_job, "run_op_by_op", watch)
     torch._dynamo.reset()
     options = {"codegen": "eager", "mesh": "dp=1,tp=1"}
     compiled = torch.compile(model, backend="fxpar", options=options)

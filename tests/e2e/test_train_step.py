@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 import fxpar
+from fxpar import compile_job
 from fxpar.errors import PlanError
 from tests.helpers.models import NAMES, build_double, double
 from tests.helpers.spawn import ranks_of, shared_pool
@@ -197,16 +198,15 @@ def test_two_ranks(shard: bool) -> None:
 
 def collectives(mesh: str) -> list[str]:
     """Those that the compiled step of a small net runs, parameters whole."""
-    from fxpar import backend
 
     kept: list[str] = []
-    run = backend._run_op_by_op
+    run = compile_job.run_op_by_op
 
     def keep(gm: Any, examples: Any) -> Any:
         kept.extend(str(node.target) for node in gm.graph.nodes)
         return run(gm, examples)
 
-    backend._run_op_by_op = keep  # type: ignore[assignment]
+    compile_job.run_op_by_op = keep  # type: ignore[assignment]
     try:
         with double():
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -220,7 +220,7 @@ def collectives(mesh: str) -> list[str]:
             )
             step(torch.ones(8, 8))
     finally:
-        backend._run_op_by_op = run
+        compile_job.run_op_by_op = run
     return [name for name in kept if "all_reduce" in name]
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fxpar
+from fxpar import compile_job
 from fxpar.errors import FxparWarning, OptionError, PlanError
 from tests.helpers.step_programs import (
     OPTIMIZERS,
@@ -352,21 +353,20 @@ def test_post_hooks_run() -> None:
 
 def test_every_op_knows_its_phase(tmp_path: Any) -> None:
     """The border between backward and update stays visible in what is run."""
-    from fxpar import backend
 
     kept: list[Any] = []
-    run = backend._run_op_by_op
+    run = compile_job.run_op_by_op
 
     def keep(gm: Any, examples: Any) -> Any:
         kept.append(gm.graph)
         return run(gm, examples)
 
-    backend._run_op_by_op = keep  # type: ignore[assignment]
+    compile_job.run_op_by_op = keep  # type: ignore[assignment]
     try:
         model = build()
         train_step(model, torch.optim.SGD(model.parameters(), 0.1))(*batches(1)[0])
     finally:
-        backend._run_op_by_op = run
+        compile_job.run_op_by_op = run
     (graph,) = kept
     calls = [n for n in graph.nodes if n.op == "call_function"]
     phases = [n.meta.get("custom", {}).get("fxpar_phase") for n in calls]
