@@ -309,10 +309,15 @@ def test_plan_round_trips_and_applies_again(tmp_path):
         fxpar.plan(model, x, mesh="dp=4", grad=True, mode=str(path))
 
 
-@pytest.mark.parametrize("mode", ["propagate", "search"])
-def test_axes_of_unlike_sizes_change_places_without_a_gather(mode, monkeypatch):
-    """tp in two pieces: one goes where dp was, the other follows by an all-to-all."""
-    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+@pytest.mark.parametrize(
+    ("mode", "hardware"), [("propagate", "h100"), ("search", "cpu")]
+)
+def test_axes_of_unlike_sizes_change_places_without_a_gather(
+    mode, hardware, monkeypatch
+):
+    """tp in two pieces: one goes where dp was, the other follows by an all-to-all. (A
+    search on h100 gathers: the copy before an exchange costs more than its bytes.)"""
+    monkeypatch.setenv("FXPAR_HARDWARE", hardware)
     x, y, given = torch.randn(64, 64), torch.randn(64, 64), Spec("dp", "tp")
     plan = fxpar.plan(
         lambda x, y: x.t() + y,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar import pipeline
+from fxpar import cache_files, pipeline
 from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
@@ -211,18 +211,18 @@ def without_digest(text: str) -> str:
 
 def anothers(text: str) -> str:
     data = json.loads(text) | {"key": "f" * 64}
-    return json.dumps(data | {"digest": plan_store._digest(data)})
+    return json.dumps(data | {"digest": cache_files._digest(data)})
 
 
 def no_plan(text: str) -> str:
     data = json.loads(text) | {"plan": {"mesh": "dp=2"}}
-    return json.dumps(data | {"digest": plan_store._digest(data)})
+    return json.dumps(data | {"digest": cache_files._digest(data)})
 
 
 def no_mesh(text: str) -> str:
     data = json.loads(text)
     data["plan"]["mesh"] = "nonsense"
-    return json.dumps(data | {"digest": plan_store._digest(data)})
+    return json.dumps(data | {"digest": cache_files._digest(data)})
 
 
 @pytest.mark.parametrize(
