@@ -220,7 +220,7 @@ def lower_own_shard(
         return ir.Pointwise.create(
             device=device,
             dtype=torch.int64,
-            inner_fn=lambda _: ops.index_expr(at, torch.int64),
+            inner_fn=lambda _: inductor_integer(ops, at, torch.int64),
             ranges=[],
         )
 
