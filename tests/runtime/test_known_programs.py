@@ -221,9 +221,11 @@ def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
     warm = pool.run(started, folders[:1] * 2, timeout=600.0)
     for first, second in zip(cold, warm, strict=True):
         assert first["apart"] < 1e-12 and second["apart"] < 1e-12
-        assert first["planned"] == 1 and first["hits"] == 0 and first["traced"] == 1
+        assert first["planned"] == 1 and first["hits"] == 0
         assert second["planned"] == 0 and second["hits"] == 1 and second["traced"] == 0
         assert first["plan"] == second["plan"]
+    # One rank may read what the other has just left in their folder.
+    assert any(first["traced"] for first in cold)
     # A damaged file of rank 0 is made anew.
     for path in Path(folders[0], "fxpar").glob("*.json"):
         _cut(path)
