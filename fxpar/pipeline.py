@@ -104,6 +104,7 @@ JOINT = (
     _always("plan", steps.make_plan, "planned"),
     _always("insert_reshards", steps.insert_reshards, "resharded"),
     _always("localize", steps.localize),
+    _always("cut_batch", steps.cut_batch),
     _may("schedule", steps.apply_schedule, "rewritten"),
     _always("lower", steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),

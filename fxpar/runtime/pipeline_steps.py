@@ -36,6 +36,7 @@ from fxpar.passes.forward_backward import as_run
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
@@ -261,6 +262,16 @@ def localize(state: JointState) -> None:
     state.graph = partition(state.graph, state.decided, state.fake_mode)
 
 
+def cut_batch(state: JointState) -> None:
+    """The rank's batch in parts, one after the other."""
+    parts = state.request.microbatches
+    if parts > 1:
+        state.graph, notes = cut_microbatches(
+            state.graph, state.decided, parts, state.fake_mode
+        )
+        state.notes = (*state.notes, *notes)
+
+
 def apply_schedule(state: JointState) -> None:
     """The verbs of the schedule that is given, saved or chosen."""
     request, mesh, before = state.request, state.decided.mesh, state.graph
@@ -274,7 +285,7 @@ def apply_schedule(state: JointState) -> None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        state.notes = (chosen.note,) if chosen.schedule else ()
+        state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
         if saved is not None and text == "auto":
