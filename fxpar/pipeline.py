@@ -90,7 +90,7 @@ def _order(name: str) -> Callable[[PhaseState], None]:
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", steps.show_bodies),
-    _always("lift_seeds", steps.lift_body_seeds),
+    _always("refuse_body_draws", steps.refuse_body_draws),
     _always("count_loop_steps", steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("find_shifts", _rewrite(find_shifts)),

@@ -30,7 +30,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes.body_seeds import lift_seeds
+from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.localize import partition
@@ -163,9 +163,9 @@ def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
 
 
-def lift_body_seeds(state: JointState) -> None:
-    """Bodies take their random seeds as operands."""
-    lift_seeds(state.graph, state.fake_mode)
+def refuse_body_draws(state: JointState) -> None:
+    """Bodies draw what seeds say, which they take as operands."""
+    refuse_draws(state.graph)
 
 
 def count_loop_steps(state: JointState) -> None:
