@@ -24,7 +24,12 @@ from fxpar.sharding.mesh import Mesh
 Size: TypeAlias = int | fx.Node
 
 # The second operand that leaves the first as it is.
-_NEUTRAL: dict[Any, int] = {operator.add: 0, operator.mul: 1, operator.floordiv: 1}
+_NEUTRAL: dict[Any, int] = {
+    operator.add: 0,
+    operator.sub: 0,
+    operator.mul: 1,
+    operator.floordiv: 1,
+}
 
 # What a rewritten node keeps of the node it comes from.
 PROVENANCE = (
