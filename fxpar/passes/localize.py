@@ -200,7 +200,10 @@ class _Localizer:
     def _reshard(self, node: fx.Node) -> fx.Node:
         reshard = node.meta["fxpar_reshard"]
         node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
-        return emit(self.build, self.map[node.args[0]], route(self.decision, reshard))
+        shape = self.program.values[reshard.value].shape
+        steps = route(self.decision, reshard)
+        x = self.map[node.args[0]]
+        return emit(self.build, x, steps, reshard.source, shape)
 
     def _op(self, node: fx.Node, op: Op) -> fx.Node:
         strategy = self.decision.strategies[op.index]

@@ -10,7 +10,9 @@ as on one device; what is drawn comes from rank 0.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -66,9 +68,11 @@ def bind(
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
         args = _with_group(args, group_of)
-        if node.target is custom_ops.offset:
-            with custom_ops.as_rank(rank):
-                done[node] = custom_ops.offset(*node.args)
+        if node.target in custom_ops.PLACES:
+            done[node] = custom_ops.place(node.target, node.args, rank)
+            continue
+        if _is_size(node) and all(isinstance(x, int) for x in args):
+            done[node] = node.target(*args)
             continue
         sent = _sent_as(node, inductor)
         if sent is not None and node.target is _C10D.wait_tensor.default:
@@ -112,6 +116,13 @@ def bind(
         uncount_steps(new, fake_mode)
     new.lint()
     return new
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size of other sizes."""
+    return isinstance(node.target, BuiltinFunctionType | type) and (
+        isinstance(node.meta.get("val"), int) and node.target is not operator.getitem
+    )
 
 
 def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
