@@ -353,7 +353,7 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result else None,
+        mesh=result.plan.mesh if result and result.decision.is_even else None,
     )
     run_steps(PHASE, state)
     return state.regions

@@ -197,6 +197,10 @@ class Builder:
         node.meta["val"] = operation(value_of(a), value_of(b))
         return node
 
+    def missing(self, room: Size, size: Size) -> Size:
+        """Rows by which ``size`` falls short of ``room``."""
+        return 0 if room is size else self.compute(operator.sub, room, size)
+
     def product(self, sizes: Iterable[Size]) -> Size:
         """The product of sizes."""
         out: Size = 1

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import FxparWarning, PlanError, ScheduleError, compose
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
@@ -258,8 +258,14 @@ def insert_reshards(state: JointState) -> None:
     state.graph = resharding.insert_reshards(state.graph, state.decided)
 
 
+# Ranks with shards of unlike sizes would fill their buckets with other collectives.
+_UNEVEN = Schedule.of("buckets(bytes=0)")
+
+
 def localize(state: JointState) -> None:
     state.graph = partition(state.graph, state.decided, state.fake_mode)
+    if not state.decided.is_even:
+        state.schedule = _UNEVEN
 
 
 def cut_batch(state: JointState) -> None:
@@ -277,6 +283,9 @@ def apply_schedule(state: JointState) -> None:
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
     saved = state.known
+    if not state.decided.is_even:
+        _refuse_uneven(request.schedule)
+        return
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -295,6 +304,15 @@ def apply_schedule(state: JointState) -> None:
     if state.schedule:
         fuse_nodes.inline(after)
         state.graph = after
+
+
+def _refuse_uneven(text: str) -> None:
+    """Raise ScheduleError if a schedule has verbs: they cut all shards alike."""
+    if text not in ("auto", "none") and Schedule.of(text).lines:
+        raise ScheduleError(
+            "the schedule rewrites a program some of whose shards are not alike",
+            fix="leave the schedule out, or choose mesh sizes that divide the dims",
+        )
 
 
 def lower(state: JointState) -> None:
