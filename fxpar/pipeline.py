@@ -104,6 +104,7 @@ JOINT = (
     _always("plan", steps.make_plan, "planned"),
     _always("insert_reshards", steps.insert_reshards, "resharded"),
     _always("localize", steps.localize),
+    _always("cut_batch", steps.cut_batch),
     _may("schedule", steps.apply_schedule, "rewritten"),
     _always("lower", steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),
@@ -352,7 +353,7 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result else None,
+        mesh=result.plan.mesh if result and result.decision.is_even else None,
     )
     run_steps(PHASE, state)
     return state.regions

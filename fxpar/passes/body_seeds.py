@@ -38,7 +38,7 @@ _FIX = "draw the numbers outside and pass them in"
 
 
 @dataclass(frozen=True)
-class _Call:
+class _DrawingCall:
     """How an op runs its bodies."""
 
     # Of its arguments the bodies that are computed, and the test of a loop.
@@ -59,10 +59,12 @@ class _Call:
 
 
 _CALLS = {
-    "cond": _Call(bodies=(1, 2), inputs=(3,), seed=3),
-    "map_impl": _Call(bodies=(0,), inputs=(1, 2), seed=1, rows=1),
-    "scan": _Call(bodies=(0,), inputs=(1, 2, 3), seed=2, rows=2),
-    "while_loop": _Call(bodies=(1,), inputs=(2, 3), seed=2, carried=True, test=0),
+    "cond": _DrawingCall(bodies=(1, 2), inputs=(3,), seed=3),
+    "map_impl": _DrawingCall(bodies=(0,), inputs=(1, 2), seed=1, rows=1),
+    "scan": _DrawingCall(bodies=(0,), inputs=(1, 2, 3), seed=2, rows=2),
+    "while_loop": _DrawingCall(
+        bodies=(1,), inputs=(2, 3), seed=2, carried=True, test=0
+    ),
 }
 
 
@@ -197,7 +199,7 @@ def _run(body: Callable[..., Any], draws: _Draws, inputs: Sequence[Any]) -> Any:
         _ACTIVE.pop()
 
 
-def _draws(call: _Call, args: tuple[Any, ...]) -> bool:
+def _draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
     """Whether bodies of a call draw what seeds say."""
     inputs = [x for group in call.inputs for x in args[group]]
     start = sum(len(args[g]) for g in call.inputs if call.rows and g < call.rows)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import FxparWarning, PlanError, ScheduleError, compose
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
@@ -36,6 +36,7 @@ from fxpar.passes.forward_backward import as_run
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
@@ -257,8 +258,24 @@ def insert_reshards(state: JointState) -> None:
     state.graph = resharding.insert_reshards(state.graph, state.decided)
 
 
+# Ranks with shards of unlike sizes would fill their buckets with other collectives.
+_UNEVEN = Schedule.of("buckets(bytes=0)")
+
+
 def localize(state: JointState) -> None:
     state.graph = partition(state.graph, state.decided, state.fake_mode)
+    if not state.decided.is_even:
+        state.schedule = _UNEVEN
+
+
+def cut_batch(state: JointState) -> None:
+    """The rank's batch in parts, one after the other."""
+    parts = state.request.microbatches
+    if parts > 1:
+        state.graph, notes = cut_microbatches(
+            state.graph, state.decided, parts, state.fake_mode
+        )
+        state.notes = (*state.notes, *notes)
 
 
 def apply_schedule(state: JointState) -> None:
@@ -266,6 +283,9 @@ def apply_schedule(state: JointState) -> None:
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
     saved = state.known
+    if not state.decided.is_even:
+        _refuse_uneven(request.schedule)
+        return
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -274,7 +294,7 @@ def apply_schedule(state: JointState) -> None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        state.notes = (chosen.note,) if chosen.schedule else ()
+        state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
         if saved is not None and text == "auto":
@@ -284,6 +304,15 @@ def apply_schedule(state: JointState) -> None:
     if state.schedule:
         fuse_nodes.inline(after)
         state.graph = after
+
+
+def _refuse_uneven(text: str) -> None:
+    """Raise ScheduleError if a schedule has verbs: they cut all shards alike."""
+    if text not in ("auto", "none") and Schedule.of(text).lines:
+        raise ScheduleError(
+            "the schedule rewrites a program some of whose shards are not alike",
+            fix="leave the schedule out, or choose mesh sizes that divide the dims",
+        )
 
 
 def lower(state: JointState) -> None:
