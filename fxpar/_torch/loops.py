@@ -7,6 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -95,22 +96,32 @@ def rewrite_calls(names: Sequence[str], rewrite: Rewrite) -> None:
 
 @contextlib.contextmanager
 def calls_rewritten() -> Iterator[None]:
-    """Inside, calls that are traced are what ``rewrite_calls`` was told."""
+    """Inside, calls that are traced are what ``rewrite_calls`` was told: before they
+    are differentiated, and in inference mode, where they are not, before they are made
+    functional."""
     from torch._C import DispatchKey
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-    ops = [getattr(torch.ops.higher_order, name) for name in _REWRITES]
-    kernels = [op.py_kernels[DispatchKey.Autograd] for op in ops]
-
-    def put(kernels: Sequence[Callable[..., Any]]) -> None:
-        for op, kernel in zip(ops, kernels, strict=True):
-            op.py_kernels[DispatchKey.Autograd] = kernel
+    with contextlib.ExitStack() as stack:
+        for op in [getattr(torch.ops.higher_order, name) for name in _REWRITES]:
+            autograd = op.py_kernels[DispatchKey.Autograd]
+            functional = op.python_key_table[FunctionalTensorMode]
+            kernels = {DispatchKey.Autograd: functools.partial(_traced, op, autograd)}
+            modes = {
+                FunctionalTensorMode: functools.partial(_functional, op, functional)
+            }
+            stack.callback(op._dispatch_cache.clear)
+            stack.enter_context(mock.patch.dict(op.py_kernels, kernels))
+            stack.enter_context(mock.patch.dict(op.python_key_table, modes))
             op._dispatch_cache.clear()
-
-    put([functools.partial(_traced, *x) for x in zip(ops, kernels, strict=True)])
-    try:
         yield
-    finally:
-        put(kernels)
+
+
+def _functional(
+    op: Any, kernel: Callable[..., Any], mode: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As ``_traced``, by the kernel that a mode has."""
+    return _traced(op, functools.partial(kernel, mode), *args, **kwargs)
 
 
 def _traced(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
