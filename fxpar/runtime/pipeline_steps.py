@@ -30,13 +30,14 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import graph_bodies, normalize, reshard_after_forward
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes.body_seeds import lift_seeds
+from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
@@ -164,9 +165,9 @@ def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
 
 
-def lift_body_seeds(state: JointState) -> None:
-    """Bodies take their random seeds as operands."""
-    lift_seeds(state.graph, state.fake_mode)
+def refuse_body_draws(state: JointState) -> None:
+    """Bodies draw what seeds say, which they take as operands."""
+    refuse_draws(state.graph)
 
 
 def count_loop_steps(state: JointState) -> None:
@@ -281,6 +282,16 @@ def localize(state: JointState) -> None:
         state.schedule = _UNEVEN
 
 
+def cut_batch(state: JointState) -> None:
+    """The rank's batch in parts, one after the other."""
+    parts = state.request.microbatches
+    if parts > 1:
+        state.graph, notes = cut_microbatches(
+            state.graph, state.decided, parts, state.fake_mode
+        )
+        state.notes = (*state.notes, *notes)
+
+
 def apply_schedule(state: JointState) -> None:
     """The verbs of the schedule that is given, saved or chosen."""
     request, mesh, before = state.request, state.decided.mesh, state.graph
@@ -297,7 +308,7 @@ def apply_schedule(state: JointState) -> None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        state.notes = (chosen.note,) if chosen.schedule else ()
+        state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
         if saved is not None and text == "auto":
