@@ -356,8 +356,10 @@ class _Parallelize:
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
-        request, result = self.request, self.result
-        self.regions += pipeline.scheduled(graph, request, result, backward=backward)
+        inductor = self.job.options.codegen == "inductor"
+        self.regions += pipeline.scheduled(
+            graph, self.request, self.result, backward=backward, inductor=inductor
+        )
         self.launches += crossings(graph)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
