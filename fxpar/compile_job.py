@@ -365,7 +365,13 @@ class _Parallelize:
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""
-        made = compile_once(graph, f"{self.request.name}/{which}", call)
+
+        def compile_here(text: str | None) -> Any:
+            status_line.rename(f"Inductor, {which}")
+            return call(text)
+
+        status_line.rename(f"waiting for the rank that compiles the {which}")
+        made = compile_once(graph, f"{self.request.name}/{which}", compile_here)
         if which == "backward":
             self.say_seconds(which)
         return made

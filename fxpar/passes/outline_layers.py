@@ -155,7 +155,7 @@ def _computes(target: Any) -> bool:
     """Whether an op is a function of its operands alone, and its strides are too."""
     if not isinstance(target, _torch.inductor.OpOverload) or target in _CONVOLUTIONS:
         return False
-    if op_facts_of(target).mutates or target._schema.is_mutable:
+    if op_facts_of(target).mutates or _torch.objects.is_mutable(target):
         return False
     draws = {
         *(ours.random.default, ours.randint.default),
@@ -275,7 +275,8 @@ def _shows(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _shows(node.args[0])
-    returns = node.target._schema.returns if hasattr(node.target, "_schema") else ()
+    schema = _torch.objects.schema_of(node.target)
+    returns = schema.returns if schema is not None else ()
     return is_view(node) or any(x.alias_info is not None for x in returns)
 
 

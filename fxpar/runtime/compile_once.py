@@ -23,7 +23,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import RankMismatchError
-from fxpar.explain import status_line
 from fxpar.passes.outline_layers import INVOKE
 from fxpar.runtime import presence
 from fxpar.runtime.consensus import poll
@@ -135,7 +134,6 @@ def _follow(channel: Channel, key: str, what: str, leader: int) -> None:
     """Wait until the rank that compiles has, and take over what it made."""
     done = f"{key}/done"
     patience = Patience(channel.presence, presence.timeout())
-    status_line.rename(f"waiting for rank {leader}, which runs Inductor")
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
         if not poll(lambda: channel.has(done), patience, lambda: [leader]):
             raise RankMismatchError(

@@ -5,19 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxpar
 from fxpar import _torch
 from fxpar.passes.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.runtime import pipeline_steps
+from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 
 c10d = torch.ops._c10d_functional
 
 Tensor = torch.Tensor
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+MEGATRON = {
+    **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
+    **{f"*{name}.weight": (None, "tp") for name in ("o_proj", "down_proj")},
+}
 
 
 def layer(x: Tensor, w: Tensor, *, scale: float = 0.5) -> Tensor:
@@ -178,3 +189,62 @@ def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> N
     early = code.replace("buf14 = torch", "layer0_args = [buf8]\nbuf14 = torch", 1)
     assert "is read before its wait" in hazards(early)[0]
     assert code.count("def layer0(args)") == 1
+
+
+def trained(layout: str, disable: str) -> tuple[list[list[float]], list[int]]:
+    """Losses and sums of gradients of a Llama of six layers, compiled by Inductor, and
+    how many calls of bodies its forward and its backward have."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    model: Any = LlamaForCausalLM(config).double()
+    rank = dist.get_rank() if layout != "tp" else 0
+    options: dict[str, Any] = {"mesh": "tp=2", "hints": MEGATRON}
+    if layout != "tp":
+        options = {"mesh": "dp=2", "inputs": "local"}
+    if layout == "shard":
+        model = fxpar.shard(model, mesh="dp=2")
+    counts = []
+
+    def counted(graph: fx.Graph) -> int:
+        counts.append(outline_layers(graph))
+        return counts[-1]
+
+    options |= {"plan": "propagate", "disable": disable}
+    step = torch.compile(model, backend="fxpar", dynamic=False, options=options)
+    numbers = []
+    for _ in range(2):
+        ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
+        with mock.patch.object(pipeline_steps, "outline_layers", counted):
+            loss = step(input_ids=ids, labels=ids).loss
+            loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        sums = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        numbers.append([loss.item(), *(g.square().sum().item() for g in sums)])
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    return numbers, counts
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", ["dp", "shard", "tp"])
+def test_a_llama_computes_the_same(layout: str) -> None:
+    pool = shared_pool(2)
+    plain = pool.run(trained, layout, "outline_layers", timeout=600)
+    calling = pool.run(trained, layout, "", timeout=600)
+    assert plain[0][1] == []
+    assert all(min(calls) >= LEAST_CALLS for _, calls in calling)
+    for (one, _), (other, _) in zip(plain, calling, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

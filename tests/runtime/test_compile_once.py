@@ -229,6 +229,7 @@ def test_bodies_are_part_of_the_text() -> None:
     assert text(with_body(2.0)) == text(with_body(2.0)) is not None
     assert text(with_body(2.0)) != text(with_body(3.0))
     of_tensor = with_body(2.0)
+    del of_tensor.owning_module.layer0
     of_tensor.owning_module.layer0 = torch.ones(4)
     assert text(of_tensor) is None
 
