@@ -37,6 +37,9 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 12
 
+# Where steps of bodies were measured, and are as fast.
+DEVICES = {"cpu"}
+
 # Bytes.
 ALIGNED = 16
 
@@ -146,6 +149,8 @@ def _fits(node: fx.Node) -> bool:
         return _fits(node.args[0])
     read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
     every = [*made, *(x for each in read for x in each)]
+    if not {x.device.type for x in every} <= DEVICES:
+        return False
     sizes = (n for x in every for n in (*x.shape, *x.stride()))
     return all(read) and _computes(node.target) and all(type(n) is int for n in sizes)
 
