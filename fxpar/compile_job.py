@@ -358,15 +358,23 @@ class _Parallelize:
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
-        request, result = self.request, self.result
-        self.regions += pipeline.scheduled(graph, request, result, backward=backward)
+        inductor, result = self.job.options.codegen == "inductor", self.result
+        self.regions += pipeline.scheduled(
+            graph, self.request, result, backward=backward, inductor=inductor
+        )
         even = result is None or result.decision.is_even
         self.launches += crossings(graph, even=even)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""
-        made = compile_once(graph, f"{self.request.name}/{which}", call)
+
+        def compile_here(text: str | None) -> Any:
+            status_line.rename(f"Inductor, {which}")
+            return call(text)
+
+        status_line.rename(f"waiting for the rank that compiles the {which}")
+        made = compile_once(graph, f"{self.request.name}/{which}", compile_here)
         if which == "backward":
             self.say_seconds(which)
         return made

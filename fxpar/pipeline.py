@@ -131,6 +131,7 @@ PHASE = (
     _always("give_outputs", _order("give_outputs")),
     _may("fuse_regions", steps.fuse_regions),
     _may("delay", _order("delay"), "scheduled"),
+    _may("outline_layers", steps.outline_repeated),
 )
 
 # Whose seconds are shown by themselves; before them the program is normalized, behind
@@ -344,10 +345,16 @@ def _fuses(request: Request, schedule: Schedule) -> bool:
 
 
 def scheduled(
-    graph: fx.Graph, request: Request, result: Result | None, *, backward: bool
+    graph: fx.Graph,
+    request: Request,
+    result: Result | None,
+    *,
+    backward: bool,
+    inductor: bool = False,
 ) -> list[str]:
     """Run the steps of ``PHASE`` on a forward or a backward, in place; what of it runs
-    as generated kernels. ``result``: None where nothing was planned."""
+    as generated kernels. ``result``: None where nothing was planned; ``inductor``: the
+    graph goes there."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,
@@ -355,6 +362,7 @@ def scheduled(
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result and result.decision.is_even else None,
+        inductor=inductor,
     )
     run_steps(PHASE, state)
     return state.regions

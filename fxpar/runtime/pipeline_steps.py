@@ -39,6 +39,7 @@ from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
+from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import binding, plan_store
@@ -153,6 +154,8 @@ class PhaseState(PipelineState):
     which: str
     # None where nothing was planned: no regions are fused.
     mesh: Mesh | None
+    # The graph goes to Inductor.
+    inductor: bool = False
     # What runs as generated kernels.
     regions: list[str] = field(default_factory=list)
 
@@ -412,6 +415,12 @@ def fuse_regions(state: PhaseState) -> None:
     state.regions += [f"{which}: {text}" for text in fused.lines]
     if request.leads and (chosen or fused.programs or fused.left):
         say(fused, f"{request.name}/{which}", request.debug)
+
+
+def outline_repeated(state: PhaseState) -> None:
+    """Layers that repeat as calls of one body, where Inductor is to compile it."""
+    if state.inductor:
+        outline_layers(state.graph)
 
 
 def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:
