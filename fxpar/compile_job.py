@@ -358,7 +358,7 @@ class _Parallelize:
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
-        inductor, result = self.job.options.codegen == "inductor", self.result
+        result, inductor = self.result, self.job.options.codegen == "inductor"
         self.regions += pipeline.scheduled(
             graph, self.request, result, backward=backward, inductor=inductor
         )

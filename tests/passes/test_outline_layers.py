@@ -247,4 +247,5 @@ def test_a_llama_computes_the_same(layout: str) -> None:
     assert plain[0][1] == []
     assert all(min(calls) >= LEAST_CALLS for _, calls in calling)
     for (one, _), (other, _) in zip(plain, calling, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+        # HF norms and losses are float32 whatever the model is.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
