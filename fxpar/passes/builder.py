@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import custom_ops
+from fxpar.passes import custom_ops, size_nodes
 from fxpar.sharding.mesh import Mesh
 
 # What a rewritten node keeps of the node it comes from.
@@ -46,8 +46,8 @@ def value_of(arg: Any) -> Any:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of a node's tensor value."""
-    return tuple(int(n) for n in node.meta["val"].shape)
+    """Shape of a node's tensor value, open sizes as symbols."""
+    return tuple(node.meta["val"].shape)
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
@@ -97,7 +97,10 @@ class Builder:
             yield
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add ``target(*args, **kwargs)``; arguments may hold nodes."""
+        """Add ``target(*args, **kwargs)``; arguments may hold nodes, and open sizes,
+        which become nodes."""
+        args = size_nodes.as_nodes(self.graph, args)
+        kwargs = size_nodes.as_nodes(self.graph, kwargs)
         node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:
             node.meta["val"] = target(*value_of(args), **value_of(kwargs))
@@ -128,8 +131,9 @@ class Builder:
         if not axes or stride == 0:
             return base
         more = (around,) if around else ()
+        args = str(self.mesh), tuple(axes), stride, base, *more
         node = self.graph.call_function(
-            custom_ops.offset, (str(self.mesh), tuple(axes), stride, base, *more)
+            custom_ops.offset, size_nodes.as_nodes(self.graph, args)
         )
         node.meta["val"] = base
         return node

@@ -122,7 +122,7 @@ def axes_of(node: fx.Node) -> Axes:
 def step(build: Builder, target: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
     """Append one step, with its fake value."""
     node = build.graph.call_function(target, (x, *args))
-    value, shape = x.meta["val"], [int(n) for n in x.meta["val"].shape]
+    value, shape = x.meta["val"], list(x.meta["val"].shape)
     if target is send:
         shape = [0]
     elif target is not recv:

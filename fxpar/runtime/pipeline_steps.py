@@ -28,7 +28,12 @@ from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
-from fxpar.passes import graph_bodies, normalize, reshard_after_forward
+from fxpar.passes import (
+    graph_bodies,
+    normalize,
+    reshard_after_forward,
+    size_nodes,
+)
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import lift_seeds
 from fxpar.passes.builder import Builder, copy_of
@@ -49,7 +54,7 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import Program, read
+from fxpar.sharding.program import OPEN, Program, read, with_open_sizes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
@@ -89,6 +94,8 @@ class JointState(PipelineState):
     fake_mode: Any
     # The one-device graph.
     normalized: fx.Graph
+    # Whether sizes are symbols in it.
+    open: bool = False
     program: Program = field(init=False)
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
@@ -181,10 +188,11 @@ def look_up_plan(state: JointState) -> None:
     """The plan of the request, or of the disk, if there is one."""
     request = state.request = _searchable(state.request)
     asked = request.mode
-    state.program = read(state.graph, request.laid)
+    state.program = _program(state)
     if isinstance(asked, Plan):
         state.recalled = state.known = asked
-    elif isinstance(asked, SearchOptions) and request.cached and plan_store.allowed():
+    elif _is_kept(state):
+        assert isinstance(asked, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         found = plan_store.load(state.key, asked.seconds)
         if found is not None:
@@ -195,6 +203,12 @@ def look_up_plan(state: JointState) -> None:
     plan = state.recalled
     if plan and plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
         state.request = request.on(plan.mesh)
+
+
+def _is_kept(state: JointState) -> bool:
+    """Whether its plan is looked for on disk; where sizes are open, it is not."""
+    kept = state.request.cached and plan_store.allowed() and not state.open
+    return kept and isinstance(state.request.mode, SearchOptions)
 
 
 def _searchable(request: Request) -> Request:
@@ -208,6 +222,14 @@ def _searchable(request: Request) -> Request:
     text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
     warnings.warn(text, FxparWarning, stacklevel=2)
     return replace(request, mode="propagate")
+
+
+def _program(state: JointState) -> Program:
+    """The program of the graph, where sizes are open at those it was traced with."""
+    graph = state.graph
+    if state.open:
+        graph = size_nodes.at_hints(graph, state.fake_mode)
+    return read(graph, state.request.laid)
 
 
 def expand_moments(state: JointState) -> None:
@@ -229,9 +251,10 @@ def _searches(request: Request) -> bool:
 
 def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
     if moments:
+        moments = [node.meta.get(OPEN, node) for node in moments]
         normalize.expand_moments(moments, state.rewriter)
         state.graph.eliminate_dead_code()
-        state.program = read(state.graph, state.request.laid)
+        state.program = _program(state)
         state.decision = None
 
 
@@ -243,7 +266,7 @@ def make_plan(state: JointState) -> None:
         known = {node.name for node in plan.nodes}
         moments = normalize.moments_of(state.program)
         _expand(state, [node for node in moments if node.name not in known])
-        state.decision = recall(read(state.graph, request.laid), request.mesh, plan)
+        state.decision = recall(_program(state), request.mesh, plan)
     elif request.meshes or state.decision is None:
         with stage(SEARCH if _searches(request) else PLAN):
             choose = fastest if request.meshes else decide_on
@@ -254,11 +277,18 @@ def make_plan(state: JointState) -> None:
 
 
 def insert_reshards(state: JointState) -> None:
-    state.graph = resharding.insert_reshards(state.graph, state.decided)
+    state.graph = resharding.insert_reshards(state.graph, _open_decision(state))
 
 
 def localize(state: JointState) -> None:
-    state.graph = partition(state.graph, state.decided, state.fake_mode)
+    state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
+
+
+def _open_decision(state: JointState) -> Decision:
+    """What was decided, of the nodes of the graph with its open sizes."""
+    if not state.open:
+        return state.decided
+    return replace(state.decided, program=with_open_sizes(state.decided.program))
 
 
 def apply_schedule(state: JointState) -> None:
@@ -269,11 +299,14 @@ def apply_schedule(state: JointState) -> None:
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
-        chosen = choose_or_warn(before, mesh, request.hardware.at_speed(mesh.slowest))
+        hardware = request.hardware.at_speed(mesh.slowest)
+        chosen = choose_or_warn(_at_hints(state), mesh, hardware)
         if chosen is None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
+        if state.open:
+            after = apply(state.schedule, before, mesh) if state.schedule else before
         state.notes = (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
@@ -302,7 +335,7 @@ def describe(state: JointState) -> None:
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
         mesh = hardware.on(mesh)
-    sent, done = facts_of_step(state.graph)
+    sent, done = facts_of_step(_at_hints(state))
     held, notes = _memory(state)
     plan = plan_facts.describe(state.decided, sent, done, held, mesh)
     state.plan = replace(
@@ -313,10 +346,17 @@ def describe(state: JointState) -> None:
     )
 
 
+def _at_hints(state: JointState) -> fx.Graph:
+    """The graph, where sizes are open at those it was traced with."""
+    if not state.open:
+        return state.graph
+    return size_nodes.at_hints(state.graph, state.fake_mode)
+
+
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
     settings, disable = state.schedule.settings, state.request.disable
-    graph = as_run(state.graph, disable=disable, settings=settings)
+    graph = as_run(_at_hints(state), disable=disable, settings=settings)
     try:
         return by_kind(graph, state.decided.program.signature), ()
     except PlanError as error:  # of the user's own collectives

@@ -1,0 +1,262 @@
+"""A Dynamo graph with its sizes left open: one program for a range of sizes.
+
+In: a graph whose inputs have sizes that Dynamo left open, and what it is called with.
+Out: the graph with a number among its inputs for each open size, ``OpenProgram``, and
+once that is compiled the sizes that it holds for, ``SizeRange``. A size that is fed is
+a multiple of its number, so that a size that the plan splits divides by itself: for
+other sizes another program is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar._torch.symbols import is_symbol, substituted
+from fxpar.passes import size_nodes
+from fxpar.runtime.call_sizes import Fed
+from fxpar.runtime.program_identity import Named, placeholders, value_of
+
+
+class OpenSizesRefused(Exception):
+    """A program cannot be planned or compiled with its sizes left open."""
+
+
+class DivisorsAsked(Exception):
+    """A plan splits open sizes, which must be multiples of ``divisors``, by name of
+    Dynamo's symbol; it holds for the program that is traced so."""
+
+    def __init__(self, divisors: Mapping[str, int], plan: Any) -> None:
+        super().__init__(str(dict(divisors)))
+        self.divisors, self.plan = divisors, plan
+
+
+@dataclass(frozen=True)
+class OpenSize:
+    """A size that Dynamo left open, and where it is found at a call."""
+
+    # Dynamo's symbol.
+    name: str
+    # Position among the inputs, and its dim; None: the input is a number, the size.
+    place: int
+    dim: int | None
+    # As the user knows it.
+    text: str
+
+    def of(self, args: Sequence[Any]) -> int:
+        """The size that is fed."""
+        x = args[self.place]
+        return int(x if self.dim is None else x.shape[self.dim])
+
+
+def open_sizes(gm: fx.GraphModule, named: Sequence[Named], fed: Fed) -> list[OpenSize]:
+    """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
+    itself: first as the rows of an input that is fed in parts."""
+    values = [value_of(node) for node in placeholders(gm)]
+    places: list[tuple[Any, int, int | None]] = [
+        (values[i].shape[0], i, 0) for i in sorted(fed.local)
+    ]
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places += [(size, i, d) for d, size in enumerate(value.shape)]
+    places += [(value, i, None) for i, value in enumerate(values)]
+    found: dict[str, OpenSize] = {}
+    for size, i, dim in places:
+        if is_symbol(size):
+            text = named[i].name if dim is None else f"{named[i].name}.shape[{dim}]"
+            found.setdefault(str(size), OpenSize(str(size), i, dim, text))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class OpenProgram:
+    """A graph that takes a number for each of its open sizes, before its tensors."""
+
+    graph: fx.GraphModule
+    # Fakes whose sizes are symbols, the symbols first.
+    examples: Sequence[Any]
+    named: tuple[Named, ...]
+    # Positions of the inputs of which each rank feeds a part.
+    local: frozenset[int]
+    fake_mode: Any
+    sizes: tuple[OpenSize, ...]
+    symbols: tuple[torch.SymInt, ...]
+    # What is fed of each open size is so many times its symbol.
+    units: tuple[int, ...]
+    # What Dynamo knows of the shapes of ``Sizes``, and its numbers.
+    shapes: tuple[tuple[Any, ...], ...]
+    numbers: tuple[Any, ...]
+    # Of each open size, where it is found in these, as Python.
+    places: tuple[str, ...]
+    # Positions of the tensors among what Dynamo calls the graph with.
+    kept: tuple[int, ...]
+
+    def divisors_asked(self) -> dict[str, int]:
+        """What its sizes must be multiples of, by name, for the plan that was made."""
+        asked = _torch.symbols.divisors_asked(self.symbols, self.fake_mode)
+        each = zip(self.sizes, self.symbols, strict=True)
+        return {s.name: asked[str(x)] for s, x in each if str(x) in asked}
+
+    def arguments(self, args: Sequence[Any]) -> list[Any]:
+        """What the program is called with, of what Dynamo calls its graph with."""
+        pairs = zip(self.sizes, self.units, strict=True)
+        given: list[Any] = [size.of(args) // unit for size, unit in pairs]
+        given.extend(args[i] for i in self.kept)
+        return given
+
+
+def open_program(
+    gm: fx.GraphModule,
+    args: Sequence[Any],
+    named: Sequence[Named],
+    fed: Fed,
+    sizes: Sequence[OpenSize],
+    units: Mapping[str, int],
+    parts: int,
+) -> OpenProgram:
+    """A graph (a copy, changed in place) with ``sizes`` left open, others as fed.
+
+    ``units``: of a size by name, what it is a multiple of; ``parts``: so many times the
+    rows that a rank feeds are the global batch. Raises OpenSizesRefused.
+    """
+    mode = _torch.symbols.open_mode()
+    values = [value_of(node) for node in placeholders(gm)]
+    every = open_sizes(gm, named, fed)
+    known: dict[str, Any] = {size.name: size.of(args) for size in every}
+    symbols = []
+    for size in sizes:
+        unit = units.get(size.name, 1)
+        symbols.append(
+            _torch.symbols.new_symbol(mode, size.name, known[size.name] // unit)
+        )
+        known[size.name] = symbols[-1] * unit
+    try:
+        examples: list[Any] = [
+            _example(x, value, i in fed.local, known, parts, mode)
+            for i, (x, value) in enumerate(zip(args, values, strict=True))
+        ]
+        for i, (source, dim) in fed.sources.items():
+            examples[i] = examples[source].shape[dim]
+        shapes = tuple(
+            tuple(substituted(n, known) for n in values[i].shape) for i in fed.tensors
+        )
+        numbers = tuple(
+            substituted(values[i], known)
+            if isinstance(values[i], torch.SymInt)
+            else args[i]
+            for i in fed.numbers
+        )
+    except KeyError as error:
+        raise OpenSizesRefused(f"the size {error} is that of no input") from error
+    kept = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+    _take_symbols(gm, sizes, symbols, examples, kept)
+    first = len(symbols)
+    return OpenProgram(
+        gm,
+        [*symbols, *(examples[i] for i in kept)],
+        (*(Named(size.text, "size") for size in sizes), *(named[i] for i in kept)),
+        frozenset(first + kept.index(i) for i in fed.local),
+        mode,
+        tuple(sizes),
+        tuple(symbols),
+        tuple(units.get(size.name, 1) for size in sizes),
+        shapes,
+        numbers,
+        tuple(
+            f"numbers[{fed.numbers.index(size.place)}]"
+            if size.dim is None
+            else f"shapes[{fed.tensors.index(size.place)}][{size.dim}]"
+            for size in sizes
+        ),
+        tuple(kept),
+    )
+
+
+def _example(
+    x: Any, value: Any, local: bool, known: Mapping[str, Any], parts: int, mode: Any
+) -> Any:
+    """An input as the global program sees it, a fake with symbols for its sizes."""
+    if not isinstance(x, torch.Tensor):
+        return substituted(value, known) if isinstance(value, torch.SymInt) else x
+    if not local and not _torch.symbols.is_open(value):
+        with mode:
+            return mode.from_tensor(x, static_shapes=True)
+    if x.storage_offset() or _torch.symbols.is_open(value.storage_offset()):
+        raise OpenSizesRefused("an input is part of a larger tensor")
+    shape = [substituted(n, known) for n in value.shape]
+    if local:
+        shape[0] *= parts
+        return _torch.fake.fake_like(x, tuple(shape), mode)
+    stride = [substituted(n, known) for n in value.stride()]
+    with mode, torch.no_grad():
+        fake = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+    return fake.requires_grad_() if x.requires_grad else fake
+
+
+def _take_symbols(
+    gm: fx.GraphModule,
+    sizes: Sequence[OpenSize],
+    symbols: Sequence[Any],
+    examples: Sequence[Any],
+    kept: Collection[int],
+) -> None:
+    """Let a graph take the symbols as inputs, and compute its numbers from them."""
+    nodes, graph = placeholders(gm), gm.graph
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        for size, symbol in zip(sizes, symbols, strict=True):
+            node = graph.placeholder(f"size_{size.name}")
+            node.meta["val"] = symbol
+    for i, node in enumerate(nodes):
+        if i in kept:
+            continue
+        computed = size_nodes.as_nodes(graph, examples[i])
+        for user in list(node.users):
+            user.args, user.kwargs = (
+                fx.node.map_arg(arg, lambda n: computed if n is node else n)  # noqa: B023
+                for arg in (user.args, user.kwargs)
+            )
+        graph.erase_node(node)
+    graph.lint()
+    gm.recompile()
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """The sizes that a compiled program holds for."""
+
+    # (shapes, numbers) of ``Sizes`` -> whether a rank that feeds them may run it.
+    contains: Callable[[Any, Any], bool] = field(repr=False)
+    # As the plan says it.
+    text: str
+
+
+def size_range(program: OpenProgram) -> SizeRange:
+    """The sizes that a program holds for, once it is traced and compiled. Raises
+    OpenSizesRefused where that cannot be said."""
+    guards = _torch.symbols.guards_of(program.symbols, program.fake_mode)
+    names = [str(symbol) for symbol in program.symbols]
+    lines = ["def contains(shapes, numbers):"]
+    for place, unit, name in zip(program.places, program.units, names, strict=True):
+        lines.append(f"    {name}, rest = divmod({place}, {unit})")
+        lines.append("    if rest: return False")
+    text_of = _torch.symbols.code_of
+    try:
+        shapes = ["".join(f"{text_of(n)}, " for n in each) for each in program.shapes]
+        numbers = "".join(f"{text_of(n)}, " for n in program.numbers)
+    except _torch.symbols.Inexpressible as error:
+        raise OpenSizesRefused(f"an input has the size {error}") from error
+    expected = "".join(f"({each}), " for each in shapes)
+    lines.append(f"    return shapes == ({expected}) and numbers == ({numbers})")
+    lines[-1] += f" and ({guards})"
+    scope = _torch.symbols.guard_functions()
+    exec("\n".join(lines), scope)
+    told = guards
+    for size, unit, name in zip(program.sizes, program.units, names, strict=True):
+        told = told.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
+    return SizeRange(scope["contains"], told)
