@@ -173,19 +173,18 @@ def hinted(x: Any, mode: Any) -> Any:
     return made.requires_grad_() if x.requires_grad else made
 
 
-def divisors_asked(symbols: Sequence[torch.SymInt], mode: Any) -> dict[str, int]:
-    """What guards ask symbols to be multiples of, by name."""
+def divisors_asked(names: Sequence[str], mode: Any) -> dict[str, int]:
+    """What guards ask symbols of these names to be multiples of."""
     from torch.utils._sympy.functions import Mod
 
     asked: dict[str, int] = {}
     for guard in mode.shape_env.guards:
         for part in guard.expr.atoms(Mod):
             base, by = part.args
-            for symbol in symbols:
-                name, alone = str(symbol), base.as_coeff_Mul()
-                if by.is_Integer and alone[1] == symbol.node.expr:
-                    k = int(by) // math.gcd(int(by), int(alone[0]))
-                    asked[name] = math.lcm(asked.get(name, 1), k)
+            times, symbol = base.as_coeff_Mul()
+            if by.is_Integer and str(symbol) in names:
+                k = int(by) // math.gcd(int(by), int(times))
+                asked[str(symbol)] = math.lcm(asked.get(str(symbol), 1), k)
     return {name: k for name, k in asked.items() if k > 1}
 
 
@@ -194,13 +193,15 @@ def fixed(symbols: Sequence[torch.SymInt]) -> list[int]:
     return [i for i, s in enumerate(symbols) if s.node.expr.is_number]
 
 
-def guards_of(symbols: Sequence[torch.SymInt], mode: Any) -> str:
+def guards_of(
+    symbols: Sequence[torch.SymInt], names: Sequence[str], mode: Any
+) -> str:
     """What sizes must keep for the program that was traced and compiled with these
-    symbols to hold: Python, in which a symbol has its name."""
+    symbols to hold: Python, in which they have ``names``."""
     env = mode.shape_env
     code = env.produce_guards_expression(list(symbols)) or "True"
-    for i, symbol in enumerate(symbols):
-        code = code.replace(f"L['t{i}']", str(symbol))
+    for i, name in enumerate(names):
+        code = code.replace(f"L['t{i}']", name)
     return code
 
 

@@ -71,6 +71,8 @@ class Variants:
     # are none.
     ranges: dict[int, SizeRange] = field(default_factory=dict)
     refused: str = ""
+    # Names of sizes that could not be left open.
+    closed: set[str] = field(default_factory=set)
     rows: frozenset[int] | None = None  # results that hold the batch, once known
 
 
@@ -293,12 +295,14 @@ class Calls:
                 return None
             else:
                 self._note_rows(run)
+                self.variants.closed |= {size.name for size in run.sizes.fixed}
                 return lambda *args: run(*opened.arguments(args)), run.sizes
 
     def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
         """Sizes to leave open: those that Dynamo does, but for the rows of a part of
         the batch that were one number so far."""
-        return [size for size in self.sizes if size.of(args) > 1]
+        sizes = [x for x in self.sizes if x.name not in self.variants.closed]
+        return [size for size in sizes if size.of(args) > 1]
 
     def _in_parts(
         self, _: tuple[Sizes, ...], together: Together, args: Sequence[Any]

@@ -86,6 +86,7 @@ class OpenProgram:
     fake_mode: Any
     sizes: tuple[OpenSize, ...]
     symbols: tuple[torch.SymInt, ...]
+    names: tuple[str, ...]
     # What is fed of each open size is so many times its symbol.
     units: tuple[int, ...]
     # What Dynamo knows of the shapes of ``Sizes``, and its numbers.
@@ -98,9 +99,13 @@ class OpenProgram:
 
     def divisors_asked(self) -> dict[str, int]:
         """What its sizes must be multiples of, by name, for the plan that was made."""
-        asked = _torch.symbols.divisors_asked(self.symbols, self.fake_mode)
-        each = zip(self.sizes, self.symbols, strict=True)
-        return {s.name: asked[str(x)] for s, x in each if str(x) in asked}
+        asked = _torch.symbols.divisors_asked(self.names, self.fake_mode)
+        each = zip(self.sizes, self.names, strict=True)
+        return {size.name: asked[name] for size, name in each if name in asked}
+
+    def fixed(self) -> list[OpenSize]:
+        """The sizes that guards have fixed to what they were, once it is compiled."""
+        return [self.sizes[i] for i in _torch.symbols.fixed(self.symbols)]
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
         """What the program is called with, of what Dynamo calls its graph with."""
@@ -164,6 +169,7 @@ def open_program(
         mode,
         tuple(sizes),
         tuple(symbols),
+        tuple(map(str, symbols)),
         tuple(units.get(size.name, 1) for size in sizes),
         shapes,
         numbers,
@@ -230,6 +236,8 @@ def _take_symbols(
 class SizeRange:
     """The sizes that a compiled program holds for."""
 
+    # What it was to leave open, and could not.
+    fixed: tuple[OpenSize, ...]
     # (shapes, numbers) of ``Sizes`` -> whether a rank that feeds them may run it.
     contains: Callable[[Any, Any], bool] = field(repr=False)
     # As the plan says it.
@@ -239,8 +247,8 @@ class SizeRange:
 def size_range(program: OpenProgram) -> SizeRange:
     """The sizes that a program holds for, once it is traced and compiled. Raises
     OpenSizesRefused where that cannot be said."""
-    guards = _torch.symbols.guards_of(program.symbols, program.fake_mode)
-    names = [str(symbol) for symbol in program.symbols]
+    names = program.names
+    guards = _torch.symbols.guards_of(program.symbols, names, program.fake_mode)
     lines = ["def contains(shapes, numbers):"]
     for place, unit, name in zip(program.places, program.units, names, strict=True):
         lines.append(f"    {name}, rest = divmod({place}, {unit})")
@@ -259,4 +267,4 @@ def size_range(program: OpenProgram) -> SizeRange:
     told = guards
     for size, unit, name in zip(program.sizes, program.units, names, strict=True):
         told = told.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
-    return SizeRange(scope["contains"], told)
+    return SizeRange(tuple(program.fixed()), scope["contains"], told)
