@@ -23,7 +23,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.mesh import Mesh
@@ -139,7 +139,7 @@ def _sources(mesh: Mesh, axes: Sequence[str], further: int) -> tuple[int, ...]:
 def _inside(call: LocalCall, moved: fx.Node, dim: int, by: int) -> fx.Node:
     """Which rows come from within the dim."""
     build, like = call.build, moved.meta["val"]
-    rows, n = call.shapes[0][dim], int(like.shape[dim])
+    rows, n = call.shapes[0][dim], like.shape[dim]
     index = build.call(
         prims.iota.default,
         n,
@@ -185,7 +185,7 @@ def _further(call: LocalCall, start: Any, axes: Sequence[str], size: int) -> Any
     number, or the offset of a dim that other axes split already."""
     if not isinstance(start, fx.Node):
         return call.build.offset(axes, size, start)
-    _, before, stride, base = start.args
+    _, before, stride, base = value_of(start.args)
     if stride != size * call.build.mesh.count(axes):
         raise PlanError(f"{call.node.name} is cut across shards of {stride}")
     return call.build.offset((*before, *axes), size, base)

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import custom_ops, own_shard
-from fxpar.passes.builder import Builder
+from fxpar.passes import custom_ops, own_shard, size_nodes
+from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import body_of, bound_body
 from fxpar.passes.local_custom_ops import op_by_op
 from fxpar.passes.loop_steps import uncount_steps, unroll_scans
@@ -68,7 +68,8 @@ def bind(
         args = _with_group(args, group_of)
         if node.target is custom_ops.offset:
             with custom_ops.as_rank(rank):
-                done[node] = custom_ops.offset(*node.args)
+                at = custom_ops.offset(*value_of(node.args))
+            done[node] = size_nodes.as_nodes(new, at)
             continue
         sent = _sent_as(node, inductor)
         if sent is not None and node.target is _C10D.wait_tensor.default:

@@ -31,6 +31,7 @@ from fxpar.runtime.check_inputs import Checks, Drift
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.meeting import ALONE, current, meet
 from fxpar.runtime.open_sizes import (
+    OPENED_MARK,
     DivisorsAsked,
     OpenSize,
     OpenSizesRefused,
@@ -131,6 +132,7 @@ class Calls:
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, named, local, ranks.mesh, self.where)
         self.sizes = open_sizes(gm, named, self.fed)
+        self.marked = {i for i in self.local if hasattr(examples[i], OPENED_MARK)}
         self.text = program_text(gm, named)
         self.identity = digest(self.text)
         channel = current()
@@ -302,7 +304,14 @@ class Calls:
         """Sizes to leave open: those that Dynamo does, but for the rows of a part of
         the batch that were one number so far."""
         sizes = [x for x in self.sizes if x.name not in self.variants.closed]
-        return [size for size in sizes if size.of(args) > 1]
+        return [x for x in sizes if x.of(args) > 1 and self._varies(x, args)]
+
+    def _varies(self, size: OpenSize, args: Sequence[Any]) -> bool:
+        """Whether a size is to be open, as far as is known."""
+        if size.place not in self.marked or size.dim != 0:
+            return True
+        n, now = self.fed.tensors.index(size.place), size.of(args)
+        return any(sizes.shapes[n][0] != now for sizes, *_ in self.variants.keys)
 
     def _in_parts(
         self, _: tuple[Sizes, ...], together: Together, args: Sequence[Any]

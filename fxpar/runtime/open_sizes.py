@@ -23,6 +23,10 @@ from fxpar.runtime.call_sizes import Fed
 from fxpar.runtime.program_identity import Named, placeholders, value_of
 
 
+# Mark of an input whose rows stay open because fxpar wants it, not the user.
+OPENED_MARK = "_fxpar_opened"
+
+
 class OpenSizesRefused(Exception):
     """A program cannot be planned or compiled with its sizes left open."""
 
@@ -133,13 +137,17 @@ def open_program(
     values = [value_of(node) for node in placeholders(gm)]
     every = open_sizes(gm, named, fed)
     known: dict[str, Any] = {size.name: size.of(args) for size in every}
-    symbols = []
+    # Sizes that are equal now are taken to be so in the whole range.
+    alike: dict[Any, list[OpenSize]] = {}
     for size in sizes:
+        alike.setdefault((known[size.name], size.dim), []).append(size)
+    sizes, symbols = [same[0] for same in alike.values()], []
+    for size, *others in alike.values():
         unit = units.get(size.name, 1)
-        symbols.append(
-            _torch.symbols.new_symbol(mode, size.name, known[size.name] // unit)
-        )
-        known[size.name] = symbols[-1] * unit
+        hint = known[size.name] // unit
+        symbols.append(_torch.symbols.new_symbol(mode, size.name, hint))
+        for each in (size, *others):
+            known[each.name] = symbols[-1] * unit
     try:
         examples: list[Any] = [
             _example(x, value, i in fed.local, known, parts, mode)

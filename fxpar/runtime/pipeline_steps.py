@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import FxparWarning, PlanError, ScheduleError, compose
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
@@ -295,18 +295,19 @@ def apply_schedule(state: JointState) -> None:
     """The verbs of the schedule that is given, saved or chosen."""
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
+    if state.open:
+        _leave_unscheduled(state)
+        return
     saved = state.known
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
         hardware = request.hardware.at_speed(mesh.slowest)
-        chosen = choose_or_warn(_at_hints(state), mesh, hardware)
+        chosen = choose_or_warn(before, mesh, hardware)
         if chosen is None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        if state.open:
-            after = apply(state.schedule, before, mesh) if state.schedule else before
         state.notes = (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
@@ -317,6 +318,16 @@ def apply_schedule(state: JointState) -> None:
     if state.schedule:
         fuse_nodes.inline(after)
         state.graph = after
+
+
+def _leave_unscheduled(state: JointState) -> None:
+    """Of a graph with open sizes: chunks and slices are of sizes that are known. What
+    was asked for by name is refused, so that the sizes are fixed."""
+    asked = state.request.schedule
+    if asked not in ("auto", "none"):
+        raise ScheduleError(f"a schedule is for sizes that are known: {asked!r}")
+    if asked == "auto" and state.decided.mesh.size > 1:
+        state.notes = ("no schedule is chosen: sizes are left open",)
 
 
 def lower(state: JointState) -> None:
