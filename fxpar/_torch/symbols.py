@@ -109,6 +109,7 @@ def _computed(
     if expr.is_symbol:
         return symbol(expr)
     args = [_computed(arg, symbol, apply) for arg in expr.args]
+    op: Callable[..., Any] | None
     if expr.is_Pow and isinstance(args[1], int) and args[1] > 0:
         op, args = operator.mul, args[:1] * args[1]
     else:
@@ -164,9 +165,7 @@ def hinted(x: Any, mode: Any) -> Any:
     with mode, torch.no_grad():
         if offset:
             ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
-            flat = torch.empty(
-                [offset + 1 + sum(ends)], dtype=x.dtype, device=x.device
-            )
+            flat = torch.empty([offset + 1 + sum(ends)], dtype=x.dtype, device=x.device)
             made = flat.as_strided(shape, stride, offset)
         else:
             made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
@@ -193,9 +192,7 @@ def fixed(symbols: Sequence[torch.SymInt]) -> list[int]:
     return [i for i, s in enumerate(symbols) if s.node.expr.is_number]
 
 
-def guards_of(
-    symbols: Sequence[torch.SymInt], names: Sequence[str], mode: Any
-) -> str:
+def guards_of(symbols: Sequence[torch.SymInt], names: Sequence[str], mode: Any) -> str:
     """What sizes must keep for the program that was traced and compiled with these
     symbols to hold: Python, in which they have ``names``."""
     env = mode.shape_env

@@ -100,7 +100,7 @@ def _laid_out_alike(node: fx.Node, local: Local) -> bool:
     )
 
 
-def _lies(x: torch.Tensor) -> tuple[tuple[int, ...], int]:
+def _lies(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of a tensor lie in its memory."""
     return x.stride(), x.storage_offset()
 

@@ -18,6 +18,7 @@ from fxpar import _torch
 from fxpar._torch.symbols import SYMBOLIC, Inexpressible, expression, is_symbol
 from fxpar.sharding.program import OPEN
 
+
 def symbols_in(graph: fx.Graph) -> dict[Any, fx.Node]:
     """The inputs of a graph that are one symbol each, by their expressions."""
     inputs = graph.find_nodes(op="placeholder")
@@ -112,9 +113,7 @@ _ARITHMETIC = {
 
 def _computes(node: fx.Node) -> bool:
     """Whether a node computes a size, and stands where all may read it."""
-    return node.target in _ARITHMETIC and isinstance(
-        node.meta.get("val"), torch.SymInt
-    )
+    return node.target in _ARITHMETIC and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def lift_sizes(graph: fx.Graph) -> None:
@@ -127,13 +126,18 @@ def lift_sizes(graph: fx.Graph) -> None:
         found = as_nodes(graph, node.meta["val"])
         if found is node:
             continue
-        for user in list(node.users):
-            user.args, user.kwargs = (
-                fx.node.map_arg(arg, lambda n: found if n is node else n)
-                for arg in (user.args, user.kwargs)
-            )
-        graph.erase_node(node)
+        put_in_place(node, found)
     graph.lint()
+
+
+def put_in_place(node: fx.Node, value: Any) -> None:
+    """Let a node, or a number, take every use of ``node``, which is erased."""
+    for user in list(node.users):
+        user.args, user.kwargs = (
+            fx.node.map_arg(arg, lambda n: value if n is node else n)
+            for arg in (user.args, user.kwargs)
+        )
+    node.graph.erase_node(node)
 
 
 def at_hints(graph: fx.Graph, fake_mode: Any) -> fx.Graph:

@@ -76,7 +76,6 @@ class Variants:
     closed: set[str] = field(default_factory=set)
     rows: frozenset[int] | None = None  # results that hold the batch, once known
 
-
     def in_range(self, sizes: Sizes) -> int:
         """The number of a variant that leaves sizes open, and holds for these; 0 if
         none does."""
@@ -264,9 +263,7 @@ class Calls:
             self.variants.ranges[number] = range_
         return number
 
-    def _open(
-        self, args: Sequence[Any]
-    ) -> tuple[Callable[..., Any], SizeRange] | None:
+    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
         """A variant that leaves sizes open, and the sizes that it holds for; None if
         they are to be fixed."""
         parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))

@@ -22,7 +22,6 @@ from fxpar.passes import size_nodes
 from fxpar.runtime.call_sizes import Fed
 from fxpar.runtime.program_identity import Named, placeholders, value_of
 
-
 # Mark of an input whose rows stay open because fxpar wants it, not the user.
 OPENED_MARK = "_fxpar_opened"
 
@@ -229,13 +228,7 @@ def _take_symbols(
     for i, node in enumerate(nodes):
         if i in kept:
             continue
-        computed = size_nodes.as_nodes(graph, examples[i])
-        for user in list(node.users):
-            user.args, user.kwargs = (
-                fx.node.map_arg(arg, lambda n: computed if n is node else n)  # noqa: B023
-                for arg in (user.args, user.kwargs)
-            )
-        graph.erase_node(node)
+        size_nodes.put_in_place(node, size_nodes.as_nodes(graph, examples[i]))
     graph.lint()
     gm.recompile()
 

@@ -26,7 +26,6 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.spec import Spec
 
-
 # Of a node of a graph at the sizes it was traced with: the node of the graph with open
 # sizes that it stands for.
 OPEN = "fxpar_open"
@@ -381,9 +380,7 @@ def with_open_sizes(program: Program) -> Program:
     return replace(
         program,
         ops=[replace(op, node=op.node.meta[OPEN]) for op in program.ops],
-        value_of={
-            (node.meta[OPEN], i): v for (node, i), v in program.value_of.items()
-        },
+        value_of={(node.meta[OPEN], i): v for (node, i), v in program.value_of.items()},
     )
 
 
