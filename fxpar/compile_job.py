@@ -76,7 +76,8 @@ from fxpar.sharding.spec import Spec
 
 def is_plain(options: Options, ranks: Ranks) -> bool:
     """Whether there is nothing to do for fxpar."""
-    return ranks.mesh.size == 1 and options.codegen == "inductor"
+    inductor = options.codegen == "inductor" and options.microbatches == 1
+    return ranks.mesh.size == 1 and inductor
 
 
 @contextlib.contextmanager
@@ -271,6 +272,7 @@ class _Parallelize:
             strict=options.strict,
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
+            microbatches=options.microbatches,
             schedule=options.schedule,
             tune=options.tune,
             cached=options.cache_plans,

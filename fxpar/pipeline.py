@@ -91,7 +91,7 @@ def _order(name: str) -> Callable[[PhaseState], None]:
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", steps.show_bodies),
-    _always("lift_seeds", steps.lift_body_seeds),
+    _always("refuse_body_draws", steps.refuse_body_draws),
     _always("count_loop_steps", steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("find_shifts", _rewrite(find_shifts)),
@@ -105,6 +105,7 @@ JOINT = (
     _always("plan", steps.make_plan, "planned"),
     _always("insert_reshards", steps.insert_reshards, "resharded"),
     _always("localize", steps.localize),
+    _always("cut_batch", steps.cut_batch),
     _may("schedule", steps.apply_schedule, "rewritten"),
     _always("lower", steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),
@@ -373,7 +374,7 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result else None,
+        mesh=result.plan.mesh if result and result.decision.is_even else None,
     )
     run_steps(PHASE, state)
     return state.regions

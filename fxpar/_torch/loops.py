@@ -1,10 +1,11 @@
-"""Loops of a number of steps that depends on data, as torch differentiates them."""
+"""Ops of higher order, as torch traces and differentiates them: loops of a number of
+steps that depends on data, and what their bodies draw."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,109 @@ def steps_looked_up(mode: Any) -> Iterator[None]:
         yield
     finally:
         function.backward = staticmethod(traced)  # type: ignore[method-assign]
+
+
+# What a call of higher order is traced as: (op's name, arguments) -> (arguments, how
+# many of its last results are not the user's).
+Rewrite = Callable[[str, tuple[Any, ...]], tuple[tuple[Any, ...], int]]
+
+_REWRITES: dict[str, Rewrite] = {}  # by op
+
+
+def rewrite_calls(names: Sequence[str], rewrite: Rewrite) -> None:
+    """Let calls of these ops be rewritten where they are traced, before they are
+    differentiated."""
+    _REWRITES.update(dict.fromkeys(names, rewrite))
+
+
+@contextlib.contextmanager
+def calls_rewritten() -> Iterator[None]:
+    """Inside, calls that are traced are what ``rewrite_calls`` was told."""
+    from torch._C import DispatchKey
+
+    ops = [getattr(torch.ops.higher_order, name) for name in _REWRITES]
+    kernels = [op.py_kernels[DispatchKey.Autograd] for op in ops]
+
+    def put(kernels: Sequence[Callable[..., Any]]) -> None:
+        for op, kernel in zip(ops, kernels, strict=True):
+            op.py_kernels[DispatchKey.Autograd] = kernel
+            op._dispatch_cache.clear()
+
+    put([functools.partial(_traced, *x) for x in zip(ops, kernels, strict=True)])
+    try:
+        yield
+    finally:
+        put(kernels)
+
+
+def _traced(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of an op by a kernel of it, rewritten if it is traced."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if get_proxy_mode() is None:  # its values are asked for, not its graph
+        return kernel(*args, **kwargs)
+    return _rewritten(op, kernel, *args, **kwargs)
+
+
+def _rewritten(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, own = _REWRITES[op.name()](op.name(), args)
+    results = kernel(*args, **kwargs)
+    return results[: len(results) - own] if own else results
+
+
+def run_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """What a body gives, its nodes with the user's lines where it is traced."""
+    from torch._higher_order_ops.utils import _maybe_run_with_interpreter
+
+    return _maybe_run_with_interpreter(body)(*inputs)
+
+
+def evaluate_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """What a body gives of fake tensors, while it is traced or not: nothing is."""
+    from torch._higher_order_ops.utils import _maybe_fake_prop_ignore_unbacked
+
+    with torch.no_grad():
+        return _maybe_fake_prop_ignore_unbacked(body, tuple(inputs))
+
+
+_REPLACING: list[Any] = []  # modes, the innermost last
+
+
+@contextlib.contextmanager
+def ops_replaced(
+    replace: Callable[..., Any], calls: Callable[[str, tuple[Any, ...]], None]
+) -> Iterator[None]:
+    """Inside, below autograd, a call of an op is ``replace(op, args, kwargs)``, unless
+    that is NotImplemented; inside ``replace`` too. Calls of higher order are rewritten
+    where they are traced; ``calls`` is told of others. The innermost alone counts."""
+    from torch._ops import HigherOrderOperator
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Replace(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if _REPLACING[-1] is not self:
+                return op(*args, **kwargs)
+            if isinstance(op, HigherOrderOperator):
+                if op.name() in _REWRITES and get_proxy_mode() is not None:
+                    return _rewritten(op, op, *args, **kwargs)
+                calls(op.name(), args)
+                return op(*args, **kwargs)
+            with self:
+                result = replace(op, args, kwargs)
+            return op(*args, **kwargs) if result is NotImplemented else result
+
+    _REPLACING.append(Replace())
+    try:
+        with _REPLACING[-1]:
+            yield
+    finally:
+        _REPLACING.pop()
 
 
 def takes_a_step(steps: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, Size
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.spec import Spec
 
@@ -35,13 +36,23 @@ class LocalCall:
         """Global shape of result ``i``."""
         return self.shapes[len(self.operands) + i]
 
-    def local_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Shape one rank holds of result ``i``."""
-        return self.results[i].local_shape(self.build.mesh, self.result_shape(i))
+    def local_shape(self, i: int = 0) -> tuple[Size, ...]:
+        """Shape this rank holds of result ``i``."""
+        return self._own(self.results[i], self.result_shape(i))
 
-    def operand_shape(self, i: int) -> tuple[int, ...]:
-        """Shape one rank holds of operand ``i``."""
-        return self.operands[i].local_shape(self.build.mesh, self.shapes[i])
+    def operand_shape(self, i: int) -> tuple[Size, ...]:
+        """Shape this rank holds of operand ``i``."""
+        return self._own(self.operands[i], self.shapes[i])
+
+    def _own(self, spec: Spec, shape: tuple[int, ...]) -> tuple[Size, ...]:
+        pairs = zip(shape, spec.dims, strict=True)
+        return tuple(self.build.own_size(size, axes) for size, axes in pairs)
+
+    def is_empty(self, spec: Spec, shape: tuple[int, ...], dim: int) -> bool:
+        """Whether some rank holds nothing of a dim that has something."""
+        axes = spec.dims[dim]
+        least = shard_sizes.smallest(shape[dim], self.build.mesh, axes)
+        return least == 0 < shape[dim]
 
     def same(self, *args: Any, **kwargs: Any) -> fx.Node:
         """The op itself on these arguments."""

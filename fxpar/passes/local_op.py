@@ -9,7 +9,7 @@ becomes one in local shapes too, op by op; nothing inside communicates
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,15 @@ _OWN = (
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
-    """Fake tensor of one rank's shard, dims laid out in memory as in ``value``."""
-    shape = spec.local_shape(mesh, value.shape)
-    if spec.is_whole or tuple(value.shape) == shape:
+    """Fake tensor of the largest shard, dims laid out in memory as in ``value``."""
+    if spec.is_whole:
+        return value
+    return resized(value, spec.local_shape(mesh, value.shape), mode)
+
+
+def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
+    """Fake tensor of another shape, dims laid out in memory as in ``value``."""
+    if tuple(value.shape) == tuple(shape):
         return value
     strides = _torch.symbols.hint_shape(value.stride())
     order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))

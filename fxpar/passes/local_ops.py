@@ -15,7 +15,12 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import local_custom_ops, local_indexing, local_views
+from fxpar.passes import (
+    local_custom_ops,
+    local_indexing,
+    local_reductions,
+    local_views,
+)
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules import row_of
 
@@ -23,6 +28,7 @@ __all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 
 LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
+    **local_reductions.LOCAL,
     **local_views.LOCAL,
     **local_custom_ops.LOCAL,
 }

@@ -50,8 +50,12 @@ from fxpar.runtime.program_identity import (
 )
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.runtime.uneven_batch import Parts, Whole, parts_of
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
+
+# What could not be left open for so many sets of sizes is fixed from then on.
+MOST_REFUSALS = 2
 
 _OWN_MEMORY = (
     "pass a copy, x.clone(): what is fed part of a larger tensor, a branch or a loop, "
@@ -72,6 +76,7 @@ class Variants:
     # are none.
     ranges: dict[int, SizeRange] = field(default_factory=dict)
     refused: str = ""
+    refusals: int = 0
     # Names of sizes that could not be left open.
     closed: set[str] = field(default_factory=set)
     rows: frozenset[int] | None = None  # results that hold the batch, once known
@@ -263,13 +268,13 @@ class Calls:
             self.variants.ranges[number] = range_
         return number
 
-    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
+    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], Any] | None:
         """A variant that leaves sizes open, and the sizes that it holds for; None if
         they are to be fixed."""
-        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
         sizes = self._to_open(args)
-        if not sizes or self.variants.refused:
+        if not sizes or self.variants.refusals == MOST_REFUSALS:
             return None
+        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
         units = {
             size.name: math.gcd(size.of(args), parts)
             for size in sizes
@@ -277,25 +282,40 @@ class Calls:
         }
         plan = None
         while True:
-            gm = _torch.dynamo.copy_graph(self.gm)
             try:
-                opened = open_program(
-                    gm, args, self.named, self.fed, sizes, units, parts
-                )
-                run = self.compile(
-                    Together(SAME), opened.graph, opened.examples, opened, plan
-                )
+                return self._opened(args, sizes, units, plan)
+            except OpenSizesRefused as error:
+                self.variants.refused = str(error)
+                self.variants.refusals += 1
+                return None
             except DivisorsAsked as asked:
                 plan = asked.plan
                 for name, divisor in asked.divisors.items():
                     units[name] = units.get(name, 1) * divisor
-            except OpenSizesRefused as error:
-                self.variants.refused = str(error)
-                return None
-            else:
-                self._note_rows(run)
-                self.variants.closed |= {size.name for size in run.sizes.fixed}
-                return lambda *args: run(*opened.arguments(args)), run.sizes
+
+    def _opened(
+        self,
+        args: Sequence[Any],
+        sizes: Sequence[OpenSize],
+        units: Mapping[str, int],
+        plan: Plan | None,
+    ) -> tuple[Callable[..., Any], Any]:
+        """``_open`` of these sizes, multiples of their ``units``, by a plan if one is
+        given."""
+        gm = _torch.dynamo.copy_graph(self.gm)
+        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        opened = open_program(gm, args, self.named, self.fed, sizes, units, parts)
+        run: Any = self.compile(
+            Together(SAME),
+            opened.graph,
+            opened.examples,
+            opened=opened,
+            recalled=plan,
+        )
+        self._note_rows(run)
+        self.variants.closed |= {size.name for size in run.sizes.fixed}
+        self.variants.refused = ""
+        return lambda *args: run(*opened.arguments(args)), run.sizes
 
     def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
         """Sizes to leave open: those that Dynamo does, but for the rows of a part of

@@ -35,12 +35,13 @@ from fxpar.passes import (
     size_nodes,
 )
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes.body_seeds import lift_seeds
+from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
@@ -169,9 +170,9 @@ def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
 
 
-def lift_body_seeds(state: JointState) -> None:
-    """Bodies take their random seeds as operands."""
-    lift_seeds(state.graph, state.fake_mode)
+def refuse_body_draws(state: JointState) -> None:
+    """Bodies draw what seeds say, which they take as operands."""
+    refuse_draws(state.graph)
 
 
 def count_loop_steps(state: JointState) -> None:
@@ -280,15 +281,36 @@ def insert_reshards(state: JointState) -> None:
     state.graph = resharding.insert_reshards(state.graph, _open_decision(state))
 
 
+# Ranks with shards of unlike sizes would fill their buckets with other collectives.
+_UNEVEN = Schedule.of("buckets(bytes=0)")
+
+
 def localize(state: JointState) -> None:
     state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
+    if not state.decided.is_even:
+        state.schedule = _UNEVEN
 
 
 def _open_decision(state: JointState) -> Decision:
-    """What was decided, of the nodes of the graph with its open sizes."""
+    """What was decided, of the nodes of the graph with its open sizes. Raises PlanError
+    where sizes have to be known."""
     if not state.open:
         return state.decided
+    if not state.decided.is_even:
+        raise PlanError("shards that are not alike have sizes that are known")
+    if state.request.microbatches > 1:
+        raise PlanError("parts of a batch have sizes that are known")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
+
+
+def cut_batch(state: JointState) -> None:
+    """The rank's batch in parts, one after the other."""
+    parts = state.request.microbatches
+    if parts > 1:
+        state.graph, notes = cut_microbatches(
+            state.graph, state.decided, parts, state.fake_mode
+        )
+        state.notes = (*state.notes, *notes)
 
 
 def apply_schedule(state: JointState) -> None:
@@ -299,6 +321,9 @@ def apply_schedule(state: JointState) -> None:
         _leave_unscheduled(state)
         return
     saved = state.known
+    if not state.decided.is_even:
+        _refuse_uneven(request.schedule)
+        return
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -308,7 +333,7 @@ def apply_schedule(state: JointState) -> None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        state.notes = (chosen.note,) if chosen.schedule else ()
+        state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
         if saved is not None and text == "auto":
@@ -320,14 +345,27 @@ def apply_schedule(state: JointState) -> None:
         state.graph = after
 
 
+_UNSCHEDULED = "no schedule is chosen: sizes are left open"
+
+
 def _leave_unscheduled(state: JointState) -> None:
     """Of a graph with open sizes: chunks and slices are of sizes that are known. What
     was asked for by name is refused, so that the sizes are fixed."""
     asked = state.request.schedule
     if asked not in ("auto", "none"):
         raise ScheduleError(f"a schedule is for sizes that are known: {asked!r}")
-    if asked == "auto" and state.decided.mesh.size > 1:
-        state.notes = ("no schedule is chosen: sizes are left open",)
+    told = state.recalled.notes if state.recalled else ()
+    if asked == "auto" and state.decided.mesh.size > 1 and _UNSCHEDULED not in told:
+        state.notes = (_UNSCHEDULED,)
+
+
+def _refuse_uneven(text: str) -> None:
+    """Raise ScheduleError if a schedule has verbs: they cut all shards alike."""
+    if text not in ("auto", "none") and Schedule.of(text).lines:
+        raise ScheduleError(
+            "the schedule rewrites a program some of whose shards are not alike",
+            fix="leave the schedule out, or choose mesh sizes that divide the dims",
+        )
 
 
 def lower(state: JointState) -> None:

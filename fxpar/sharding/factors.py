@@ -73,6 +73,8 @@ class Rule:
     alike: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
+    # Whether all shards of a factor must be as large as one another.
+    even: bool = False
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -288,12 +290,18 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
 
 
 def project(
-    dims: Dims, spec: Spec | Sequence[Axes], size: Mapping[str, int], mesh: Mesh
+    dims: Dims,
+    spec: Spec | Sequence[Axes],
+    size: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    even: bool = True,
 ) -> dict[str, Axes]:
     """Axes per factor that a tensor's spec implies, as far as factors express it.
 
     A dim's axes are dealt major to minor: a factor takes axes while they divide what is
-    left of it; the next factor may take more only once this one is used up.
+    left of it; the next factor may take more only once this one is used up. Unless
+    shards must be ``even``, a factor that is all of its dim takes any.
     """
     out: dict[str, Axes] = {}
     entries = spec.dims if isinstance(spec, Spec) else spec
@@ -301,8 +309,9 @@ def project(
         rest = list(axes)
         for factor in dim:
             left, taken = size[factor], []
-            while rest and left % mesh.sizes[rest[0]] == 0:
-                left //= mesh.sizes[rest[0]]
+            alone = not even and _is_alone(dim, factor, size)
+            while rest and (alone or left % mesh.sizes[rest[0]] == 0):
+                left = -(-left // mesh.sizes[rest[0]])
                 taken.append(rest.pop(0))
             if taken:
                 out[factor] = tuple(taken)
@@ -311,10 +320,31 @@ def project(
     return out
 
 
+def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
+    """Whether a dim is one factor, which has some rows."""
+    return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
+
+
+def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
+    """Whether every tensor of a rule can lie as an assignment of axes to factors says:
+    in contiguous shards, of one size where the rule wants that."""
+    return all(
+        expressible(dims, axes_of, rule.size, mesh, even=rule.even)
+        for dims in rule.tensors
+    )
+
+
 def expressible(
-    dims: Dims, axes_of: Mapping[str, Axes], size: Mapping[str, int], mesh: Mesh
+    dims: Dims,
+    axes_of: Mapping[str, Axes],
+    size: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    even: bool = True,
 ) -> bool:
-    """Whether an assignment of axes to factors gives each dim contiguous shards."""
+    """Whether an assignment of axes to factors gives each dim contiguous shards, all
+    of one size. Unless they must be ``even``, a factor that is all of its dim may be
+    cut into any; of a compound dim that would not be the shards of the product."""
     for dim in dims:
         complete = True
         for factor in dim:
@@ -322,7 +352,7 @@ def expressible(
             if axes and not complete:
                 return False
             count = mesh.count(axes)
-            if size[factor] % count:
+            if size[factor] % count and (even or not _is_alone(dim, factor, size)):
                 return False
             complete = complete and count == size[factor]
     return True

@@ -56,6 +56,9 @@ TABLE: dict[Any, Row] = {
     op: row for module in FAMILIES for op, row in module.ROWS.items()
 }
 
+# Of functions that passes put into a graph, which know them (``add_rows``).
+_OF_PASSES: dict[Any, Row] = {}
+
 _USER: dict[str, Row] = {}
 
 
@@ -94,7 +97,14 @@ def row_of(target: Any) -> Row | None:
         full = target.name()
         found = _USER.get(full) or _USER.get(full.partition(".")[0])
         return found or TABLE.get(target) or TABLE.get(full)
+    if target in _OF_PASSES:
+        return _OF_PASSES[target]
     return TABLE.get(target) or TABLE.get(_torch.aot.higher_order_name(target))
+
+
+def add_rows(rows: Mapping[Any, Row]) -> None:
+    """Rows of functions that a pass put into a graph, for when it is planned again."""
+    _OF_PASSES.update(rows)
 
 
 def rule_of(

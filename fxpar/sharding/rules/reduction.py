@@ -205,7 +205,9 @@ def _weighted(args: Sequence[Any], reduction: int) -> Rule:
     if reduction == 0:
         return rule
     reductions = dict.fromkeys(rule.free, "avg") if reduction == 1 else {}
-    return Rule(rule.operands, ((),), (), rule.whole, tuple(reductions.items()))
+    even = reduction == 1
+    kinds = tuple(reductions.items())
+    return Rule(rule.operands, ((),), (), rule.whole, kinds, even=even)
 
 
 def linear_cross_entropy(

@@ -6,7 +6,7 @@ tensors) that returns text or a Rule. ``linear`` / ``monotone`` / ``movement`` n
 argument position, the operands that may be partial together: ``"0+1"`` both at once,
 ``"0|1"`` either one with the other whole; a position that holds no tensor in a call
 voids its group. ``shape`` is the position of the argument that spells the result's
-shape, which partitioning makes local.
+shape, which partitioning makes local. ``even``: its shards must all be of one size.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Row:
     movement: str | None = None
     reduce: str | None = None
     shape: int | None = None
+    even: bool = False
 
 
 def row(rule: str | RuleFunction, **marks: Any) -> Row:
@@ -103,7 +104,8 @@ def evaluate(
     operands = tensors_of((args, kwargs))
     whole = any(map(_is_whole, results)) and not all(map(_counts, operands + results))
     passages = _passages(entry, operand_positions(args, kwargs), whole)
-    rule = replace(rule, passages=rule.passages + passages)
+    even = rule.even or entry.even
+    rule = replace(rule, passages=rule.passages + passages, even=even)
     shapes = [tuple(t.shape) for t in [*operands, *results]]
     return rule.with_sizes(shapes)
 
