@@ -178,7 +178,7 @@ class CompileJob:
                 symbolic=self.open is not None,
             )
             if self.open is not None:
-                step.sizes = size_range(self.open)
+                step.sizes = size_range(self.open, step.written())
             step.take_known()
             status_line.begin("waiting for the other ranks")
             step.agree_on_launches()
@@ -434,6 +434,16 @@ class _Parallelize:
             fix=fix,
             error=error,
         )
+
+    def written(self) -> set[int]:
+        """Positions of the arguments that the program writes to."""
+        signature = self.request.signature
+        places = (
+            self.places[out.of]
+            for out in signature.outputs
+            if out.kind == "mutation" and out.of is not None
+        )
+        return {i for i in places if i is not None}
 
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""

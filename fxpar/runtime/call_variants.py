@@ -315,7 +315,7 @@ class Calls:
         self._note_rows(run)
         self.variants.closed |= {size.name for size in run.sizes.fixed}
         self.variants.refused = ""
-        return lambda *args: run(*opened.arguments(args)), run.sizes
+        return opened.caller(run, run.sizes.written), run.sizes
 
     def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
         """Sizes to leave open: those that Dynamo does, but for the rows of a part of

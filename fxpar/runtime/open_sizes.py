@@ -9,6 +9,7 @@ other sizes another program is made.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +100,10 @@ class OpenProgram:
     places: tuple[str, ...]
     # Positions of the tensors among what Dynamo calls the graph with.
     kept: tuple[int, ...]
+    # Of these, those that were traced as contiguous.
+    dense: frozenset[int]
+    # Of these, those that are not, and so are copied.
+    copied: frozenset[int]
 
     def divisors_asked(self) -> dict[str, int]:
         """What its sizes must be multiples of, by name, for the plan that was made."""
@@ -110,12 +115,24 @@ class OpenProgram:
         """The sizes that guards have fixed to what they were, once it is compiled."""
         return [self.sizes[i] for i in _torch.symbols.fixed(self.symbols)]
 
-    def arguments(self, args: Sequence[Any]) -> list[Any]:
-        """What the program is called with, of what Dynamo calls its graph with."""
-        pairs = zip(self.sizes, self.units, strict=True)
-        given: list[Any] = [size.of(args) // unit for size, unit in pairs]
-        given.extend(args[i] for i in self.kept)
-        return given
+    def caller(
+        self, run: Callable[..., Any], written: Collection[int]
+    ) -> Callable[..., Any]:
+        """The compiled program, called with what Dynamo calls its graph with.
+        ``written``: positions of its inputs that it writes to, which may not be copied:
+        the others are where they do not lie in memory as traced."""
+        first = len(self.symbols)
+        dense = self.dense.difference(self.kept[i - first] for i in written)
+        places = tuple(zip(self.sizes, self.units, strict=True))
+        kept = tuple((i, i in dense) for i in self.kept)
+
+        def call(*args: Any) -> Any:
+            given: list[Any] = [size.of(args) // unit for size, unit in places]
+            for i, is_dense in kept:
+                given.append(args[i].contiguous() if is_dense else args[i])
+            return run(*given)
+
+        return call
 
 
 def open_program(
@@ -147,11 +164,16 @@ def open_program(
         symbols.append(_torch.symbols.new_symbol(mode, size.name, hint))
         for each in (size, *others):
             known[each.name] = symbols[-1] * unit
+    by_stride = any("as_strided" in str(node.target) for node in gm.graph.nodes)
+    dense: set[int] = set()
     try:
-        examples: list[Any] = [
-            _example(x, value, i in fed.local, known, parts, mode)
-            for i, (x, value) in enumerate(zip(args, values, strict=True))
-        ]
+        examples: list[Any] = []
+        for i, (x, value) in enumerate(zip(args, values, strict=True)):
+            example, is_dense = _example(x, value, i in fed.local, known, parts, mode)
+            examples.append(example)
+            dense |= {i} if is_dense else set()
+            if is_dense and by_stride and (x.storage_offset() or not x.is_contiguous()):
+                raise OpenSizesRefused("an input is read by strides")
         for i, (source, dim) in fed.sources.items():
             examples[i] = examples[source].shape[dim]
         shapes = tuple(
@@ -187,28 +209,34 @@ def open_program(
             for size in sizes
         ),
         tuple(kept),
+        frozenset(dense),
+        frozenset(i for i in dense if not args[i].is_contiguous()),
     )
 
 
 def _example(
     x: Any, value: Any, local: bool, known: Mapping[str, Any], parts: int, mode: Any
-) -> Any:
-    """An input as the global program sees it, a fake with symbols for its sizes."""
+) -> tuple[Any, bool]:
+    """An input as the global program sees it, a fake with symbols for its sizes;
+    whether it has some, and is contiguous."""
     if not isinstance(x, torch.Tensor):
-        return substituted(value, known) if isinstance(value, torch.SymInt) else x
+        number = isinstance(value, torch.SymInt)
+        return substituted(value, known) if number else x, False
     if not local and not _torch.symbols.is_open(value):
         with mode:
-            return mode.from_tensor(x, static_shapes=True)
-    if x.storage_offset() or _torch.symbols.is_open(value.storage_offset()):
-        raise OpenSizesRefused("an input is part of a larger tensor")
+            return mode.from_tensor(x, static_shapes=True), False
     shape = [substituted(n, known) for n in value.shape]
     if local:
         shape[0] *= parts
-        return _torch.fake.fake_like(x, tuple(shape), mode)
-    stride = [substituted(n, known) for n in value.stride()]
-    with mode, torch.no_grad():
-        fake = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
-    return fake.requires_grad_() if x.requires_grad else fake
+    elif not x.is_contiguous():
+        with contextlib.suppress(KeyError):  # rows of a larger tensor
+            stride = [substituted(n, known) for n in value.stride()]
+            with mode, torch.no_grad():
+                fake = torch.empty_strided(
+                    shape, stride, dtype=x.dtype, device=x.device
+                )
+            return fake.requires_grad_(x.requires_grad), False
+    return _torch.fake.fake_like(x, tuple(shape), mode), True
 
 
 def _take_symbols(
@@ -239,15 +267,21 @@ class SizeRange:
 
     # What it was to leave open, and could not.
     fixed: tuple[OpenSize, ...]
+    # Positions of the program's inputs that it writes to.
+    written: frozenset[int]
     # (shapes, numbers) of ``Sizes`` -> whether a rank that feeds them may run it.
     contains: Callable[[Any, Any], bool] = field(repr=False)
     # As the plan says it.
     text: str
 
 
-def size_range(program: OpenProgram) -> SizeRange:
-    """The sizes that a program holds for, once it is traced and compiled. Raises
-    OpenSizesRefused where that cannot be said."""
+def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange:
+    """The sizes that a program holds for, once it is traced and compiled. ``written``:
+    positions of the inputs that it writes to. Raises OpenSizesRefused where that cannot
+    be said."""
+    first = len(program.symbols)
+    if program.copied.intersection(program.kept[i - first] for i in written):
+        raise OpenSizesRefused("a part of a larger tensor is written to")
     names = program.names
     guards = _torch.symbols.guards_of(program.symbols, names, program.fake_mode)
     lines = ["def contains(shapes, numbers):"]
@@ -268,4 +302,6 @@ def size_range(program: OpenProgram) -> SizeRange:
     told = guards
     for size, unit, name in zip(program.sizes, program.units, names, strict=True):
         told = told.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
-    return SizeRange(tuple(program.fixed()), scope["contains"], told)
+    return SizeRange(
+        tuple(program.fixed()), frozenset(written), scope["contains"], told
+    )
