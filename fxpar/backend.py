@@ -29,7 +29,7 @@ from fxpar.runtime import (
     presence,
 )
 from fxpar.runtime.call_sizes import UNEVEN, Together
-from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
+from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.local_results import LocalResults, scale_results
 from fxpar.runtime.open_sizes import OpenProgram
@@ -63,7 +63,7 @@ def fxpar(
         asked, ranks = _joined(gm, options)
         if is_plain(asked, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
-        return _called(gm, examples, asked, ranks, CompileJob.compile, "forward")
+        return _called(gm, examples, asked, ranks, CompileJob.compile, FORWARD)
     except FxparError as error:
         return compiled_graph.raiser(error)
 

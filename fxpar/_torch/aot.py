@@ -253,8 +253,9 @@ def compile_fx(
     settings = {"enable_autograd_cache": kept}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    if symbolic:  # its backward is compiled now, as any other is
-        settings["force_non_lazy_backward_lowering"] = True
+    now = "force_non_lazy_backward_lowering"
+    if symbolic and hasattr(functorch_config, now):
+        settings[now] = True  # its backward is compiled now, as any other is
     with functorch_config.patch(settings), _views_recomputed(), calls_rewritten():
         compiled = inductor(
             gm,

@@ -54,6 +54,9 @@ from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
 
+# Owner of graphs that are compiled as they are, without the rest of a step.
+FORWARD = "forward"
+
 # What could not be left open for so many sets of sizes is fixed from then on.
 MOST_REFUSALS = 2
 
@@ -136,6 +139,8 @@ class Calls:
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, named, local, ranks.mesh, self.where)
         self.sizes = open_sizes(gm, named, self.fed)
+        more = options.verify or options.tune or options.fuse != "none"
+        self.opens = owner == FORWARD and not more and options.microbatches == 1
         self.marked = {i for i in self.local if hasattr(examples[i], OPENED_MARK)}
         self.text = program_text(gm, named)
         self.identity = digest(self.text)
@@ -272,7 +277,9 @@ class Calls:
         """A variant that leaves sizes open, and the sizes that it holds for; None if
         they are to be fixed."""
         sizes = self._to_open(args)
-        if not sizes or self.variants.refusals == MOST_REFUSALS:
+        if not self.opens and sizes:
+            self.variants.refused = "what is asked for takes sizes that are known"
+        if not sizes or not self.opens or self.variants.refusals == MOST_REFUSALS:
             return None
         parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
         units = {

@@ -168,6 +168,8 @@ class PhaseState(PipelineState):
 
 def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
+    if state.open and any(map(graph_bodies.body_of, state.graph.nodes)):
+        raise PlanError("the sizes in branches and loops are known")
 
 
 def refuse_body_draws(state: JointState) -> None:

@@ -122,9 +122,10 @@ def check(
     want = train(name, sizes, None)
     asked = {"mesh": mesh} | options
     got = shared_pool(2).run(train, name, sizes, asked, dynamic, timeout=400.0)
+    close = 1e-5 if name == "llama" else 1e-10  # its norms are in float32
     for each in got:
-        assert each["losses"] == pytest.approx(want["losses"], rel=1e-6)
-        torch.testing.assert_close(each["weights"], want["weights"], rtol=0, atol=1e-7)
+        assert each["losses"] == pytest.approx(want["losses"], rel=close)
+        torch.testing.assert_close(each["weights"], want["weights"], rtol=0, atol=close)
         assert len(each["notes"]) <= most, each["notes"]
     return got[0]["notes"]
 
