@@ -210,6 +210,11 @@ class Builder:
         """Rows by which ``size`` falls short of ``room``."""
         return 0 if room is size else self.compute(operator.sub, room, size)
 
+    def pad(self, x: fx.Node, more: Sequence[Size], fill: float = 0) -> fx.Node:
+        """``x`` with more rows at the end of each dim."""
+        rows = [n for size in reversed(more) for n in (0, size)]
+        return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
+
     def product(self, sizes: Iterable[Size]) -> Size:
         """The product of sizes."""
         out: Size = 1

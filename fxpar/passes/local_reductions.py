@@ -69,8 +69,7 @@ def _filled(call: LocalCall, x: fx.Node, identity: int | float | bool) -> fx.Nod
     more = [
         build.missing(room[d], own[d]) if d in dims else 0 for d in range(len(shape))
     ]
-    pad = [n for size in reversed(more) for n in (0, size)]
-    return build.call(aten.constant_pad_nd.default, x, pad, identity)
+    return build.pad(x, more, identity)
 
 
 def _largest(call: LocalCall, x: fx.Node, *rest: Any, **how: Any) -> fx.Node:
@@ -99,4 +98,6 @@ LOCAL: dict[Any, Localizer] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
 }

@@ -20,6 +20,7 @@ from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
 from fxpar.passes.local_op import local_like, local_op
+from fxpar.passes.local_ops import CUTS, cut
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import Op, user_line
@@ -199,6 +200,10 @@ class _Localizer:
         if node.target is operator.getitem:
             source, key = copy.args
             copy.meta["val"] = source.meta["val"][key]
+            cuts = source.meta.get(CUTS, {}).get(key)
+            if cuts:
+                with self.build.at(node):
+                    return cut(self.build, copy, cuts)
         return copy
 
     def _reshard(self, node: fx.Node) -> fx.Node:

@@ -33,6 +33,7 @@ GroupOf = Callable[[tuple[str, ...]], str]
 
 _ATEN = torch.ops.aten
 _C10D = torch.ops._c10d_functional
+_PAD = _ATEN.constant_pad_nd.default
 _PERMUTE = torch.ops.fxpar.permute.default
 _RESOLVED = _ATEN.resolve_conj.default
 _EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE}
@@ -107,6 +108,9 @@ def bind(
             target, args = _as_inductor(node, args)
         elif node.op == "call_function":
             target = op_by_op(target)
+        if uneven and node.target is _PAD and not any(args[1]):
+            done[node] = args[0]  # it holds what is to be had
+            continue
         copy = new.create_node(node.op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
         if uneven:

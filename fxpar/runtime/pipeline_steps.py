@@ -38,6 +38,7 @@ from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
@@ -49,13 +50,14 @@ from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.train_step import step_writes
-from fxpar.sharding import plan_facts
+from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import decide_on, fastest
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program, read, with_open_sizes
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
@@ -180,6 +182,20 @@ def refuse_body_draws(state: JointState) -> None:
 def count_loop_steps(state: JointState) -> None:
     """Loops whose number of steps depends on data get a nominal one."""
     count_steps(state.graph, state.fake_mode)
+
+
+def split_batch(state: JointState) -> None:
+    """A batch that its axes do not divide stays a dim of its own."""
+    if state.open:  # they divide those that a plan may split
+        return
+    mesh = state.request.mesh
+    axes = batch_axes(mesh)
+
+    def splits(rows: int) -> bool:
+        even = shard_sizes.is_even(rows, mesh, axes)
+        return not even and shard_sizes.may_split(rows, mesh, axes)
+
+    keep_batch_apart(state.graph, state.rewriter, splits)
 
 
 def drop_dead(state: JointState) -> None:

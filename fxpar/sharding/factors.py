@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import RuleError
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -75,6 +76,8 @@ class Rule:
     open: bool = False
     # Whether all shards of a factor must be as large as one another.
     even: bool = False
+    # What the op does on a rank that holds nothing of a factor: a key of ``EMPTY``.
+    empty: str = "run"
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -320,6 +323,11 @@ def project(
     return out
 
 
+# What an op does with an empty shard: it runs, on nothing; it runs on a row of zeros,
+# which is cut off its results, and no sum goes over; it never gets one.
+EMPTY = ("run", "fill", "never")
+
+
 def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
     """Whether a dim is one factor, which has some rows."""
     return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
@@ -327,7 +335,13 @@ def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
 
 def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
     """Whether every tensor of a rule can lie as an assignment of axes to factors says:
-    in contiguous shards, of one size where the rule wants that."""
+    in contiguous shards, of one size where the rule wants that, and none of them empty
+    where the op cannot do with that."""
+    shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
+    for factor in shut[rule.empty]:
+        rows, axes = rule.size[factor], axes_of.get(factor, ())
+        if rows and not shard_sizes.smallest(rows, mesh, axes):
+            return False
     return all(
         expressible(dims, axes_of, rule.size, mesh, even=rule.even)
         for dims in rule.tensors

@@ -73,3 +73,17 @@ def test_two_ranks(axis: str) -> None:
     hints = HINTS if axis == "tp" else None
     more = {"hints": hints} if hints else {}
     check(f"{axis}=2", "eager", plan="propagate", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2"])
+def test_four_ranks(mesh: str, rows: int) -> None:
+    """Of six rows the last of four ranks has none."""
+    more = {"hints": HINTS} if "tp" in mesh else {}
+    check(mesh, "eager", rows, plan="propagate", **more)
+
+
+@pytest.mark.slow
+def test_generated_kernels() -> None:
+    check("dp=2,tp=2", "inductor", plan="propagate", hints=HINTS)

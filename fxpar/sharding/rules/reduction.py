@@ -298,7 +298,7 @@ ROWS = {
     **rows("topk", topk),
     **rows("hash_tensor", over()),
     **rows("trace", trace, linear="0"),
-    **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0"),
+    **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
     **rows("glu", glu),
     **rows("glu_backward", glu_backward, linear="0"),
     **rows("mse_loss huber_loss smooth_l1_loss", loss),

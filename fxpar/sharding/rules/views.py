@@ -308,8 +308,8 @@ ROWS = {
     **rows("as_strided_scatter", as_strided_scatter, movement="0+1", even=True),
     **rows("view_as_real view_as_real_copy", add_pair, linear="0"),
     **rows("view_as_complex view_as_complex_copy", drop_pair, linear="0"),
-    **moves("pixel_shuffle", pixel_shuffle),
-    **moves("pixel_unshuffle", pixel_unshuffle),
+    **moves("pixel_shuffle", pixel_shuffle, empty="fill"),
+    **moves("pixel_unshuffle", pixel_unshuffle, empty="fill"),
     **moves("native_channel_shuffle", channel_shuffle),
 }
 
