@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import local_custom_ops, local_indexing, local_views
+from fxpar.passes import local_custom_ops, local_indexing, local_views, local_windows
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules import row_of
 
@@ -24,6 +24,7 @@ __all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
     **local_views.LOCAL,
+    **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
 }
 

@@ -57,6 +57,19 @@ class Passage:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """Rows around a shard: of an operand those of its neighbours that it reads too; of
+    a result those it computes a part of, which are added to its neighbours'."""
+
+    # Of the tensor among ``Rule.tensors``.
+    position: int
+    dim: int
+    # How many rows lie before the shard and behind it.
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors of one op call. Operands and results are its tensors, in order."""
 
@@ -73,6 +86,8 @@ class Rule:
     alike: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
+    # What shards of the dims named here need beyond themselves, sent by permutes.
+    halos: tuple[Halo, ...] = ()
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -96,6 +111,13 @@ class Rule:
     def free(self) -> tuple[str, ...]:
         """Factors an axis may split."""
         return tuple(f for f in self.factors if f not in self.whole)
+
+    @cached_property
+    def exchanged(self) -> frozenset[str]:
+        """Factors whose shards are not computed apart: ranks send one another rows."""
+        return frozenset(
+            f for halo in self.halos for f in self.tensors[halo.position][halo.dim]
+        )
 
     @cached_property
     def contracted(self) -> frozenset[str]:

@@ -435,6 +435,14 @@ def _convolution_samples() -> None:
         (_f(4, 4, 4, 4, 4), _f(4, 4, 2, 2, 2), 2, 0, 1, False, 0, 1),
         (_f(4, 4, 5, 5), _f(4, 8, 3, 3), 2, 1, 1, True, 1, 1),
         (_f(4, 8, 5, 5), _f(8, 2, 3, 3), 1, 1, 1, True, 0, 4),
+        # Windows laid out evenly: a shard reads rows around it, of several shards.
+        (_f(2, 2, 8, 12), _f(2, 2, 7, 7), 2, 3, 1, False, 0, 1),
+        (_f(2, 2, 8, 4), _f(2, 1, 3, 3), 1, 2, 2, False, 0, 2),
+        (_f(2, 2, 8), _f(2, 2, 1), 2, 0, 1, False, 0, 1),
+        (_f(2, 2, 4, 4), _f(2, 2, 4, 4), 2, 1, 1, True, 0, 1),
+        (_f(2, 2, 4, 4), _f(2, 2, 3, 3), 2, 1, 1, True, 1, 1),
+        (_f(2, 4, 4), _f(4, 1, 1), 3, 0, 1, True, 2, 2),
+        (_f(2, 2, 4), _f(2, 2, 5), 2, 3, 2, True, 1, 1),
     ):
         k = x.dim() - 2
         rest = ([stride] * k, [padding] * k, [dilation] * k, transposed, [extra] * k)
@@ -443,7 +451,12 @@ def _convolution_samples() -> None:
             args = (x, w, bias, *rest, groups)
             SAMPLES.setdefault(aten.convolution.default, []).append(_s(*args))
         grad = _f(*aten.convolution.default(*args).shape)
-        for mask in ([True] * 3, [True, True, False], [False, True, True]):
+        for mask in (
+            [True] * 3,
+            [True, True, False],
+            [False, True, True],
+            [True, False, True],
+        ):
             sizes = [channels] if mask[2] else None
             SAMPLES.setdefault(aten.convolution_backward.default, []).append(
                 _s(grad, x, w, sizes, *rest, groups, mask)

@@ -1,8 +1,10 @@
-"""Rows of convolutions, pooling and resampling: spatial dims stay whole.
+"""Rows of convolutions, pooling and resampling.
 
 Batch and channels are free. Of a convolution, input channels are contracted and groups
 are a compound of their own; the bias is added once, so where input channels are split
-it is partial as well.
+it is partial as well. A spatial dim is free where windows are laid out evenly over it,
+as many of them as the dim has steps: a shard then needs rows around it, its halo. It is
+whole otherwise, and where something is resampled.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import Row, names, row, tensors_of, text
+from fxpar.sharding.rules.window_dims import SpatialDims, each, spatial_dims, windows
 
 aten = torch.ops.aten
 
@@ -31,9 +34,9 @@ def _channels(transposed: bool, groups: int) -> tuple[str, str, str, str]:
     return "(g ci)", "(g co)", f"(g {first})", second
 
 
-def _sized(rule: str, groups: int) -> Rule:
+def _sized(rule: str, groups: int, spatial: SpatialDims) -> Rule:
     sizes = (("g", groups),) if groups > 1 else ()
-    return replace(parse_rule(rule), sizes=sizes)
+    return replace(parse_rule(rule), sizes=(*sizes, *spatial.sizes))
 
 
 def _convolution(
@@ -51,19 +54,41 @@ def _convolution(
         return None
     k = x.dim() - 2
     ci, co, first, second = _channels(transposed, groups)
-    window = [f"{w}!" for w in names(k, "k")]
-    made = [f"{w}!" for w in names(k, "o")]
+    slid = windows(weight.shape[2:], stride, padding, dilation, k)
+    rows = [int(n) for n in x.shape[2:]]
+    if transposed:
+        more = zip(rows, slid, each(output_padding, k), strict=True)
+        made = [
+            (n - 1) * w.stride - 2 * w.padding + w.dilation * (w.kernel - 1) + 1 + extra
+            for n, w, extra in more
+        ]
+        spatial = spatial_dims(slid, made, rows)
+        given, result = spatial.few, spatial.many
+    else:
+        made = [w.count(n) for n, w in zip(rows, slid, strict=True)]
+        spatial = spatial_dims(slid, rows, made)
+        given, result = spatial.many, spatial.few
     rule = _sized(
         text(
-            ["n", ci, *["_"] * k],
-            [first, second, *window],
+            ["n", ci, *given],
+            [first, second, *_whole(k)],
             *([["+", co]] if bias is not None else []),
-            results=[["n", co, *made]],
+            results=[["n", co, *result]],
         ),
         groups,
+        spatial,
     )
     summed = (2,) if bias is not None else ()
-    return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
+    return replace(
+        rule,
+        passages=(Passage((0, *summed)), Passage((1, *summed))),
+        halos=spatial.halos(len(rule.operands) if transposed else 0, 2),
+    )
+
+
+def _whole(k: int) -> list[str]:
+    """Words of the dims of a kernel."""
+    return [f"{w}!" for w in names(k, "k")]
 
 
 def _convolution_backward(
@@ -79,18 +104,27 @@ def _convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> Rule | None:
+    """A convolution reads rows around a shard for the weight's gradient, and gives back
+    what its own gradient is there; a transposed one reads such rows of ``grad``."""
     if x.dim() != weight.dim():
         return None
     k = x.dim() - 2
     ci, co, first, second = _channels(transposed, groups)
-    window = [f"{w}!" for w in names(k, "k")]
-    made = [f"{w}!" for w in names(k, "o")]
-    given = ["n", ci, *["_"] * k]
-    weights = [first, second, *window]
+    slid = windows(weight.shape[2:], stride, padding, dilation, k)
+    many, few = (grad, x) if transposed else (x, grad)
+    spatial = spatial_dims(slid, many.shape[2:], few.shape[2:])
+    at_grad, at_x = spatial.few, spatial.many
+    halos = spatial.halos(1, 2) * mask[1] + spatial.halos(3, 2) * mask[0]
+    if transposed:
+        at_grad, at_x = spatial.many, spatial.few
+        halos = spatial.halos(0, 2) * (mask[0] or mask[1])
+    given = ["n", ci, *at_x]
+    weights = [first, second, *_whole(k)]
     # The bias is not in the product, so a split of input channels leaves it complete.
     results = [given, weights, [co, "~ci"]]
     results = [words for words, wanted in zip(results, mask, strict=True) if wanted]
-    return _sized(text(["n", co, *made], given, weights, results=results), groups)
+    rule = text(["n", co, *at_grad], given, weights, results=results)
+    return replace(_sized(rule, groups, spatial), halos=halos)
 
 
 # Windows
