@@ -8,15 +8,18 @@ the local count of its groups.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Size, value_of
-from fxpar.passes.halos import extended, given_back, halos_of, is_split
+from fxpar.passes.builder import Size
+from fxpar.passes.halos import axes_of, extended, given_back, halos_of, is_split
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules.window_dims import Window, each, windows
 
@@ -140,6 +143,8 @@ def _convolution_backward(
 def _widened(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """A tensor of the shape of ``x`` with the rows of another one's halos; of those its
     values mean nothing."""
+    if not halos_of(call, position):
+        return x
     amounts = [0] * (2 * len(call.shapes[position]))
     for halo in halos_of(call, position):
         at = 2 * (len(call.shapes[position]) - 1 - halo.dim)
@@ -147,7 +152,180 @@ def _widened(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     return call.build.call(aten.constant_pad_nd.default, x, amounts)
 
 
+# Pools
+
+
+def _least(x: fx.Node) -> int | float:
+    """What no maximum is smaller than."""
+    dtype = x.meta["val"].dtype
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _max_pool(
+    k: int,
+    call: LocalCall,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil: bool = False,
+) -> Any:
+    """The result says where in its window a maximum lies."""
+    split = _split(call, 0, k)
+    x = extended(call, x, 0, _least(x))
+    return call.same(x, kernel, stride, _padding(padding, split), dilation, ceil)
+
+
+def _max_pool_with_indices(k: int, call: LocalCall, x: fx.Node, *args: Any) -> Any:
+    made = _max_pool(k, call, x, *args)
+    if not any(_split(call, 0, k)):
+        return made
+    values, index = (call.build.call(operator.getitem, made, i) for i in range(2))
+    return values, _reindexed(call, index, _around(call, 0, 0, k), back=False)
+
+
+def _offsets_to_indices(
+    call: LocalCall,
+    offsets: fx.Node,
+    kernel: Sequence[int],
+    size: Sequence[int],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> fx.Node:
+    """Windows are counted from where this rank's begin."""
+    index = call.same(offsets, kernel, size, stride, padding, dilation)
+    k = len(kernel)
+    first = len(call.shapes[0]) - k
+    for d, step in enumerate(each(stride, k)):
+        axes, shard = call.operands[0].dims[first + d], offsets.meta["val"].shape
+        if call.build.mesh.count(axes) > 1:
+            start = call.build.offset(
+                axes, int(shard[first + d]) * step * math.prod(size[d + 1 :])
+            )
+            index = call.build.call(aten.add.Tensor, index, start)
+    return index
+
+
+def _max_pool_backward(
+    k: int,
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil: bool,
+    index: fx.Node,
+) -> fx.Node:
+    split = _split(call, 1, k)
+    if any(split):
+        index = _reindexed(call, index, _around(call, 1, 3, k), back=True)
+    x = _widened(call, x, 3)
+    rest = kernel, stride, _padding(padding, split), dilation, ceil
+    return given_back(call, call.same(grad, x, *rest, index), 3)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """One dim of a shard with the rows around it."""
+
+    axes: tuple[str, ...]
+    # Rows of the dim, of the shard, and before it.
+    whole: int
+    size: int
+    before: int
+    after: int
+
+
+def _around(call: LocalCall, at: int, halos: int, k: int) -> list[_Around]:
+    """The last ``k`` dims of the tensor at a position, with another one's halos."""
+    first, out = len(call.shapes[at]) - k, []
+    ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
+    for d in range(first, first + k):
+        axes, whole = axes_of(call, at, d), call.shapes[at][d]
+        size = whole // call.build.mesh.count(axes)
+        out.append(_Around(axes, whole, size, *ends.get(d, (0, 0))))
+    return out
+
+
+def _reindexed(
+    call: LocalCall, index: fx.Node, dims: Sequence[_Around], back: bool
+) -> fx.Node:
+    """Positions in the shard with the rows around it as those in the whole; ``back``:
+    the other way."""
+    build, total = call.build, None
+    local = [dim.before + dim.size + dim.after for dim in dims]
+    sizes = [[dim.whole for dim in dims], local][:: 1 if back else -1]
+    for d, dim in enumerate(dims):
+        below, above = (math.prod(n[d + 1 :]) for n in sizes)
+        at = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
+        if d:
+            at = build.call(aten.remainder.Scalar, at, sizes[0][d])
+        sign = -1 if back else 1
+        start = build.offset(dim.axes, sign * dim.size, -sign * dim.before)
+        if start != 0:
+            at = build.call(aten.add.Tensor, at, start)
+        at = build.call(aten.mul.Tensor, at, above)
+        total = at if total is None else build.call(aten.add.Tensor, total, at)
+    assert total is not None
+    return total
+
+
+def _avg_pool(
+    k: int,
+    call: LocalCall,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    *rest,
+) -> fx.Node:
+    """What stands for padding counts as padding does, where the dim may be split."""
+    padding = _padding(padding, _split(call, 0, k))
+    return call.same(extended(call, x, 0), kernel, stride, padding, *rest)
+
+
+def _avg_pool_backward(
+    k: int,
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    *rest: Any,
+) -> fx.Node:
+    padding = _padding(padding, _split(call, 1, k))
+    x = _widened(call, x, 2)
+    return given_back(call, call.same(grad, x, kernel, stride, padding, *rest), 2)
+
+
+def _adaptive_pool(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
+    return call.same(x, list(call.local_shape()[-k:]))
+
+
+def _low_memory_pool(call: LocalCall, x: fx.Node, kernel: Any, *rest: Any) -> Any:
+    return _max_pool(len(kernel), call, x, kernel, *rest)
+
+
+def _by_rank(pattern: str, ranks: Sequence[int], local: Callable[..., Any]) -> dict:
+    """The local form of ``pattern`` with each number of spatial dims put in."""
+    ops = {k: getattr(aten, pattern.format(k)).default for k in ranks}
+    return {op: partial(local, k) for k, op in ops.items()}
+
+
 LOCAL: dict[Any, Localizer] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+    "prims::_low_memory_max_pool_with_offsets": _low_memory_pool,
+    "prims::_low_memory_max_pool_offsets_to_indices": _offsets_to_indices,
+    **_by_rank("max_pool{}d_with_indices", (2, 3), _max_pool_with_indices),
+    **_by_rank("max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward),
+    **_by_rank("avg_pool{}d", (1, 2, 3), _avg_pool),
+    **_by_rank("avg_pool{}d_backward", (2, 3), _avg_pool_backward),
+    **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool),
+    **_by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool),
 }

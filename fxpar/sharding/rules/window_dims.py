@@ -9,7 +9,7 @@ hold the dim is whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fxpar.sharding.factors import Halo
@@ -30,14 +30,23 @@ class Window:
         that start within the shard some lie before its end where this is negative."""
         return self.dilation * (self.kernel - 1) - self.padding - (self.stride - 1)
 
-    def count(self, rows: int) -> int:
-        """Windows of a dim of so many rows, padded at both ends."""
-        reach = self.dilation * (self.kernel - 1) + 1
-        return (rows + 2 * self.padding - reach) // self.stride + 1
+    def count(self, rows: int, ceil: bool = False) -> int:
+        """Windows of a dim of so many rows, padded at both ends; with ``ceil`` also one
+        that ends behind, if it starts before that."""
+        left = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
+        if not ceil:
+            return left // self.stride + 1
+        more = -(-left // self.stride)
+        return more + (more * self.stride < rows + self.padding)
 
     def fits(self, many: int, few: int) -> bool:
         """Whether shards of rows and shards of windows are laid out alike."""
         return few * self.stride == many and -self.behind < self.stride
+
+    def counts_all(self, padding: bool) -> bool:
+        """Whether every window of a dim that it fits has all its rows counted, those of
+        the padding too or not."""
+        return self.behind <= self.padding * padding and (padding or not self.padding)
 
 
 def each(numbers: int | Sequence[int], k: int) -> list[int]:
@@ -78,12 +87,16 @@ class SpatialDims:
 
 
 def spatial_dims(
-    slid: Sequence[Window], many: Sequence[int], few: Sequence[int]
+    slid: Sequence[Window],
+    many: Sequence[int],
+    few: Sequence[int],
+    may: Callable[[Window], bool] = lambda window: True,
 ) -> SpatialDims:
-    """Words of dims of these sizes, windows ``slid`` over them."""
+    """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
+    dim may be split."""
     rows, made, sizes, reach = [], [], [], []
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
-        if not window.fits(int(n), int(count)):
+        if not (window.fits(int(n), int(count)) and may(window)):
             rows.append("_")
             made.append(f"o{d}!")
             continue
