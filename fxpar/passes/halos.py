@@ -90,7 +90,15 @@ def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
     """Rows of a local tensor; itself if that is all of them."""
     if start == 0 and end == _size(x, dim):
         return x
-    return call.build.call(aten.slice.Tensor, x, dim, start, end)
+    args = x, dim, start, end
+    known = _known(x, aten.slice.Tensor, *args)
+    return known or call.build.call(aten.slice.Tensor, *args)
+
+
+def _known(x: fx.Node, *call: Any) -> fx.Node | None:
+    """The node of a call on ``x`` that is there already: a backward reads the rows
+    around a shard that the forward has got."""
+    return next((user for user in x.users if (user.target, *user.args) == call), None)
 
 
 def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
@@ -121,9 +129,10 @@ def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
 def _moved(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.Node:
     """What the rank holds whose shard is so many further on."""
     mesh = call.build.mesh
-    sources = _sources(call, axes, further)
-    return collective_nodes.step(
-        call.build, collective_nodes.permute, x, sources, mesh.ordered(axes)
+    args = _sources(call, axes, further), mesh.ordered(axes)
+    known = _known(x, collective_nodes.permute, x, *args)
+    return known or collective_nodes.step(
+        call.build, collective_nodes.permute, x, *args
     )
 
 
