@@ -89,3 +89,173 @@ def test_a_halo_of_several_shards() -> None:
     )
     assert Counter(permuted(plan)[:4]) == {2 * ROW: 2, ROW: 2}
     matches(plan, x, weight)
+
+
+class Block(nn.Module):
+    """The stem and one block of a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 7, 2, 3, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.first = nn.Conv2d(4, 4, 3, 2, 1)
+        self.second = nn.Conv2d(4, 8, 3, 1, 1, groups=2)
+        self.short = nn.Conv2d(4, 8, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(F.relu(self.norm(self.stem(x))))
+        y = self.second(F.relu(self.first(x))) + self.short(x)
+        return y.mean((2, 3)).square().sum()
+
+
+class UNet(nn.Module):
+    """Down and up again, with averages between; in two or three dims."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        conv, up = (
+            (nn.Conv2d, nn.ConvTranspose2d)
+            if dims == 2
+            else (nn.Conv3d, nn.ConvTranspose3d)
+        )
+        self.down = conv(2, 3, 3, 1, 1)
+        self.low = conv(3, 4, 3, 1, 2, dilation=2)
+        self.up = up(4, 3, 4, 2, 1)
+        self.last = conv(6, 1, 5, padding="same")
+        self.pool = nn.AvgPool2d(2) if dims == 2 else nn.MaxPool3d(3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = F.gelu(self.down(x))
+        low = F.gelu(self.low(self.pool(high)))
+        return self.last(torch.cat([self.up(low), high], 1)).square().mean()
+
+
+SPACE = {
+    "batch and rows": (Block, (2, 3, 32, 16), "dp=2,h=2", ("dp", None, "h", None)),
+    "rows and columns": (Block, (2, 3, 32, 32), "h=2,w=2", (None, None, "h", "w")),
+    "both on columns": (Block, (1, 3, 16, 32), "h=2,w=2", (None, None, None, "w+h")),
+    "one row each": (Block, (1, 3, 64, 16), "h=4", (None, None, "h", None)),
+    "up and down": (
+        *(lambda: UNet(2), (2, 2, 16, 16)),
+        *("dp=2,h=2", ("dp", None, "h", None)),
+    ),
+    "corners of a volume": (
+        *(lambda: UNet(3), (1, 2, 4, 8, 8)),
+        *("h=2,w=2", (None, None, None, "h", "w")),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "rows and columns"))
+        for name in SPACE
+    ],
+)
+def test_a_model_split_along_space(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape, mesh, lie = SPACE[name]
+    model, x = make().double(), draw(*shape)
+    lie = tuple(tuple(a.split("+")) if a else None for a in lie)
+    plan = planned(model, x, mesh=mesh, x=fxpar.Spec(*lie), grad=True)
+    matches(plan, x)
+    assert not {"all_gather", "all_to_all"} & kinds(plan)
+    sent = [
+        sum(nbytes for _, nbytes in shift_messages.sent(op, strategy, plan.mesh))
+        for op, strategy in zip(
+            plan.result.decision.program.ops,
+            plan.result.decision.strategies,
+            strict=True,
+        )
+    ]
+    again = sum(sent) - sum(permuted(plan))
+    forward = (op for op in plan.result.decision.program.ops if sent[op.index])
+    known = sum(sent[op.index] for op in forward if str(op.target) == CONVOLUTION)
+    # A backward reads the rows that the forward has got; all else is priced as sent.
+    assert 0 < again <= known
+
+
+CONVOLUTION = "aten.convolution.default"
+
+
+def test_space_is_split_where_it_is_asked_for_only() -> None:
+    model, x = Block().double(), draw(4, 3, 32, 16)
+    plan = fxpar.plan(model, x, mesh="dp=2,h=2", mode="propagate")
+    assert not permuted(plan)
+    assert all(
+        spec.dims[2:] == ((),) * (len(spec.dims) - 2)
+        for spec in plan.result.decision.settled
+        if len(spec.dims) == 4
+    )
+
+
+# Windows that are not laid out evenly over the dim, or count what lies beyond it.
+UNEVEN = {
+    "no padding": lambda x: F.conv2d(x, WEIGHT),
+    "other steps": lambda x: F.conv2d(x, WEIGHT, stride=(3, 1), padding=1),
+    "counts rows": lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False),
+    "shares differ": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "reflected": lambda x: F.conv2d(F.pad(x, (0, 0, 1, 1), "reflect"), WEIGHT),
+}
+WEIGHT = torch.randn(1, 1, 3, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_what_is_not_laid_out_evenly_is_whole(name: str) -> None:
+    x = draw(1, 1, 8, 8)
+    lie = (None, None, "h", None)
+    plan = planned(UNEVEN[name], x, mesh="h=2", x=lie)
+    assert kinds(plan) == {"all_gather"}
+    matches(plan, x)
+
+
+def test_inside_a_branch_nothing_is_sent() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(
+            x.sum() > 0, lambda x: F.conv2d(x, WEIGHT, padding=1), torch.relu, (x,)
+        )
+
+    x = draw(1, 1, 8, 8)
+    plan = planned(fn, x, mesh="h=2", x=(None, None, "h", None))
+    assert not permuted(plan)
+    matches(plan, x)
+
+
+@pytest.mark.parametrize("end", ["padding", "behind"])
+def test_a_halo_one_row_short_is_noticed(end: str, monkeypatch: Any) -> None:
+    real = window_dims.spatial_dims
+
+    def short(*args: Any) -> window_dims.SpatialDims:
+        found = real(*args)
+        first = end == "padding"
+        reach = tuple((d, a - first, b - (not first)) for d, a, b in found.reach)
+        return replace(found, reach=reach)
+
+    monkeypatch.setattr("fxpar.sharding.rules.convolution.spatial_dims", short)
+    x, weight = draw(1, 1, 8), draw(1, 1, 3)
+    lie = (None, None, "h")
+
+    def run() -> None:
+        plan = planned(
+            lambda x, w: F.conv1d(x, w, padding=1), x, weight, mesh="h=2", x=lie
+        )
+        matches(plan, x, weight)
+
+    with pytest.raises((PlanError, AssertionError)):
+        run()
+
+
+def test_rows_of_the_other_end_are_no_padding(monkeypatch: Any) -> None:
+    """Without the constant over them, rows would come around the end."""
+    monkeypatch.setattr("fxpar.passes.halos._within", lambda call, x, *_: x)
+    x, weight = draw(1, 1, 8), draw(1, 1, 3)
+    plan = planned(
+        lambda x, w: F.conv1d(x, w, padding=1),
+        *(x, weight),
+        mesh="h=2",
+        x=(None, None, "h"),
+    )
+    with pytest.raises(AssertionError):
+        matches(plan, x, weight)
