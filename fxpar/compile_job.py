@@ -360,7 +360,8 @@ class _Parallelize:
         """What is done to a forward or a backward by itself."""
         request, result = self.request, self.result
         self.regions += pipeline.scheduled(graph, request, result, backward=backward)
-        self.launches += crossings(graph)
+        even = result is None or result.decision.is_even
+        self.launches += crossings(graph, even=even)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
@@ -439,7 +440,7 @@ class _Parallelize:
         if kind == "output":
             rest = self.job.rests.get(int(name.removeprefix("output_")))
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
-        return Output(name, kind, of, rest, "open" if open_ended else "whole")
+        return Output(name, kind, of, rest, "even" if open_ended else "whole")
 
 
 @contextlib.contextmanager

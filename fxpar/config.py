@@ -25,6 +25,7 @@ PASSES = (
     "random_by_index",
     "find_shifts",
     "undo_views_around_matmul",
+    "keep_batch_apart",
     "split_fused_projections",
     "sum_one_hot",
     "clone_constants",

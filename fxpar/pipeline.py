@@ -95,6 +95,7 @@ JOINT = (
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("find_shifts", _rewrite(find_shifts)),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
+    _may("keep_batch_apart", steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
@@ -357,7 +358,7 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result else None,
+        mesh=result.plan.mesh if result and result.decision.is_even else None,
     )
     run_steps(PHASE, state)
     return state.regions

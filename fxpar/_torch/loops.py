@@ -7,6 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -95,22 +96,32 @@ def rewrite_calls(names: Sequence[str], rewrite: Rewrite) -> None:
 
 @contextlib.contextmanager
 def calls_rewritten() -> Iterator[None]:
-    """Inside, calls that are traced are what ``rewrite_calls`` was told."""
+    """Inside, calls that are traced are what ``rewrite_calls`` was told: before they
+    are differentiated, and in inference mode, where they are not, before they are made
+    functional."""
     from torch._C import DispatchKey
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-    ops = [getattr(torch.ops.higher_order, name) for name in _REWRITES]
-    kernels = [op.py_kernels[DispatchKey.Autograd] for op in ops]
-
-    def put(kernels: Sequence[Callable[..., Any]]) -> None:
-        for op, kernel in zip(ops, kernels, strict=True):
-            op.py_kernels[DispatchKey.Autograd] = kernel
+    with contextlib.ExitStack() as stack:
+        for op in [getattr(torch.ops.higher_order, name) for name in _REWRITES]:
+            autograd = op.py_kernels[DispatchKey.Autograd]
+            functional = op.python_key_table[FunctionalTensorMode]
+            kernels = {DispatchKey.Autograd: functools.partial(_traced, op, autograd)}
+            modes = {
+                FunctionalTensorMode: functools.partial(_functional, op, functional)
+            }
+            stack.callback(op._dispatch_cache.clear)
+            stack.enter_context(mock.patch.dict(op.py_kernels, kernels))
+            stack.enter_context(mock.patch.dict(op.python_key_table, modes))
             op._dispatch_cache.clear()
-
-    put([functools.partial(_traced, *x) for x in zip(ops, kernels, strict=True)])
-    try:
         yield
-    finally:
-        put(kernels)
+
+
+def _functional(
+    op: Any, kernel: Callable[..., Any], mode: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As ``_traced``, by the kernel that a mode has."""
+    return _traced(op, functools.partial(kernel, mode), *args, **kwargs)
 
 
 def _traced(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -136,11 +147,26 @@ def run_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 def evaluate_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """What a body gives of fake tensors, while it is traced or not: nothing is."""
-    from torch._higher_order_ops.utils import _maybe_fake_prop_ignore_unbacked
+    """What a body gives of fake tensors; while a program is traced, it is not."""
+    from torch._dispatch.python import suspend_functionalization
+    from torch._guards import detect_fake_mode
+    from torch._higher_order_ops.utils import _from_fun
+    from torch._subclasses.functional_tensor import disable_functional_mode
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch.no_grad():
-        return _maybe_fake_prop_ignore_unbacked(body, tuple(inputs))
+    with torch.no_grad(), suspend_functionalization(), disable_functional_mode():
+        with disable_proxy_modes_tracing():
+            plain = [_from_fun(x) for x in inputs]
+        mode = detect_fake_mode(plain)
+        symbols = None if mode is None else mode.shape_env
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            if mode is not None:
+                stack.enter_context(mode)
+            if symbols is not None:
+                stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
+            return body(*plain)
 
 
 _REPLACING: list[Any] = []  # modes, the innermost last

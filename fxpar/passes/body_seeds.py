@@ -84,7 +84,8 @@ class _Draws:
         self.drawn.append(what)
         place = -1 - count if self.down else count
         seed = self.seed if place == 0 else self.seed + place
-        return seed.to(device or torch.get_default_device())
+        device = torch.device(device or torch.get_default_device())
+        return seed if seed.device == device else seed.to(device)
 
     def numbers(self, mode: str, size: Sequence[int], like: dict[str, Any]) -> Any:
         """Numbers of ``mode``, "rand" or "randn", as factories of tensors give them."""
@@ -128,6 +129,9 @@ _SOURCES: dict[Any, Callable[..., Any]] = {
         0, high, size, like
     ),
     aten.randint.low: _Draws.integers,
+    aten.normal.float_float: lambda own, mean, std, size, like: (
+        own.numbers("randn", size, like) * std + mean
+    ),
 }
 
 
@@ -181,7 +185,6 @@ _DECOMPOSED = {
     aten.cauchy_,
     aten.log_normal,
     aten.log_normal_,
-    aten.rrelu_with_noise_functional,
 }
 
 _ACTIVE: list[_Draws] = []  # of the bodies that run, the innermost last
@@ -243,13 +246,13 @@ def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
     given[call.seed] = (*args[call.seed], seeds)
     place = sum(len(args[g]) for g in call.inputs if g <= call.seed)
     for i in call.bodies:
-        given[i] = _taking(args[i], place, hands_on=call.carried)
+        given[i] = with_seed(args[i], place, hands_on=call.carried)
     if call.test is not None:
-        given[call.test] = _taking(args[call.test], place, down=True)
+        given[call.test] = with_seed(args[call.test], place, down=True)
     return tuple(given), int(call.carried)
 
 
-def _taking(
+def with_seed(
     body: Callable[..., Any], place: int, *, down: bool = False, hands_on: bool = False
 ) -> Callable[..., Any]:
     """A body that takes its seed as its ``place``-th input; ``hands_on``: and gives

@@ -197,6 +197,15 @@ class Builder:
         node.meta["val"] = operation(value_of(a), value_of(b))
         return node
 
+    def missing(self, room: Size, size: Size) -> Size:
+        """Rows by which ``size`` falls short of ``room``."""
+        return 0 if room is size else self.compute(operator.sub, room, size)
+
+    def pad(self, x: fx.Node, more: Sequence[Size], fill: float = 0) -> fx.Node:
+        """``x`` with more rows at the end of each dim."""
+        rows = [n for size in reversed(more) for n in (0, size)]
+        return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
+
     def product(self, sizes: Iterable[Size]) -> Size:
         """The product of sizes."""
         out: Size = 1

@@ -174,11 +174,13 @@ def emit(
 ) -> fx.Node:
     """Append the steps of a reshard of a value of global ``shape`` that lies as
     ``source``; ``x`` itself if there are none."""
-    before = source
+    alone = {axis for axis in build.mesh.names if build.mesh.sizes[axis] == 1}
+    before = source.without(alone).dims
     for each in steps:
         target, args = call_of(each, build.mesh)
-        cut = Cut(tuple(shape), before.dims, each.spec.dims)
-        x, before = step(build, target, x, *args, cut=cut), each.spec
+        after = each.spec.without(alone).dims
+        cut = Cut(tuple(shape), before, after)
+        x, before = step(build, target, x, *args, cut=cut), after
     return x
 
 

@@ -67,6 +67,8 @@ def own_start(mesh: str, axes: Sequence[str], rows: int) -> int:
 
 # Ints that depend on the rank; their second argument are the axes over which they vary.
 PLACES = (offset, own_size, own_start)
+# Of these, what a dim is cut into whose shards are not alike.
+SIZES = (own_size, own_start)
 
 
 def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:

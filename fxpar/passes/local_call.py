@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class LocalCall:
     results: tuple[Spec, ...]
     # Their global shapes, operands then results.
     shapes: tuple[tuple[int, ...], ...]
+    # Rows that a rank is made to hold of a dim of which it has fewer.
+    least: int = 0
 
     def result_shape(self, i: int = 0) -> tuple[int, ...]:
         """Global shape of result ``i``."""
@@ -46,7 +49,16 @@ class LocalCall:
 
     def _own(self, spec: Spec, shape: tuple[int, ...]) -> tuple[Size, ...]:
         pairs = zip(shape, spec.dims, strict=True)
-        return tuple(self.build.own_size(size, axes) for size, axes in pairs)
+        own = tuple(self.build.own_size(size, axes) for size, axes in pairs)
+        if not self.least:
+            return own
+        dims = self.empty_dims(spec, shape)
+        most = partial(self.build.compute, max)
+        return tuple(most(n, self.least) if d in dims else n for d, n in enumerate(own))
+
+    def empty_dims(self, spec: Spec, shape: tuple[int, ...]) -> list[int]:
+        """The dims of which some rank holds nothing."""
+        return [d for d in range(len(shape)) if self.is_empty(spec, shape, d)]
 
     def is_empty(self, spec: Spec, shape: tuple[int, ...], dim: int) -> bool:
         """Whether some rank holds nothing of a dim that has something."""

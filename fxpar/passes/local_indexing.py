@@ -44,7 +44,7 @@ class _Part:
         if not self.empty:
             return x
         least = self.call.build.compute(max, self.n, 1)
-        more = self.call.build.compute(operator.sub, least, self.n)
+        more = self.call.build.missing(least, self.n)
         pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [more]
         return self.call.build.call(aten.constant_pad_nd.default, x, pad, 0)
 

@@ -299,12 +299,10 @@ def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> 
         padded[d], given = (room, whole) if fewer == cut.after[d] else (whole, room)
         if given != after[d]:
             short[d] = after[d]
-    more = [
-        build.compute(operator.sub, a, b) for a, b in zip(padded, before, strict=True)
-    ]
+    pairs = zip(padded, before, strict=True)
+    more = [build.missing(room, size) for room, size in pairs]
     if any(n != 0 for n in more):
-        pad = [n for size in reversed(more) for n in (0, size)]
-        x = build.call(aten.constant_pad_nd.default, x, pad, 0)
+        x = build.pad(x, more)
     outer, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
     made = LOWERINGS[kind].lower(build, x, *args)
     x.meta[_SHAPE] = outer

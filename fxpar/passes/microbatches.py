@@ -49,6 +49,8 @@ aten = torch.ops.aten
 TIME = "microbatch"
 _MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
 
+_UNLIKE = "the batch is not cut, since shards of some dim are not alike"
+
 # What steps keep of the reshard that they stand for.
 _NOTED = "fxpar_noted"
 
@@ -61,9 +63,12 @@ def cut_microbatches(
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """The graph with its batch in ``parts``, and what there is to know of the cut.
 
-    Of rows that ``parts`` does not divide the most parts are taken that do. Raises
-    PlanError if no input holds a batch.
+    Of rows that ``parts`` does not divide the most parts are taken that do; where some
+    shards are larger than others the batch stays whole. Raises PlanError if no input
+    holds a batch.
     """
+    if not decision.is_even:
+        return graph, (f"microbatches={parts}: {_UNLIKE}",)
     graph = _without_reshards(graph)
     program = read(graph, _whole(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
@@ -85,6 +90,8 @@ def cut_microbatches(
     mesh = Mesh(((TIME, count),), (_MEMORY,))
     seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
     timed = decide(program, mesh, {}, seeds, batch=())
+    if not timed.is_even:
+        return graph, (f"microbatches={parts}: {_UNLIKE}",)
     in_time = partition(insert_reshards(graph, timed), timed, fake_mode)
     unrolled = _Unroller(count, decision.mesh, fake_mode)
     unrolled.run(in_time)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import FxparWarning, PlanError, ScheduleError, compose
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
@@ -33,6 +33,7 @@ from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
@@ -44,13 +45,14 @@ from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.train_step import step_writes
-from fxpar.sharding import plan_facts
+from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import decide_on, fastest
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, read
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
@@ -173,6 +175,18 @@ def count_loop_steps(state: JointState) -> None:
     count_steps(state.graph, state.fake_mode)
 
 
+def split_batch(state: JointState) -> None:
+    """A batch that its axes do not divide stays a dim of its own."""
+    mesh = state.request.mesh
+    axes = batch_axes(mesh)
+
+    def splits(rows: int) -> bool:
+        even = shard_sizes.is_even(rows, mesh, axes)
+        return not even and shard_sizes.may_split(rows, mesh, axes)
+
+    keep_batch_apart(state.graph, state.rewriter, splits)
+
+
 def drop_dead(state: JointState) -> None:
     state.graph.eliminate_dead_code()
     state.graph.lint()
@@ -279,8 +293,14 @@ def insert_reshards(state: JointState) -> None:
     state.graph = resharding.insert_reshards(state.graph, state.decided)
 
 
+# Ranks with shards of unlike sizes would fill their buckets with other collectives.
+_UNEVEN = Schedule.of("buckets(bytes=0)")
+
+
 def localize(state: JointState) -> None:
     state.graph = partition(state.graph, state.decided, state.fake_mode)
+    if not state.decided.is_even:
+        state.schedule = _UNEVEN
 
 
 def cut_batch(state: JointState) -> None:
@@ -298,6 +318,9 @@ def apply_schedule(state: JointState) -> None:
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
     saved = state.known
+    if not state.decided.is_even:
+        _refuse_uneven(request.schedule)
+        return
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -316,6 +339,15 @@ def apply_schedule(state: JointState) -> None:
     if state.schedule:
         fuse_nodes.inline(after)
         state.graph = after
+
+
+def _refuse_uneven(text: str) -> None:
+    """Raise ScheduleError if a schedule has verbs: they cut all shards alike."""
+    if text not in ("auto", "none") and Schedule.of(text).lines:
+        raise ScheduleError(
+            "the schedule rewrites a program some of whose shards are not alike",
+            fix="leave the schedule out, or choose mesh sizes that divide the dims",
+        )
 
 
 def lower(state: JointState) -> None:

@@ -28,11 +28,12 @@ Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its fa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import RuleError
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -86,6 +87,12 @@ class Rule:
     alike: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
+    # Whether all shards of a factor must be as large as one another.
+    even: bool = False
+    # Factors of which they must be, if not all.
+    evenly: frozenset[str] = frozenset()
+    # What the op does on a rank that holds nothing of a factor: a key of ``EMPTY``.
+    empty: str = "run"
     # What shards of the dims named here need beyond themselves, sent by permutes.
     halos: tuple[Halo, ...] = ()
 
@@ -111,6 +118,11 @@ class Rule:
     def free(self) -> tuple[str, ...]:
         """Factors an axis may split."""
         return tuple(f for f in self.factors if f not in self.whole)
+
+    @cached_property
+    def even_factors(self) -> frozenset[str]:
+        """Factors whose shards must be as large as one another."""
+        return frozenset(self.factors) if self.even else self.evenly
 
     @cached_property
     def exchanged(self) -> frozenset[str]:
@@ -310,12 +322,19 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
 
 
 def project(
-    dims: Dims, spec: Spec | Sequence[Axes], size: Mapping[str, int], mesh: Mesh
+    dims: Dims,
+    spec: Spec | Sequence[Axes],
+    size: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    even: Container[str] | None = None,
 ) -> dict[str, Axes]:
     """Axes per factor that a tensor's spec implies, as far as factors express it.
 
     A dim's axes are dealt major to minor: a factor takes axes while they divide what is
-    left of it; the next factor may take more only once this one is used up.
+    left of it; the next factor may take more only once this one is used up. Unless
+    its shards must be ``even`` (None: those of all), a factor that is all of its dim
+    takes any.
     """
     out: dict[str, Axes] = {}
     entries = spec.dims if isinstance(spec, Spec) else spec
@@ -323,8 +342,9 @@ def project(
         rest = list(axes)
         for factor in dim:
             left, taken = size[factor], []
-            while rest and left % mesh.sizes[rest[0]] == 0:
-                left //= mesh.sizes[rest[0]]
+            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
+            while rest and (alone or left % mesh.sizes[rest[0]] == 0):
+                left = -(-left // mesh.sizes[rest[0]])
                 taken.append(rest.pop(0))
             if taken:
                 out[factor] = tuple(taken)
@@ -333,10 +353,48 @@ def project(
     return out
 
 
+# What an op does with an empty shard: it runs, on nothing; it runs on a row of zeros,
+# which is cut off its results, and no sum goes over; it never gets one.
+EMPTY = ("run", "fill", "never")
+
+
+def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
+    """Whether a dim is one factor, which has some rows."""
+    return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
+
+
+def _may_differ(even: Container[str] | None, factor: str) -> bool:
+    """Whether shards of a factor may be of several sizes."""
+    return even is not None and factor not in even
+
+
+def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
+    """Whether every tensor of a rule can lie as an assignment of axes to factors says:
+    in contiguous shards, of one size where the rule wants that, and none of them empty
+    where the op cannot do with that."""
+    shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
+    for factor in shut[rule.empty]:
+        rows, axes = rule.size[factor], axes_of.get(factor, ())
+        if rows and not shard_sizes.smallest(rows, mesh, axes):
+            return False
+    return all(
+        expressible(dims, axes_of, rule.size, mesh, even=rule.even_factors)
+        for dims in rule.tensors
+    )
+
+
 def expressible(
-    dims: Dims, axes_of: Mapping[str, Axes], size: Mapping[str, int], mesh: Mesh
+    dims: Dims,
+    axes_of: Mapping[str, Axes],
+    size: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    even: Container[str] | None = None,
 ) -> bool:
-    """Whether an assignment of axes to factors gives each dim contiguous shards."""
+    """Whether an assignment of axes to factors gives each dim contiguous shards, all
+    of one size. Unless they must be ``even`` (None: those of all), a factor that is all
+    of its dim may be cut into any; of a compound dim that would not be the shards of
+    the product."""
     for dim in dims:
         complete = True
         for factor in dim:
@@ -344,7 +402,8 @@ def expressible(
             if axes and not complete:
                 return False
             count = mesh.count(axes)
-            if size[factor] % count:
+            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
+            if size[factor] % count and not alone:
                 return False
             complete = complete and count == size[factor]
     return True

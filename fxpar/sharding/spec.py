@@ -111,6 +111,14 @@ class Spec:
         pairs = zip(shape, self.dims, strict=True)
         return all(shard_sizes.is_even(size, mesh, axes) for size, axes in pairs)
 
+    def evened(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
+        """The spec with no dim split whose shards would not be alike."""
+        dims = [
+            axes if shard_sizes.is_even(size, mesh, axes) else ()
+            for size, axes in zip(shape, self.dims, strict=True)
+        ]
+        return Spec.of(dims, self.partial)
+
     def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the largest shard of a global ``shape``: what every rank holds where
         the axes divide it. Raises SpecError as ``check``."""

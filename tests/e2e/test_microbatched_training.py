@@ -33,9 +33,8 @@ def test_models_train_as_on_one_device(
     name: str, mesh: str, rest: str, plan: str
 ) -> None:
     options = {"mesh": mesh, "codegen": "eager", "microbatches": 2, "plan": plan}
-    compare(
-        ranks_of(mesh).run(train, name, options, STEPS, rest), one_device(name, STEPS)
-    )
+    runs = ranks_of(mesh).run(train, name, options, STEPS, rest, timeout=900.0)
+    compare(runs, one_device(name, STEPS))
 
 
 @pytest.mark.slow

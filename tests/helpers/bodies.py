@@ -71,17 +71,6 @@ def summed_up(x: Tensor, w: Tensor) -> Tensor:
     return each.sum(1) + total.sum()
 
 
-def noisy_steps(x: Tensor, w: Tensor) -> Tensor:
-    """A recurrence along dim 1 that draws random numbers in each step."""
-
-    def step(h, row):
-        h = F.dropout(torch.sin(h @ w) + row, 0.5)
-        return h * 1.0, h.cos() * torch.rand_like(row)
-
-    last, each = scan(step, torch.zeros_like(x[:, 0]), x, dim=1)
-    return last.sum(-1) + each.sum((0, 2))
-
-
 # Programs that draw random numbers inside, each x times factors that do not depend on
 # x: so the gradient of its sum for x is what it gives over x, if the backward has the
 # numbers of the forward.

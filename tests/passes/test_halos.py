@@ -136,6 +136,7 @@ SPACE = {
     "rows and columns": (Block, (2, 3, 32, 32), "h=2,w=2", (None, None, "h", "w")),
     "both on columns": (Block, (1, 3, 16, 32), "h=2,w=2", (None, None, None, "w+h")),
     "one row each": (Block, (1, 3, 64, 16), "h=4", (None, None, "h", None)),
+    "uneven batch": (Block, (3, 3, 32, 16), "dp=2,h=2", ("dp", None, "h", None)),
     "up and down": (
         *(lambda: UNet(2), (2, 2, 16, 16)),
         *("dp=2,h=2", ("dp", None, "h", None)),

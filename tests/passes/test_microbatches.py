@@ -203,6 +203,15 @@ def test_rows_that_do_not_divide_take_fewer_parts(
     assert error_of(plan, x) < 1e-12
 
 
+def test_shards_that_are_not_alike_stay_in_one_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = double(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+    plan = planned(monkeypatch, model, rows(), "tp=2", 4)
+    assert any("are not alike" in note for note in plan.notes)
+    assert error_of(plan, rows()) < 1e-12
+
+
 def test_what_cannot_be_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="MICROBATCHES cannot be '0'"):
         planned(monkeypatch, mlp(), rows(), "dp=1", 0)

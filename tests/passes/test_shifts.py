@@ -82,8 +82,7 @@ def test_its_gradient_is_a_shift_back(name: str, x) -> None:
     assert {c.kind for c in plan.collectives} == {"permute"}
     by, size = SHIFTS[name][0], N // 4
     crossing = sum(p.further % 4 > 0 for p in pieces(size, by, by + size))
-    # The two slices of a cat are added to the gradient of x one after the other.
-    assert len(plan.collectives) == 2 * crossing + (name == "cat")
+    assert len(plan.collectives) == 2 * crossing
     matches(plan, x)
 
 

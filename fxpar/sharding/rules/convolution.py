@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.factors import Halo, Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import Row, names, row, tensors_of, text
 from fxpar.sharding.rules.window_dims import (
     SpatialDims,
@@ -45,7 +45,9 @@ def _channels(transposed: bool, groups: int) -> tuple[str, str, str, str]:
 
 def _sized(rule: str, groups: int, spatial: SpatialDims) -> Rule:
     sizes = (("g", groups),) if groups > 1 else ()
-    return replace(parse_rule(rule), sizes=(*sizes, *spatial.sizes))
+    return replace(
+        parse_rule(rule), sizes=(*sizes, *spatial.sizes), evenly=spatial.free
+    )
 
 
 def _convolution(
@@ -179,7 +181,7 @@ def _pool(
     spatial, rows, made = _pooled(x, slid, few, may)
     rule = parse_rule(text(rows, results=[made] * results))
     halos = spatial.halos(0, x.dim() - k)
-    return replace(rule, sizes=spatial.sizes, halos=halos)
+    return _shared(rule, spatial, halos)
 
 
 def _pool_backward(
@@ -189,7 +191,11 @@ def _pool_backward(
     spatial, rows, made = _pooled(x, slid, few, may)
     rule = parse_rule(text(made, rows, *[made] * (n - 1), results=[rows]))
     halos = spatial.halos(n + 1, x.dim() - len(slid))
-    return replace(rule, sizes=spatial.sizes, halos=halos)
+    return _shared(rule, spatial, halos)
+
+
+def _shared(rule: Rule, dims: SpatialDims, halos: tuple[Halo, ...] = ()) -> Rule:
+    return replace(rule, sizes=dims.sizes, evenly=dims.free, halos=halos)
 
 
 def _even(ceil: bool) -> MaySplit:
@@ -279,7 +285,7 @@ def _adaptive_pool(k: int) -> Callable[..., Rule]:
     def factors(x: torch.Tensor, few: Numbers) -> Rule:
         sizes = each(few, k)
         spatial, rows, made = _pooled(x, _shares(x, sizes), sizes, _even(False))
-        return replace(parse_rule(text(rows, results=[made])), sizes=spatial.sizes)
+        return _shared(parse_rule(text(rows, results=[made])), spatial)
 
     return factors
 
@@ -289,7 +295,7 @@ def _adaptive_pool_backward(k: int) -> Callable[..., Rule]:
         few = [int(n) for n in grad.shape[-k:]]
         spatial, rows, made = _pooled(x, _shares(x, few), few, _even(False))
         rule = parse_rule(text(made, rows, results=[rows]))
-        return replace(rule, sizes=spatial.sizes)
+        return _shared(rule, spatial)
 
     return factors
 
@@ -298,9 +304,11 @@ def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule
     return _max_pool(len(kernel))(x, kernel, *rest)
 
 
-def _low_memory_indices(x: torch.Tensor, *_: Any) -> str:
+def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
     """Positions by where a window lies, and in it."""
-    return text(names(x.dim()), results=[names(x.dim())])
+    words = names(x.dim())
+    spatial = frozenset(words[-len(kernel) :])
+    return replace(parse_rule(text(words, results=[words])), evenly=spatial)
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:

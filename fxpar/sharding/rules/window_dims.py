@@ -81,6 +81,11 @@ class SpatialDims:
     # (number among these dims, rows before, rows behind)
     reach: tuple[tuple[int, int, int], ...]
 
+    @property
+    def free(self) -> frozenset[str]:
+        """Factors that an axis may split."""
+        return frozenset(word for word in self.few if not word.endswith("!"))
+
     def halos(self, position: int, first: int) -> tuple[Halo, ...]:
         """Those of a tensor that has rows, whose dims here start with ``first``."""
         return tuple(Halo(position, first + d, a, b) for d, a, b in self.reach)
