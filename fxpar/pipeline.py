@@ -102,6 +102,7 @@ JOINT = (
     _may("clone_constants", _rewrite(normalize.clone_constants)),
     _always("drop_dead", steps.drop_dead, "normalized"),
     _always("look_up_plan", steps.look_up_plan),
+    _may("join_pool_gradients", steps.join_pool_gradients),
     _may("expand_moments", steps.expand_moments),
     _always("plan", steps.make_plan, "planned"),
     _always("insert_reshards", steps.insert_reshards, "resharded"),
@@ -138,7 +139,10 @@ PHASE = (
 # Whose seconds are shown by themselves; before them the program is normalized, behind
 # them it is partitioned.
 COUNTED = {
-    **dict.fromkeys(("look_up_plan", "expand_moments", "plan"), stage_times.PLAN),
+    **dict.fromkeys(
+        ("look_up_plan", "join_pool_gradients", "expand_moments", "plan"),
+        stage_times.PLAN,
+    ),
     **dict.fromkeys(("describe", "keep_plan"), stage_times.PLAN),
     "schedule": stage_times.SCHEDULE,
 }

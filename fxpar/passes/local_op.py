@@ -18,7 +18,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import LocalCall
 from fxpar.passes.local_ops import local_form
@@ -72,8 +72,9 @@ def local_op(
     program: Program,
     strategy: Strategy,
     local: Local,
-) -> fx.Node:
+) -> fx.Node | tuple[fx.Node | None, ...]:
     """Append an op under a strategy; ``local``: the local node of one that it reads.
+    A tuple where several nodes give its results.
 
     Raises PlanError if a shard comes out with another shape than its spec says.
     """
@@ -134,9 +135,9 @@ def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _check(
-    made: fx.Node, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
+    made: Any, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
 ) -> None:
-    got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]
+    got = [tuple(t.shape) for t in tensors_of(value_of(made))]
     shapes = _shapes(op, program)[len(op.operands) :]
     want = [
         spec.local_shape(mesh, shape)

@@ -267,6 +267,25 @@ def expand_moments(state: JointState) -> None:
     _expand(state, moments)
 
 
+def join_pool_gradients(state: JointState) -> None:
+    """Of pools whose rows or columns are split where nothing is searched, or hints say
+    so: a search does not begin with a form that only such a plan takes."""
+    request = state.request
+    nodes = normalize.pool_gradients_of(state.graph)
+    if not nodes or state.recalled or request.meshes:
+        return
+    first = decide_on(state.program, replace(request, mode="propagate"))
+    _join(state, normalize.split_pool_gradients(first))
+
+
+def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
+    if nodes:
+        normalize.join_pool_gradients(nodes, state.rewriter)
+        state.graph.eliminate_dead_code()
+        state.program = read(state.graph, state.request.laid)
+        state.decision = None
+
+
 def _searches(request: Request) -> bool:
     return isinstance(request.mode, SearchOptions)
 
@@ -286,6 +305,8 @@ def make_plan(state: JointState) -> None:
     if plan is not None:
         # Moments that the plan does not contain were expanded before it was made.
         known = {node.name for node in plan.nodes}
+        pools = normalize.pool_gradients_of(state.graph)
+        _join(state, [node for node in pools if node.name not in known])
         moments = normalize.moments_of(state.program)
         _expand(state, [node for node in moments if node.name not in known])
         state.decision = recall(_program(state), request.mesh, plan)

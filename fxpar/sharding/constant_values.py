@@ -61,7 +61,7 @@ def make_as_read(
 def _making(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
     """The strategy by which an op makes its result so, if there is one."""
     rule = op.rule
-    axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even)
+    axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even_factors)
     made = Strategy(tuple(axes_of.items()))
     if result_spec(rule, made, 0) != spec or rule.whole.intersection(axes_of):
         return None

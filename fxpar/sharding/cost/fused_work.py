@@ -52,16 +52,17 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         return 1 / math.prod(shards.get(f, 1) for dim in dims for f in dim)
 
     moved = sum(size * share(position) for position, size in work.moved)
+    messages = shift_messages.seconds(op, strategy, mesh)
     if not work.flops:
         # Registers are not free either: else what is between would be left whole.
         points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
         streamed = moved / on.bandwidth + points / on.peak("float32").flops
-        return streamed + shift_messages.seconds(op, strategy, mesh)
+        return streamed + messages
     flops = work.flops / math.prod(shards.values())
     arithmetic = on.arithmetic(
         flops, _least(op, shards), work.dtype, family=work.family
     )
-    return max(arithmetic, moved / on.bandwidth)
+    return max(arithmetic, moved / on.bandwidth) + messages
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:

@@ -85,7 +85,7 @@ class _Choice:
         self.hardware = hardware
         self.specs = [specs[v] for v in op.tensors]
         self.views = [
-            project(dims, spec, op.rule.size, mesh, even=op.rule.even)
+            project(dims, spec, op.rule.size, mesh, even=op.rule.even_factors)
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         self.batch = batch

@@ -210,7 +210,7 @@ class Propagation:
         rule, state = op.rule, self.state
         tensors = op.tensors
         views: list[dict[str, Axes]] = [
-            project(dims, state.dims[v], rule.size, self.mesh, even=rule.even)
+            project(dims, state.dims[v], rule.size, self.mesh, even=rule.even_factors)
             if state.active[v] and state.origins[v]
             else {}
             for dims, v in zip(rule.tensors, tensors, strict=True)
@@ -332,7 +332,7 @@ class Propagation:
         have, fit = view.get(factor, ()), list[str]()
         for axis in axes:
             split = {**view, factor: (*have, *fit, axis)}
-            size, even = op.rule.size, op.rule.even
+            size, even = op.rule.size, op.rule.even_factors
             if not may_split(size[factor], self.mesh, split[factor]) or not expressible(
                 (dims[d],), split, size, self.mesh, even=even
             ):
