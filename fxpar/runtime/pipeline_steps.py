@@ -28,7 +28,12 @@ from fxpar.fusion.kernels.interpret import device_of
 from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
-from fxpar.passes import graph_bodies, normalize, reshard_after_forward
+from fxpar.passes import (
+    graph_bodies,
+    manual_regions,
+    normalize,
+    reshard_after_forward,
+)
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import lift_seeds
 from fxpar.passes.builder import Builder, copy_of
@@ -156,6 +161,11 @@ class PhaseState(PipelineState):
     @property
     def label(self) -> str:
         return f"{self.request.label}/{self.which}"
+
+
+def absorb_regions(state: JointState) -> None:
+    """Manual regions are checked, their collectives named."""
+    manual_regions.absorb_regions(state.graph, state.fake_mode, state.request.mesh)
 
 
 def show_bodies(state: JointState) -> None:

@@ -104,18 +104,20 @@ class _Choice:
     def strategy(self) -> Strategy:
         options = self._options()
         if not options:
-            return Strategy()
+            return Strategy(self.op.rule.pinned)
         if all(len(found) == 1 for found in options.values()):
             single = self._build({a: found[0] for a, found in options.items()})
             if single is not None and self._agrees(single):
                 return single
         best = self._best({a: (*found, None) for a, found in options.items()})
-        return best if best is not None else Strategy()
+        return best if best is not None else Strategy(self.op.rule.pinned)
 
     def _options(self) -> dict[str, tuple[str, ...]]:
         """For each axis, the factors that some tensor of the op splits by it."""
-        whole, found = self.op.rule.whole, {}
+        whole, pin, found = self.op.rule.whole, self.op.rule.pin, {}
         for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
+            if axis in pin:
+                continue
             factors: dict[str, bool] = {}
             for i, view in enumerate(self.views):
                 for factor, axes in view.items():
@@ -134,7 +136,7 @@ class _Choice:
         Axes that share a factor are ordered as in the tensor that has most of them.
         """
         rule: Rule = self.op.rule
-        axes_of: dict[str, Axes] = {}
+        axes_of: dict[str, Axes] = dict(rule.pinned)
         for factor in dict.fromkeys(f for f in chosen.values() if f):
             axes = [a for a, f in chosen.items() if f == factor]
             lead = max(

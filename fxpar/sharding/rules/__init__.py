@@ -23,6 +23,7 @@ from fxpar.sharding.rules import (
     flex,
     indexing,
     linalg,
+    manual,
     matmul,
     normalization,
     pointwise,
@@ -50,6 +51,7 @@ FAMILIES = (
     sources,
     statistics,
     custom_op_rules,
+    manual,
 )
 
 TABLE: dict[Any, Row] = {

@@ -114,6 +114,8 @@ def orders(mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def _parts(rule: Rule, mesh: Mesh, axis: str) -> list[Part]:
+    if axis in rule.pin:
+        return [rule.pin[axis]]
     size = mesh.sizes[axis]
     factors = [f for f in rule.free if rule.size[f] % size == 0]
     passages = [
