@@ -50,6 +50,37 @@ def absorb_regions(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> None:
     graph.lint()
 
 
+def raise_refused(gm: fx.GraphModule) -> None:
+    """Raise what was found wrong with a manual region while Dynamo traced it."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target in (ours.refuse, ours.refuse.default):
+                _, what, fix = node.args
+                raise RegionError(what, where=user_line(node), fix=fix)
+
+
+def on_one_rank(graph: fx.Graph) -> None:
+    """Take manual regions out of a Dynamo graph for one rank, in place: each rank has
+    all there is, and sends nothing."""
+    edges = [n for n in graph.nodes if _overload(n.target) in EDGES]
+    axes = {axis for node in edges for axis in node.args[3].split("+")}
+    for node in list(graph.nodes):
+        target = _overload(node.target)
+        if target in _KINDS and not axes.isdisjoint(str(node.args[-1]).split("+")):
+            for wait in [n for n in node.users if n.target is c10d.wait_tensor]:
+                wait.replace_all_uses_with(node.args[0])
+                graph.erase_node(wait)
+        elif target not in (*EDGES, ours.collective.default):
+            continue
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def _overload(target: Any) -> Any:
+    """An op as traced graphs name it; Dynamo's name it without its overload."""
+    return getattr(target, "default", target)
+
+
 def _number(graph: fx.Graph, mesh: Mesh) -> None:
     """Number regions in order: ranks may have traced others before."""
     numbers: dict[int, int] = {}
@@ -93,6 +124,9 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
         axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
         if not axes or node.target not in _KINDS:
             continue  # ``check`` says of it what is wrong
+        if mesh.count(axes) == 1:
+            build.replace(node, node.args[0])
+            continue
         kind, read = _KINDS[node.target]
         dims, op = read(*node.args[1:])
         if kind == "all_to_all":

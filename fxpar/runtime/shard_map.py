@@ -22,8 +22,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from fxpar import _torch
-from fxpar.errors import RegionError
+from fxpar.config import Options
+from fxpar.errors import FxparError, RegionError
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.runtime.groups import join
 from fxpar.runtime.tracing import users_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -72,13 +74,32 @@ class _Regions:
 _regions = _Regions()
 
 
+def _traced_mesh() -> Mesh | None:
+    """The mesh that code is traced for; None if that is not known."""
+    given = _MESH.get()
+    if given is not None:
+        return given()
+    from fxpar.runtime.outside_graphs import options_of_call
+
+    return mesh_of(options_of_call())
+
+
+def mesh_of(options: Options | None) -> Mesh | None:
+    """The mesh of these options; None if there is none, of which others speak."""
+    if options is None:
+        return None
+    try:
+        return join(options).mesh
+    except FxparError:
+        return None
+
+
 @torch.compiler.assume_constant_result
-def _enter(axes: tuple[str, ...] | None) -> tuple[Any, ...]:
+def _enter(axes: tuple[str, ...] | None, compiling: bool) -> tuple[Any, ...]:
     """(mesh, number, axes with their sizes, what is wrong, what to do) of a region that
     begins; the mesh is "" where every axis has one rank."""
     _regions.begin()
-    given = _MESH.get()
-    mesh = given() if given is not None else None
+    mesh = _traced_mesh() if compiling else None
     held = {axis for region in _regions.open for axis in region.axes}
     wrong, fix = "", ""
     if mesh is None:
@@ -215,7 +236,8 @@ def _mapped(
     """A call of the function as a region. Dynamo traces it as it stands."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    mesh, number, pairs, wrong, fix = _enter(over)
+    compiling = torch.compiler.is_compiling()
+    mesh, number, pairs, wrong, fix = _enter(over, compiling)
     sizes = dict(pairs)
     if not wrong:
         wrong, fix = _misfit(ins, [leaves[i] for i in places], sizes, "in_specs")
@@ -229,7 +251,7 @@ def _mapped(
         for i, entry in zip(places, ins):
             leaves[i] = _entered(leaves[i], entry, mesh, axes, number)
     args, kwargs = pytree.tree_unflatten(leaves, tree)
-    if torch.compiler.is_compiling():
+    if compiling:
         out = fn(*args, **kwargs)
     else:
         with _torch.distributed.axes_of_one_rank():
