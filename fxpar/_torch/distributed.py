@@ -255,6 +255,15 @@ class _Sized:
         return self._ranks
 
 
+def finished(results: Any) -> Any:
+    """Results of functional collectives that ran outside of a graph, once they are
+    there."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(AsyncCollectiveTensor, lambda x: x.wait(), results)
+
+
 _ALONE = "fxpar:alone"
 
 
@@ -284,15 +293,13 @@ def _make_group_of_one() -> None:
     """A process group of this process, which needs no others and no default group."""
     if group_named(_ALONE) is not None:
         return
-    import torch.distributed as dist
-
-    group: Any = dist.ProcessGroup(0, 1)
-    kind: Any = dist.ProcessGroup.BackendType
+    dist: Any = torch.distributed
     found: Any = torch._C._distributed_c10d
+    group, kind = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType.CUSTOM
     backend = found.FakeProcessGroup._create_internal(0, 1)
-    group._set_default_backend(kind.CUSTOM)
+    group._set_default_backend(kind)
     for device in ("cpu", "cuda", "meta"):
-        group._register_backend(torch.device(device), kind.CUSTOM, backend)
+        group._register_backend(torch.device(device), kind, backend)
     group._set_group_name(_ALONE)
     found._register_process_group(_ALONE, group)
     _GROUPS_OF_ONE.append(group)

@@ -260,7 +260,7 @@ def _with_gradients(target: Any, *args: Any) -> Any:
 
 
 def _edge(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
-    """An edge of a manual region: what a rank holds, laid out as the region reads it."""
+    """An edge of a manual region: what a rank holds, laid out as it is read."""
     if x.meta["val"].is_contiguous():
         return x
     return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)

@@ -29,6 +29,13 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
 
+# What to do about any other collective.
+FUNCTIONAL = (
+    "call torch.distributed._functional_collectives (all_reduce, all_gather_tensor, "
+    "reduce_scatter_tensor, all_to_all_single) or fxpar.permute with an axis for the "
+    "group"
+)
+
 EDGES = (ours.enter_region.default, ours.leave_region.default)
 
 
@@ -323,7 +330,7 @@ def _check_ends(output: fx.Node, inside: Any) -> None:
     for arg in output.all_input_nodes:
         if arg in inside and str(arg.target) != LEAVE:
             raise RegionError(
-                f"{arg.name} ({arg.target}) of a manual region leaves it otherwise than "
+                f"{arg.name} ({arg.target}) of a manual region leaves it other than "
                 "as a result: the region is cut by a graph break, or reads a tensor "
                 "that needs a gradient and is not among its arguments",
                 where=user_line(arg),
@@ -359,9 +366,7 @@ def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
             f"{node.target} over group {group!r} inside a manual region: it is no axis "
             f"of mesh {mesh}, or a collective of torch.distributed itself",
             where=user_line(node),
-            fix="call torch.distributed._functional_collectives (all_reduce, "
-            "all_gather_tensor, reduce_scatter_tensor, all_to_all_single) or "
-            f"fxpar.permute with an axis for the group: {', '.join(mesh.names)}",
+            fix=f"{FUNCTIONAL}: {', '.join(mesh.names)}",
         )
 
 

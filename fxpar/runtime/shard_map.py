@@ -1,4 +1,4 @@
-"""Manual regions: code that is written for one rank, inside code written for one device.
+"""Manual regions: code written for one rank, inside code written for one device.
 
 ``shard_map`` marks where a program goes into shapes local along some axes of the mesh
 and back (``passes.region_ops``). While its function is traced, the names of those axes
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.passes.manual_regions import FUNCTIONAL
 from fxpar.runtime.groups import join
-from fxpar.runtime.tracing import users_line
+from fxpar.runtime.tracing import raised_at, users_line
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -110,7 +110,9 @@ def _enter(axes: tuple[str, ...] | None, compiling: bool) -> tuple[Any, ...]:
         chosen = tuple(axis for axis in mesh.names if axis not in held)
     for axis in chosen:
         if axis not in mesh.sizes:
-            wrong = f"shard_map goes over axis {axis!r}, which mesh {mesh} does not have"
+            wrong = (
+                f"shard_map goes over axis {axis!r}, which mesh {mesh} does not have"
+            )
             fix = f"name axes of the mesh: {', '.join(mesh.names)}"
         elif axis in held:
             wrong = f"shard_map goes over axis {axis!r} inside a region that does"
@@ -152,7 +154,11 @@ def _axis(name: str) -> tuple[str, int, str]:
         return "", 1, ""
     if name not in held:
         names = ", ".join(sorted(held))
-        return "", 1, f"axis {name!r} is not one of this manual region, which has {names}"
+        return (
+            "",
+            1,
+            f"axis {name!r} is not one of this manual region, which has {names}",
+        )
     return str(mesh), mesh.sizes[name], ""
 
 
@@ -192,9 +198,30 @@ def shard_map(
     over = None if over is None else tuple(over)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _mapped(fn, ins, outs, over, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return _mapped(fn, ins, outs, over, args, kwargs)
+        with _closed():
+            return _mapped(fn, ins, outs, over, args, kwargs)
 
     return mapped
+
+
+@contextlib.contextmanager
+def _closed() -> Iterator[None]:
+    """Regions that begin inside end there, whatever is raised."""
+    before = len(_regions.open)
+    try:
+        yield
+    except FxparError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        if not torch.compiler.is_compiling() or "group" not in str(error):
+            raise
+        what = f"a collective of torch.distributed inside a manual region: {error}"
+        raise RegionError(what, where=raised_at(error), fix=FUNCTIONAL) from error
+    finally:
+        while len(_regions.open) > before:
+            _leave()
 
 
 Entry = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
@@ -214,7 +241,7 @@ def _entry(spec: Any, name: str) -> Entry | None | str:
         return spec.dims, spec.partial
     if isinstance(spec, str) or not isinstance(spec, (tuple, list)):
         return f"{name} is {spec!r}: a spec is a tuple of axes per dim, or None"
-    dims = []
+    dims: list[tuple[str, ...]] = []
     for axes in spec:
         if axes is None:
             dims.append(())
@@ -234,7 +261,7 @@ def _mapped(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call of the function as a region. Dynamo traces it as it stands."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
+    leaves, tree = _torch.fake.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     compiling = torch.compiler.is_compiling()
     mesh, number, pairs, wrong, fix = _enter(over, compiling)
@@ -248,15 +275,15 @@ def _mapped(
         _refuse(leaves, places, wrong, fix)
     axes = "+".join([axis for axis, _ in pairs])
     if mesh:
-        for i, entry in zip(places, ins):
+        for i, entry in zip(places, ins, strict=True):
             leaves[i] = _entered(leaves[i], entry, mesh, axes, number)
-    args, kwargs = pytree.tree_unflatten(leaves, tree)
+    args, kwargs = _torch.fake.tree_unflatten(leaves, tree)
     if compiling:
         out = fn(*args, **kwargs)
     else:
         with _torch.distributed.axes_of_one_rank():
-            out = fn(*args, **kwargs)
-    results, tree = pytree.tree_flatten(out)
+            out = _torch.distributed.finished(fn(*args, **kwargs))
+    results, tree = _torch.fake.tree_flatten(out)
     places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
     if not wrong:
         found = [results[i] for i in places]
@@ -264,10 +291,10 @@ def _mapped(
         if wrong:
             _refuse(results, places, wrong, fix)
         elif mesh:
-            for i, entry in zip(places, outs):
+            for i, entry in zip(places, outs, strict=True):
                 results[i] = _left(results[i], entry, mesh, axes, number)
     _leave()
-    return pytree.tree_unflatten(results, tree)
+    return _torch.fake.tree_unflatten(results, tree)
 
 
 def _refuse(leaves: list[Any], places: list[int], wrong: str, fix: str) -> None:
@@ -308,7 +335,9 @@ def _misfit(
             if used.count(axis) > 1:
                 return f"{name}[{i}] uses axis {axis!r} twice", "name it once"
             if sizes and axis not in sizes:
-                wrong = f"{name}[{i}] names axis {axis!r}, which is none of the region's"
+                wrong = (
+                    f"{name}[{i}] names axis {axis!r}, which is none of the region's"
+                )
                 return wrong, f"name one of them: {', '.join(sizes)}"
         if partial and name == "in_specs":
             wrong = f"{name}[{i}] is partial: no rank's summand is given"
@@ -410,4 +439,6 @@ def permute(x: torch.Tensor, to: Sequence[int], axis: str) -> torch.Tensor:
 
 def _check_axis(wrong: str) -> None:
     if wrong:
-        _refuse([], [], wrong, "name one of them, or give it to the region in axes=(...)")
+        _refuse(
+            [], [], wrong, "name one of them, or give it to the region in axes=(...)"
+        )

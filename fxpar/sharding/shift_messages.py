@@ -1,4 +1,5 @@
-"""What ranks send one another for ``fxpar::shift`` along a dim that is split.
+"""What ranks send one another inside an op: for ``fxpar::shift`` along a dim that is
+split, and for a collective of a manual region.
 
 In: an op, its strategy, a mesh. Out: ``Sent``: for each permute the axes, how many
 shards on the rows come from, and which rows of a shard. One rank's rows come from one
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.factors import Axes, Strategy, operand_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op
+from fxpar.sharding.rules.manual import COLLECTIVE, group_axes_of
 
 NAME = "fxpar.shift.default"
 
@@ -24,6 +27,18 @@ def moved_rows(op: Op) -> tuple[int, int] | None:
         return None
     _, dim, by = op.node.args[:3]
     return dim, by
+
+
+def exchanged(op: Op) -> tuple[str, Axes] | None:
+    """(kind, axes) of a collective of a manual region; None of any other op."""
+    if str(op.target) != COLLECTIVE:
+        return None
+    return op.node.args[1], group_axes_of(op.node)
+
+
+def messages_of(op: Op) -> tuple[Any, ...] | None:
+    """What tells ops of one rule apart that send each other something else."""
+    return moved_rows(op) or exchanged(op)
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,13 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
 
 
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """How long these permutes take."""
+    """How long these permutes take, or the collective that an op is."""
+    found = exchanged(op)
+    if found is not None:
+        value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)
+        shape = spec.local_shape(mesh, [int(n) for n in value.shape])
+        nbytes = float(math.prod(shape) * value.dtype.itemsize)
+        return along(found[0], mesh, mesh.ordered(found[1])).seconds(nbytes)
     return sum(
         along("permute", mesh, axes).seconds(float(nbytes))
         for axes, nbytes in sent(op, strategy, mesh)

@@ -28,8 +28,8 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.presence import is_alone
-from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.program_identity import Named
+from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,
     fake_of,
@@ -50,6 +50,7 @@ from fxpar.runtime.train_step.optimizer import (
     write,
 )
 from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]

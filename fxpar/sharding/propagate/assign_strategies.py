@@ -32,7 +32,7 @@ from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived, may_lie_as_read, resting
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
-from fxpar.sharding.shift_messages import moved_rows
+from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec
 
 # Beyond this many assignments axes are decided one after another, largest first.
@@ -59,7 +59,7 @@ def choose(
         rests = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
         lie = tuple(specs[v] for v in op.tensors)
-        key = (op.rule, lie, batch, rests, free, op.target, moved_rows(op))
+        key = (op.rule, lie, batch, rests, free, op.target, messages_of(op))
         if key not in cache:
             made = _Choice(program, op, specs, batch, rests, free, mesh, hardware)
             cache[key] = made.strategy()

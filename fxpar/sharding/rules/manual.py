@@ -1,4 +1,4 @@
-"""Rows of the ops of manual regions (``passes.region_ops``), and which nodes are inside.
+"""Rows of the ops of manual regions (``passes.region_ops``); which nodes are inside.
 
 Inside a region a value is in the shape that is local along the region's axes, and other
 axes split it as any other. So that nothing splits it over the region's axes once more,
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.sharding.factors import MONOTONE, MOVEMENT, Passage, Rule
+from fxpar.sharding.factors import LINEAR, MONOTONE, MOVEMENT, Passage, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules.row_builders import make
 from fxpar.sharding.rules.table import Row, row
@@ -114,10 +114,12 @@ def _collective(
     whole = {d % x.dim() for d in dims} if kind in _NAMED else set()
     words = ["_" if d in whole else f"d{d}" for d in range(x.dim())]
     linear = op in ("", "sum", "avg")
-    passes = ("sum", "avg") if linear else MONOTONE if op in MONOTONE else ()
+    passes: tuple[str, ...] = LINEAR if linear else ()
+    if op in MONOTONE:
+        passes = MONOTONE
     if kind in ("all_gather", "all_to_all", "permute"):
         passes = MOVEMENT
-    found = (Passage((0,), tuple(passes)),) if passes else ()
+    found = (Passage((0,), passes),) if passes else ()
     return make([words], [words], passages=found)
 
 
@@ -143,7 +145,7 @@ def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
         axes: dict[str, int] = {}
         for read in node.all_input_nodes:
             axes |= inside.get(read, {})
-        own = sizes_of(node)
+        own = dict(sizes_of(node))
         if own or axes:
             found[node] = axes | own
         left = own if str(node.target) == LEAVE else {}
