@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar import _torch
 from fxpar.errors import MeshError, RegionError
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
@@ -58,7 +59,21 @@ def absorb_regions(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> None:
 
 
 def raise_refused(gm: fx.GraphModule) -> None:
-    """Raise what was found wrong with a manual region while Dynamo traced it."""
+    """Raise what is wrong with a manual region in what Dynamo traced: what was found
+    meanwhile, or that the graph ends inside."""
+    open_: set[int] = set()
+    for node in gm.graph.nodes:
+        if _overload(node.target) in EDGES:
+            enters = _overload(node.target) is EDGES[0]
+            (open_.add if enters else open_.discard)(node.args[4])
+    broken_at = _torch.dynamo.graph_break_line(gm) if open_ else None
+    if broken_at is not None:
+        raise RegionError(
+            "a graph break cuts a manual region",
+            where=broken_at,
+            fix="take out of fn what breaks the graph (TORCH_LOGS=graph_breaks says "
+            "why), or move it outside",
+        )
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.target in (ours.refuse, ours.refuse.default):
@@ -123,14 +138,12 @@ def _name_collectives(build: Builder, mesh: Mesh) -> None:
     for node in list(build.graph.nodes):
         if getattr(node.target, "namespace", "") != "_c10d_functional":
             continue
-        if node.target is c10d.wait_tensor.default:
-            if node.args[0].target is ours.collective.default:
-                build.replace(node, node.args[0])
-            continue
         group = str(node.kwargs.get("group_name", node.args[-1]))
         axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
         if not axes or node.target not in _KINDS:
             continue  # ``check`` says of it what is wrong
+        for wait in [n for n in node.users if n.target is c10d.wait_tensor.default]:
+            build.replace(wait, node)
         if mesh.count(axes) == 1:
             build.replace(node, node.args[0])
             continue

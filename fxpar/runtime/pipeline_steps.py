@@ -260,7 +260,8 @@ def make_plan(state: JointState) -> None:
             state.decision = choose(state.program, request)
         if request.meshes:
             state.request = request.on(state.decision.mesh)
-    report_unknown(state.decision.program, request.strict)
+    mesh = state.decision.mesh
+    report_unknown(state.decision.program, mesh, request.strict)
 
 
 def insert_reshards(state: JointState) -> None:
