@@ -40,14 +40,23 @@ FUNCTIONAL = (
 EDGES = (ours.enter_region.default, ours.leave_region.default)
 
 
-def absorb_regions(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> None:
+def absorb_regions(
+    graph: fx.Graph, fake_mode: Any, mesh: Mesh, *, is_open: bool = False
+) -> None:
     """Check the manual regions of a graph for a mesh, and name their collectives, in
-    place.
+    place. ``is_open``: the mesh is still to be chosen.
 
-    Raises RegionError, MeshError if a region was traced for another mesh.
+    Raises RegionError, MeshError if a region was traced for another mesh, or for none.
     """
-    if not any(node.target in EDGES for node in graph.nodes):
+    edge = next((node for node in graph.nodes if node.target in EDGES), None)
+    if edge is None:
         return
+    if is_open:
+        raise MeshError(
+            "a manual region is for a mesh by name, this one is chosen by the search",
+            where=user_line(edge),
+            fix='name the mesh: FXPAR_MESH="dp=2,tp=4"',
+        )
     build = Builder(graph, fake_mode)
     _number(graph, mesh)
     _name_collectives(build, mesh)

@@ -165,7 +165,10 @@ class PhaseState(PipelineState):
 
 def absorb_regions(state: JointState) -> None:
     """Manual regions are checked, their collectives named."""
-    manual_regions.absorb_regions(state.graph, state.fake_mode, state.request.mesh)
+    request = state.request
+    manual_regions.absorb_regions(
+        state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
+    )
 
 
 def show_bodies(state: JointState) -> None:
