@@ -89,8 +89,8 @@ def _order(name: str) -> Callable[[PhaseState], None]:
 
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
-    _always("absorb_regions", steps.absorb_regions),
     _always("show_bodies", steps.show_bodies),
+    _always("absorb_regions", steps.absorb_regions),
     _always("lift_seeds", steps.lift_body_seeds),
     _always("count_loop_steps", steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),

@@ -274,7 +274,10 @@ def axes_of_one_rank() -> Iterator[None]:
     from torch.distributed import _functional_collectives
 
     found: Any = _functional_collectives
-    plain = found._resolve_group
+    name = "_resolve_group"
+    if not hasattr(found, name):
+        name = "_resolve_group_name"  # 2.11
+    plain = getattr(found, name)
 
     def alone(group: Any, tag: str = "") -> Any:
         if not isinstance(group, str):
@@ -282,11 +285,11 @@ def axes_of_one_rank() -> Iterator[None]:
         _make_group_of_one()
         return _ALONE
 
-    found._resolve_group = alone
+    setattr(found, name, alone)
     try:
         yield
     finally:
-        found._resolve_group = plain
+        setattr(found, name, plain)
 
 
 def _make_group_of_one() -> None:
@@ -295,14 +298,28 @@ def _make_group_of_one() -> None:
         return
     dist: Any = torch.distributed
     found: Any = torch._C._distributed_c10d
-    group, kind = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType.CUSTOM
-    backend = found.FakeProcessGroup._create_internal(0, 1)
+    group, kinds = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType
+    devices: tuple[str, ...]
+    fake = found.FakeProcessGroup._create_internal(0, 1)
+    if _copies(fake):
+        kind, backend, devices = kinds.CUSTOM, fake, ("cpu", "cuda", "meta")
+    else:  # 2.11
+        wait = datetime.timedelta(seconds=60)
+        backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, wait)
+        kind, devices = kinds.GLOO, ("cpu",)
     group._set_default_backend(kind)
-    for device in ("cpu", "cuda", "meta"):
+    for device in devices:
         group._register_backend(torch.device(device), kind, backend)
     group._set_group_name(_ALONE)
     found._register_process_group(_ALONE, group)
     _GROUPS_OF_ONE.append(group)
+
+
+def _copies(group: Any) -> bool:
+    """Whether a fake group of one rank gives what it is given."""
+    out = torch.zeros(1)
+    group._reduce_scatter_base(out, torch.ones(1)).wait()
+    return bool(out.item() == 1)
 
 
 # Kept: the registry of names does not hold them.

@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import MeshError, RegionError
 from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.manual import LEAVE, manual_axes, sizes_of
@@ -48,6 +49,7 @@ def absorb_regions(
 
     Raises RegionError, MeshError if a region was traced for another mesh, or for none.
     """
+    _check_bodies(graph)
     edge = next((node for node in graph.nodes if node.target in EDGES), None)
     if edge is None:
         return
@@ -110,6 +112,19 @@ def on_one_rank(graph: fx.Graph) -> None:
 def _overload(target: Any) -> Any:
     """An op as traced graphs name it; Dynamo's name it without its overload."""
     return getattr(target, "default", target)
+
+
+def _check_bodies(graph: fx.Graph) -> None:
+    """No manual region stands in a branch or a loop."""
+    for holder in graph.find_nodes(op="get_attr"):
+        body = body_of(holder)
+        for node in body.graph.nodes if body is not None else ():
+            if node.target in EDGES:
+                raise RegionError(
+                    "a manual region inside a branch or a loop",
+                    where=user_line(node),
+                    fix="put the branch or loop inside fn, or leave it to Python",
+                )
 
 
 def _number(graph: fx.Graph, mesh: Mesh) -> None:

@@ -205,6 +205,10 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
     return shard_map(lambda x: x, (TP,), (TP,))(x)
 
 
+def _branches(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, _twice, lambda x: x.cos(), (x,))
+
+
 # What is done wrong, and words of the error.
 WRONG = {
     "varies": (_region(lambda x: x.sin(), (TP,), WHOLE), "said to be whole along 'tp'"),
@@ -269,6 +273,7 @@ WRONG = {
         _region(lambda x: shard_map(torch.sin, (TP,), (TP,), "tp")(x), (TP,), (TP,)),
         "inside a region that does",
     ),
+    "branch": (_branches, "inside a branch or a loop"),
     "uneven": (
         _region(
             lambda x: collectives.all_to_all_single(x, [1, 3], [1, 3], "tp"),
