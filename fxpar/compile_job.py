@@ -68,7 +68,8 @@ from fxpar.sharding.spec import Spec
 
 def is_plain(options: Options, ranks: Ranks) -> bool:
     """Whether there is nothing to do for fxpar."""
-    return ranks.mesh.size == 1 and options.codegen == "inductor"
+    inductor = options.codegen == "inductor" and options.microbatches == 1
+    return ranks.mesh.size == 1 and inductor
 
 
 @contextlib.contextmanager
@@ -245,6 +246,7 @@ class _Parallelize:
             strict=options.strict,
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
+            microbatches=options.microbatches,
             schedule=options.schedule,
             tune=options.tune,
             cached=options.cache_plans,
@@ -358,7 +360,8 @@ class _Parallelize:
         """What is done to a forward or a backward by itself."""
         request, result = self.request, self.result
         self.regions += pipeline.scheduled(graph, request, result, backward=backward)
-        self.launches += crossings(graph)
+        even = result is None or result.decision.is_even
+        self.launches += crossings(graph, even=even)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
@@ -437,7 +440,7 @@ class _Parallelize:
         if kind == "output":
             rest = self.job.rests.get(int(name.removeprefix("output_")))
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
-        return Output(name, kind, of, rest, "open" if open_ended else "whole")
+        return Output(name, kind, of, rest, "even" if open_ended else "whole")
 
 
 @contextlib.contextmanager

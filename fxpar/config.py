@@ -25,6 +25,7 @@ PASSES = (
     "random_by_index",
     "find_shifts",
     "undo_views_around_matmul",
+    "keep_batch_apart",
     "split_fused_projections",
     "sum_one_hot",
     "clone_constants",
@@ -114,6 +115,13 @@ def _positive(value: Any) -> float:
     return number
 
 
+def _count(value: Any) -> int:
+    text = str(value)
+    if isinstance(value, bool) or not text.isdigit() or int(text) < 1:
+        raise ValueError("use a whole number from 1 on")
+    return int(text)
+
+
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -196,6 +204,12 @@ class Options:
         "1: the few best schedules are measured on the mesh, and the fastest is taken; "
         "so are, on GPUs, the ways to run regions of `fuse`",
         env=False,
+    )
+    microbatches: int = _option(
+        _count,
+        1,
+        "1, 2, ...",
+        "parts that a rank cuts its batch into and computes one after the other",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),

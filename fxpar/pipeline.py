@@ -91,11 +91,12 @@ def _order(name: str) -> Callable[[PhaseState], None]:
 JOINT = (
     _always("show_bodies", steps.show_bodies),
     _always("absorb_regions", steps.absorb_regions),
-    _always("lift_seeds", steps.lift_body_seeds),
+    _always("refuse_body_draws", steps.refuse_body_draws),
     _always("count_loop_steps", steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("find_shifts", _rewrite(find_shifts)),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
+    _may("keep_batch_apart", steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
@@ -105,6 +106,7 @@ JOINT = (
     _always("plan", steps.make_plan, "planned"),
     _always("insert_reshards", steps.insert_reshards, "resharded"),
     _always("localize", steps.localize),
+    _always("cut_batch", steps.cut_batch),
     _may("schedule", steps.apply_schedule, "rewritten"),
     _always("lower", steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),
@@ -353,7 +355,7 @@ def scheduled(
         request=request,
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
-        mesh=result.plan.mesh if result else None,
+        mesh=result.plan.mesh if result and result.decision.is_even else None,
     )
     run_steps(PHASE, state)
     return state.regions

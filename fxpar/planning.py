@@ -311,6 +311,7 @@ def plan(
         strict=options.strict,
         disable=options.disable,
         meshes=choices(mesh, chosen) if auto else (),
+        microbatches=options.microbatches,
         schedule=options.schedule,
         hardware=known_machine(options),
         debug=options.debug,

@@ -118,7 +118,6 @@ def test_an_existing_mesh_is_taken():
         ({"out_specs": [None, None]}, "out_specs has 2 entries for 1 tensor result"),
         ({"in_specs": [("no", None), None]}, "has no axis 'no'"),
         ({"in_specs": [("dp", "dp"), None]}, "used twice"),
-        ({"in_specs": [(None, "tp"), None]}, "does not divide"),
         ({"hints": {"z": ("dp",)}}, "matches no parameter"),
         ({"hints": {"x": ("dp", None, None)}}, "3 entries for a tensor of 2 dims"),
         ({"mode": "no such file"}, "cannot read the plan file"),

@@ -15,6 +15,7 @@ from fxpar._torch.inductor import (
     _local_examples,
     decompositions,
 )
+from fxpar._torch.loops import calls_rewritten
 from fxpar._torch.version import own_version
 
 
@@ -34,7 +35,7 @@ def export_joint(
     Inductor's decompositions; placeholders and output carry ``meta["desc"]``."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), calls_rewritten():
         joint = aot_export_joint_with_descriptors(
             stack, module, args, decompositions=decompositions()
         )
@@ -90,7 +91,12 @@ def trace_flat(fn: Callable[..., Any], args: Any, mode: Any) -> fx.GraphModule:
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with mode, preserve_node_meta(), enable_python_dispatcher():
+    with (
+        mode,
+        preserve_node_meta(),
+        enable_python_dispatcher(),
+        calls_rewritten(),
+    ):
         return make_fx(fn)(*args)
 
 
@@ -210,7 +216,8 @@ def compile_fx(
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if joint_pass is None:
-        return cast(Callable[..., Any], inductor(gm, examples))
+        with calls_rewritten():
+            return cast(Callable[..., Any], inductor(gm, examples))
     parallelize = joint_pass
 
     class Hook(CustomGraphPass):
@@ -244,7 +251,7 @@ def compile_fx(
     settings = {"enable_autograd_cache": kept}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    with functorch_config.patch(settings), _views_recomputed():
+    with functorch_config.patch(settings), _views_recomputed(), calls_rewritten():
         compiled = inductor(
             gm,
             _with_symbols(gm, examples),

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxpar._torch.version import own_version
+
 
 def inductor_seeds() -> Any:
     """Inductor's ``inductor_seeds(count, device)``."""
@@ -81,8 +83,9 @@ def _in_order(
 
 def _keyed_by(text: str | None) -> contextlib.AbstractContextManager[Any]:
     """Context in which the key of Inductor's cache has ``text`` in place of the graph
-    and its inputs. Pickled as torch does, these hold what is a rank's own (2.13: the
-    DeviceMesh of a DTensor), so that keys of equal graphs differ."""
+    and its inputs, and fxpar's version in place of the pass that made it. Pickled as
+    torch does, these hold what is a rank's own (2.13: the DeviceMesh of a DTensor; the
+    key of the pass, in which a rank is), so that keys of equal graphs differ."""
     from unittest import mock
 
     from torch._inductor import codecache
@@ -94,7 +97,7 @@ def _keyed_by(text: str | None) -> contextlib.AbstractContextManager[Any]:
         gm: Any, fakes: Any, options: Any, checked: Any
     ) -> tuple[str, list[str]]:
         details: Any = codecache.FxGraphHashDetails(gm, [], options, checked)
-        details.gm = text
+        details.gm, details.joint_custom_pre_pass = text, own_version()
         pickler: Any = codecache.FxGraphCachePickler(gm)
         if hasattr(pickler, "get_key"):
             return pickler.get_key(details), []

@@ -1,11 +1,13 @@
-"""Loops of a number of steps that depends on data, as torch differentiates them."""
+"""Ops of higher order, as torch traces and differentiates them: loops of a number of
+steps that depends on data, and what their bodies draw."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -77,6 +79,134 @@ def steps_looked_up(mode: Any) -> Iterator[None]:
         yield
     finally:
         function.backward = staticmethod(traced)  # type: ignore[method-assign]
+
+
+# What a call of higher order is traced as: (op's name, arguments) -> (arguments, how
+# many of its last results are not the user's).
+Rewrite = Callable[[str, tuple[Any, ...]], tuple[tuple[Any, ...], int]]
+
+_REWRITES: dict[str, Rewrite] = {}  # by op
+
+
+def rewrite_calls(names: Sequence[str], rewrite: Rewrite) -> None:
+    """Let calls of these ops be rewritten where they are traced, before they are
+    differentiated."""
+    _REWRITES.update(dict.fromkeys(names, rewrite))
+
+
+@contextlib.contextmanager
+def calls_rewritten() -> Iterator[None]:
+    """Inside, calls that are traced are what ``rewrite_calls`` was told: before they
+    are differentiated, and in inference mode, where they are not, before they are made
+    functional."""
+    from torch._C import DispatchKey
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    with contextlib.ExitStack() as stack:
+        for op in [getattr(torch.ops.higher_order, name) for name in _REWRITES]:
+            autograd = op.py_kernels[DispatchKey.Autograd]
+            functional = op.python_key_table[FunctionalTensorMode]
+            kernels = {DispatchKey.Autograd: functools.partial(_traced, op, autograd)}
+            modes = {
+                FunctionalTensorMode: functools.partial(_functional, op, functional)
+            }
+            stack.callback(op._dispatch_cache.clear)
+            stack.enter_context(mock.patch.dict(op.py_kernels, kernels))
+            stack.enter_context(mock.patch.dict(op.python_key_table, modes))
+            op._dispatch_cache.clear()
+        yield
+
+
+def _functional(
+    op: Any, kernel: Callable[..., Any], mode: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As ``_traced``, by the kernel that a mode has."""
+    return _traced(op, functools.partial(kernel, mode), *args, **kwargs)
+
+
+def _traced(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of an op by a kernel of it, rewritten if it is traced."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if get_proxy_mode() is None:  # its values are asked for, not its graph
+        return kernel(*args, **kwargs)
+    return _rewritten(op, kernel, *args, **kwargs)
+
+
+def _rewritten(op: Any, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, own = _REWRITES[op.name()](op.name(), args)
+    results = kernel(*args, **kwargs)
+    return results[: len(results) - own] if own else results
+
+
+def run_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """What a body gives, its nodes with the user's lines where it is traced."""
+    from torch._higher_order_ops.utils import _maybe_run_with_interpreter
+
+    return _maybe_run_with_interpreter(body)(*inputs)
+
+
+def evaluate_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """What a body gives of fake tensors; while a program is traced, it is not."""
+    from torch._dispatch.python import suspend_functionalization
+    from torch._guards import detect_fake_mode
+    from torch._higher_order_ops.utils import _from_fun
+    from torch._subclasses.functional_tensor import disable_functional_mode
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch.no_grad(), suspend_functionalization(), disable_functional_mode():
+        with disable_proxy_modes_tracing():
+            plain = [_from_fun(x) for x in inputs]
+        mode = detect_fake_mode(plain)
+        symbols = None if mode is None else mode.shape_env
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            if mode is not None:
+                stack.enter_context(mode)
+            if symbols is not None:
+                stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
+            return body(*plain)
+
+
+_REPLACING: list[Any] = []  # modes, the innermost last
+
+
+@contextlib.contextmanager
+def ops_replaced(
+    replace: Callable[..., Any], calls: Callable[[str, tuple[Any, ...]], None]
+) -> Iterator[None]:
+    """Inside, below autograd, a call of an op is ``replace(op, args, kwargs)``, unless
+    that is NotImplemented; inside ``replace`` too. Calls of higher order are rewritten
+    where they are traced; ``calls`` is told of others. The innermost alone counts."""
+    from torch._ops import HigherOrderOperator
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Replace(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if _REPLACING[-1] is not self:
+                return op(*args, **kwargs)
+            if isinstance(op, HigherOrderOperator):
+                if op.name() in _REWRITES and get_proxy_mode() is not None:
+                    return _rewritten(op, op, *args, **kwargs)
+                calls(op.name(), args)
+                return op(*args, **kwargs)
+            with self:
+                result = replace(op, args, kwargs)
+            return op(*args, **kwargs) if result is NotImplemented else result
+
+    _REPLACING.append(Replace())
+    try:
+        with _REPLACING[-1]:
+            yield
+    finally:
+        _REPLACING.pop()
 
 
 def takes_a_step(steps: torch.Tensor) -> None:

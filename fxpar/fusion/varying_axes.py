@@ -59,10 +59,11 @@ def _through(graph: fx.Graph, out: Varies) -> None:
             out[node] = _of_any(each[node])
         elif node.target in PRODUCTS:
             out[node] = read | set(custom_ops.group_axes(node.args[-1]))
-        elif node.target is custom_ops.offset:
+        elif node.target in custom_ops.PLACES:
             out[node] = frozenset(node.args[1])
         elif (body := body_of(node)) is not None:
-            inside = (n for n in all_nodes(body.graph) if n.target is custom_ops.offset)
+            nodes = all_nodes(body.graph)
+            inside = (n for n in nodes if n.target in custom_ops.PLACES)
             out[node] = frozenset[str]().union(*(n.args[1] for n in inside))
         elif node.target is collective_nodes.recv:
             out[node] = node.meta["fxpar_sent"]

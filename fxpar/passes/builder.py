@@ -7,15 +7,29 @@ activation checkpointing finds the user's line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from fxpar.passes import custom_ops
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
+
+# A size among the arguments of an op in a local graph: a number, or a node that gives
+# one where not all ranks have the same.
+Size: TypeAlias = int | fx.Node
+
+# The second operand that leaves the first as it is.
+_NEUTRAL: dict[Any, int] = {
+    operator.add: 0,
+    operator.sub: 0,
+    operator.mul: 1,
+    operator.floordiv: 1,
+}
 
 # What a rewritten node keeps of the node it comes from.
 PROVENANCE = (
@@ -133,6 +147,71 @@ class Builder:
         )
         node.meta["val"] = base
         return node
+
+    def own_size(self, rows: Size, axes: Sequence[str]) -> Size:
+        """Rows of a dim of ``rows`` that this rank holds of it, split over axes; in
+        fake values those of the largest shard."""
+        if not axes:
+            return rows
+        assert isinstance(rows, int), "of a dim whose size is known"
+        if shard_sizes.is_even(rows, self.mesh, axes):
+            return rows // self.mesh.count(axes)
+        return self._place(
+            custom_ops.own_size, axes, rows, shard_sizes.largest(rows, self.mesh, axes)
+        )
+
+    def own_start(self, rows: Size, axes: Sequence[str], base: int = 0) -> Size:
+        """``base`` + the first row that this rank holds of a dim of ``rows``."""
+        if not axes:
+            return base
+        assert isinstance(rows, int), "of a dim whose size is known"
+        if shard_sizes.is_even(rows, self.mesh, axes):
+            return self.offset(axes, rows // self.mesh.count(axes), base)
+        start = self._place(custom_ops.own_start, axes, rows, 0)
+        return self.compute(operator.add, start, base)
+
+    def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
+        """The row behind the last that this rank holds of a dim of ``rows``."""
+        assert isinstance(rows, int), "of a dim whose size is known"
+        if shard_sizes.is_even(rows, self.mesh, axes):
+            size = rows // self.mesh.count(axes)
+            return self.offset(axes, size, size)
+        start, size = self.own_start(rows, axes), self.own_size(rows, axes)
+        return self.compute(operator.add, start, size)
+
+    def _place(
+        self, target: Callable[..., int], axes: Sequence[str], rows: int, value: int
+    ) -> fx.Node:
+        args = (str(self.mesh), tuple(axes), rows)
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = value
+        return node
+
+    def compute(self, operation: Callable[[int, int], int], a: Size, b: Size) -> Size:
+        """An operation of two sizes: a number if both are, else a node."""
+        if isinstance(a, int) and isinstance(b, int):
+            return operation(a, b)
+        if operation in _NEUTRAL and b == _NEUTRAL[operation]:
+            return a
+        node = self.graph.call_function(operation, (a, b))
+        node.meta["val"] = operation(value_of(a), value_of(b))
+        return node
+
+    def missing(self, room: Size, size: Size) -> Size:
+        """Rows by which ``size`` falls short of ``room``."""
+        return 0 if room is size else self.compute(operator.sub, room, size)
+
+    def pad(self, x: fx.Node, more: Sequence[Size], fill: float = 0) -> fx.Node:
+        """``x`` with more rows at the end of each dim."""
+        rows = [n for size in reversed(more) for n in (0, size)]
+        return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
+
+    def product(self, sizes: Iterable[Size]) -> Size:
+        """The product of sizes."""
+        out: Size = 1
+        for size in sizes:
+            out = size if out == 1 else self.compute(operator.mul, out, size)
+        return out
 
     def wait(self, collective: fx.Node) -> fx.Node:
         """The finished result of a functional collective."""

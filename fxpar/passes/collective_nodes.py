@@ -9,7 +9,8 @@ is to be done: a graph runs once it is lowered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +19,10 @@ from torch import fx
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import KINDS, Step, permutation
+from fxpar.sharding.spec import Spec
 
 Axes = tuple[str, ...]
+Shape = Sequence[int]
 
 
 def _unlowered() -> NoReturn:
@@ -119,11 +122,43 @@ def axes_of(node: fx.Node) -> Axes:
     return axes
 
 
-def step(build: Builder, target: Callable[..., Any], x: fx.Node, *args: Any) -> fx.Node:
-    """Append one step, with its fake value."""
-    node = build.graph.call_function(target, (x, *args))
+@dataclass(frozen=True)
+class Cut:
+    """How a value is cut around a step: its global shape, the axes of each dim before
+    the step and after it."""
+
+    shape: tuple[int, ...]
+    before: tuple[Axes, ...]
+    after: tuple[Axes, ...]
+
+    def is_even(self, mesh: Mesh) -> bool:
+        """Whether all ranks hold as much, before and after."""
+        specs = Spec.of(self.before), Spec.of(self.after)
+        return all(spec.is_even(mesh, self.shape) for spec in specs)
+
+
+def cut_of(node: fx.Node) -> Cut | None:
+    """How the value of a step is cut, where not all ranks hold as much of it."""
+    found: Any = node.kwargs.get("cut")
+    return None if found is None else Cut(*found)
+
+
+def step(
+    build: Builder,
+    target: Callable[..., Any],
+    x: fx.Node,
+    *args: Any,
+    cut: Cut | None = None,
+) -> fx.Node:
+    """Append one step, with its fake value. ``cut``: how the value is cut around it,
+    kept where not all ranks hold as much."""
+    uneven = cut is not None and not cut.is_even(build.mesh)
+    kept = {"cut": (cut.shape, cut.before, cut.after)} if cut and uneven else {}
+    node = build.graph.call_function(target, (x, *args), kept)
     value, shape = x.meta["val"], [int(n) for n in x.meta["val"].shape]
-    if target is send:
+    if cut and uneven:
+        shape = list(Spec.of(cut.after).local_shape(build.mesh, cut.shape))
+    elif target is send:
         shape = [0]
     elif target is not recv:
         dims = [arg for arg in args if isinstance(arg, int)]
@@ -134,11 +169,18 @@ def step(build: Builder, target: Callable[..., Any], x: fx.Node, *args: Any) -> 
     return node
 
 
-def emit(build: Builder, x: fx.Node, steps: Iterable[Step]) -> fx.Node:
-    """Append the steps of a reshard; ``x`` itself if there are none."""
+def emit(
+    build: Builder, x: fx.Node, steps: Iterable[Step], source: Spec, shape: Shape
+) -> fx.Node:
+    """Append the steps of a reshard of a value of global ``shape`` that lies as
+    ``source``; ``x`` itself if there are none."""
+    alone = {axis for axis in build.mesh.names if build.mesh.sizes[axis] == 1}
+    before = source.without(alone).dims
     for each in steps:
         target, args = call_of(each, build.mesh)
-        x = step(build, target, x, *args)
+        after = each.spec.without(alone).dims
+        cut = Cut(tuple(shape), before, after)
+        x, before = step(build, target, x, *args, cut=cut), after
     return x
 
 

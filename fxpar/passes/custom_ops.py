@@ -1,11 +1,11 @@
 """The few ops fxpar adds to a graph. Each runs as it stands, so every stage runs.
 
 ``fxpar::reshard(x, source, target, mesh)``: change of spec, still in global shapes: the
-identity on the one-device value. ``offset``: the only way the rank enters a local
-graph; an int that binding folds to a constant. ``fxpar::permute``: a collective that
-gives each member of a group the tensor of one other member. Collectives of a local
-graph name their group by axes, ``"fxpar:dp+tp"`` in mesh order; binding puts the
-process group's own name there.
+identity on the one-device value. ``offset``, ``own_size`` and ``own_start``: the only
+way the rank enters a local graph; ints that binding folds to constants.
+``fxpar::permute``: a collective that gives each member of a group the tensor of one
+other member. Collectives of a local graph name their group by axes, ``"fxpar:dp+tp"``
+in mesh order; binding puts the process group's own name there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fxpar import _torch
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -51,6 +52,29 @@ def offset(
     Mesh.parse."""
     value = base + stride * Mesh.parse(mesh).index(_RANK.get() or 0, tuple(axes))
     return value % around if around else value
+
+
+def own_size(mesh: str, axes: Sequence[str], rows: int) -> int:
+    """Rows that this rank holds of a dim of ``rows`` split over axes (major to minor).
+    ``mesh``: text as in Mesh.parse."""
+    return shard_sizes.shard(rows, Mesh.parse(mesh), axes, _RANK.get() or 0)[1]
+
+
+def own_start(mesh: str, axes: Sequence[str], rows: int) -> int:
+    """The first of the rows that ``own_size`` counts."""
+    return shard_sizes.shard(rows, Mesh.parse(mesh), axes, _RANK.get() or 0)[0]
+
+
+# Ints that depend on the rank; their second argument are the axes over which they vary.
+PLACES = (offset, own_size, own_start)
+# Of these, what a dim is cut into whose shards are not alike.
+SIZES = (own_size, own_start)
+
+
+def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:
+    """What one of ``PLACES`` is on a rank."""
+    with as_rank(rank):
+        return target(*args)
 
 
 def group_name(mesh: Mesh, axes: Sequence[str]) -> str:
@@ -167,6 +191,18 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 @kept.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("fxpar::accumulate", mutates_args=())
+def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``total + x``, in the dtype of the total. An op of its own in compiled code:
+    fused into what reads the last total, sums would keep every summand until then."""
+    return total + x
+
+
+@accumulate.register_fake
+def _(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(total)
 
 
 # The two crossings between what one rank holds and the global value, for parameters at

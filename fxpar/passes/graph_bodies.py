@@ -67,7 +67,7 @@ def hold(root: torch.nn.Module, graph: fx.Graph) -> None:
 
 def is_of_a_rank(body: fx.GraphModule) -> bool:
     """Whether a body does not run alike on all ranks."""
-    return any(node.target is custom_ops.offset for node in all_nodes(body.graph))
+    return any(node.target in custom_ops.PLACES for node in all_nodes(body.graph))
 
 
 def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
@@ -77,9 +77,8 @@ def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
     new = fx.Graph()
     done: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
-        if node.target is custom_ops.offset:
-            with custom_ops.as_rank(rank):
-                done[node] = custom_ops.offset(*node.args)
+        if node.target in custom_ops.PLACES:
+            done[node] = custom_ops.place(node.target, node.args, rank)
             continue
         done[node] = new.node_copy(node, done.__getitem__)
         done[node].meta = dict(node.meta)

@@ -100,16 +100,17 @@ class Launches:
     outputs: list[list[Buffer]]
 
 
-def crossings(graph: fx.Graph) -> list[str]:
+def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
     """The collectives of a graph in order, a line for each: what ranks that run it
-    together must have alike, whatever else they compute."""
+    together must have alike, whatever else they compute. Unless shards are ``even``,
+    sizes are alike only within a group, and are left out."""
     out = []
     for node in graph.nodes:
         name = str(node.target)
         if node.target in WAITS or not ("c10d" in name or node.target in KINDS):
             continue
         operands = [
-            f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
+            f"{value.dtype}{list(value.shape) if even else ''}".removeprefix("torch.")
             for value in (n.meta.get("val") for n in node.all_input_nodes)
             if isinstance(value, torch.Tensor)
         ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, Size
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.spec import Spec
 
@@ -30,18 +32,39 @@ class LocalCall:
     results: tuple[Spec, ...]
     # Their global shapes, operands then results.
     shapes: tuple[tuple[int, ...], ...]
+    # Rows that a rank is made to hold of a dim of which it has fewer.
+    least: int = 0
 
     def result_shape(self, i: int = 0) -> tuple[int, ...]:
         """Global shape of result ``i``."""
         return self.shapes[len(self.operands) + i]
 
-    def local_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Shape one rank holds of result ``i``."""
-        return self.results[i].local_shape(self.build.mesh, self.result_shape(i))
+    def local_shape(self, i: int = 0) -> tuple[Size, ...]:
+        """Shape this rank holds of result ``i``."""
+        return self._own(self.results[i], self.result_shape(i))
 
-    def operand_shape(self, i: int) -> tuple[int, ...]:
-        """Shape one rank holds of operand ``i``."""
-        return self.operands[i].local_shape(self.build.mesh, self.shapes[i])
+    def operand_shape(self, i: int) -> tuple[Size, ...]:
+        """Shape this rank holds of operand ``i``."""
+        return self._own(self.operands[i], self.shapes[i])
+
+    def _own(self, spec: Spec, shape: tuple[int, ...]) -> tuple[Size, ...]:
+        pairs = zip(shape, spec.dims, strict=True)
+        own = tuple(self.build.own_size(size, axes) for size, axes in pairs)
+        if not self.least:
+            return own
+        dims = self.empty_dims(spec, shape)
+        most = partial(self.build.compute, max)
+        return tuple(most(n, self.least) if d in dims else n for d, n in enumerate(own))
+
+    def empty_dims(self, spec: Spec, shape: tuple[int, ...]) -> list[int]:
+        """The dims of which some rank holds nothing."""
+        return [d for d in range(len(shape)) if self.is_empty(spec, shape, d)]
+
+    def is_empty(self, spec: Spec, shape: tuple[int, ...], dim: int) -> bool:
+        """Whether some rank holds nothing of a dim that has something."""
+        axes = spec.dims[dim]
+        least = shard_sizes.smallest(shape[dim], self.build.mesh, axes)
+        return least == 0 < shape[dim]
 
     def same(self, *args: Any, **kwargs: Any) -> fx.Node:
         """The op itself on these arguments."""

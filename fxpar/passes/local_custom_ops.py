@@ -13,8 +13,7 @@ that they see what they see on one device.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes
+from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.mesh import Mesh
@@ -38,13 +37,21 @@ def local_dot(call: Any, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
     return emit_dot(call.build, lhs, rhs, equation)
 
 
-def emit_dot(build: Builder, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
-    """Append the views and the product; returns the result in the equation's order."""
+def emit_dot(
+    build: Builder,
+    lhs: fx.Node,
+    rhs: fx.Node,
+    equation: str,
+    shapes: Sequence[Sequence[Size]] | None = None,
+) -> fx.Node:
+    """Append the views and the product; returns the result in the equation's order.
+    ``shapes``: of the operands, where their fake values do not say it."""
     operands, _, result = equation.partition("->")
     left, right = (part.split() for part in operands.split(","))
     out = result.split()
-    size = dict(zip(left, lhs.meta["val"].shape, strict=True))
-    size.update(zip(right, rhs.meta["val"].shape, strict=True))
+    of_left, of_right = shapes or (lhs.meta["val"].shape, rhs.meta["val"].shape)
+    size: dict[str, Size] = dict(zip(left, of_left, strict=True))
+    size.update(zip(right, of_right, strict=True))
     batch = [f for f in left if f in right and f in out]
     k = [f for f in left if f in right and f not in out]
     m = [f for f in left if f not in right]
@@ -62,11 +69,11 @@ def reorder(
     node: fx.Node,
     have: Sequence[str],
     want: Sequence[str],
-    size: dict[str, int],
+    size: Mapping[str, Size],
 ) -> fx.Node:
     """View a product as its factors ``have`` and permute them to ``want``."""
     shape = [size[f] for f in have]
-    if list(node.meta["val"].shape) != shape:
+    if list(node.meta["val"].shape) != value_of(shape):
         node = build.call(aten.reshape.default, node, shape)
     if list(have) != list(want):
         node = build.call(aten.permute.default, node, [have.index(f) for f in want])
@@ -78,7 +85,7 @@ def _merge(
     node: fx.Node,
     words: list[str],
     groups: list[list[str]],
-    size: dict[str, int],
+    size: Mapping[str, Size],
 ) -> fx.Node:
     """``node`` with dims ``words`` as one dim per group, groups in the given order."""
     place = {f: i for i, group in enumerate(groups) for f in group}
@@ -89,14 +96,14 @@ def _merge(
         if order != list(range(len(order))):
             node = build.call(aten.permute.default, node, order)
         runs = filled
-    shape = [math.prod(size[f] for f in run) for run in runs]
-    if list(node.meta["val"].shape) != shape:
+    shape = [build.product(size[f] for f in run) for run in runs]
+    if list(node.meta["val"].shape) != value_of(shape):
         node = build.call(aten.reshape.default, node, shape)
     order = [runs.index(group) for group in filled]
     if order != list(range(len(order))):
         node = build.call(aten.permute.default, node, order)
     if len(filled) < len(groups):
-        full = [math.prod(size[f] for f in group) for group in groups]
+        full = [build.product(size[f] for f in group) for group in groups]
         node = build.call(aten.reshape.default, node, full)
     return node
 
@@ -158,7 +165,8 @@ def _inside(call: LocalCall, moved: fx.Node, dim: int, by: int) -> fx.Node:
 
 
 def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
-    return emit_dot(call.build, lhs, rhs, equation)
+    shapes = call.operand_shape(0), call.operand_shape(1)
+    return emit_dot(call.build, lhs, rhs, equation, shapes)
 
 
 def _constrain(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
@@ -172,7 +180,7 @@ def _random(call: LocalCall, *args: Any) -> fx.Node:
     local = list(call.local_shape())
     offsets = [
         _further(call, start, a, n) if a else start
-        for start, a, n in zip(starts, axes, local, strict=True)
+        for start, a, n in zip(starts, axes, call.result_shape(), strict=True)
     ]
     if rest and isinstance(rest[0], (list, tuple)):  # fxpar::random: size comes first
         rest = [local, *rest[1:]]
@@ -181,15 +189,18 @@ def _random(call: LocalCall, *args: Any) -> fx.Node:
     return call.build.call(call.node.target, *rest, size, offsets)
 
 
-def _further(call: LocalCall, start: Any, axes: Sequence[str], size: int) -> Any:
-    """Where the slices over ``axes`` begin, of a dim that begins at ``start``: a
-    number, or the offset of a dim that other axes split already."""
+def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
+    """Where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
+    ``start``: a number, or the offset of a dim that other axes split already."""
+    build = call.build
     if not isinstance(start, fx.Node):
-        return call.build.offset(axes, size, start)
+        return build.own_start(rows, axes, start)
+    if start.target is not custom_ops.offset or rows % build.mesh.count(axes):
+        raise PlanError(f"{call.node.name} is cut into shards that are not alike")
     _, before, stride, base = start.args
-    if stride != size * call.build.mesh.count(axes):
+    if stride != rows:
         raise PlanError(f"{call.node.name} is cut across shards of {stride}")
-    return call.build.offset((*before, *axes), size, base)
+    return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
 
 
 # Where a score function has batch and head among its arguments, and a mask function.
@@ -202,10 +213,10 @@ def _shifted(call: LocalCall, node: fx.Node, places: tuple[int, int]) -> fx.Node
     assert body is not None
     inputs = body.graph.find_nodes(op="placeholder")
     moved = [
-        (inputs[place], call.operands[0].dims[d], call.operand_shape(0)[d])
+        (inputs[place], call.operands[0].dims[d], call.shapes[0][d])
         for d, place in enumerate(places)
     ]
-    moved = [(x, axes, size) for x, axes, size in moved if x.users and axes]
+    moved = [(x, axes, rows) for x, axes, rows in moved if x.users and axes]
     if not moved:
         return node
     build = Builder(fx.Graph(), call.build.fake_mode, call.build.mesh)
@@ -214,8 +225,8 @@ def _shifted(call: LocalCall, node: fx.Node, places: tuple[int, int]) -> fx.Node
         done[old] = build.graph.node_copy(old, done.__getitem__)
         done[old].meta = dict(old.meta)
         if old is inputs[-1]:
-            for x, axes, size in moved:
-                start = build.offset(axes, size)
+            for x, axes, rows in moved:
+                start = build.own_start(rows, axes)
                 done[x] = build.call(torch.ops.aten.add.Tensor, done[x], start)
     made = module_of(body, build.graph)
     return new_body(call.build, node, made, call.node.name)

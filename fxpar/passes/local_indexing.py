@@ -8,6 +8,7 @@ that lie elsewhere; any other update writes those to a spare row, cut off afterw
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.passes.builder import Size
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules.indexing import index_dims, is_mask
 
@@ -29,11 +31,22 @@ class _Part:
 
     call: LocalCall
     dim: int
-    n: int
+    n: Size
     # It counted from the first of them.
     place: fx.Node
     # Whether it falls on one of them.
     inside: fx.Node
+    # Whether some rank has no rows.
+    empty: bool
+
+    def rows_of(self, x: fx.Node) -> fx.Node:
+        """What is looked up, one row at least."""
+        if not self.empty:
+            return x
+        least = self.call.build.compute(max, self.n, 1)
+        more = self.call.build.missing(least, self.n)
+        pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [more]
+        return self.call.build.call(aten.constant_pad_nd.default, x, pad, 0)
 
     def read(self) -> fx.Node:
         """The place, or a row that may be read."""
@@ -64,16 +77,18 @@ def _part(
     axes = spec.dims[dim]
     if not axes:
         return None
-    build, n = call.build, spec.local_shape(call.build.mesh, shape)[dim]
+    build, n = call.build, call.build.own_size(shape[dim], axes)
     if signed:
         negative = build.call(aten.lt.Scalar, index, 0)
         from_end = build.call(aten.add.Tensor, index, shape[dim])
         index = build.call(aten.where.self, negative, from_end, index)
-    place = build.call(aten.sub.Tensor, index, build.offset(axes, n))
+    start = build.own_start(shape[dim], axes)
+    place = build.call(aten.sub.Tensor, index, start)
     low = build.call(aten.ge.Scalar, place, 0)
     high = build.call(aten.lt.Scalar, place, n)
     inside = build.call(aten.bitwise_and.Tensor, low, high)
-    return _Part(call, dim, n, place, inside)
+    empty = call.is_empty(spec, shape, dim)
+    return _Part(call, dim % len(shape), n, place, inside, empty)
 
 
 def _trail(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
@@ -130,6 +145,8 @@ def _index(call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx
         return call.same(x, indices)
     places = [parts[d].read() if d in parts else i for d, i in enumerate(indices)]
     inside = _inside(call, indices, parts, x.meta["val"].dim())
+    for part in parts.values():
+        x = part.rows_of(x)
     return call.where(inside, call.same(x, places), 0)
 
 
@@ -143,12 +160,13 @@ def _index_put(
     parts = _meet(call, indices)
     if not parts:
         return call.same(x, indices, values, accumulate)
-    if accumulate:
+    if accumulate and not any(part.empty for part in parts.values()):
         places = [parts[d].fold() if d in parts else i for d, i in enumerate(indices)]
         inside = _inside(call, indices, parts, x.meta["val"].dim())
         return call.same(x, places, call.where(inside, values, 0), True)
     places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
-    put = call.same(_spare(call, x, list(parts)), places, values)
+    how = (True,) if accumulate else ()
+    put = call.same(_spare(call, x, list(parts)), places, values, *how)
     return _cut(call, put, list(parts.values()))
 
 
@@ -159,7 +177,7 @@ def _embedding(call: LocalCall, weight: fx.Node, index: fx.Node, *rest: Any) -> 
     part = _part(call, 0, index)
     if part is None:
         return call.same(weight, index, *rest)
-    found = call.same(weight, part.read(), *rest)
+    found = call.same(part.rows_of(weight), part.read(), *rest)
     return call.where(_trail(call, part.inside, 1), found, 0)
 
 
@@ -178,7 +196,8 @@ def _embedding_backward(
     n, kept = part.n, call.build.call(aten.ne.Scalar, index, padding)
     kept = call.build.call(aten.bitwise_and.Tensor, kept, part.inside)
     places = call.where(kept, part.place, n)
-    return _cut(call, call.same(grad, places, n + 1, n, by_count), [part])
+    more = call.build.compute(operator.add, n, 1)
+    return _cut(call, call.same(grad, places, more, n, by_count), [part])
 
 
 def _gather(
@@ -187,7 +206,8 @@ def _gather(
     part = _part(call, dim, index)
     if part is None:
         return call.same(x, dim, index, **rest)
-    return call.where(part.inside, call.same(x, dim, part.read(), **rest), 0)
+    found = call.same(part.rows_of(x), dim, part.read(), **rest)
+    return call.where(part.inside, found, 0)
 
 
 def _index_select(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
@@ -196,7 +216,7 @@ def _index_select(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.N
         return call.same(x, dim, index)
     ndim = x.meta["val"].dim()
     inside = _trail(call, part.inside, ndim - 1 - dim % ndim)
-    return call.where(inside, call.same(x, dim, part.read()), 0)
+    return call.where(inside, call.same(part.rows_of(x), dim, part.read()), 0)
 
 
 def _one_per_row(
@@ -213,11 +233,11 @@ def _hit(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
     scatter, so it fuses with what comes before and after."""
     like, build = index.meta["val"], call.build
-    spec, n = call.operands[0], x.meta["val"].shape[dim]
+    rows, axes = call.shapes[0][dim], call.operands[0].dims[dim]
     iota = build.call(
         prims.iota.default,
-        n,
-        start=build.offset(spec.dims[dim], n),
+        build.own_size(rows, axes),
+        start=build.own_start(rows, axes),
         step=1,
         dtype=like.dtype,
         device=like.device,
@@ -261,10 +281,10 @@ def _scatter_add(
     if _one_per_row(call, x, dim, index, src):
         update = call.where(_hit(call, x, dim, index), src, 0)
         return call.build.call(aten.add.Tensor, x, update)
-    if index.meta["val"].shape != src.meta["val"].shape:
-        return _scatter(call, x, dim, index, src)
     part = _part(call, dim, index)
     assert part is not None
+    if index.meta["val"].shape != src.meta["val"].shape or part.empty:
+        return _scatter(call, x, dim, index, src)
     return call.same(x, dim, part.fold(), call.where(part.inside, src, 0))
 
 
@@ -276,6 +296,9 @@ def _index_add(
         return call.same(x, dim, index, source, **rest)
     ndim = source.meta["val"].dim()
     inside = part.inside
+    if part.empty:
+        spare = _spare(call, x, [part.dim])
+        return _cut(call, call.same(spare, dim, part.store(), source, **rest), [part])
     if ndim:
         inside = _trail(call, inside, ndim - 1 - dim % ndim)
     source = call.where(inside, source, 0)
@@ -300,7 +323,7 @@ def _masked_scatter_backward(
     spec, build = call.operands[0], call.build
     if not spec.sharded_axes:
         return call.same(grad, mask, shape)
-    n, local, whole = math.prod(shape), grad.meta["val"].shape, list(call.shapes[0])
+    n, whole = math.prod(shape), list(call.shapes[0])
     flat = build.call(aten.expand.default, mask, whole)
     flat = build.call(aten.reshape.default, flat, [-1])
     place = build.call(aten.cumsum.default, flat, 0)
@@ -310,7 +333,8 @@ def _masked_scatter_backward(
     place = build.call(aten.reshape.default, call.where(taken, place, n), whole)
     for dim, axes in enumerate(spec.dims):
         if axes:
-            start, end = (build.offset(axes, local[dim], b) for b in (0, local[dim]))
+            start = build.own_start(whole[dim], axes)
+            end = build.own_end(whole[dim], axes)
             place = build.call(aten.slice.Tensor, place, dim, start, end)
     like = grad.meta["val"]
     zeros = build.call(

@@ -9,7 +9,7 @@ becomes one in local shapes too, op by op; nothing inside communicates
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,14 @@ _OWN = (
 
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
-    """Fake tensor of one rank's shard, dims laid out in memory as in ``value``."""
+    """Fake tensor of the largest shard, dims laid out in memory as in ``value``."""
     shape = spec.local_shape(mesh, [int(n) for n in value.shape])
-    if tuple(value.shape) == shape:
+    return resized(value, shape, mode)
+
+
+def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
+    """Fake tensor of another shape, dims laid out in memory as in ``value``."""
+    if tuple(value.shape) == tuple(shape):
         return value
     order = sorted(range(value.dim()), key=lambda d: (-int(value.stride()[d]), d))
     stride = [0] * value.dim()

@@ -10,27 +10,91 @@ registers late.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import local_custom_ops, local_indexing, local_views
-from fxpar.passes.local_call import LocalCall, Localizer
+from fxpar.passes import (
+    local_custom_ops,
+    local_indexing,
+    local_reductions,
+    local_views,
+)
+from fxpar.passes.builder import Builder, Size
+from fxpar.passes.local_call import LocalCall, Localizer, aten
 from fxpar.sharding.rules import row_of
 
 __all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 
 LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
+    **local_reductions.LOCAL,
     **local_views.LOCAL,
     **local_custom_ops.LOCAL,
 }
 
 
+# Of a node with several results: by place, the dims that are cut, with their sizes.
+CUTS = "fxpar_cuts"
+
+
 def local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     """Append one op on local arguments; the op's own name where nothing else is said,
-    its shape argument, if its row marks one, made local."""
+    its shape argument, if its row marks one, made local. What a rank holds nothing of
+    is a row of zeros to an op that cannot run on nothing; of several results it is cut
+    off where they are read (``cut``)."""
+    n = len(call.operands)
+    empty = [
+        call.empty_dims(spec, shape)
+        for spec, shape in zip(call.operands + call.results, call.shapes, strict=True)
+    ]
+    if call.rule.empty != "fill" or not any(empty):
+        return _local_form(call, args, kwargs)
+    full = replace(call, least=1)
+    reads = _operands(args, kwargs)
+    filled = {}
+    for i, (read, dims) in enumerate(zip(reads, empty[:n], strict=True)):
+        pairs = zip(full.operand_shape(i), call.operand_shape(i), strict=True)
+        more = [call.build.missing(*pair) for pair in pairs]
+        filled[read] = call.build.pad(read, more) if dims else read
+    args, kwargs = fx.node.map_arg((args, kwargs), lambda x: filled.get(x, x))
+    made = _local_form(full, args, kwargs)
+    cuts = [
+        [(d, call.local_shape(i)[d]) for d in dims] for i, dims in enumerate(empty[n:])
+    ]
+    if isinstance(made.meta["val"], torch.Tensor):
+        return cut(call.build, made, cuts[0])
+    values = made.meta["val"]
+    places = [k for k, x in enumerate(values) if isinstance(x, torch.Tensor)]
+    made.meta[CUTS] = dict(zip(places, cuts, strict=True))
+    return made
+
+
+def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node:
+    """``x`` without the rows that this rank does not hold."""
+    for d, size in cuts:
+        x = build.call(aten.slice.Tensor, x, d, 0, size)
+    return x
+
+
+def _operands(args: Any, kwargs: Any) -> list[fx.Node]:
+    """The tensors that a call reads, in order."""
+    out: list[fx.Node] = []
+
+    def add(node: fx.Node) -> fx.Node:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            out.append(node)
+        return node
+
+    fx.node.map_arg((args, kwargs), add)
+    return out
+
+
+def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     target = call.node.target
     local = LOCAL.get(target)
     if local is None and isinstance(target, _torch.inductor.OpOverload):

@@ -11,13 +11,14 @@ of their groups, samples or channels.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes.builder import value_of
+from fxpar.passes.builder import Size, value_of
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules import views
 from fxpar.sharding.rules.matmul import counted_dim
@@ -50,10 +51,11 @@ def _reread(call: LocalCall, x: fx.Node, *rest: Any) -> fx.Node:
 
 def _copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
     """A copy with the dims in this order in memory."""
-    shape = call.local_shape()
-    local, step = list(stride), 1
+    shape, build = call.local_shape(), call.build
+    local, step = list(stride), build.product(())
     for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
-        local[d], step = step, step * max(shape[d], 1)
+        local[d] = step
+        step = build.product((step, build.compute(max, shape[d], 1)))
     return call.same(x, local)
 
 
@@ -166,11 +168,16 @@ def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
     return x
 
 
+def _groups(call: LocalCall, channels: Size, each: Size) -> Size:
+    """Groups of a convolution, of its channels and those of one group."""
+    return call.build.compute(operator.floordiv, channels, each)
+
+
 def _convolution(call: LocalCall, *args: Any) -> fx.Node:
     *rest, transposed, output_padding, groups = args
     if groups > 1:
         channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
-        groups = channels // call.operand_shape(1)[1]
+        groups = _groups(call, channels, call.operand_shape(1)[1])
     return call.same(*rest, transposed, output_padding, groups)
 
 
@@ -186,7 +193,7 @@ def _convolution_backward(
     out = call.operand_shape(0)[1]
     if groups > 1:
         channels = out if transposed else call.operand_shape(1)[1]
-        groups = channels // call.operand_shape(2)[1]
+        groups = _groups(call, channels, call.operand_shape(2)[1])
     if bias_sizes is not None:
         bias_sizes = [out]
     return call.same(
@@ -195,11 +202,11 @@ def _convolution_backward(
 
 
 def _group_sizes(
-    call: LocalCall, i: int, channels: int, groups: int
-) -> tuple[int, int, int]:
-    """(N, C, groups) that this rank holds of an input that is operand ``i``."""
+    call: LocalCall, i: int, channels: int, points: int, groups: int
+) -> tuple[Size, Size, int, Size]:
+    """(N, C, points, groups) that this rank holds of an input that is operand ``i``."""
     n, c, *_ = call.operand_shape(i)
-    return n, c, groups * c // channels
+    return n, c, points, call.build.compute(operator.floordiv, c, channels // groups)
 
 
 def _group_norm(
@@ -213,8 +220,7 @@ def _group_norm(
     group: int,
     eps: float,
 ) -> fx.Node:
-    n, c, group = _group_sizes(call, 0, c, group)
-    return call.same(x, weight, bias, n, c, hw, group, eps)
+    return call.same(x, weight, bias, *_group_sizes(call, 0, c, hw, group), eps)
 
 
 def _group_norm_backward(
@@ -230,8 +236,8 @@ def _group_norm_backward(
     group: int,
     mask: Any,
 ) -> fx.Node:
-    n, c, group = _group_sizes(call, 1, c, group)
-    return call.same(grad, x, mean, rstd, weight, n, c, hw, group, mask)
+    sizes = _group_sizes(call, 1, c, hw, group)
+    return call.same(grad, x, mean, rstd, weight, *sizes, mask)
 
 
 def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
@@ -239,7 +245,7 @@ def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
     axes, n = call.operands[operand].dims[dim], call.operand_shape(operand)[dim]
     if not axes:
         return offs
-    first = call.build.offset(axes, n)
+    first = call.build.own_start(call.shapes[operand][dim], axes)
     counted = call.build.call(aten.sub.Tensor, offs, first)
     return call.build.call(aten.clamp.default, counted, 0, n)
 

@@ -20,6 +20,7 @@ from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
 from fxpar.passes.local_op import local_like, local_op
+from fxpar.passes.local_ops import CUTS, cut
 from fxpar.passes.lower import lower_graph
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.program import Op, user_line
@@ -35,8 +36,9 @@ def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
 
 def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
     """The local graph of a resharded one; its reshards are ``collective_nodes``,
-    its inputs know their specs (``meta["fxpar_spec"]``). Raises PlanError if a shard
-    comes out with another shape than its spec says, naming the op."""
+    its inputs know their specs (``meta["fxpar_spec"]``), and where not all ranks hold
+    as much of one, its global shape (``meta["fxpar_global_shape"]``). Raises PlanError
+    if a shard comes out with another shape than its spec says, naming the op."""
     return _Localizer(decision, fake_mode).run(graph)
 
 
@@ -98,6 +100,9 @@ class _Localizer:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
+            shape = self.program.values[v].shape
+            if not spec.is_even(self.mesh, shape):
+                copy.meta["fxpar_global_shape"] = shape
         return copy
 
     def _scaled_tangents(self, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -195,12 +200,19 @@ class _Localizer:
         if node.target is operator.getitem:
             source, key = copy.args
             copy.meta["val"] = source.meta["val"][key]
+            cuts = source.meta.get(CUTS, {}).get(key)
+            if cuts:
+                with self.build.at(node):
+                    return cut(self.build, copy, cuts)
         return copy
 
     def _reshard(self, node: fx.Node) -> fx.Node:
         reshard = node.meta["fxpar_reshard"]
         node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
-        return emit(self.build, self.map[node.args[0]], route(self.decision, reshard))
+        shape = self.program.values[reshard.value].shape
+        steps = route(self.decision, reshard)
+        x = self.map[node.args[0]]
+        return emit(self.build, x, steps, reshard.source, shape)
 
     def _op(self, node: fx.Node, op: Op) -> fx.Node:
         strategy = self.decision.strategies[op.index]

@@ -9,6 +9,7 @@ is split. ``scatter`` and ``gather`` convert between global values and one per r
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -152,8 +153,8 @@ def _steps(
             return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
         elif node.op != "call_function":
             raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
-        elif node.target is custom_ops.offset:
-            env[node] = [_as_rank(node, r) for r in ranks]
+        elif node.target in custom_ops.PLACES:
+            env[node] = [custom_ops.place(node.target, node.args, r) for r in ranks]
         elif node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
         elif node.target is torch.ops.fxpar.wait_gather.default:
@@ -205,11 +206,6 @@ def _on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
 def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _on(env, rank))
     return op_by_op(node.target)(*args, **kwargs)
-
-
-def _as_rank(node: fx.Node, rank: int) -> int:
-    with custom_ops.as_rank(rank):
-        return node.target(*node.args, **node.kwargs)
 
 
 def _identity(value: Any) -> Any:
@@ -339,7 +335,6 @@ def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
     Along a partial axis the first rank has the value and the others the identity of the
     reduction; for avg, max and min all have the value.
     """
-    local = spec.local_shape(mesh, x.shape)
     masking = [(axis, op) for axis, op in spec.partial if op in ("sum", "product")]
     made: dict[Any, torch.Tensor] = {}
     out = []
@@ -348,10 +343,9 @@ def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
         masked = next((op for axis, op in masking if mesh.index(rank, [axis])), "")
         key = shard, masked
         if key not in made:
-            where = (
-                slice(i * n, (i + 1) * n) for i, n in zip(shard, local, strict=True)
-            )
-            part = x if local == x.shape else x[tuple(where)].clone()
+            where = spec.slices(mesh, x.shape, rank)
+            part = x[where]
+            part = x if part.shape == x.shape else part.clone()
             if masked:
                 part = torch.full_like(part, int(masked == "product"))
             made[key] = part
@@ -384,12 +378,21 @@ def gather(parts: Sequence[Any], spec: Spec, mesh: Mesh) -> Any:
     whole = {shard: _reduced(summands, spec) for shard, summands in shards.items()}
     if len(whole) == 1:
         return next(iter(whole.values()))
-    out = parts[0].new_empty(spec.global_shape(mesh, parts[0].shape))
-    for shard, part in whole.items():
-        where = (
-            slice(i * n, (i + 1) * n) for i, n in zip(shard, part.shape, strict=True)
-        )
-        out[tuple(where)] = part
+    return _joined(whole)
+
+
+def _joined(shards: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
+    """Shards by their places, put together; ranks may hold more or less of a dim."""
+    some = next(iter(shards.values()))
+    where: list[list[slice]] = []
+    for d in range(some.dim()):
+        sizes = {place[d]: part.shape[d] for place, part in shards.items()}
+        ends = list(itertools.accumulate(sizes[i] for i in sorted(sizes)))
+        starts = zip([0, *ends], ends, strict=False)
+        where.append([slice(start, end) for start, end in starts])
+    out = some.new_empty([cuts[-1].stop for cuts in where])
+    for place, part in shards.items():
+        out[tuple(cuts[i] for i, cuts in zip(place, where, strict=True))] = part
     return out
 
 

@@ -7,7 +7,7 @@ In: a local graph with the steps of ``collective_nodes``. Out: the same graph wi
 of them lowered in its place: ``_c10d_functional`` collectives and messages, each with
 its wait, ``fxpar::permute``, and ATen data movement with static sizes. The graph stays
 the same on every rank of a stage; where a rank's position matters it enters through
-``Builder.offset``.
+``Builder.offset`` and, where shards are not alike, ``own_size`` and ``own_start``.
 
 Collectives join and cut along dim 0, and the members of a group stand in mesh order. A
 step on another dim, or on axes in another order, is brought into that form by moving
@@ -16,19 +16,23 @@ data before or after it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.errors import ScheduleError
+from fxpar.errors import PlanError, ScheduleError
 from fxpar.passes import collective_nodes, emulate_collectives
-from fxpar.passes.builder import Builder
-from fxpar.passes.collective_nodes import Axes
+from fxpar.passes.builder import Builder, Size
+from fxpar.passes.collective_nodes import Axes, Cut
 from fxpar.passes.custom_ops import group_name
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -38,11 +42,15 @@ ours = torch.ops.fxpar
 _BOOL = {"sum": "max", "product": "min"}
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
+# Where a step's operand has its shape, if that is not the same on all ranks.
+_SHAPE = "fxpar_shape"
 
 
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+def _shape(node: fx.Node) -> tuple[Size, ...]:
+    return tuple(node.meta.get(_SHAPE) or node.meta["val"].shape)
+
+
+def _resized(shape: Sequence[Size], dim: int, size: Size) -> tuple[Size, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
@@ -55,13 +63,13 @@ def contiguous(build: Builder, x: fx.Node) -> fx.Node:
 
 def _to_front(
     build: Builder, x: fx.Node, dim: int, axes: Sequence[str]
-) -> tuple[fx.Node, tuple[int, ...]]:
+) -> tuple[fx.Node, tuple[Size, ...]]:
     """``x`` as one block per member of the group, joined along dim 0: block i is the
     part of ``dim`` that member i shall have. Also the shape of a block."""
     mesh, shape, m = build.mesh, _shape(x), len(axes)
     order = mesh.ordered(axes)
     k = mesh.count(axes)
-    block = _resized(shape, dim, shape[dim] // k)
+    block = _resized(shape, dim, build.compute(operator.floordiv, shape[dim], k))
     if dim == 0 and order == tuple(axes):
         return contiguous(build, x), block
     sizes = [mesh.axis_size(axis) for axis in axes]
@@ -70,11 +78,12 @@ def _to_front(
     rest = [*range(dim), *range(dim + m, len(split))]
     x = build.call(aten.view.default, x, split)
     x = contiguous(build, build.call(aten.permute.default, x, front + rest))
-    return build.call(aten.view.default, x, [k * block[0], *block[1:]]), block
+    joined = [build.product((block[0], k)), *block[1:]]
+    return build.call(aten.view.default, x, joined), block
 
 
 def _from_front(
-    build: Builder, x: fx.Node, block: Sequence[int], dim: int, axes: Sequence[str]
+    build: Builder, x: fx.Node, block: Sequence[Size], dim: int, axes: Sequence[str]
 ) -> fx.Node:
     """Inverse of ``_to_front``: the blocks of the members, joined along ``dim``."""
     mesh, m = build.mesh, len(axes)
@@ -86,12 +95,13 @@ def _from_front(
     dims = range(m, m + len(block))
     x = build.call(aten.view.default, x, [*sizes, *block])
     x = build.call(aten.permute.default, x, [*dims[:dim], *where, *dims[dim:]])
-    shape = _resized(block, dim, block[dim] * mesh.count(axes))
+    joined = build.product((block[dim], mesh.count(axes)))
+    shape = _resized(block, dim, joined)
     return build.call(aten.view.default, contiguous(build, x), list(shape))
 
 
 def _slice(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
-    size = _shape(x)[dim] // build.mesh.count(axes)
+    size = int(x.meta["val"].shape[dim]) // build.mesh.count(axes)
     start = build.offset(axes, size)
     end = build.offset(axes, size, size)
     return build.call(aten.slice.Tensor, x, dim, start, end)
@@ -263,21 +273,104 @@ LOWERINGS: dict[str, Lowering] = {
 }
 
 
+def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> fx.Node:
+    """A step on shards that are not alike: what it gathers and what it splits is padded
+    to shards that are, and what it gives is cut to what this rank holds. Only the last
+    shards are short, so what is gathered begins with all that is valid."""
+    before, after = (
+        [build.own_size(n, axes) for n, axes in zip(cut.shape, dims, strict=True)]
+        for dims in (cut.before, cut.after)
+    )
+    kind, changed = collective_nodes.kind_of(node), _changed(cut)
+    if kind == "slice":
+        return _own_slice(build, x, cut, changed)
+    uneven = [d for d in changed if not _is_even(build.mesh, cut, d)]
+    if uneven and (kind == "permute" or any(_is_far(cut, d) for d in uneven)):
+        raise PlanError(
+            f"{node.name} ({kind}) of {list(cut.shape)} from {Spec.of(cut.before)} to "
+            f"{Spec.of(cut.after)} would move parts of shards"
+        )
+    padded, short = list(before), {}
+    for d in uneven:
+        count = build.mesh.count(collective_nodes.axes_of(node))
+        fewer = min(cut.before[d], cut.after[d], key=len)
+        room = _room(build, build.own_size(cut.shape[d], fewer), count)
+        whole = build.product((room, count))
+        padded[d], given = (room, whole) if fewer == cut.after[d] else (whole, room)
+        if given != after[d]:
+            short[d] = after[d]
+    pairs = zip(padded, before, strict=True)
+    more = [build.missing(room, size) for room, size in pairs]
+    if any(n != 0 for n in more):
+        x = build.pad(x, more)
+    outer, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
+    made = LOWERINGS[kind].lower(build, x, *args)
+    x.meta[_SHAPE] = outer
+    for d, size in short.items():
+        made = build.call(aten.slice.Tensor, made, d, 0, size)
+    if short:
+        # On some ranks that is all there is, and so lies in order, on others not.
+        made = build.call(
+            aten.clone.default, made, memory_format=torch.contiguous_format
+        )
+    return made
+
+
+def _changed(cut: Cut) -> list[int]:
+    """The dims that a step cuts or joins."""
+    pairs = enumerate(zip(cut.before, cut.after, strict=True))
+    return [d for d, (before, after) in pairs if before != after]
+
+
+def _is_even(mesh: Mesh, cut: Cut, d: int) -> bool:
+    """Whether all ranks hold as much of a dim, before and after."""
+    pair = cut.before[d], cut.after[d]
+    return all(shard_sizes.is_even(cut.shape[d], mesh, axes) for axes in pair)
+
+
+def _is_far(cut: Cut, d: int) -> bool:
+    """Whether a dim loses or gains more than one axis at its minor end."""
+    fewer, more = sorted((cut.before[d], cut.after[d]), key=len)
+    return more[:-1] != fewer
+
+
+def _room(build: Builder, rows: Size, count: int) -> Size:
+    """Rows of the first chunk of so many of ``rows``."""
+    rows = build.compute(operator.add, rows, count - 1)
+    return build.compute(operator.floordiv, rows, count)
+
+
+def _own_slice(build: Builder, x: fx.Node, cut: Cut, dims: Sequence[int]) -> fx.Node:
+    """What this rank holds of what it has of more."""
+    for d in dims:
+        rows, sub = cut.shape[d], operator.sub
+        first = build.own_start(rows, cut.before[d])
+        start = build.compute(sub, build.own_start(rows, cut.after[d]), first)
+        end = build.compute(sub, build.own_end(rows, cut.after[d]), first)
+        x = build.call(aten.slice.Tensor, x, d, start, end)
+    return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
 def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
     """Lower all steps of a graph, in place. What the last of a chain gives is
     contiguous, so that every view the one-device graph takes of it holds."""
-    build = Builder(graph, fake_mode, mesh)
+    build, uneven = Builder(graph, fake_mode, mesh), False
     for chain in collective_nodes.chains(graph.nodes):
         last, made = chain[-1], chain[0].args[0]
         for node in chain:
             # Each in its own place: what stands between two of them runs between.
             with graph.inserting_before(node), build.at(last, noted=node):
                 lowering = LOWERINGS[collective_nodes.kind_of(node)]
-                made = lowering.lower(build, made, *node.args[1:])
+                cut = collective_nodes.cut_of(node)
+                lower = lowering.lower if cut is None else partial(_padded, node, cut)
+                made = lower(build, made, *node.args[1:])
         with graph.inserting_before(last), build.at(last):
             made = contiguous(build, made)
         last.replace_all_uses_with(made)
+        uneven = uneven or any(map(collective_nodes.cut_of, chain))
         for node in reversed(chain):
             graph.erase_node(node)
+    if uneven:
+        graph.eliminate_dead_code()  # of sizes that nothing needs
     graph.lint()
     return graph

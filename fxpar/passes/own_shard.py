@@ -83,9 +83,11 @@ def bind_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """A node that reads offsets with one of these ops in their place; None if its op
     takes numbers alone. ``args``, ``kwargs``: of ``node``, but offsets, in the graph
     of ``build``."""
-    read = [x for x in node.all_input_nodes if x.target is custom_ops.offset]
+    read = [x for x in node.all_input_nodes if x.target in custom_ops.PLACES]
     form = _FORMS.get(node.target)
-    if form is None or any(len(x.args) > 4 for x in read):
+    if form is None or any(
+        x.target is not custom_ops.offset or len(x.args) > 4 for x in read
+    ):
         return None
     return form(build, node, args, kwargs)
 

@@ -45,7 +45,9 @@ def _(x, spec, mesh, axes, region):
 
 @torch.library.register_fake("fxpar::leave_region")
 def _(x, spec, mesh, axes, region):
-    return x.new_empty(Spec.parse(spec).global_shape(Mesh.parse(mesh), x.shape))
+    dims, its_mesh = Spec.parse(spec).dims, Mesh.parse(mesh)
+    counts = [its_mesh.count(axes) for axes in dims]
+    return x.new_empty([n * k for n, k in zip(x.shape, counts, strict=True)])
 
 
 @torch.library.register_fake("fxpar::collective")

@@ -2,15 +2,18 @@
 
 In: the local graph, equal on all ranks. Out: the same nodes in a new graph in which
 ``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and groups are
-those of this rank. What can do without the number gets it when it runs, if that is
-asked for (``late``): then most bound graphs are equal on all ranks, too. Random ops
-that turned out whole become Inductor's own again, so that what is not sharded compiles
-as on one device; what is drawn comes from rank 0.
+those of this rank. Where not all ranks hold as much, sizes are numbers too, and fake
+values those of this rank. What can do without the number of an offset gets it when it
+runs, if that is asked for (``late``): then most bound graphs are equal on all ranks,
+too. Random ops that turned out whole become Inductor's own again, so that what is not
+sharded compiles as on one device; what is drawn comes from rank 0.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -18,16 +21,19 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes import custom_ops, own_shard
-from fxpar.passes.builder import Builder
-from fxpar.passes.graph_bodies import body_of, bound_body
+from fxpar.passes.builder import Builder, value_of
+from fxpar.passes.graph_bodies import bodies_of, body_of, bound_body
 from fxpar.passes.local_custom_ops import op_by_op
+from fxpar.passes.local_op import resized
 from fxpar.passes.loop_steps import uncount_steps, unroll_scans
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rules.table import tensors_of
 
 GroupOf = Callable[[tuple[str, ...]], str]
 
 _ATEN = torch.ops.aten
 _C10D = torch.ops._c10d_functional
+_PAD = _ATEN.constant_pad_nd.default
 _PERMUTE = torch.ops.fxpar.permute.default
 _RESOLVED = _ATEN.resolve_conj.default
 _EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE}
@@ -63,12 +69,15 @@ def bind(
     new = fx.Graph()
     build = Builder(new, fake_mode, mesh)
     done: dict[fx.Node, Any] = {}
+    uneven = is_uneven(graph)
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
         args = _with_group(args, group_of)
-        if node.target is custom_ops.offset:
-            with custom_ops.as_rank(rank):
-                done[node] = custom_ops.offset(*node.args)
+        if node.target in custom_ops.PLACES:
+            done[node] = custom_ops.place(node.target, node.args, rank)
+            continue
+        if _is_size(node) and all(isinstance(x, int) for x in args):
+            done[node] = node.target(*args)
             continue
         sent = _sent_as(node, inductor)
         if sent is not None and node.target is _C10D.wait_tensor.default:
@@ -98,8 +107,13 @@ def bind(
             target, args = _as_inductor(node, args)
         elif node.op == "call_function":
             target = op_by_op(target)
+        if uneven and node.target is _PAD and not any(args[1]):
+            done[node] = args[0]  # it holds what is to be had
+            continue
         copy = new.create_node(node.op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
+        if uneven:
+            _restate(copy, node, done, mesh, rank, fake_mode)
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
@@ -112,6 +126,56 @@ def bind(
         uncount_steps(new, fake_mode)
     new.lint()
     return new
+
+
+def is_uneven(graph: fx.Graph) -> bool:
+    """Whether not all ranks hold as much of each value of a local graph."""
+    return any(
+        node.target in custom_ops.SIZES or "fxpar_global_shape" in node.meta
+        for node in graph.nodes
+    )
+
+
+def _restate(
+    copy: fx.Node,
+    node: fx.Node,
+    done: dict[fx.Node, Any],
+    mesh: Mesh,
+    rank: int,
+    fake_mode: Any,
+) -> None:
+    """Give a node the fake value that it has on this rank: in a local graph that is the
+    one of the largest shard. ``done``: the bound form of each node before it."""
+    if "fxpar_global_shape" in node.meta:
+        shape = node.meta["fxpar_global_shape"]
+        shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
+        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
+    if node.op != "call_function" or bodies_of(node):
+        return
+    if all(_is_alike(read, done[read]) for read in node.all_input_nodes):
+        return
+    here = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
+    args, kwargs = value_of(here)
+    with fake_mode:
+        copy.meta["val"] = node.target(*args, **kwargs)
+    copy.meta.pop("tensor_meta", None)
+
+
+def _is_alike(node: fx.Node, bound: Any) -> bool:
+    """Whether a value is as large on this rank as in the local graph."""
+    if not isinstance(bound, fx.Node):
+        return not (node.target in custom_ops.SIZES or _is_size(node))
+    pairs = zip(
+        tensors_of(node.meta.get("val")), tensors_of(bound.meta.get("val")), strict=True
+    )
+    return all(a is b or a.shape == b.shape for a, b in pairs)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size of other sizes."""
+    return isinstance(node.target, BuiltinFunctionType | type) and (
+        isinstance(node.meta.get("val"), int) and node.target is not operator.getitem
+    )
 
 
 def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:

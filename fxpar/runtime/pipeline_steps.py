@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.errors import FxparWarning, PlanError, ScheduleError, compose
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.choose_schedule import choose_or_warn
 from fxpar.fusion.kernels.fuse_regions import fuse_graph, say
@@ -35,12 +35,14 @@ from fxpar.passes import (
     reshard_after_forward,
 )
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes.body_seeds import lift_seeds
+from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
@@ -48,13 +50,14 @@ from fxpar.runtime import binding, plan_store
 from fxpar.runtime.groups import Ranks, bandwidth_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.runtime.train_step import step_writes
-from fxpar.sharding import plan_facts
+from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import decide_on, fastest
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, read
+from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
@@ -175,14 +178,26 @@ def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
 
 
-def lift_body_seeds(state: JointState) -> None:
-    """Bodies take their random seeds as operands."""
-    lift_seeds(state.graph, state.fake_mode)
+def refuse_body_draws(state: JointState) -> None:
+    """Bodies draw what seeds say, which they take as operands."""
+    refuse_draws(state.graph)
 
 
 def count_loop_steps(state: JointState) -> None:
     """Loops whose number of steps depends on data get a nominal one."""
     count_steps(state.graph, state.fake_mode)
+
+
+def split_batch(state: JointState) -> None:
+    """A batch that its axes do not divide stays a dim of its own."""
+    mesh = state.request.mesh
+    axes = batch_axes(mesh)
+
+    def splits(rows: int) -> bool:
+        even = shard_sizes.is_even(rows, mesh, axes)
+        return not even and shard_sizes.may_split(rows, mesh, axes)
+
+    keep_batch_apart(state.graph, state.rewriter, splits)
 
 
 def drop_dead(state: JointState) -> None:
@@ -271,8 +286,24 @@ def insert_reshards(state: JointState) -> None:
     state.graph = resharding.insert_reshards(state.graph, state.decided)
 
 
+# Ranks with shards of unlike sizes would fill their buckets with other collectives.
+_UNEVEN = Schedule.of("buckets(bytes=0)")
+
+
 def localize(state: JointState) -> None:
     state.graph = partition(state.graph, state.decided, state.fake_mode)
+    if not state.decided.is_even:
+        state.schedule = _UNEVEN
+
+
+def cut_batch(state: JointState) -> None:
+    """The rank's batch in parts, one after the other."""
+    parts = state.request.microbatches
+    if parts > 1:
+        state.graph, notes = cut_microbatches(
+            state.graph, state.decided, parts, state.fake_mode
+        )
+        state.notes = (*state.notes, *notes)
 
 
 def apply_schedule(state: JointState) -> None:
@@ -280,6 +311,9 @@ def apply_schedule(state: JointState) -> None:
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
     saved = state.known
+    if not state.decided.is_even:
+        _refuse_uneven(request.schedule)
+        return
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
@@ -288,7 +322,7 @@ def apply_schedule(state: JointState) -> None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
         state.schedule, after = chosen.schedule, chosen.graph
-        state.notes = (chosen.note,) if chosen.schedule else ()
+        state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
         if saved is not None and text == "auto":
@@ -298,6 +332,15 @@ def apply_schedule(state: JointState) -> None:
     if state.schedule:
         fuse_nodes.inline(after)
         state.graph = after
+
+
+def _refuse_uneven(text: str) -> None:
+    """Raise ScheduleError if a schedule has verbs: they cut all shards alike."""
+    if text not in ("auto", "none") and Schedule.of(text).lines:
+        raise ScheduleError(
+            "the schedule rewrites a program some of whose shards are not alike",
+            fix="leave the schedule out, or choose mesh sizes that divide the dims",
+        )
 
 
 def lower(state: JointState) -> None:

@@ -57,6 +57,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
         repr(request.laid),
         repr(list(request.hints.items())),
         repr((request.keep_gathered, sorted(request.disable))),
+        repr(request.microbatches),
         repr(sorted(program.reduce_here)),
         *lines_of(graph),
         *_rules(program),

@@ -349,7 +349,7 @@ class Inside:
             for i, shape in enumerate(self.results)
         )
         whole = frozenset(sizes) - set(self.names.values())
-        rule = Rule(operands, results, tuple(sizes.items()), whole)
+        rule = Rule(operands, results, tuple(sizes.items()), whole, even=True)
         alike, reductions = set[tuple[int, str]](), dict[str, str]()
         for found, j, _ in self._results():
             sums = {self.names[c]: r for c, r in found.items() if c in self.names}

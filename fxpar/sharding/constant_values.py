@@ -7,7 +7,7 @@ from collections.abc import MutableSequence
 
 from fxpar.sharding.factors import (
     Strategy,
-    expressible,
+    fits,
     operand_spec,
     project,
     result_spec,
@@ -61,9 +61,8 @@ def make_as_read(
 def _making(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
     """The strategy by which an op makes its result so, if there is one."""
     rule = op.rule
-    axes_of = project(rule.results[0], spec, rule.size, mesh)
+    axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even)
     made = Strategy((*rule.pinned, *axes_of.items()))
-    fits = result_spec(rule, made, 0) == spec and all(
-        expressible(dims, axes_of, rule.size, mesh) for dims in rule.tensors
-    )
-    return made if fits and not rule.whole.intersection(axes_of) else None
+    if result_spec(rule, made, 0) != spec or rule.whole.intersection(axes_of):
+        return None
+    return made if fits(rule, axes_of, mesh) else None

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
-from fxpar.sharding.factors import Strategy
+from fxpar.sharding.factors import Axes, Strategy
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
@@ -67,6 +68,14 @@ class Decision:
     # Those of a saved plan, which has no origins.
     reasons: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold as much of every value."""
+        edges, values = self.edges, self.program.values
+        held = [*zip(values, edges.made, strict=True)]
+        held += [(values[r.value], r.target) for r in edges.reshards]
+        return all(spec.is_even(self.mesh, value.shape) for value, spec in held)
+
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
     """The steps a reshard is lowered to."""
@@ -110,6 +119,7 @@ def decide(
     lie_as_read(program, may_lie_as_read(program, state), strategies, settled)
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
+    notes += _uneven_notes(program, edges, mesh)
     return Decision(
         program,
         mesh,
@@ -174,6 +184,7 @@ def searched(
         for v, spec in enumerate(found.settled)
     ]
     edges = connect(program, found.strategies, found.settled, found.mesh)
+    notes += _uneven_notes(program, edges, found.mesh)
     return Decision(
         program,
         found.mesh,
@@ -289,6 +300,25 @@ def _ties(program: Program) -> list[tuple[int, int]]:
     return out
 
 
+def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
+    """What the dims cost whose shards are not alike: ranks that wait for others."""
+    out: dict[tuple[int, Axes], str] = {}
+    for value, spec in zip(program.values, edges.made, strict=True):
+        for rows, axes in zip(value.shape, spec.dims, strict=True):
+            if shard_sizes.is_even(rows, mesh, axes):
+                continue
+            largest, idle = (
+                f(rows, mesh, axes) for f in (shard_sizes.largest, shard_sizes.idle)
+            )
+            out.setdefault(
+                (rows, axes),
+                f"uneven: {rows} rows of {value.name} over {'+'.join(axes)} are "
+                f"{largest} at most on one of {mesh.count(axes)} ranks, which are idle "
+                f"{idle:.0%} of the time",
+            )
+    return list(out.values())
+
+
 def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
     out: dict[tuple, str] = {}
     for (v, d, axis), origin in state.indivisible.items():
@@ -296,7 +326,7 @@ def _indivisible_notes(state: State, program: Program, mesh: Mesh) -> list[str]:
         key = (origin.seed, axis, value.shape, d)
         out.setdefault(
             key,
-            f"{value.name}: dim {d} of {list(value.shape)} does not divide over {axis} "
+            f"{value.name}: dim {d} of {list(value.shape)} cannot be split over {axis} "
             f"(from {origin.seed}): it stays whole there, "
             f"{value.nbytes * (1 - 1 / mesh.sizes[axis]):.0f} bytes more per rank",
         )

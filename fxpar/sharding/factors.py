@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import RuleError
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
@@ -77,6 +78,10 @@ class Rule:
     pinned: tuple[tuple[str, Axes], ...] = ()
     # Pinned factors that no tensor has, over which the results are partial.
     summed: frozenset[str] = frozenset()
+    # Whether all shards of a factor must be as large as one another.
+    even: bool = False
+    # What the op does on a rank that holds nothing of a factor: a key of ``EMPTY``.
+    empty: str = "run"
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -299,12 +304,18 @@ def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
 
 
 def project(
-    dims: Dims, spec: Spec | Sequence[Axes], size: Mapping[str, int], mesh: Mesh
+    dims: Dims,
+    spec: Spec | Sequence[Axes],
+    size: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    even: bool = True,
 ) -> dict[str, Axes]:
     """Axes per factor that a tensor's spec implies, as far as factors express it.
 
     A dim's axes are dealt major to minor: a factor takes axes while they divide what is
-    left of it; the next factor may take more only once this one is used up.
+    left of it; the next factor may take more only once this one is used up. Unless
+    shards must be ``even``, a factor that is all of its dim takes any.
     """
     out: dict[str, Axes] = {}
     entries = spec.dims if isinstance(spec, Spec) else spec
@@ -312,8 +323,9 @@ def project(
         rest = list(axes)
         for factor in dim:
             left, taken = size[factor], []
-            while rest and left % mesh.sizes[rest[0]] == 0:
-                left //= mesh.sizes[rest[0]]
+            alone = not even and _is_alone(dim, factor, size)
+            while rest and (alone or left % mesh.sizes[rest[0]] == 0):
+                left = -(-left // mesh.sizes[rest[0]])
                 taken.append(rest.pop(0))
             if taken:
                 out[factor] = tuple(taken)
@@ -322,10 +334,42 @@ def project(
     return out
 
 
+# What an op does with an empty shard: it runs, on nothing; it runs on a row of zeros,
+# which is cut off its results, and no sum goes over; it never gets one.
+EMPTY = ("run", "fill", "never")
+
+
+def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
+    """Whether a dim is one factor, which has some rows."""
+    return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
+
+
+def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
+    """Whether every tensor of a rule can lie as an assignment of axes to factors says:
+    in contiguous shards, of one size where the rule wants that, and none of them empty
+    where the op cannot do with that."""
+    shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
+    for factor in shut[rule.empty]:
+        rows, axes = rule.size[factor], axes_of.get(factor, ())
+        if rows and not shard_sizes.smallest(rows, mesh, axes):
+            return False
+    return all(
+        expressible(dims, axes_of, rule.size, mesh, even=rule.even)
+        for dims in rule.tensors
+    )
+
+
 def expressible(
-    dims: Dims, axes_of: Mapping[str, Axes], size: Mapping[str, int], mesh: Mesh
+    dims: Dims,
+    axes_of: Mapping[str, Axes],
+    size: Mapping[str, int],
+    mesh: Mesh,
+    *,
+    even: bool = True,
 ) -> bool:
-    """Whether an assignment of axes to factors gives each dim contiguous shards."""
+    """Whether an assignment of axes to factors gives each dim contiguous shards, all
+    of one size. Unless they must be ``even``, a factor that is all of its dim may be
+    cut into any; of a compound dim that would not be the shards of the product."""
     for dim in dims:
         complete = True
         for factor in dim:
@@ -333,7 +377,7 @@ def expressible(
             if axes and not complete:
                 return False
             count = mesh.count(axes)
-            if size[factor] % count:
+            if size[factor] % count and (even or not _is_alone(dim, factor, size)):
                 return False
             complete = complete and count == size[factor]
     return True

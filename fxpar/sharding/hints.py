@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpar.errors import HintError
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
@@ -94,10 +95,10 @@ def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tupl
     return (*dims, *[()] * open_dims), (*closed, *[False] * open_dims)
 
 
-def check(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str) -> None:
-    """Raise HintError if axes are unknown, used twice, or do not divide their dim."""
+def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
+    """Raise HintError if axes are unknown or used twice."""
     used: list[str] = []
-    for d, axes in enumerate(dims):
+    for axes in dims:
         for axis in axes:
             if axis not in mesh.sizes:
                 raise HintError(
@@ -110,7 +111,14 @@ def check(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str) -> 
                     fix="an axis may split one dim of a tensor only",
                 )
             used.append(axis)
-        if shape[d] % mesh.count(axes):
+
+
+def check_even(
+    dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str
+) -> None:
+    """Raise HintError if axes do not divide their dim."""
+    for d, axes in enumerate(dims):
+        if not shard_sizes.is_even(shape[d], mesh, axes):
             raise HintError(
                 f"{what}: dim {d} of size {shape[d]} does not divide over "
                 f"{'+'.join(axes)} ({mesh.count(axes)} shards)",
@@ -124,7 +132,7 @@ def make_seed(
     """The seed of one hint. Raises HintError if it does not fit."""
     shape = program.values[value].shape
     dims, closed = entries(hint, len(shape), what)
-    check(dims, shape, mesh, what)
+    check(dims, mesh, what)
     # An axis named for the model splits a sequence, say, and may move from there.
     batch = (
         kind == "input"

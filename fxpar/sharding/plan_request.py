@@ -51,6 +51,8 @@ class Request:
     disable: frozenset[str] = frozenset()
     # Parameters at rest are gathered once for forward and backward.
     keep_gathered: bool = False
+    # Parts that a rank cuts its batch into.
+    microbatches: int = 1
     # "auto", "none", a schedule's text, or the file that holds it.
     schedule: str = "none"
     # What "auto" is priced on; None: it chooses no schedule.

@@ -52,9 +52,10 @@ class Input:
 class Output:
     """One graph output. ``kind``: "output", "gradient" or "mutation"; ``of``: the input
     that the latter two belong to. ``rest``: the spec it must have; without one ``lie``
-    says: "open" as the plan has it, "whole", "batch", split over the batch axes of
-    the Signature on dim 0 if the plan has it so, else whole, or "summand", a sum over
-    them if the plan makes it so, else whole."""
+    says: "open" as the plan has it, "even" the same but for dims whose shards are not
+    alike, "whole", "batch", split over the batch axes of the Signature on dim 0 if the
+    plan has it so, else whole, or "summand", a sum over them if the plan makes it so,
+    else whole."""
 
     name: str
     kind: str = "output"
@@ -66,7 +67,7 @@ class Output:
         """Where the output rests, given the specs its value was made and settled in."""
         if self.rest is not None:
             return self.rest
-        if self.lie == "open":
+        if self.lie in ("open", "even"):
             return settled.without_partial()
         whole = Spec.whole(len(settled.dims))
         if self.lie == "batch" and settled.dims[:1] == (batch,):

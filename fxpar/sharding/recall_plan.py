@@ -14,7 +14,7 @@ from fxpar.sharding.decide import Decision, with_rests
 from fxpar.sharding.factors import (
     Rule,
     Strategy,
-    expressible,
+    fits,
     operand_spec,
     result_spec,
 )
@@ -100,9 +100,8 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
             return f"it has no way {passage} for partial values to pass"
         if reduction not in rule.passages[passage].reductions:
             return f"values partial by {reduction!r} do not pass it"
-    for dims in rule.tensors:
-        if not expressible(dims, strategy.axes_of, rule.size, mesh):
-            return "its dims do not divide so"
+    if not fits(rule, strategy.axes_of, mesh):
+        return "its dims do not divide so"
     try:
         for i in range(len(rule.operands)):
             operand_spec(rule, strategy, i)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpar.errors import SpecError
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
@@ -97,7 +98,7 @@ class Spec:
         )
 
     def check(self, mesh: Mesh, shape: Sequence[int]) -> None:
-        """Raise SpecError unless the spec fits this mesh and shape evenly."""
+        """Raise SpecError unless the spec fits this mesh and the number of dims."""
         if len(self.dims) != len(shape):
             raise SpecError(f"{self} has {len(self.dims)} dims, tensor {list(shape)}")
         for axis in self.axes:
@@ -106,26 +107,42 @@ class Spec:
                     f"{self} names axis {axis!r}, which mesh {mesh} does not have",
                     fix=f"use one of {mesh.names}",
                 )
-        for i, (axes, size) in enumerate(zip(self.dims, shape, strict=True)):
-            if size % mesh.count(axes):
-                raise SpecError(
-                    f"dim {i} of size {size} does not divide over "
-                    f"{'+'.join(axes)} ({mesh.count(axes)} shards)"
-                )
+
+    def is_even(self, mesh: Mesh, shape: Sequence[int]) -> bool:
+        """Whether all ranks hold as much of a global ``shape``."""
+        pairs = zip(shape, self.dims, strict=True)
+        return all(shard_sizes.is_even(size, mesh, axes) for size, axes in pairs)
+
+    def evened(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
+        """The spec with no dim split whose shards would not be alike."""
+        dims = [
+            axes if shard_sizes.is_even(size, mesh, axes) else ()
+            for size, axes in zip(shape, self.dims, strict=True)
+        ]
+        return Spec.of(dims, self.partial)
 
     def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape one rank holds of a global ``shape``. Raises SpecError if uneven."""
+        """Shape of the largest shard of a global ``shape``: what every rank holds where
+        the axes divide it. Raises SpecError as ``check``."""
         self.check(mesh, shape)
-        return tuple(
-            size // mesh.count(axes)
-            for axes, size in zip(self.dims, shape, strict=True)
-        )
+        pairs = zip(shape, self.dims, strict=True)
+        return tuple(shard_sizes.largest(size, mesh, axes) for size, axes in pairs)
 
-    def global_shape(self, mesh: Mesh, local: Sequence[int]) -> tuple[int, ...]:
-        """Inverse of ``local_shape``."""
-        return tuple(
-            size * mesh.count(axes) for axes, size in zip(self.dims, local, strict=True)
-        )
+    def slices(self, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
+        """Where a rank's shard lies in a global ``shape``. Raises SpecError as
+        ``check``."""
+        self.check(mesh, shape)
+        found = []
+        for size, axes in zip(shape, self.dims, strict=True):
+            start, rows = shard_sizes.shard(size, mesh, axes, rank)
+            found.append(slice(start, start + rows))
+        return tuple(found)
+
+    def rank_shape(
+        self, mesh: Mesh, shape: Sequence[int], rank: int
+    ) -> tuple[int, ...]:
+        """Shape one rank holds of a global ``shape``. Raises SpecError as ``check``."""
+        return tuple(s.stop - s.start for s in self.slices(mesh, shape, rank))
 
     def format(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
         """Text. Without a shape ``[dp, _, tp+sp]``, with one ``f32[8@dp, 64]``."""

@@ -149,28 +149,51 @@ def test_sums_leave_local_mode_as_means_over_ranks(name: str) -> None:
             assert got == pytest.approx(want, rel=1e-5)
 
 
-def noisy(codegen: str, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A program that draws in each step of a loop, and a gradient of it, on ranks whose
-    generators have drifted apart."""
+def noisy(name: str, codegen: str, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a program that draws random numbers gives, on ranks whose generators have
+    drifted apart, and its gradient times its input, which is the same."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    x = torch.randn(4, 4, 8)
-    w = (torch.randn(8, 8) * 0.4).requires_grad_()
-    options = {"mesh": "dp=2", "codegen": codegen, "plan": plan}
-    run = torch.compile(bodies.noisy_steps, backend="fxpar", options=options)
-    torch.manual_seed(dist.get_rank())
-    out = run(x, w)
-    (grad,) = torch.autograd.grad(out.square().sum(), w)
-    return out.detach(), grad
+    x = (torch.randn(4, 4, 8) + 0.2).requires_grad_()
+    options = {"mesh": f"dp={dist.get_world_size()}", "codegen": codegen, "plan": plan}
+    run = torch.compile(bodies.NOISY[name], backend="fxpar", options=options)
+    torch.manual_seed(1 + dist.get_rank())
+    out = run(x, torch.ones(8, 8))
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    return out.detach(), grad * x.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "codegen", "plan"),
+    [
+        ("noisy_branches", "eager", "propagate"),
+        *(
+            pytest.param(name, codegen, plan, marks=pytest.mark.slow)
+            for name in bodies.NOISY
+            for codegen in ("eager", "inductor")
+            for plan in ("propagate", "search", "replicate")
+            if (name, codegen, plan) != ("noisy_branches", "eager", "propagate")
+        ),
+    ],
+)
+def test_a_backward_has_the_numbers_of_its_forward_on_all_ranks(
+    name: str, codegen: str, plan: str
+) -> None:
+    """And they are those of one rank alone."""
+    ((want, _),) = shared_pool(1).run(noisy, name, "eager", plan, timeout=400.0)
+    for out, same in shared_pool(2).run(noisy, name, codegen, plan, timeout=400.0):
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(same, out, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_steps_draw_alike_on_all_ranks_under_all_plans() -> None:
-    pool, how = shared_pool(2), [("eager", "propagate"), ("inductor", "propagate")]
-    want, _ = pool.run(noisy, "eager", "replicate", timeout=400.0)
-    for codegen, plan in how:
-        for got in pool.run(noisy, codegen, plan, timeout=400.0):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+def test_one_rank_under_inductor_draws_as_many_do() -> None:
+    ((want, _),) = shared_pool(1).run(noisy, "noisy_branches", "eager", "propagate")
+    ((out, same),) = shared_pool(1).run(
+        noisy, "noisy_branches", "inductor", "propagate"
+    )
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(same, out, rtol=1e-5, atol=1e-6)
 
 
 def part_of_a_batch() -> None:

@@ -148,10 +148,10 @@ def test_what_is_broken_in_the_file_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_other_shapes_is_refused(tmp_path: Path) -> None:
-    """Six rows do not divide over dp as eight do, three outputs not over tp."""
+    """Four outputs are split over tp; one cannot be."""
     path = tmp_path / "plan.json"
     model = nn.Linear(8, 4)
     plan = fxpar.plan(model, torch.randn(8, 8), mesh=MESH, mode="propagate")
     plan.save(path)
     with pytest.raises(FxparError, match="does not fit .* not divide"):
-        fxpar.plan(nn.Linear(8, 3), torch.randn(8, 8), mesh=MESH, mode=str(path))
+        fxpar.plan(nn.Linear(8, 1), torch.randn(8, 8), mesh=MESH, mode=str(path))

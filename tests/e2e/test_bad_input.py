@@ -295,7 +295,6 @@ def test_a_rank_that_dies_within_a_step() -> None:
         ({"up.weight": ["tp", "tp"]}, "axis 'tp' is used twice"),
         ({"up.*": ["_", "tp", "_"]}, "3 entries for a tensor of 2 dims"),
         ({"left.weight": ["tp"]}, "matches no parameter, buffer or input"),
-        ({"odd": ["tp"]}, "dim 0 of size 3 does not divide over tp"),
     ],
 )
 def test_hints_that_do_not_fit(hint: dict[str, Any], said: str) -> None:

@@ -71,15 +71,61 @@ def summed_up(x: Tensor, w: Tensor) -> Tensor:
     return each.sum(1) + total.sum()
 
 
-def noisy_steps(x: Tensor, w: Tensor) -> Tensor:
-    """A recurrence along dim 1 that draws random numbers in each step."""
+# Programs that draw random numbers inside, each x times factors that do not depend on
+# x: so the gradient of its sum for x is what it gives over x, if the backward has the
+# numbers of the forward.
 
+
+def noisy_branches(x: Tensor, w: Tensor) -> Tensor:
+    def noise(x):
+        return F.dropout(x, 0.5) * torch.rand_like(x)
+
+    return torch.cond(x.sum() > 0, noise, lambda x: x * torch.randn_like(x), (x,))
+
+
+def noisy_rows(x: Tensor, w: Tensor) -> Tensor:
+    return over_rows(lambda row: F.dropout(row, 0.5) * torch.rand_like(row), x)
+
+
+def noisy_scan(x: Tensor, w: Tensor) -> Tensor:
     def step(h, row):
-        h = F.dropout(torch.sin(h @ w) + row, 0.5)
-        return h * 1.0, h.cos() * torch.rand_like(row)
+        h = h * torch.rand_like(h)
+        return h * 1.0, h * row
 
-    last, each = scan(step, torch.zeros_like(x[:, 0]), x, dim=1)
-    return last.sum(-1) + each.sum((0, 2))
+    return scan(step, torch.ones_like(x[:, 0]), x, dim=1)[1]
+
+
+def noisy_loop(x: Tensor, w: Tensor) -> Tensor:
+    return while_loop(
+        lambda i, x: i < 3,
+        lambda i, x: (i + 1, F.dropout(x, 0.25) * (torch.rand_like(x) + 0.5)),
+        (torch.zeros((), dtype=torch.int64), x),
+    )[1]
+
+
+def noisy_test(x: Tensor, w: Tensor) -> Tensor:
+    """A loop of a random number of steps."""
+    return while_loop(
+        lambda x: torch.rand((), dtype=x.dtype) < 0.7,
+        lambda x: (x * (torch.rand_like(x) + 0.5),),
+        (x,),
+    )[0]
+
+
+def noisy_nest(x: Tensor, w: Tensor) -> Tensor:
+    """A branch of each row in each step of a loop; what is around them draws too."""
+
+    def some(row):
+        return torch.cond(
+            row.mean() > 9, lambda r: r * 2.0, lambda r: F.dropout(r, 0.5), (row,)
+        )
+
+    def body(i, x):
+        rows = over_rows(lambda row: some(row) * torch.rand_like(row), x)
+        return i + 1, rows * (torch.rand_like(x) + 0.5)
+
+    start = torch.zeros((), dtype=torch.int64), x * torch.rand_like(x)
+    return while_loop(lambda i, x: i < 2, body, start)[1] * torch.rand_like(x)
 
 
 def attention(x: Tensor, w: Tensor) -> Tensor:
@@ -114,6 +160,17 @@ CONTROL: dict[str, Program] = {
         summed_up,
         repeated,
         until_small,
+    )
+}
+NOISY: dict[str, Program] = {
+    fn.__name__: fn
+    for fn in (
+        noisy_branches,
+        noisy_rows,
+        noisy_scan,
+        noisy_loop,
+        noisy_test,
+        noisy_nest,
     )
 }
 # Loops of a length that depends on data run whole where they have a backward.

@@ -34,8 +34,13 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
 
 
 def collectives(graph: torch.fx.Graph) -> Counter:
-    """Collectives of a local graph by kind."""
-    sent = [node.target for node in graph.nodes if node.target in COLLECTIVES]
+    """Collectives by kind that results of a local graph need: what draws random numbers
+    stands in it also where nobody reads it."""
+    needed = set(graph.output_node().all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    sent = [node.target for node in needed if node.target in COLLECTIVES]
     return Counter(_KINDS[target.overloadpacket.__name__] for target in sent)
 
 

@@ -25,7 +25,7 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import (
     Rule,
     Strategy,
-    expressible,
+    fits,
     operand_spec,
     result_spec,
 )
@@ -151,8 +151,9 @@ class OneOp:
         outs = run_lockstep(local, mesh, ranks)
         for i, spec in enumerate(specs[n:]):
             if expected is None:
-                shapes = {tuple(out[i].shape) for out in outs}
-                assert shapes == {spec.local_shape(mesh, self._shape(i))}
+                for rank, out in enumerate(outs):
+                    shape = spec.rank_shape(mesh, self._shape(i), rank)
+                    assert tuple(out[i].shape) == shape
                 continue
             got = gather([out[i] for out in outs], spec, mesh)
             close(got, expected[i], [*self.operands, *expected])
@@ -177,9 +178,7 @@ def close(
 
 def is_expressible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Whether every tensor can lie as the strategy wants it."""
-    return all(
-        expressible(dims, strategy.axes_of, rule.size, mesh) for dims in rule.tensors
-    )
+    return fits(rule, strategy.axes_of, mesh)
 
 
 def summands(
@@ -196,16 +195,13 @@ def summands(
                 decomposed(value, reduction, mesh.axis_size(axis), generator)
             )
         }
-    local = spec.local_shape(mesh, x.shape)
     made: dict[Any, torch.Tensor] = {}
     out = []
     for rank in range(mesh.size):
         key = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
         shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
         if (key, shard) not in made:
-            where = tuple(
-                slice(i * n, (i + 1) * n) for i, n in zip(shard, local, strict=True)
-            )
+            where = spec.slices(mesh, x.shape, rank)
             made[key, shard] = parts[key][where].clone()
         out.append(made[key, shard])
     return out

@@ -23,7 +23,8 @@ import fxpar
 from fxpar.sharding.mesh import Mesh
 
 SIZES = (1, 2, 2, 3, 4, 4, 4, 4, 5, 6, 8, 8, 12)
-EVEN = (2, 4, 4, 8, 8)  # of the half of the cases where all axes divide almost all dims
+EVEN = (2, 4, 4, 8, 8)  # of the cases where all axes divide almost all dims
+ODD = (1, 3, 3, 5, 5, 6, 7)  # of those where they divide almost none
 AXES = ("dp", "tp", "sp", "x", "y", "data")
 ELEMENTS = 2048  # at most, of a value
 RANKS = 16  # at most, of a mesh
@@ -66,7 +67,7 @@ class Case:
         self.buffers: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}  # floats and integers, by name
         self.lines: list[str] = []
-        self.sizes = rng.choice((SIZES, EVEN))
+        self.sizes = rng.choice((SIZES, EVEN, ODD))
         self.mesh = self._mesh()
         self.grad = rng.random() < 0.6
         self.draws = False
@@ -188,15 +189,12 @@ class Case:
                 return ",".join(f"{n}={k}" for n, k in zip(names, sizes, strict=True))
 
     def _entries(self, shape: Sequence[int]) -> list[tuple[str, ...]]:
-        """Axes per dim, at random, that divide."""
+        """Axes per dim, at random; mostly such as have a row for each rank."""
         mesh = Mesh.parse(self.mesh)
         dims: list[tuple[str, ...]] = [() for _ in shape]
         for axis in self.rng.sample(mesh.names, len(mesh.names)):
-            fits = [
-                d
-                for d, n in enumerate(shape)
-                if n % (mesh.count(dims[d]) * mesh.sizes[axis]) == 0
-            ]
+            least = 1 if self.rng.random() < 0.1 else mesh.sizes[axis]
+            fits = [d for d, n in enumerate(shape) if n >= mesh.count(dims[d]) * least]
             if fits and self.rng.random() < 0.6:
                 d = self.rng.choice(fits)
                 dims[d] = (*dims[d], axis)

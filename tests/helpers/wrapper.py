@@ -52,6 +52,7 @@ class _Memory:
     operands: dict[int, list[str]] = field(default_factory=dict)
     results: dict[int, str] = field(default_factory=dict)
     reads: dict[str, list[int]] = field(default_factory=dict)
+    waited: set[int] = field(default_factory=set)
     found: list[str] = field(default_factory=list)
 
     def of(self, name: str) -> int:
@@ -156,7 +157,10 @@ def _follow(memory: _Memory, line: str, writes: dict[str, list[bool]]) -> None:
     elif alias := _ALIAS.match(statement):
         if line.endswith("#reuse"):
             memory.used(alias[2], "reused", line)
-        memory.bind(alias[1], memory.of(alias[2]))
+        home = memory.of(alias[2])
+        if alias[3] and home not in memory.results:  # one of several that an op gives
+            home = len(memory.names)
+        memory.bind(alias[1], home)
         if "del " in line:
             memory.names[memory.of(alias[1])].discard(alias[2])
     elif call and call[2].startswith("empty_strided"):
@@ -235,10 +239,13 @@ def _launch(memory: _Memory, kind: str, made: str | None, arguments: str) -> Non
 
 
 def _wait(memory: _Memory, name: str, line: str) -> None:
-    label = memory.results.pop(memory.of(name), None)
+    home = memory.of(name)
+    label = memory.results.pop(home, None)
     if label is None:
-        memory.found.append(f"waits for nothing: {line}")
+        if home not in memory.waited:  # two that are alike may be launched as one
+            memory.found.append(f"waits for nothing: {line}")
         return
+    memory.waited.add(home)
     for operand in memory.reads.pop(label):
         memory.operands[operand].remove(label)
 

@@ -19,11 +19,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
-from fxpar.passes import loop_steps
+from fxpar.passes import body_seeds, loop_steps
 from fxpar.passes.loop_steps import STEPS
 from fxpar.planning import TracedPlan
 from fxpar.sharding.program import Input, Signature, inside_of, read
-from tests.helpers.bodies import CONTROL, UNKNOWN_LENGTH, attention, noisy_steps
+from tests.helpers.bodies import CONTROL, NOISY, UNKNOWN_LENGTH, attention
 
 BATCH = ("dp", None, None)
 
@@ -246,32 +246,6 @@ def test_positions_inside_count_by_global_index() -> None:
 # Random numbers
 
 
-def _noisy_branches(x: Tensor, w: Tensor) -> Tensor:
-    def noise(x):
-        return x * torch.rand_like(x) + torch.randn_like(x)
-
-    return torch.cond(x.sum() > 0, noise, lambda x: F.dropout(x, 0.5), (x,))
-
-
-def _noisy_rows(x: Tensor, w: Tensor) -> Tensor:
-    return over_rows(lambda row, w: F.dropout(row @ w, 0.5), x, w)
-
-
-def _noisy_branch_of_rows(x: Tensor, w: Tensor) -> Tensor:
-    def some(row):
-        return torch.cond(
-            row.mean() > 9, lambda r: r * 2.0, lambda r: F.dropout(r, 0.5), (row,)
-        )
-
-    return over_rows(lambda row: some(row) + torch.rand_like(row), x)
-
-
-def _noisy_loop(x: Tensor, w: Tensor) -> Tensor:
-    return while_loop(
-        lambda x: x.abs().sum() < 100, lambda x: (x + torch.rand_like(x),), (x,)
-    )[0]
-
-
 def _of_seed(run: Callable[..., Any], seed: int) -> Any:
     given = inputs()
     torch.manual_seed(seed)
@@ -279,55 +253,180 @@ def _of_seed(run: Callable[..., Any], seed: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fn", "mesh", "grad"),
+    ("name", "mesh"),
     [
-        (_noisy_branches, "dp=2", False),
-        (noisy_steps, "dp=2", True),
-        pytest.param(_noisy_rows, "dp=4", False, marks=pytest.mark.slow),
-        pytest.param(noisy_steps, "dp=2,tp=2", True, marks=pytest.mark.slow),
-        pytest.param(_noisy_branch_of_rows, "dp=2", False, marks=pytest.mark.slow),
-    ],
-)
-def test_random_numbers_inside_do_not_depend_on_the_mesh(
-    fn: Callable[..., Any], mesh: str, grad: bool
-) -> None:
-    plan = planned(fn, mesh, grad=grad)
-    got, want = _of_seed(plan.simulate, 1), _of_seed(plan.reference, 1)
-    torch.testing.assert_close(got, want)
-    (node, *_) = higher(plan)
-    split = fn is not _noisy_branches  # where every rank needs its predicate whole
-    assert any("dp" in spec.sharded_axes for spec in node.operands) or not split
-    other = _of_seed(plan.simulate, 2)
-    assert not torch.equal(other[0] if grad else other, got[0] if grad else got)
-
-
-def test_each_step_draws_numbers_of_its_own() -> None:
-    plan = planned(lambda x, w: over_rows(lambda row: torch.rand_like(row), x))
-    rows = plan.simulate(*inputs())
-    assert len({tuple(row.flatten().tolist()) for row in rows}) == len(rows)
-
-
-@pytest.mark.parametrize(
-    ("fn", "grad", "why"),
-    [
-        (_noisy_loop, False, "same random numbers"),
-        (_noisy_branches, True, "again in its backward"),
-        (
-            lambda x, w: torch.cond(
-                x.sum() > 0, lambda x: torch.poisson(x.abs()), lambda x: x * 1.0, (x,)
-            ),
-            False,
-            "same random numbers",
+        ("noisy_branches", "dp=2"),
+        ("noisy_loop", "dp=2"),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.slow)
+            for name in NOISY
+            for mesh in ("dp=2", "dp=4", "dp=2,tp=2")
+            if (name, mesh) not in {("noisy_branches", "dp=2"), ("noisy_loop", "dp=2")}
         ),
     ],
 )
-def test_random_numbers_inside_are_refused(
-    fn: Callable[..., Any], grad: bool, why: str
-) -> None:
-    with pytest.raises(PlanError, match=why) as error:
-        planned(fn, grad=grad)
+def test_random_numbers_inside_do_not_depend_on_the_mesh(name: str, mesh: str) -> None:
+    """And the backward has those of the forward: a program gives its input times random
+    factors, so its gradient is the factors."""
+    plan = planned(NOISY[name], mesh, grad=True)
+    out, grads = _of_seed(plan.simulate, 1)
+    want, _ = _of_seed(plan.reference, 1)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(grads["x"] * inputs()[0], out)
+    other, _ = _of_seed(plan.simulate, 2)
+    assert not torch.equal(other, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["noisy_rows", "noisy_scan", "noisy_loop"])
+def test_what_draws_is_split_without_gradients(name: str) -> None:
+    plan = planned(NOISY[name])
+    got, want = _of_seed(plan.simulate, 1), _of_seed(plan.reference, 1)
+    torch.testing.assert_close(got, want)
+    (node, *_) = higher(plan)
+    assert any("dp" in spec.sharded_axes for spec in node.operands)
+
+
+MANY = 2048
+
+
+def _of_rows(x: Tensor, w: Tensor) -> Tensor:
+    return over_rows(lambda row: torch.rand(MANY) * row.sum().sign().abs(), x)
+
+
+def _of_scan(x: Tensor, w: Tensor) -> Tensor:
+    def step(h, row):
+        return h + 1.0, torch.rand(MANY) * row.sum().sign().abs()
+
+    return scan(step, torch.zeros(()), x)[1]
+
+
+def _of_loop(x: Tensor, w: Tensor) -> Tensor:
+    def step(i, out):
+        at = (torch.arange(4) == i)[:, None]
+        return i + 1, torch.where(at, torch.rand(MANY), out)
+
+    start = torch.zeros((), dtype=torch.int64), torch.zeros(4, MANY)
+    return while_loop(lambda i, out: i < 4, step, start)[1]
+
+
+def _of_nested_loops(x: Tensor, w: Tensor) -> Tensor:
+    """Two draws each in two steps of a loop in a branch."""
+
+    def step(i, out):
+        at = torch.arange(4)[:, None]
+        out = torch.where(at == 2 * i, torch.rand(MANY), out)
+        return i + 1, torch.where(at == 2 * i + 1, torch.rand(MANY), out)
+
+    def inner(out):
+        start = torch.zeros((), dtype=torch.int64), out * 1.0
+        return while_loop(lambda i, out: i < 2, step, start)[1]
+
+    zeros = torch.zeros(4, MANY)
+    return torch.cond(x.sum() > -1e9, inner, lambda out: out * 1.0, (zeros,))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _of_loop,
+        *(
+            pytest.param(fn, marks=pytest.mark.slow)
+            for fn in (_of_rows, _of_scan, _of_nested_loops)
+        ),
+    ],
+)
+def test_each_step_draws_numbers_of_its_own(fn: Callable[..., Any]) -> None:
+    rows = _of_seed(planned(fn).simulate, 1).double()
+    assert rows.shape == (4, MANY)
+    assert len(rows.unique()) > 0.99 * rows.numel()
+    assert rows.mean().item() == pytest.approx(0.5, abs=0.02)
+    assert rows.var().item() == pytest.approx(1 / 12, rel=0.05)
+    assert (torch.corrcoef(rows) - torch.eye(4)).abs().max().item() < 0.1
+
+
+# What may be drawn inside a body, and its mean.
+DRAWN: dict[str, tuple[Callable[[Tensor], Any], float]] = {
+    "bernoulli": (lambda x: torch.bernoulli(torch.full_like(x, 0.25)), 0.25),
+    "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.25), 0.25),
+    "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 2), 0.5),
+    "normal_": (lambda x: torch.empty_like(x).normal_(3.0, 0.5), 3.0),
+    "normal": (lambda x: torch.normal(torch.full_like(x, 3.0), 0.5), 3.0),
+    "normal of a size": (lambda x: torch.normal(3.0, 0.5, (4, 4, 8)), 3.0),
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5),
+    "geometric_": (lambda x: torch.empty_like(x).geometric_(0.5), 2.0),
+    "log_normal_": (lambda x: torch.empty_like(x).log_normal_(0.0, 0.25), 1.03),
+    "rand": (lambda x: torch.rand(4, 4, 8), 0.5),
+    "randn_like": (lambda x: torch.randn_like(x) + 1, 1.0),
+    "randint": (lambda x: torch.randint(0, 5, (4, 4, 8)), 2.0),
+    "randint_like": (lambda x: torch.randint_like(x, 2, 5), 3.0),
+    "dropout1d": (lambda x: F.dropout1d(torch.ones_like(x), 0.5), 1.0),
+    "alpha_dropout": (lambda x: F.alpha_dropout(torch.ones_like(x), 0.25, True), 1.0),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(
+            x, x * 0, torch.ones_like(x), dropout_p=0.5
+        ),
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "bernoulli_" else pytest.param(name, marks=pytest.mark.slow)
+        for name in DRAWN
+    ],
+)
+def test_what_may_be_drawn_inside(name: str) -> None:
+    draw, mean = DRAWN[name]
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cond(
+            x.sum() > -1e9, lambda x: x * draw(x), lambda x: x * 1.0, (x,)
+        )
+
+    plan = planned(fn, grad=True)
+    out, grads = _of_seed(plan.simulate, 1)
+    torch.testing.assert_close(out, _of_seed(plan.reference, 1)[0])
+    if name != "attention":
+        torch.testing.assert_close(grads["x"] * inputs()[0], out)
+    factors = out / inputs()[0]
+    assert factors.mean().item() == pytest.approx(mean, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.poisson(x.abs()),
+        pytest.param(lambda x: x[torch.randperm(4)], marks=pytest.mark.slow),
+        pytest.param(
+            lambda x: x * torch.multinomial(x.abs()[0], 8), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_is_drawn_in_order_is_refused_inside(draw: Callable[..., Any]) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, draw, lambda x: x * 1.0, (x,))
+
+    with pytest.raises(PlanError, match="same random numbers") as error:
+        planned(fn)
     assert "test_bodies.py" in str(error.value)
     assert "pass them in" in str(error.value)
+
+
+def test_bodies_that_take_no_seed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_seeds, "_draws", lambda *_: False)
+    with pytest.raises(PlanError, match="same random numbers"):
+        planned(NOISY["noisy_branches"])
+
+
+def test_a_body_that_draws_otherwise_in_its_backward_is_refused() -> None:
+    sizes, seed = iter([2, 2, 3]), torch.zeros((), dtype=torch.int64)
+    body = body_seeds.with_seed(lambda: (torch.rand(next(sizes)),), 0)
+    assert torch.equal(body(seed)[0], body(seed)[0])
+    with pytest.raises(PlanError, match="in another order in its backward"):
+        body(seed)
 
 
 # Attention

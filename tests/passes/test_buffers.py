@@ -178,7 +178,22 @@ KERNEL = (
     "cpp_fused_mul_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''"
 )
 
+# One result of an op that gives two is reduced, something else is done meanwhile.
+ONE_OF_TWO = """buf2 = torch.ops.aten.max.dim(x, 0)
+    buf3 = buf2[0]
+    buf4 = buf2[1]
+    del buf2
+    torch.ops._c10d_functional.all_reduce_.default(buf4, 'sum', '0')
+    {meanwhile}
+    torch.ops._c10d_functional.wait_tensor.default(buf4)"""
+WAIT_TWICE = "torch.ops._c10d_functional.wait_tensor.default(buf4)"
+
 BETWEEN = {
+    ONE_OF_TWO.format(meanwhile="cpp_fused_mul_0(buf3, w)"): None,
+    ONE_OF_TWO.format(meanwhile="cpp_fused_mul_0(buf4, w)"): "result of .* is read",
+    ONE_OF_TWO.format(meanwhile="del buf4"): "result of .* is freed",
+    ONE_OF_TWO.format(meanwhile=WAIT_TWICE): None,
+    "torch.ops._c10d_functional.wait_tensor.default(buf0)": "waits for nothing",
     "pass": None,
     "cpp_fused_mul_0(buf0, w)": None,
     "buf2 = reinterpret_tensor(buf0, (64,), (1,), 0)  # alias": None,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 import random
 
 import pytest
@@ -31,7 +33,7 @@ def lowered(
     with mode:
         x.meta["val"] = torch.empty(source.local_shape(mesh, shape), dtype=dtype)
     route = steps(source, target, mesh, shape, itemsize)
-    graph.output(emit(Builder(graph, mode, mesh), x, route))
+    graph.output(emit(Builder(graph, mode, mesh), x, route, source, shape))
     return lower_graph(graph, mesh, mode)
 
 
@@ -62,6 +64,25 @@ def resharded(graph: fx.Graph, x: torch.Tensor, source: Spec, mesh: Mesh) -> lis
 
 def case(mesh: str, source: str, target: str) -> tuple[Mesh, Spec, Spec]:
     return Mesh.parse(mesh), Spec.parse(source), Spec.parse(target)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (6, 2), (2, 7)])
+@pytest.mark.parametrize("axes", ["a=4", "a=2,b=2", "a=3,b=2"])
+def test_every_reshard_of_uneven_dims(axes: str, shape: tuple[int, ...]) -> None:
+    """All pairs of specs, sums on their way too: each rank ends with its own rows."""
+    mesh = Mesh.parse(axes)
+    specs = every_spec(mesh, len(shape))
+    summed = [spec for spec in every_spec(mesh, len(shape), "sum") if spec.partial]
+    x = torch.arange(1.0, math.prod(shape) + 1).view(shape)
+    rng = random.Random(0)
+    pairs = list(itertools.product(specs + summed, specs))
+    for source, target in rng.sample(pairs, min(len(pairs), 120)):
+        graph = lowered(mesh, source, target, shape)
+        out = run_lockstep(graph, mesh, [[part] for part in scatter(x, source, mesh)])
+        for rank, part in enumerate(out):
+            assert part.shape == target.rank_shape(mesh, shape, rank), (source, target)
+            assert part.is_contiguous()
+        assert torch.equal(gather(out, target, mesh), x), (source, target)
 
 
 @pytest.mark.parametrize(

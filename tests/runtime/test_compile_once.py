@@ -180,6 +180,54 @@ def test_a_folder_has_one_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache_files.folder_mark() != cache_files.folder_mark()
 
 
+def test_the_rank_is_no_part_of_the_key() -> None:
+    from torch._inductor import codecache, config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class OfRank(CustomGraphPass):
+        rank = 0
+
+        def __call__(self, graph: fx.Graph) -> None: ...
+
+        def uuid(self) -> str:
+            return f"rank {self.rank}"
+
+    def key(text: str | None, rank: int, cpp: int = 0) -> str:
+        made, of_rank = fx.GraphModule(torch.nn.Module(), graph()), OfRank()
+        of_rank.rank = rank
+        with (
+            config.patch({"joint_custom_pre_pass": of_rank, "cpp.threads": cpp}),
+            _torch.inductor._keyed_by(text),
+        ):
+            return codecache.compiled_fx_graph_hash(made, [], {}, [])[0]
+
+    assert key("text", 0) == key("text", 1)
+    assert len({key("text", 0), key("other", 0), key("text", 0, 2)}) == 3
+    assert key(None, 0) != key(None, 1)
+
+
+def compiled_anew() -> list[int]:
+    """How often this rank found what Inductor made of two graphs, and how often not."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    torch.manual_seed(0)
+    options = {"mesh": "dp=2", "plan": "propagate", "inputs": "local"}
+    model = torch.nn.Linear(4, 4)
+    step = torch.compile(model, backend="fxpar", options=options, dynamic=False)
+    step(torch.ones(2, 4)).relu().sum().backward()
+    found = counters["inductor"]
+    return [found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_one_rank_lowers_a_graph_for_all(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    every = shared_pool(2).run(compiled_anew, env=env)
+    assert [sum(each) for each in zip(*every, strict=True)] == [2, 2]
+
+
 def bound(plan: Any, rank: int, late: bool) -> fx.Graph:
     result = plan.result
     nodes = result.local.find_nodes(op="placeholder")

@@ -122,7 +122,7 @@ def test_a_hint_in_code_holds():
         fxpar.constrain(x, "a", None, None)
 
 
-def test_indivisible_dims_stay_whole_and_are_noted():
+def test_dims_that_cannot_be_split_stay_whole_and_are_noted():
     x = torch.randn(6, 5)
     w = torch.randn(5, 10)
     plan = planned(
@@ -132,15 +132,33 @@ def test_indivisible_dims_stay_whole_and_are_noted():
         mesh="a=5",
         in_specs=[None, (None, "a")],
     )
-    assert any("does not divide" in note for note in plan.notes)
+    assert any("cannot be split over a" in note for note in plan.notes)
     torch.testing.assert_close(plan.simulate(x, w), plan.reference(x, w))
 
 
-def test_a_batch_that_does_not_divide_is_left_whole_and_noted():
+def test_a_batch_that_no_axis_divides_is_split_and_noted():
     x = torch.randn(6, 4)
     plan = planned(torch.relu, x, mesh="dp=4")
+    assert plan.outputs == (Spec("dp", None),)
+    (note,) = (note for note in plan.notes if "idle" in note)
+    assert (
+        "6 rows of x over dp are 2 at most on one of 4 ranks" in note and "25%" in note
+    )
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
+def test_a_batch_of_fewer_samples_than_ranks_is_left_whole_and_noted():
+    plan = planned(torch.relu, torch.randn(3, 4), mesh="dp=4")
     assert plan.outputs == (Spec.whole(2),)
-    assert any("does not divide over dp" in note for note in plan.notes)
+    assert any("is not split over dp" in note for note in plan.notes)
+
+
+def test_a_hint_that_does_not_divide_holds():
+    x = torch.randn(3, 4)
+    plan = planned(lambda x: x.exp().sum(), x, mesh="tp=2", hints={"x": ("tp",)})
+    assert plan.inputs == (Spec("tp", None),)
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
 
 
 def test_why_names_the_seed_and_the_way():

@@ -152,12 +152,26 @@ def several(one: OneOp, rule: Rule) -> Iterator[Case | None]:
                 yield case(rule, {factor: [("x", 2)]}, ("p", reduction, p))
 
 
-def refuse_uneven(rule: Rule) -> None:
-    """A factor is not split into shards of different sizes."""
+def uneven(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One axis on one factor that it does not divide: the last shard is short, or there
+    is none on the last rank. A row that cannot do that is not split so."""
     for factor in rule.free:
-        n = next(n for n in range(2, 99) if rule.size[factor] % n)
-        mesh = Mesh((("x", n),))
-        assert not is_expressible(rule, Strategy(((factor, ("x",)),)), mesh)
+        size = rule.size[factor]
+        short = next(n for n in range(2, 99) if size % n)
+        for n in dict.fromkeys((short, size + 1)):
+            if size:
+                found = case(rule, {factor: [("x", n)]})
+                assert not (found and rule.even)
+                yield found
+
+
+def uneven_on_two_axes(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """Two axes on one factor that do not divide it, and on two factors."""
+    for factor in rule.free:
+        yield case(rule, {factor: [("y", 2), ("x", 2)]})
+        yield case(rule, {factor: [("x", 3), ("y", 2)]})
+    for first, second in itertools.combinations(rule.free, 2):
+        yield case(rule, {first: [("x", 3)], second: [("y", 2)]})
 
 
 def try_row(key: Any, *kinds: Any) -> None:
@@ -169,7 +183,6 @@ def try_row(key: Any, *kinds: Any) -> None:
         if one.rule is None:
             continue
         ruled += 1
-        refuse_uneven(one.rule)
         runs = not any(x.is_meta for x in one.operands)
         valued = runs and key not in SHAPES_ONLY
         expected = one.expected() if valued else None
@@ -193,6 +206,25 @@ ROWS = [key for key in TABLE if key not in BODIES]
 def test_row(key: Any) -> None:
     assert key in SAMPLES, f"give {key} a sample in tests/helpers/samples_*.py"
     try_row(key, single, passing)
+
+
+# One row of each family, and those whose local form knows about such shards.
+SOME = keys(
+    "mm addmm mul.Tensor sum.dim_IntList mean mean.dim amax min _softmax embedding "
+    "embedding_dense_backward index.Tensor index_put gather scatter_add index_add "
+    "native_layer_norm convolution native_group_norm view permute expand cat"
+)
+
+
+@pytest.mark.parametrize("key", SOME, ids=name_of)
+def test_row_where_no_axis_divides(key: Any) -> None:
+    try_row(key, uneven)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ROWS, ids=name_of)
+def test_every_row_where_no_axis_divides(key: Any) -> None:
+    try_row(key, uneven, uneven_on_two_axes)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import SpecError
 from fxpar.passes.lockstep import scatter
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.helpers.every_spec import every_spec
@@ -65,8 +67,6 @@ def test_impossible_specs_are_refused() -> None:
 
 
 def test_check_names_what_does_not_fit() -> None:
-    with pytest.raises(SpecError, match=r"dim 1 of size 8 .* a\+b \(6 shards\)"):
-        Spec(None, ("a", "b")).check(MESH, (8, 8))
     with pytest.raises(SpecError, match=r"axis 'z', which mesh a=2,b=3,c=2"):
         Spec("z").check(MESH, (8,))
     with pytest.raises(SpecError, match=r"has 1 dims, tensor \[8, 8\]"):
@@ -75,8 +75,33 @@ def test_check_names_what_does_not_fit() -> None:
 
 def test_shapes() -> None:
     spec = Spec(("a", "b"), None, "c")
+    assert spec.is_even(MESH, (12, 5, 4))
     assert spec.local_shape(MESH, (12, 5, 4)) == (2, 5, 2)
-    assert spec.global_shape(MESH, (2, 5, 2)) == (12, 5, 4)
+    assert {spec.rank_shape(MESH, (12, 5, 4), r) for r in range(12)} == {(2, 5, 2)}
+
+
+def test_an_uneven_dim_is_cut_axis_by_axis() -> None:
+    """7 rows over 2 x 3: 4 and 3 rows, of which 2, 2, 0 and 1, 1, 1."""
+    spec, rows = Spec(("a", "b")), []
+    for rank in range(0, 12, 2):
+        (cut,) = spec.slices(MESH, (7,), rank)
+        rows.append((cut.start, cut.stop))
+    assert rows == [(0, 2), (2, 4), (4, 4), (4, 5), (5, 6), (6, 7)]
+    assert not spec.is_even(MESH, (7,))
+    assert spec.local_shape(MESH, (7,)) == (2,)
+
+
+def test_what_may_be_split() -> None:
+    mesh = Mesh.parse("dp=2,tp=4")
+
+    def may(rows: int, *axes: str) -> bool:
+        return shard_sizes.may_split(rows, mesh, axes)
+
+    assert may(8, "dp", "tp") and may(7, "dp") and may(6, "tp") and may(5, "tp")
+    assert not may(1, "dp") and not may(3, "tp")  # no row for each rank
+    assert not may(12, "dp", "tp")  # either axis alone divides it
+    assert shard_sizes.idle(6, mesh, ("tp",)) == 0.25
+    assert shard_sizes.idle(8, mesh, ("tp",)) == 0
 
 
 @pytest.fixture
@@ -95,14 +120,20 @@ def ranks() -> Iterator[Iterator[tuple[int, object]]]:
         dist.destroy_process_group()
 
 
+def is_strided(placement: object) -> bool:
+    return getattr(placement, "split_factor", 1) > 1
+
+
 def test_placements_give_the_shards_dtensor_gives(ranks) -> None:
     specs = [spec for ndim in (1, 2) for spec in every_spec(MESH, ndim)]
     assert any(len(spec.dims[0]) == 3 for spec in specs)
     for rank, device_mesh in ranks:
         assert Mesh.from_device_mesh(device_mesh) == MESH
-        for spec in specs:
-            shape = (12,) * len(spec.dims)
-            x = torch.arange(12 ** len(shape)).view(shape)
+        for spec, size in itertools.product(specs, (12, 7, 3)):
+            shape = (size,) * len(spec.dims)
+            if any(map(is_strided, spec.to_placements(MESH))) and size != 12:
+                continue
+            x = torch.arange(size ** len(shape)).view(shape)
             placements = spec.to_placements(MESH)
             theirs = distribute_tensor(x, device_mesh, placements, src_data_rank=None)
             ours = scatter(x, spec, MESH)[rank]

@@ -37,7 +37,7 @@ from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.hints import Entries, check, entries, load
+from fxpar.sharding.hints import Entries, check, check_even, entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
@@ -256,7 +256,8 @@ def _layout(
         if hit:
             what = f"hint {hit[-1][0]!r} on {names[0]}"
             dims, closed = entries(hit[-1][1], len(shape), what)
-            check(dims, shape, mesh, what)
+            check(dims, mesh, what)
+            check_even(dims, shape, mesh, what)
         else:
             use = next((uses[name] for name in names if name in uses), None)
             dims = use.dims if use is not None else ()

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpar.sharding import shift_messages
+from fxpar.sharding import shard_sizes, shift_messages
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import family_of, flops_of, is_light, least_of_factors
-from fxpar.sharding.factors import Strategy
+from fxpar.sharding.factors import Axes, Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, Value, contracts, is_view
 
@@ -45,7 +45,7 @@ class Work:
 
 def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) -> float:
     """Seconds of this op on one rank, and of what it sends, without its launch."""
-    shards = {f: mesh.count(axes) for f, axes in strategy.factors}
+    shards = {f: _shards(op.rule.size[f], mesh, axes) for f, axes in strategy.factors}
 
     def share(position: int) -> float:
         dims = op.rule.tensors[position]
@@ -65,6 +65,13 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
     return max(arithmetic, moved / on.bandwidth)
 
 
+def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
+    """By how much less the rank of the largest shard has to do."""
+    if shard_sizes.is_even(rows, mesh, axes):
+        return mesh.count(axes)
+    return rows / shard_sizes.largest(rows, mesh, axes)
+
+
 def work_alone(op: Op, values: Sequence[Value]) -> Work:
     """The work of an op that is fused with nothing: it moves each of its tensors."""
     tensors = [values[v] for v in op.tensors]
@@ -77,7 +84,7 @@ def work_alone(op: Op, values: Sequence[Value]) -> Work:
     return Work(flops_of_op(op), moved, points, True, dtype, family_of(op.target))
 
 
-def _least(op: Op, shards: Mapping[str, int]) -> float:
+def _least(op: Op, shards: Mapping[str, float]) -> float:
     """The smallest of m, n, k of a contraction of two operands, on one rank."""
     rule = op.rule
     if len(rule.operands) != 2 or len(rule.results) != 1:

@@ -22,7 +22,7 @@ from fxpar.sharding.factors import (
     Axes,
     Rule,
     Strategy,
-    expressible,
+    fits,
     operand_spec,
     project,
     result_spec,
@@ -85,7 +85,7 @@ class _Choice:
         self.hardware = hardware
         self.specs = [specs[v] for v in op.tensors]
         self.views = [
-            project(dims, spec, op.rule.size, mesh)
+            project(dims, spec, op.rule.size, mesh, even=op.rule.even)
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         self.batch = batch
@@ -145,9 +145,7 @@ class _Choice:
             )
             place = {a: i for i, a in enumerate(lead)}
             axes_of[factor] = tuple(sorted(axes, key=lambda a: place.get(a, len(lead))))
-        if not all(
-            expressible(dims, axes_of, rule.size, self.mesh) for dims in rule.tensors
-        ):
+        if not fits(rule, axes_of, self.mesh):
             return None
         return Strategy(tuple(axes_of.items()))
 

@@ -17,6 +17,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.propagation import Propagation, Seed
+from fxpar.sharding.shard_sizes import is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
@@ -47,16 +48,17 @@ def batch_inputs(program: Program) -> list[int]:
 def batch_seeds(
     program: Program, mesh: Mesh, axes: Iterable[str], notes: list[str]
 ) -> list[Seed]:
-    """Seeds that split the batch over ``axes``, as far as its size divides."""
+    """Seeds that split the batch over ``axes``, as far as it has a sample for each
+    rank."""
     seeds = []
     for v in batch_inputs(program):
         value = program.values[v]
         fit: list[str] = []
         for axis in axes:
-            if value.shape[0] % mesh.count([*fit, axis]):
+            if not may_split(value.shape[0], mesh, (*fit, axis)):
                 notes.append(
-                    f"batch dim of {value.name} ({value.shape[0]}) does not divide "
-                    f"over {'+'.join([*fit, axis])}: {axis} is left off and its ranks "
+                    f"batch dim of {value.name} ({value.shape[0]}) is not split over "
+                    f"{'+'.join([*fit, axis])}: {axis} is left off and its ranks "
                     f"repeat the same work"
                 )
                 continue
@@ -117,21 +119,30 @@ def _column_seed(
     v = op.operands[i]
     if axis in state.origins[roots[v]]:
         return None
-    for d, dim in enumerate(rule.operands[i]):
-        for factor in dim:
-            fits = rule.size[factor] % engine.mesh.sizes[axis] == 0
-            if factor in rule.free and factor not in rule.contracted and fits:
-                ndim = len(program.values[v].shape)
-                dims: list[Axes] = [()] * ndim
-                dims[d] = (axis,)
-                if state.dims[v][d] or factor != dim[0]:
-                    continue
-                if _is_residual(program, op, factor, roots):
-                    continue
-                name = program.values[roots[v]].name
-                return Seed(
-                    v, tuple(dims), (False,) * ndim, f"convention: columns of {name}"
-                )
+
+    def is_split_evenly(factor: str) -> bool:
+        return is_even(rule.size[factor], engine.mesh, (axis,))
+
+    columns = [
+        (d, dim[0])
+        for d, dim in enumerate(rule.operands[i])
+        if dim
+        and dim[0] in rule.free
+        and dim[0] not in rule.contracted
+        and may_split(rule.size[dim[0]], engine.mesh, (axis,))
+        and (len(dim) == 1 or is_split_evenly(dim[0]))
+        and not state.dims[v][d]
+    ]
+    # Of a fused projection the heads, rather than its three parts.
+    for d, factor in sorted(columns, key=lambda column: not is_split_evenly(column[1])):
+        if _is_residual(program, op, factor, roots):
+            continue
+        dims: list[Axes] = [()] * len(program.values[v].shape)
+        dims[d] = (axis,)
+        name = program.values[roots[v]].name
+        return Seed(
+            v, tuple(dims), (False,) * len(dims), f"convention: columns of {name}"
+        )
     return None
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from fxpar.sharding.factors import (
     Rule,
     Strategy,
-    expressible,
+    fits,
     operand_spec,
     result_spec,
 )
@@ -204,9 +204,7 @@ def _possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
         for i in range(len(rule.results))
         for _, op in result_spec(rule, strategy, i).partial
     }
-    return len(kinds) == 1 and all(
-        expressible(dims, strategy.axes_of, rule.size, mesh) for dims in rule.tensors
-    )
+    return len(kinds) == 1 and fits(rule, strategy.axes_of, mesh)
 
 
 def _cut(

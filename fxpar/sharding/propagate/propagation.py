@@ -5,7 +5,7 @@ every dim of every value and, for each axis, its origin. The graph is never chan
 
 Each op projects the axes of its tensors onto factors; a factor's axes flow to every
 tensor that has the factor, as far as the dim is open, the axis unused in that tensor,
-and the sizes divide. Work is done in order of trust, a lower level always first:
+and the sizes allow it. Work is done in order of trust, a lower level always first:
 
 0. ops that keep all factors (pointwise, views), from their large tensors only;
 1. every op, but only factors that no result lacks;
@@ -26,9 +26,10 @@ import itertools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fxpar.sharding.factors import Axes, Dims, project
+from fxpar.sharding.factors import Axes, Dims, expressible, project
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
+from fxpar.sharding.shard_sizes import may_split
 from fxpar.sharding.spec import Spec
 
 LEVELS = 4
@@ -68,7 +69,7 @@ class State:
     closed: list[list[bool]]
     origins: list[dict[str, Origin]]
     active: list[bool]
-    # (value, dim, axis): an axis that wanted this dim but does not divide it.
+    # (value, dim, axis): an axis that wanted this dim but cannot split it.
     indivisible: dict[tuple[int, int, str], Origin] = field(default_factory=dict)
 
     def spec(self, value: int) -> Spec:
@@ -192,9 +193,8 @@ class Propagation:
             if state.closed[v][d] or axis in state.origins[v]:
                 break
             size = self.program.values[v].shape[d]
-            split = self.mesh.count(state.dims[v][d]) * self.mesh.sizes[axis]
             origin = state.origins[source][axis]
-            if size % split:
+            if not may_split(size, self.mesh, (*state.dims[v][d], axis)):
                 state.indivisible.setdefault((v, d, axis), origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
@@ -211,7 +211,7 @@ class Propagation:
         rule, state = op.rule, self.state
         tensors = op.tensors
         views: list[dict[str, Axes]] = [
-            project(dims, state.dims[v], rule.size, self.mesh)
+            project(dims, state.dims[v], rule.size, self.mesh, even=rule.even)
             if state.active[v] and state.origins[v]
             else {}
             for dims, v in zip(rule.tensors, tensors, strict=True)
@@ -330,16 +330,16 @@ class Propagation:
         d = next(d for d, dim in enumerate(dims) if factor in dim)
         if not self._at_minor_end(op, dims, d, factor, v, view):
             return False
-        size = op.rule.size[factor]
-        room = size // self.mesh.count(view.get(factor, ()))
-        fit: list[str] = []
+        have, fit = view.get(factor, ()), list[str]()
         for axis in axes:
-            n = self.mesh.sizes[axis]
-            if room % n:
+            split = {**view, factor: (*have, *fit, axis)}
+            size, even = op.rule.size, op.rule.even
+            if not may_split(size[factor], self.mesh, split[factor]) or not expressible(
+                (dims[d],), split, size, self.mesh, even=even
+            ):
                 origin = self.state.origins[op.tensors[source]][axis]
                 self.state.indivisible.setdefault((v, d, axis), origin)
                 break
-            room //= n
             fit.append(axis)
         if not self._extend(v, d, tuple(fit), op.tensors[source], op.name):
             return False

@@ -71,8 +71,12 @@ def matrix(
         first = front(shape)
         out = _between_light(mesh, room, nbytes, first, alone, rows, columns)
     given = [place.get(_node(s.without_partial(), mesh), -1) for s in sources]
+    odd, ends = (
+        [not spec.is_even(mesh, shape) for spec in specs]
+        for specs in (sources, targets)
+    )
     for i, j in itertools.product(range(len(rows)), range(len(columns))):
-        if rows[i] < 0 or columns[j] < 0:
+        if rows[i] < 0 or columns[j] < 0 or odd[i] or ends[j]:
             out[i, j] = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
         elif len(_kinds(sources[i], targets[j])) > 1:  # reduced in between
             out[i, j] = every[rows[i], given[i]] + every[given[i], columns[j]]
@@ -299,7 +303,8 @@ def _leaving(mesh: Mesh, ndim: int) -> list[list[Hop]]:
 def _closure(
     mesh: Mesh, room: tuple[int, ...], nbytes: float, first: int
 ) -> np.ndarray:
-    """(N, N) seconds between all specs; inf where one does not divide the shape.
+    """(N, N) seconds between all specs; inf where one does not divide the shape (such
+    pairs are priced one by one).
     ``first``: the ``front`` of the shape."""
     out = _hops(mesh, room, nbytes, first, ALONE)
     for k in np.flatnonzero(np.isfinite(out.diagonal())):

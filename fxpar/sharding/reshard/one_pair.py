@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fxpar.errors import SpecError
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import bound
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.moves import (
@@ -30,7 +31,7 @@ from fxpar.sharding.reshard.moves import (
     named,
     seconds,
 )
-from fxpar.sharding.reshard.steps import Step, front
+from fxpar.sharding.reshard.steps import KINDS, Step, front
 from fxpar.sharding.reshard.tokens import (
     Dims,
     Token,
@@ -63,14 +64,21 @@ def search(
 ) -> tuple[tuple[Step, ...], float]:
     """The cheapest steps, and their seconds.
 
-    Raises SpecError if a spec does not fit mesh and shape evenly, or a partial axis is
-    to change its reduction.
+    Raises SpecError if a spec does not fit mesh and shape, or a partial axis is to
+    change its reduction.
     """
     source.check(mesh, shape)
     target.check(mesh, shape)
     nbytes = float(math.prod(shape) * itemsize)
-    room = tuple(math.gcd(size, mesh.size) for size in shape)
-    problem, dims = _pose(source, target, mesh, room, front(shape))
+    uneven = tuple(
+        not all(shard_sizes.is_even(size, mesh, axes) for axes in pair)
+        for size, *pair in zip(shape, source.dims, target.dims, strict=True)
+    )
+    room = tuple(
+        mesh.size if odd else math.gcd(size, mesh.size)
+        for size, odd in zip(shape, uneven, strict=True)
+    )
+    problem, dims = _pose(source, target, mesh, room, uneven, front(shape))
     share = nbytes / _others(source, dims, mesh)
     costs = {route: _cost(route, problem, share) for route in _routes(problem, share)}
     cheapest = min(costs, key=costs.__getitem__)
@@ -85,11 +93,16 @@ def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:
 
 
 def _pose(
-    source: Spec, target: Spec, mesh: Mesh, room: tuple[int, ...], first: int
+    source: Spec,
+    target: Spec,
+    mesh: Mesh,
+    room: tuple[int, ...],
+    uneven: tuple[bool, ...],
+    first: int,
 ) -> tuple[_Problem, list[int]]:
     """(the problem to search, the dims it is about). ``room``: the most shards each dim
-    can be cut into (the part of its size that a mesh can divide). ``first``: the
-    ``front`` of the shape."""
+    can be cut into (the part of its size that a mesh can divide). ``uneven``: the dims
+    whose shards are not alike. ``first``: the ``front`` of the shape."""
     before, after = dict(source.partial), dict(target.partial)
     for spec, ops in ((source, before), (target, after)):
         if len({_COMMUTES.get(op, op) for op in ops.values()}) > 1:
@@ -130,6 +143,7 @@ def _pose(
         pending,
         busy,
         tuple(d > first and copies for d in dims),
+        tuple(uneven[d] for d in dims),
     )
     return problem, dims
 
@@ -160,10 +174,23 @@ class _Problem:
     busy: frozenset[int]
     # Dims behind the front of the shape, which are copied; none where that is free.
     behind: tuple[bool, ...]
+    # Dims whose shards are not alike.
+    uneven: tuple[bool, ...]
 
     @cached_property
     def bandwidth(self) -> float:
         return bound(self.mesh)[1]
+
+    def allows(self, move: Move) -> bool:
+        """Whether a move is one of whole axes, one after another where shards are not
+        alike: a part of an axis, or two axes at once, would cut them elsewhere."""
+        if not any(self.uneven):
+            return True
+        sizes = self.mesh.axes
+        if move.kind == "permute" or any(n != sizes[i][1] for i, _, n in move.tokens):
+            return False
+        alone = KINDS[move.kind].local or len(move.tokens) == 1
+        return alone or not any(self.uneven[d] for d in move.at)
 
     def misplaced(self, dims: Dims, pending: Pending) -> int:
         """How many axes are not where they should be."""
@@ -254,7 +281,7 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
         spent = heapq.heappop(queue)[-2]
         if spent > best[state]:
             continue
-        for move in moves(problem, *state):
+        for move in filter(problem.allows, moves(problem, *state)):
             new = (move.dims, move.pending)
             total = spent + nudge + _seconds(move, problem, local(state[0]))
             if total < best.get(new, math.inf):

@@ -24,7 +24,7 @@ def steps(
     """The cheapest steps from ``source`` to ``target`` for a global ``shape``.
 
     Deterministic; empty if nothing has to be done. Raises SpecError if a spec does not
-    fit mesh and shape evenly, or a partial axis is to change its reduction.
+    fit mesh and shape, or a partial axis is to change its reduction.
     """
     return _route(source, target, mesh, tuple(shape), itemsize)[0]
 

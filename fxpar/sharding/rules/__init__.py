@@ -10,6 +10,7 @@ under their name, ``"prims::inductor_random"``. A missing row is not an error he
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fxpar import _torch
@@ -54,9 +55,24 @@ FAMILIES = (
     manual,
 )
 
+# Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
+# not make, a row of zeros instead.
+_FILLED = (normalization, convolution, attention)
+_NEVER_EMPTY = (linalg, statistics, flex)
+
+
+def _row_in(module: Any, row: Row) -> Row:
+    if row.empty is not None or module not in (*_FILLED, *_NEVER_EMPTY):
+        return row
+    return replace(row, empty="fill" if module in _FILLED else "never")
+
+
 TABLE: dict[Any, Row] = {
-    op: row for module in FAMILIES for op, row in module.ROWS.items()
+    op: _row_in(module, row) for module in FAMILIES for op, row in module.ROWS.items()
 }
+
+# Of functions that passes put into a graph, which know them (``add_rows``).
+_OF_PASSES: dict[Any, Row] = {}
 
 _USER: dict[str, Row] = {}
 
@@ -72,7 +88,7 @@ def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
     ``name``: the op as registered with torch.library, with or without an overload.
     ``factors``: the rule, or a function of the op's arguments that returns it.
     ``marks``: fields of ``Row`` (``linear``, ``monotone``, ``movement``, ``reduce``,
-    ``shape``). Raises RuleError on a malformed name or rule.
+    ``shape``, ``even``, ``empty``). Raises RuleError on a malformed name or rule.
     """
     namespace, colons, op = name.partition("::")
     if not (colons and namespace and op):
@@ -85,7 +101,7 @@ def rule(name: str, factors: str | Callable[..., Any], **marks: Any) -> None:
             f"unknown marks {sorted(unknown)} for {name}",
             fix=f"use {sorted(set(Row.__dataclass_fields__) - {'rule'})}",
         )
-    _USER[name] = Row(factors, **marks)
+    _USER[name] = Row(factors, **{"empty": "never", **marks})
 
 
 def row_of(target: Any) -> Row | None:
@@ -96,7 +112,14 @@ def row_of(target: Any) -> Row | None:
         full = target.name()
         found = _USER.get(full) or _USER.get(full.partition(".")[0])
         return found or TABLE.get(target) or TABLE.get(full)
+    if target in _OF_PASSES:
+        return _OF_PASSES[target]
     return TABLE.get(target) or TABLE.get(_torch.aot.higher_order_name(target))
+
+
+def add_rows(rows: Mapping[Any, Row]) -> None:
+    """Rows of functions that a pass put into a graph, for when it is planned again."""
+    _OF_PASSES.update(rows)
 
 
 def rule_of(

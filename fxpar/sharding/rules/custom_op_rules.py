@@ -54,5 +54,5 @@ ROWS: dict[Any, Row] = {
     "fxpar::randint": row(_random),
     "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
-    "fxpar::shift": row(_shift),
+    "fxpar::shift": row(_shift, even=True),
 }

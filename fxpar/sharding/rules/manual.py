@@ -73,6 +73,7 @@ def _edge(x: torch.Tensor, lies: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
         passages=(Passage((0,), MOVEMENT),),
         pinned=tuple((factor(axis), (axis,)) for axis in sizes),
         summed=frozenset(factor(axis) for axis in lies.partial_axes),
+        even=True,
     )
 
 
@@ -120,7 +121,7 @@ def _collective(
     if kind in ("all_gather", "all_to_all", "permute"):
         passes = MOVEMENT
     found = (Passage((0,), passes),) if passes else ()
-    return make([words], [words], passages=found)
+    return replace(make([words], [words], passages=found), even=True)
 
 
 ROWS: dict[Any, Row] = {

@@ -249,7 +249,7 @@ ROWS = {
     **rows("_addmm_activation", _biased("m k!", "k! n", "m n")),
     **rows("baddbmm", _biased("b m k!", "b k! n", "b m n"), linear=BIASED),
     **rows("addbmm", _biased("b! m k!", "b! k! n", "m n"), linear=BIASED),
-    **rows("addmv", _biased("m k!", "k!", "m"), linear=BIASED),
+    **rows("addmv", _biased("m k!", "k!", "m"), linear=BIASED, empty="fill"),
     **rows("addr", _biased("m", "n", "m n"), linear=BIASED),
     **rows("mv", "m k, k -> m", linear="0|1"),
     **rows("dot vdot", _matmul, linear="0|1"),

@@ -151,6 +151,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
         alone=True,
     ),
     # Random numbers by global index, and Inductor's own.
+    _each("accumulate", "fxpar", alone=True),
     _each("random randint seeds", "fxpar", random=True),
     _each(
         "inductor_seed inductor_seeds inductor_lookup_seed inductor_random "

@@ -205,7 +205,9 @@ def _weighted(args: Sequence[Any], reduction: int) -> Rule:
     if reduction == 0:
         return rule
     reductions = dict.fromkeys(rule.free, "avg") if reduction == 1 else {}
-    return Rule(rule.operands, ((),), (), rule.whole, tuple(reductions.items()))
+    even = reduction == 1
+    kinds = tuple(reductions.items())
+    return Rule(rule.operands, ((),), (), rule.whole, kinds, even=even)
 
 
 def linear_cross_entropy(
@@ -296,7 +298,7 @@ ROWS = {
     **rows("topk", topk),
     **rows("hash_tensor", over()),
     **rows("trace", trace, linear="0"),
-    **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0"),
+    **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),
     **rows("glu", glu),
     **rows("glu_backward", glu_backward, linear="0"),
     **rows("mse_loss huber_loss smooth_l1_loss", loss),

@@ -257,8 +257,12 @@ ROWS = {
     **moves("rot90", rot90),
     **moves("repeat", repeat),
     **rows("constant_pad_nd", constant_pad),
-    **moves("reflection_pad1d reflection_pad2d reflection_pad3d", _padded),
-    **moves("replication_pad1d replication_pad2d replication_pad3d", _padded),
+    **moves(
+        "reflection_pad1d reflection_pad2d reflection_pad3d", _padded, empty="fill"
+    ),
+    **moves(
+        "replication_pad1d replication_pad2d replication_pad3d", _padded, empty="fill"
+    ),
     **rows(
         """
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
@@ -267,6 +271,7 @@ ROWS = {
         """,
         pad_backward,
         linear="0",
+        empty="fill",
     ),
     **moves("rev", flip, namespace="prims"),
     **moves("cat", cat, namespace="prims"),

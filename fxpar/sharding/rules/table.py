@@ -6,7 +6,8 @@ tensors) that returns text or a Rule. ``linear`` / ``monotone`` / ``movement`` n
 argument position, the operands that may be partial together: ``"0+1"`` both at once,
 ``"0|1"`` either one with the other whole; a position that holds no tensor in a call
 voids its group. ``shape`` is the position of the argument that spells the result's
-shape, which partitioning makes local.
+shape, which partitioning makes local. ``even``: its shards must all be of one size;
+``empty``: what it does with one that is empty (``factors.EMPTY``).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Row:
     movement: str | None = None
     reduce: str | None = None
     shape: int | None = None
+    even: bool = False
+    empty: str | None = None
 
 
 def row(rule: str | RuleFunction, **marks: Any) -> Row:
@@ -103,7 +106,10 @@ def evaluate(
     operands = tensors_of((args, kwargs))
     whole = any(map(_is_whole, results)) and not all(map(_counts, operands + results))
     passages = _passages(entry, operand_positions(args, kwargs), whole)
-    rule = replace(rule, passages=rule.passages + passages)
+    even = rule.even or entry.even
+    empty = entry.empty or rule.empty
+    passages = rule.passages + passages
+    rule = replace(rule, passages=passages, even=even, empty=empty)
     shapes = [tuple(t.shape) for t in [*operands, *results]]
     return rule.with_sizes(shapes)
 

@@ -304,12 +304,12 @@ ROWS = {
     **moves("squeeze squeeze.dim squeeze.dims", squeeze),
     **moves("squeeze_copy squeeze_copy.dim squeeze_copy.dims", squeeze),
     **moves("unsqueeze unsqueeze_copy", unsqueeze),
-    **moves("as_strided as_strided_copy", as_strided),
-    **rows("as_strided_scatter", as_strided_scatter, movement="0+1"),
+    **moves("as_strided as_strided_copy", as_strided, even=True),
+    **rows("as_strided_scatter", as_strided_scatter, movement="0+1", even=True),
     **rows("view_as_real view_as_real_copy", add_pair, linear="0"),
     **rows("view_as_complex view_as_complex_copy", drop_pair, linear="0"),
-    **moves("pixel_shuffle", pixel_shuffle),
-    **moves("pixel_unshuffle", pixel_unshuffle),
+    **moves("pixel_shuffle", pixel_shuffle, empty="fill"),
+    **moves("pixel_unshuffle", pixel_unshuffle, empty="fill"),
     **moves("native_channel_shuffle", channel_shuffle),
 }
 
@@ -325,7 +325,9 @@ ROWS |= {
     **_prims("split_dim", split_dim),
     **_prims("squeeze", squeeze),
     **_prims("transpose", permute),
-    **_prims("as_strided", as_strided),
-    **rows("as_strided_scatter", as_strided_scatter, "prims", movement="0+1"),
+    **_prims("as_strided", as_strided, even=True),
+    **rows(
+        "as_strided_scatter", as_strided_scatter, "prims", movement="0+1", even=True
+    ),
     **rows("view_of_dtype", view_dtype, "prims"),
 }

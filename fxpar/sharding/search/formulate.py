@@ -339,6 +339,9 @@ def _may_rest(build: _ProblemBuilder, out: Output, v: int) -> list[Spec]:
         return [out.rest]
     if out.lie == "open":
         return build.lying(v)
+    if out.lie == "even":
+        shape = build.program.values[v].shape
+        return [s for s in build.lying(v) if s.is_even(build.mesh, shape)]
     if out.lie == "batch" and whole.dims:
         split = Spec.of([build.program.signature.batch, *whole.dims[1:]])
         return list(dict.fromkeys((split, whole)))

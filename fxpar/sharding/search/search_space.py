@@ -27,7 +27,7 @@ from fxpar.sharding.factors import (
     Axes,
     Rule,
     Strategy,
-    expressible,
+    fits,
     operand_spec,
     result_spec,
 )
@@ -35,6 +35,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Value
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.propagate.propagation import Seed
+from fxpar.sharding.shard_sizes import may_split
 from fxpar.sharding.spec import Spec
 
 
@@ -116,8 +117,7 @@ def orders(mesh: Mesh) -> tuple[Axes, ...]:
 def _parts(rule: Rule, mesh: Mesh, axis: str) -> list[Part]:
     if axis in rule.pin:
         return [rule.pin[axis]]
-    size = mesh.sizes[axis]
-    factors = [f for f in rule.free if rule.size[f] % size == 0]
+    factors = [f for f in rule.free if may_split(rule.size[f], mesh, (axis,))]
     passages = [
         p
         for p, passage in enumerate(rule.passages)
@@ -144,9 +144,9 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
 def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Whether every tensor can lie so, and results are partial by one reduction."""
     axes_of = strategy.axes_of
-    if any(rule.size[f] % mesh.count(axes) for f, axes in strategy.factors):
+    if not all(may_split(rule.size[f], mesh, axes) for f, axes in strategy.factors):
         return False
-    if not all(expressible(t, axes_of, rule.size, mesh) for t in rule.tensors):
+    if not fits(rule, axes_of, mesh):
         return False
     for spec in specs(rule, strategy):
         if len({"sum" if op == "avg" else op for _, op in spec.partial}) > 1:
@@ -155,7 +155,7 @@ def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
 
 
 def lying(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
-    """Every spec without partial axes that divides ``shape`` evenly, whole first."""
+    """Every spec without partial axes that may split ``shape``, whole first."""
     axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
     found: dict[Spec, None] = {}
     for places in itertools.product([None, *range(len(shape))], repeat=len(axes)):
@@ -166,7 +166,7 @@ def lying(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
                 for d in range(len(shape))
             ]
             if all(
-                n % mesh.count(split) == 0 for n, split in zip(shape, dims, strict=True)
+                may_split(n, mesh, split) for n, split in zip(shape, dims, strict=True)
             ):
                 found[Spec.of(dims)] = None
     return list(found)

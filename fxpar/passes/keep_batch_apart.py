@@ -1,0 +1,177 @@
+"""traced -> normalized: a batch that is flattened with another dim is kept apart.
+
+Losses flatten ``[b, s, v]`` to ``[b*s, v]``. Where the axes of the batch divide ``b``
+each rank's rows of the merged dim lie together as a shard of it; where they do not, the
+merged dim would be cut elsewhere, and all of it be gathered before. In: an ATen graph.
+Out: the same graph, in which ops that treat the rows of a merged batch alike run before
+it is merged, forward and backward. What it never does: change a number, or a graph
+whose batch the axes divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.sharding.cost.op import is_pointwise
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    prims.reshape.default,
+}
+
+# Ops along one dim, or several, of all tensors that they read: position of that
+# argument. They keep each row of the dims they do not name.
+_ALONG = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+    aten.gather.default: 1,
+    aten.scatter.value: 1,
+    aten.scatter.src: 1,
+    aten.scatter_add.default: 1,
+    aten.sum.dim_IntList: 1,
+    aten.mean.dim: 1,
+    aten.amax.default: 1,
+    aten.amin.default: 1,
+    aten.unsqueeze.default: 1,
+    aten.squeeze.dim: 1,
+    aten.squeeze.dims: 1,
+    aten.logsumexp.default: 1,
+}
+# Of all elements, in any order.
+_OF_ALL = {
+    aten.sum.default,
+    aten.mean.default,
+    aten.max.default,
+    aten.min.default,
+    aten.count_nonzero.default,
+}
+# Their second argument is the shape of the result.
+_SHAPED = {aten.expand.default}
+
+
+def keep_batch_apart(
+    graph: fx.Graph, rewriter: Builder, splits: Callable[[int], bool]
+) -> None:
+    """Rewrite a graph in place. ``splits``: whether a batch of that size is one that
+    its axes split, but do not divide."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(
+            node.meta.get("val"), torch.Tensor
+        ):
+            continue
+        parts = {_parts(read, splits) for read in node.all_input_nodes} - {None}
+        if len(parts) == 1:
+            (pair,) = parts
+            assert pair is not None
+            with rewriter.before(node):
+                _rewrite(node, pair, rewriter)
+    graph.eliminate_dead_code()
+
+
+def _parts(node: fx.Node, splits: Callable[[int], bool]) -> tuple[int, int] | None:
+    """(b, s) of a value that merges its first two dims into one; None if none does."""
+    if node.target not in _VIEWS:
+        return None
+    source: Any = node.args[0]
+    before, after = shape_of(source), shape_of(node)
+    if len(before) < 2 or after != (before[0] * before[1], *before[2:]):
+        return None
+    batch, other = before[:2]
+    return (batch, other) if other > 1 and splits(batch) else None
+
+
+def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
+    """The node on values whose batch is apart, merged again behind it, if it can be."""
+    shape = shape_of(node)
+    if node.target in _VIEWS:
+        source: Any = node.args[0].args[0]
+        if shape == shape_of(source):
+            rewriter.replace(node, source)
+        return
+    arguments = _arguments(node, pair)
+    if arguments is None:
+        return
+    rows = pair[0] * pair[1]
+    apart = {
+        read: _apart(read, pair, rewriter)
+        for read in node.all_input_nodes
+        if _is_merged(read, rows)
+    }
+    args, kwargs = fx.node.map_arg(
+        (arguments, node.kwargs), lambda read: apart.get(read, read)
+    )
+    made = rewriter.call(node.target, *args, **kwargs)
+    if node.target not in _OF_ALL:
+        made = rewriter.call(aten.view.default, made, list(shape))
+    rewriter.replace(node, made)
+
+
+def _is_merged(node: fx.Node, rows: int) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def _apart(read: fx.Node, pair: tuple[int, int], rewriter: Builder) -> fx.Node:
+    """What is read, its first dim in two."""
+    shape = shape_of(read)
+    source: Any = read.args[0] if read.args else None
+    if read.target in _VIEWS and shape_of(source) == (*pair, *shape[1:]):
+        return source
+    if read.target is aten.full.default:
+        return rewriter.call(
+            aten.full.default, [*pair, *shape[1:]], read.args[1], **read.kwargs
+        )
+    return rewriter.call(aten.view.default, read, [*pair, *shape[1:]])
+
+
+def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
+    """The arguments of a node on values whose first dim is two; None if it does not
+    treat the rows of that dim alike."""
+    target, args = node.target, list(node.args)
+    shape, rows = shape_of(node), pair[0] * pair[1]
+    if target in _OF_ALL:
+        return args if len(args) == 1 else None
+    if shape[:1] != (rows,):
+        return None
+    tensors = [read for read in node.all_input_nodes if "val" in read.meta]
+    if target in _SHAPED:
+        size: Any = args[1]
+        same = len(shape) == len(shape_of(tensors[0])) and size[0] in (-1, rows)
+        return [args[0], [*pair, *size[1:]], *args[2:]] if same else None
+    if target in _ALONG:
+        place = _ALONG[target]
+        if not all(_is_merged(read, rows) for read in tensors) or len(args) <= place:
+            return None
+        moved = _behind(args[place], node)
+        return None if moved is None else [*args[:place], moved, *args[place + 1 :]]
+    if not is_pointwise(node):
+        return None
+    # A tensor of as many dims has the rows; one of fewer dims meets others alone.
+    alike = all(
+        len(shape_of(read)) < len(shape) or _is_merged(read, rows) for read in tensors
+    )
+    return args if alike else None
+
+
+def _behind(dims: Any, node: fx.Node) -> Any:
+    """Dims of an op behind the first, counted with one more before them; None if the
+    first is among them."""
+    source: Any = node.args[0]
+    ndim = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
+    named = [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
+    if not named or 0 in named:
+        return None
+    moved = [d + 1 for d in named]
+    return moved[0] if isinstance(dims, int) else moved

@@ -1,0 +1,89 @@
+"""Training where no axis divides a dim: batch, features and words are odd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from tests.helpers.spawn import ranks_of
+from tests.helpers.training import loop
+
+pytestmark = pytest.mark.multiprocess
+
+ROWS, WORDS = 7, 101
+
+
+class Odd(nn.Module):
+    """Words to words; its loss is a mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 10)
+        self.inner = nn.Linear(10, 5)
+        self.norm = nn.LayerNorm(5)
+        self.words = nn.Linear(5, WORDS)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.inner(self.table(x)))
+        logits = self.words(self.drop(self.norm(hidden)))
+        return nn.functional.cross_entropy(logits, labels) + hidden.mean()
+
+
+HINTS = {
+    "table.weight": ("tp",),
+    "inner.weight": ("tp",),
+    "words.weight": ("tp",),
+}
+
+
+def train(options: dict[str, Any] | None, rows: int = ROWS) -> Any:
+    torch.manual_seed(3)
+    model = Odd().double()
+    torch.manual_seed(4)
+    batch = {"x": torch.randint(0, WORDS, (rows,))}
+    batch["labels"] = torch.randint(0, WORDS, (rows,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compiled = model
+    if options is not None:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="fxpar", options=options)
+    torch.manual_seed(5)
+    losses, gradients = loop(compiled, optimizer, [batch] * 3, model=model)
+    plan = fxpar.plans()[-1] if options is not None else None
+    return losses, gradients, plan and (str(plan.notes), plan.values)
+
+
+def check(mesh: str, codegen: str, rows: int = ROWS, **more: Any) -> None:
+    options = {"mesh": mesh, "codegen": codegen, **more}
+    one = ranks_of("x=1").run(train, {"mesh": "x=1", "codegen": "eager"}, rows)[0]
+    for losses, gradients, plan in ranks_of(mesh).run(train, options, rows):
+        assert plan is not None and "idle" in plan[0]
+        torch.testing.assert_close(losses, one[0], rtol=1e-9, atol=1e-9)
+        assert gradients.keys() == one[1].keys()
+        torch.testing.assert_close(gradients, one[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_two_ranks(axis: str) -> None:
+    hints = HINTS if axis == "tp" else None
+    more = {"hints": hints} if hints else {}
+    check(f"{axis}=2", "eager", plan="propagate", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2"])
+def test_four_ranks(mesh: str, rows: int) -> None:
+    """Of six rows the last of four ranks has none."""
+    more = {"hints": HINTS} if "tp" in mesh else {}
+    check(mesh, "eager", rows, plan="propagate", **more)
+
+
+@pytest.mark.slow
+def test_generated_kernels() -> None:
+    check("dp=2,tp=2", "inductor", plan="propagate", hints=HINTS)

@@ -1,0 +1,220 @@
+"""The batch in microbatches, simulated: numbers are those of one device, sums are
+communicated once, one part is done with before the next begins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpar
+from fxpar.errors import OptionError, PlanError
+from fxpar.passes import microbatches
+
+ROWS, WIDTH = 8, 16
+
+
+def double(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model.double()
+
+
+def mlp() -> nn.Module:
+    return double(nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)))
+
+
+def normed() -> nn.Module:
+    return double(nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU()))
+
+
+def dropped() -> nn.Module:
+    return double(
+        nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.4), nn.Linear(32, 8))
+    )
+
+
+class Words(nn.Module):
+    """A loss whose mean counts the words that are not left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(20, WIDTH), nn.LayerNorm(WIDTH)
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 20)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x + F.scaled_dot_product_attention(*[self.mix(self.norm(x))] * 3)
+        return F.cross_entropy(
+            self.head(x).flatten(0, 1), ids.flatten(), ignore_index=3
+        )
+
+
+def words() -> nn.Module:
+    return double(Words())
+
+
+def rows() -> torch.Tensor:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, WIDTH, generator=made, dtype=torch.double)
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(20, (ROWS, 6), generator=torch.Generator().manual_seed(1))
+
+
+Feed = Callable[[], torch.Tensor]
+MODELS: list[tuple[Callable[[], nn.Module], Feed]] = [
+    (mlp, rows),
+    (normed, rows),
+    (dropped, rows),
+    (words, ids),
+]
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    x: torch.Tensor,
+    mesh: str,
+    parts: int,
+    mode: str = "propagate",
+) -> Any:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    return fxpar.plan(model, x, mesh=mesh, grad=True, mode=mode)
+
+
+def error_of(plan: Any, x: torch.Tensor) -> float:
+    """The largest difference from one device, of the result and all gradients."""
+    torch.manual_seed(3)
+    got, grads = plan.simulate(x)
+    torch.manual_seed(3)
+    want, expected = plan.reference(x)
+    errors = [(grads[name] - y).abs().max().item() for name, y in expected.items()]
+    return max((got - want).abs().max().item(), *errors)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize(("make", "feed"), MODELS)
+def test_numbers_are_those_of_one_device(
+    make: Callable[[], nn.Module],
+    feed: Feed,
+    mesh: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, make(), feed(), mesh, 4)
+    assert any("in 4 microbatches" in note for note in plan.notes)
+    assert error_of(plan, feed()) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=4", "fsdp=2,tp=2"])
+@pytest.mark.parametrize(("make", "feed"), MODELS)
+def test_numbers_on_more_meshes(
+    make: Callable[[], nn.Module],
+    feed: Feed,
+    mesh: str,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for mode in ("propagate", "search"):
+        plan = planned(monkeypatch, make(), feed(), mesh, parts, mode)
+        assert error_of(plan, feed()) < 1e-12
+
+
+def kinds(plan: Any) -> Counter[tuple[str, tuple[str, ...]]]:
+    return Counter((each.kind, each.axes) for each in plan.collectives)
+
+
+def test_gradients_are_communicated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planned(monkeypatch, mlp(), rows(), "dp=2", 1)
+    cut = planned(monkeypatch, mlp(), rows(), "dp=2", 4)
+    assert kinds(whole) == kinds(cut) and kinds(cut)
+    # What follows the batch is communicated once for each part.
+    whole = planned(monkeypatch, mlp(), rows(), "tp=2", 1)
+    cut = planned(monkeypatch, mlp(), rows(), "tp=2", 4)
+    assert kinds(cut)["all_reduce", ("tp",)] == 4 * kinds(whole)["all_reduce", ("tp",)]
+
+
+def parts_in_order(plan: Any) -> list[int]:
+    """The part of each product with the batch, in the order of the graph."""
+    products = [
+        node
+        for node in plan.result.local.nodes
+        if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    ]
+    count = Counter(node.meta["fxpar_origin"] for node in products)
+    seen: Counter[str] = Counter()
+    out = []
+    for node in products:
+        origin = node.meta["fxpar_origin"]
+        if count[origin] > 1:
+            out.append(seen[origin])
+            seen[origin] += 1
+    return out
+
+
+def test_parts_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = parts_in_order(planned(monkeypatch, words(), ids(), "dp=1", 4))
+    assert order == sorted(order) and set(order) == {0, 1, 2, 3}
+    # Statistics of the batch need all parts of the first product.
+    order = parts_in_order(planned(monkeypatch, normed(), rows(), "dp=1", 4))
+    assert order[:4] == [0, 1, 2, 3]
+
+
+def test_a_sum_that_is_not_accumulated_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        microbatches._Unroller, "total", lambda self, values, op: values[0]
+    )
+    plan = planned(monkeypatch, mlp(), rows(), "dp=2", 4)
+    assert error_of(plan, rows()) > 1e-3
+
+
+def test_narrow_sums_are_accumulated_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp().bfloat16()
+    plan = planned(monkeypatch, model, rows().bfloat16(), "dp=1", 4)
+    sums = [
+        node.meta["val"].dtype
+        for node in plan.result.local.nodes
+        if node.target is torch.ops.fxpar.accumulate.default
+    ]
+    assert sums and set(sums) == {torch.float32}
+    _, grads = plan.simulate(rows().bfloat16())
+    assert all(x.dtype == torch.bfloat16 for x in grads.values())
+
+
+def test_rows_that_do_not_divide_take_fewer_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = rows()[:6]
+    plan = planned(monkeypatch, mlp(), x, "dp=1", 4)
+    assert any("6 rows on a rank are cut in 3 parts" in note for note in plan.notes)
+    assert error_of(plan, x) < 1e-12
+
+
+def test_shards_that_are_not_alike_stay_in_one_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = double(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+    plan = planned(monkeypatch, model, rows(), "tp=2", 4)
+    assert any("are not alike" in note for note in plan.notes)
+    assert error_of(plan, rows()) < 1e-12
+
+
+def test_what_cannot_be_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="MICROBATCHES cannot be '0'"):
+        planned(monkeypatch, mlp(), rows(), "dp=1", 0)
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    with pytest.raises(PlanError, match="no input holds a batch"):
+        fxpar.plan(lambda: torch.ones(4) * 2, mesh="dp=2")
