@@ -23,6 +23,7 @@ from fxpar.errors import (
     OptionError,
     PlanError,
 )
+from fxpar.passes.manual_regions import raise_refused
 from fxpar.runtime import (
     compiled_graph,
     outside_graphs,
@@ -39,6 +40,7 @@ from fxpar.runtime.program_identity import (
     name_inputs,
     placeholders,
 )
+from fxpar.runtime.shard_map import mesh_of
 from fxpar.runtime.stage_times import RESULTS, stage
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
@@ -121,13 +123,16 @@ def train_step(
         return compile_forward
 
     step_asked = GradientOptions(clip, accumulate, scaler)
-    return TrainStep(model, loss_fn, optimizer, step_asked, backend)
+    mesh = partial(mesh_of, asked)
+    return TrainStep(model, loss_fn, optimizer, step_asked, backend, mesh)
 
 
 def _joined(
     gm: fx.GraphModule, options: dict[str, Any] | None
 ) -> tuple[Options, Ranks]:
-    """What is asked for a Dynamo graph, and this process's place on the mesh."""
+    """What is asked for a Dynamo graph, and this process's place on the mesh. Raises
+    RegionError for a manual region that was refused while it was traced."""
+    raise_refused(gm)
     asked = Options.read(options)
     presence.set_timeout(asked.timeout)
     homes = compiled_graph.homes(gm)

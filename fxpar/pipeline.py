@@ -91,6 +91,7 @@ def _order(name: str) -> Callable[[PhaseState], None]:
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", steps.show_bodies),
+    _always("absorb_regions", steps.absorb_regions),
     _always("refuse_body_draws", steps.refuse_body_draws),
     _always("count_loop_steps", steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),

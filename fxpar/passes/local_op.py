@@ -37,6 +37,10 @@ _OWN = (
     torch.ops.fxpar.dot.default,
     torch.ops.fxpar.constrain.default,
     torch.ops.fxpar.shift.default,
+    torch.ops.fxpar.enter_region.default,
+    torch.ops.fxpar.leave_region.default,
+    torch.ops.fxpar.collective.default,
+    torch.ops.fxpar.axis_index.default,
 )
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, PlanError
+from fxpar.passes.manual_regions import on_one_rank
 from fxpar.runtime import meeting, outside_graphs
 from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
 from fxpar.runtime.check_inputs import LOCAL_MARK
@@ -128,11 +129,13 @@ class Compiled:
 
 
 def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph for one device: ``fxpar.constrain`` says nothing there."""
+    """A Dynamo graph for one device: ``fxpar.constrain`` says nothing there, and manual
+    regions are of one rank."""
     for node in list(gm.graph.nodes):
         if str(node.target).startswith("fxpar.constrain"):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
+    on_one_rank(gm.graph)
     gm.recompile()
     return gm
 

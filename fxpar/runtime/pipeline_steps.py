@@ -30,6 +30,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import (
     graph_bodies,
+    manual_regions,
     normalize,
     reshard_after_forward,
     size_nodes,
@@ -169,6 +170,14 @@ class PhaseState(PipelineState):
     @property
     def label(self) -> str:
         return f"{self.request.label}/{self.which}"
+
+
+def absorb_regions(state: JointState) -> None:
+    """Manual regions are checked, their collectives named."""
+    request = state.request
+    manual_regions.absorb_regions(
+        state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
+    )
 
 
 def show_bodies(state: JointState) -> None:
@@ -316,7 +325,8 @@ def make_plan(state: JointState) -> None:
             state.decision = choose(state.program, request)
         if request.meshes:
             state.request = request.on(state.decision.mesh)
-    report_unknown(state.decision.program, request.strict)
+    mesh = state.decision.mesh
+    report_unknown(state.decision.program, mesh, request.strict)
 
 
 def insert_reshards(state: JointState) -> None:

@@ -22,6 +22,7 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.rules import row_of
+from fxpar.sharding.rules.manual import manual_axes, pinned
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.spec import Spec
@@ -296,7 +297,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
     producers: dict[int, tuple[int, int]] = {}
     uses: list[list[tuple[int, int]]] = []
     value_of: dict[tuple[fx.Node, int], int] = {}
-    rules = RuleReader()
+    rules, manual = RuleReader(), manual_axes(graph)
     taken = {node.name for node in graph.nodes if node.op != "placeholder"}
 
     def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
@@ -339,6 +340,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             if not tensors:
                 continue
             rule, known = rules(node)
+            rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
             single = isinstance(val, torch.Tensor)
             results = tuple(
