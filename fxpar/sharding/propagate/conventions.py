@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
@@ -121,13 +122,11 @@ def _column_seed(
         return None
     for d, dim in enumerate(rule.operands[i]):
         for factor in dim:
-            fits = may_split(rule.size[factor], engine.mesh, (axis,))
+            fits = _pays(rule.size[factor], dim, engine.mesh, axis)
             if factor in rule.free and factor not in rule.contracted and fits:
                 ndim = len(program.values[v].shape)
                 dims: list[Axes] = [()] * ndim
                 dims[d] = (axis,)
-                if len(dim) > 1 and rule.size[factor] % engine.mesh.sizes[axis]:
-                    continue
                 if state.dims[v][d] or factor != dim[0]:
                     continue
                 if _is_residual(program, op, factor, roots):
@@ -137,6 +136,19 @@ def _column_seed(
                     v, tuple(dims), (False,) * ndim, f"convention: columns of {name}"
                 )
     return None
+
+
+# A weight is split into shards that are not alike if ranks are idle for less than this
+# part of the time: not the three of queries, keys and values over two.
+_IDLE = 0.2
+
+
+def _pays(rows: int, dim: tuple[str, ...], mesh: Mesh, axis: str) -> bool:
+    """Whether an axis splits a weight along a factor of ``rows`` of a dim."""
+    if rows % mesh.sizes[axis] == 0:
+        return True
+    small = shard_sizes.idle(rows, mesh, (axis,)) < _IDLE
+    return len(dim) == 1 and small and may_split(rows, mesh, (axis,))
 
 
 # How many values a dim is followed through before it counts as widely read.
