@@ -147,11 +147,26 @@ def run_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 def evaluate_body(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """What a body gives of fake tensors, while it is traced or not: nothing is."""
-    from torch._higher_order_ops.utils import _maybe_fake_prop_ignore_unbacked
+    """What a body gives of fake tensors; while a program is traced, it is not."""
+    from torch._dispatch.python import suspend_functionalization
+    from torch._guards import detect_fake_mode
+    from torch._higher_order_ops.utils import _from_fun
+    from torch._subclasses.functional_tensor import disable_functional_mode
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch.no_grad():
-        return _maybe_fake_prop_ignore_unbacked(body, tuple(inputs))
+    with torch.no_grad(), suspend_functionalization(), disable_functional_mode():
+        with disable_proxy_modes_tracing():
+            plain = [_from_fun(x) for x in inputs]
+        mode = detect_fake_mode(plain)
+        symbols = None if mode is None else mode.shape_env
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            if mode is not None:
+                stack.enter_context(mode)
+            if symbols is not None:
+                stack.enter_context(symbols.ignore_fresh_unbacked_symbols())
+            return body(*plain)
 
 
 _REPLACING: list[Any] = []  # modes, the innermost last

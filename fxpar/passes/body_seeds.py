@@ -84,7 +84,8 @@ class _Draws:
         self.drawn.append(what)
         place = -1 - count if self.down else count
         seed = self.seed if place == 0 else self.seed + place
-        return seed.to(device or torch.get_default_device())
+        device = torch.device(device or torch.get_default_device())
+        return seed if seed.device == device else seed.to(device)
 
     def numbers(self, mode: str, size: Sequence[int], like: dict[str, Any]) -> Any:
         """Numbers of ``mode``, "rand" or "randn", as factories of tensors give them."""

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.propagation import Propagation, Seed
-from fxpar.sharding.shard_sizes import may_split
+from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
@@ -120,21 +119,29 @@ def _column_seed(
     v = op.operands[i]
     if axis in state.origins[roots[v]]:
         return None
-    for d, dim in enumerate(rule.operands[i]):
-        for factor in dim:
-            fits = _pays(rule.size[factor], dim, engine.mesh, axis)
-            if factor in rule.free and factor not in rule.contracted and fits:
-                ndim = len(program.values[v].shape)
-                dims: list[Axes] = [()] * ndim
-                dims[d] = (axis,)
-                if state.dims[v][d] or factor != dim[0]:
-                    continue
-                if _is_residual(program, op, factor, roots):
-                    continue
-                name = program.values[roots[v]].name
-                return Seed(
-                    v, tuple(dims), (False,) * ndim, f"convention: columns of {name}"
-                )
+
+    def is_split_evenly(factor: str) -> bool:
+        return is_even(rule.size[factor], engine.mesh, (axis,))
+
+    columns = [
+        (d, dim[0])
+        for d, dim in enumerate(rule.operands[i])
+        if dim
+        and dim[0] in rule.free
+        and dim[0] not in rule.contracted
+        and _pays(rule.size[dim[0]], dim, engine.mesh, axis)
+        and not state.dims[v][d]
+    ]
+    # Of a fused projection the heads, rather than its three parts.
+    for d, factor in sorted(columns, key=lambda column: not is_split_evenly(column[1])):
+        if _is_residual(program, op, factor, roots):
+            continue
+        dims: list[Axes] = [()] * len(program.values[v].shape)
+        dims[d] = (axis,)
+        name = program.values[roots[v]].name
+        return Seed(
+            v, tuple(dims), (False,) * len(dims), f"convention: columns of {name}"
+        )
     return None
 
 
@@ -145,9 +152,9 @@ _IDLE = 0.2
 
 def _pays(rows: int, dim: tuple[str, ...], mesh: Mesh, axis: str) -> bool:
     """Whether an axis splits a weight along a factor of ``rows`` of a dim."""
-    if rows % mesh.sizes[axis] == 0:
+    if is_even(rows, mesh, (axis,)):
         return True
-    small = shard_sizes.idle(rows, mesh, (axis,)) < _IDLE
+    small = idle(rows, mesh, (axis,)) < _IDLE
     return len(dim) == 1 and small and may_split(rows, mesh, (axis,))
 
 
