@@ -17,7 +17,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.propagation import Propagation, Seed
-from fxpar.sharding.shard_sizes import is_even, may_split
+from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
@@ -129,8 +129,7 @@ def _column_seed(
         if dim
         and dim[0] in rule.free
         and dim[0] not in rule.contracted
-        and may_split(rule.size[dim[0]], engine.mesh, (axis,))
-        and (len(dim) == 1 or is_split_evenly(dim[0]))
+        and _pays(rule.size[dim[0]], dim, engine.mesh, axis)
         and not state.dims[v][d]
     ]
     # Of a fused projection the heads, rather than its three parts.
@@ -144,6 +143,19 @@ def _column_seed(
             v, tuple(dims), (False,) * len(dims), f"convention: columns of {name}"
         )
     return None
+
+
+# A weight is split into shards that are not alike if ranks are idle for less than this
+# part of the time: not the three of queries, keys and values over two.
+_IDLE = 0.2
+
+
+def _pays(rows: int, dim: tuple[str, ...], mesh: Mesh, axis: str) -> bool:
+    """Whether an axis splits a weight along a factor of ``rows`` of a dim."""
+    if is_even(rows, mesh, (axis,)):
+        return True
+    small = idle(rows, mesh, (axis,)) < _IDLE
+    return len(dim) == 1 and small and may_split(rows, mesh, (axis,))
 
 
 # How many values a dim is followed through before it counts as widely read.
