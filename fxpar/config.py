@@ -29,6 +29,7 @@ PASSES = (
     "split_fused_projections",
     "sum_one_hot",
     "clone_constants",
+    "join_pool_gradients",
     "expand_moments",
     "schedule",
     "sink_waits",

@@ -145,6 +145,8 @@ class Cutter:
         factor, mesh = cut[0], self.build.mesh
         if factor in rule.whole:
             raise Refused("reads all of the dim that is sliced")
+        if factor in rule.exchanged:
+            raise Refused("reads rows around each slice")
         if rule.size[factor] % self.grain:
             raise Refused("would cut through the parts that slices are made of")
         found = {factor: self.axes}

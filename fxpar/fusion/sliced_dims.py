@@ -137,7 +137,7 @@ def _all_ties(
         except RuleError:
             continue
         if known and not rule.accumulates:
-            for factor in rule.free:
+            for factor in (f for f in rule.free if f not in rule.exchanged):
                 tie = _tie(node, rule, factor, mesh, axes, results)
                 if tie is not None:
                     yield tie

@@ -21,12 +21,11 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes import collective_nodes, custom_ops, halos
+from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import LocalCall, Localizer
-from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.shift_messages import pieces
 
 aten = torch.ops.aten
 
@@ -107,60 +106,16 @@ def _merge(
     return node
 
 
-prims = torch.ops.prims
-
-
 def _shift(
     call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
 ) -> fx.Node:
-    build, rows = call.build, call.shapes[0][dim]
-    mesh, axes = build.mesh, call.operands[0].dims[dim]
-    shards = mesh.count(axes)
-    parts = []
-    for piece in pieces(rows, shards, by):
-        part = x
-        if piece.end - piece.start < rows // shards:
-            part = build.call(aten.slice.Tensor, x, dim, piece.start, piece.end)
-        if piece.further:
-            sources = _sources(mesh, axes, piece.further)
-            part = collective_nodes.step(
-                build, collective_nodes.permute, part, sources, mesh.ordered(axes)
-            )
-        parts.append(part)
-    moved = parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
-    if fill is not None:
-        moved = call.where(_inside(call, moved, dim, by), moved, fill)
+    axes, size = call.operands[0].dims[dim], int(x.meta["val"].shape[dim])
+    moved = halos.rows(call, x, axes, dim, by, by + size, fill)
     if moved is x:
-        return build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return call.build.call(
+            aten.clone.default, x, memory_format=torch.contiguous_format
+        )
     return moved
-
-
-def _sources(mesh: Mesh, axes: Sequence[str], further: int) -> tuple[int, ...]:
-    """For each member of a group, in mesh order, the member that holds the shard so
-    many further on."""
-    shard = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
-    holder = {s: i for i, s in enumerate(shard)}
-    return tuple(holder[(s + further) % len(shard)] for s in shard)
-
-
-def _inside(call: LocalCall, moved: fx.Node, dim: int, by: int) -> fx.Node:
-    """Which rows come from within the dim."""
-    build, like = call.build, moved.meta["val"]
-    rows, n = call.shapes[0][dim], int(like.shape[dim])
-    index = build.call(
-        prims.iota.default,
-        n,
-        start=build.offset(call.operands[0].dims[dim], n),
-        step=1,
-        dtype=torch.int64,
-        device=like.device,
-        requires_grad=False,
-    )
-    for _ in range(like.dim() - 1 - dim):
-        index = build.call(aten.unsqueeze.default, index, -1)
-    if by > 0:
-        return build.call(aten.lt.Scalar, index, rows - by)
-    return build.call(aten.ge.Scalar, index, -by)
 
 
 def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
@@ -196,7 +151,7 @@ def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any
         return build.own_start(rows, axes, start)
     if start.target is not custom_ops.offset or rows % build.mesh.count(axes):
         raise PlanError(f"{call.node.name} is cut into shards that are not alike")
-    _, before, stride, base = start.args
+    _, before, stride, base = value_of(start.args)
     if stride != rows:
         raise PlanError(f"{call.node.name} is cut across shards of {stride}")
     return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
@@ -269,12 +224,43 @@ def _with_gradients(target: Any, *args: Any) -> Any:
         return target(*args[:12], tuple(wanted), *args[13:])
 
 
+def _edge(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
+    """An edge of a manual region: what a rank holds, laid out as it is read."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _collective(
+    call: LocalCall,
+    x: fx.Node,
+    kind: str,
+    dims: Sequence[int],
+    op: str,
+    _: str,
+    axes: str,
+) -> fx.Node:
+    named = (tuple(dims),) if kind == "permute" else dims
+    args = (*named, op) if op else named
+    node = collective_nodes.NODES[kind]
+    return collective_nodes.step(call.build, node, x, *args, tuple(axes.split("+")))
+
+
+def _axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
+    place = call.build.offset((axis,), 1)
+    return call.build.call(aten.full.default, [], place, dtype=torch.int64)
+
+
 LOCAL: dict[Any, Localizer] = {
     "fxpar::dot": _dot,
     "fxpar::constrain": _constrain,
     "fxpar::random": _random,
     "fxpar::randint": _random,
     "fxpar::shift": _shift,
+    "fxpar::enter_region": _edge,
+    "fxpar::leave_region": _edge,
+    "fxpar::collective": _collective,
+    "fxpar::axis_index": _axis_index,
     "higher_order::flex_attention": _forward,
     "higher_order::flex_attention_backward": _backward,
 }

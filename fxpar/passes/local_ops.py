@@ -23,6 +23,7 @@ from fxpar.passes import (
     local_indexing,
     local_reductions,
     local_views,
+    local_windows,
 )
 from fxpar.passes.builder import Builder, Size
 from fxpar.passes.local_call import LocalCall, Localizer, aten
@@ -34,6 +35,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
     **local_reductions.LOCAL,
     **local_views.LOCAL,
+    **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
 }
 
@@ -42,7 +44,7 @@ LOCAL: dict[Any, Localizer] = {
 CUTS = "fxpar_cuts"
 
 
-def local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
+def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     """Append one op on local arguments; the op's own name where nothing else is said,
     its shape argument, if its row marks one, made local. What a rank holds nothing of
     is a row of zeros to an op that cannot run on nothing; of several results it is cut
@@ -66,6 +68,9 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
     cuts = [
         [(d, call.local_shape(i)[d]) for d in dims] for i, dims in enumerate(empty[n:])
     ]
+    if isinstance(made, tuple):
+        ends = iter(cuts)
+        return tuple(x and cut(call.build, x, next(ends)) for x in made)
     if isinstance(made.meta["val"], torch.Tensor):
         return cut(call.build, made, cuts[0])
     values = made.meta["val"]

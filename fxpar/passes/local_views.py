@@ -4,8 +4,8 @@ A shard may lie in memory as the whole did not. Its strides can forbid a view th
 of the whole allowed, so a change of shape is a reshape, which copies only then. A split
 dim of local size 1 is not a dim of size 1, so squeezing names the dims that go. Strides
 among the arguments are those of the whole: the rule says which reshape or permutation
-they stood for. Convolutions, group norms and grouped products are told the local count
-of their groups, samples or channels.
+they stood for. Group norms and grouped products are told the local count of their
+groups, samples or channels.
 """
 
 from __future__ import annotations
@@ -168,39 +168,6 @@ def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
     return x
 
 
-def _groups(call: LocalCall, channels: Size, each: Size) -> Size:
-    """Groups of a convolution, of its channels and those of one group."""
-    return call.build.compute(operator.floordiv, channels, each)
-
-
-def _convolution(call: LocalCall, *args: Any) -> fx.Node:
-    *rest, transposed, output_padding, groups = args
-    if groups > 1:
-        channels = (call.local_shape() if transposed else call.operand_shape(0))[1]
-        groups = _groups(call, channels, call.operand_shape(1)[1])
-    return call.same(*rest, transposed, output_padding, groups)
-
-
-def _convolution_backward(
-    call: LocalCall,
-    grad: fx.Node,
-    x: fx.Node,
-    weight: fx.Node,
-    bias_sizes: Any,
-    *args: Any,
-) -> fx.Node:
-    *rest, transposed, output_padding, groups, mask = args
-    out = call.operand_shape(0)[1]
-    if groups > 1:
-        channels = out if transposed else call.operand_shape(1)[1]
-        groups = _groups(call, channels, call.operand_shape(2)[1])
-    if bias_sizes is not None:
-        bias_sizes = [out]
-    return call.same(
-        grad, x, weight, bias_sizes, *rest, transposed, output_padding, groups, mask
-    )
-
-
 def _group_sizes(
     call: LocalCall, i: int, channels: int, points: int, groups: int
 ) -> tuple[Size, Size, int, Size]:
@@ -295,8 +262,6 @@ LOCAL: dict[Any, Localizer] = {
     "prims::as_strided": _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
     "prims::as_strided_scatter": _as_strided_scatter,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._grouped_mm.default: _grouped_mm,

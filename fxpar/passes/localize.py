@@ -84,7 +84,7 @@ class _Localizer:
         self.graph.lint()
         return self.graph
 
-    def _made(self, node: fx.Node) -> fx.Node:
+    def _made(self, node: fx.Node) -> Any:
         if "fxpar_reshard" in node.meta:
             with self.build.at(node):
                 return self._reshard(node)
@@ -100,7 +100,7 @@ class _Localizer:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
-            shape = self.program.values[v].shape
+            shape = self.program.values[v].sizes
             if not spec.is_even(self.mesh, shape):
                 copy.meta["fxpar_global_shape"] = shape
         return copy
@@ -194,6 +194,10 @@ class _Localizer:
         return spec.dims[:1] == (self.program.signature.batch,)
 
     def _other(self, node: fx.Node) -> fx.Node:
+        if node.target is operator.getitem:
+            results = self.map[node.args[0]]
+            if isinstance(results, tuple):
+                return results[node.args[1]]
         copy = self.graph.node_copy(node, self.map.__getitem__)
         copy.meta = dict(node.meta)
         copy.meta.pop("tensor_meta", None)
@@ -209,12 +213,12 @@ class _Localizer:
     def _reshard(self, node: fx.Node) -> fx.Node:
         reshard = node.meta["fxpar_reshard"]
         node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
-        shape = self.program.values[reshard.value].shape
+        shape = self.program.values[reshard.value].sizes
         steps = route(self.decision, reshard)
         x = self.map[node.args[0]]
         return emit(self.build, x, steps, reshard.source, shape)
 
-    def _op(self, node: fx.Node, op: Op) -> fx.Node:
+    def _op(self, node: fx.Node, op: Op) -> Any:
         strategy = self.decision.strategies[op.index]
         return local_op(
             self.build, node, op, self.program, strategy, self.map.__getitem__

@@ -2,7 +2,8 @@
 
 In: a functional ATen graph with global fake values. Out: the same graph, changed in
 place, computing the same values. A pass is one concern; ``fxpar.pipeline`` has their
-order. ``expand_moments`` runs only for the nodes that planning asks for.
+order. ``expand_moments`` and ``join_pool_gradients`` run only for the nodes that
+planning asks for.
 """
 
 from __future__ import annotations
@@ -184,6 +185,71 @@ def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
         return variance, mean
     kept = [n for d, n in enumerate(shape) if d not in dims]
     return tuple(call(aten.view.default, t, kept) for t in (variance, mean))
+
+
+def pool_gradients_of(graph: fx.Graph) -> list[fx.Node]:
+    """Additions at the places of maxima, which a backward of a pool is made of."""
+    scatters = graph.find_nodes(op="call_function", target=aten.scatter_add.default)
+    return [node for node in scatters if _pool_of(node) is not None]
+
+
+def split_pool_gradients(decision: Decision) -> list[fx.Node]:
+    """Those of pools of which a plan splits rows or columns."""
+    program, out = decision.program, []
+    of = {op.node: op for op in program.ops}
+    for node in pool_gradients_of(program.ops[0].node.graph):
+        pool = of[_argument_of(node)[1]]
+        (image, *_), k = pool.operands, len(pool.node.args[1])
+        if any(decision.settled[image].dims[-k:]):
+            out.append(node)
+    return out
+
+
+def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
+    """The backward of a pool as one op again, which knows where windows lie: a rank
+    then sends rows that others' windows reach, not the whole image."""
+    for node in nodes:
+        index, pool = _argument_of(node)
+        (result,) = node.users
+        grad = node.args[3].args[0]
+        with rewriter.before(result):
+            made = rewriter.call(
+                aten.max_pool2d_with_indices_backward.default,
+                *(grad, *pool.args[:6], index),
+            )
+            if made.meta["val"].stride() != result.meta["val"].stride():
+                layout = torch.contiguous_format
+                made = rewriter.call(aten.clone.default, made, memory_format=layout)
+        rewriter.replace(result, made)
+
+
+def _argument_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    found = _pool_of(node)
+    assert found is not None
+    return found
+
+
+def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(indices, pool) where the gradient of a pool is added up, channel by channel."""
+    zeros, dim, index, grad = node.args
+    users = list(node.users)
+    views = (aten.view.default, aten.reshape.default)
+    if dim != 1 or [u.target in views for u in (*users, index, grad)] != [True] * 3:
+        return None
+    if zeros.target is not aten.full.default or zeros.args[1] != 0:
+        return None
+    (index, *_), (grad, *_), (result,) = index.args, grad.args, users
+    if str(index.target) != "prims._low_memory_max_pool_offsets_to_indices.default":
+        return None
+    chosen = index.args[0]
+    pool = chosen.args[0] if chosen.target is operator.getitem else chosen
+    if str(pool.target) != "prims._low_memory_max_pool_with_offsets.default":
+        return None
+    image = shape_of(pool.args[0])
+    alike = shape_of(result) == image and shape_of(grad) == shape_of(index)
+    planes = (math.prod(image[:-2]), image[-2] * image[-1])
+    fits = len(pool.args) > 5 and len(pool.args[1]) == 2 and len(image) == 4
+    return (index, pool) if fits and alike and shape_of(node) == planes else None
 
 
 def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:

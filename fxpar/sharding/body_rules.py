@@ -111,7 +111,7 @@ class Inside:
                     self._join(key, key, rule.size[key[3]])
                 for key in keys[1:] if keys else [here]:
                     self._set_whole(key)
-        for f in rule.whole:
+        for f in rule.whole | rule.exchanged:
             self._set_whole(("factor", b, op.index, f))
 
     def _join_ends(self) -> None:

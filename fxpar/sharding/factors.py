@@ -28,7 +28,7 @@ Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its fa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -58,6 +58,19 @@ class Passage:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """Rows around a shard: of an operand those of its neighbours that it reads too; of
+    a result those it computes a part of, which are added to its neighbours'."""
+
+    # Of the tensor among ``Rule.tensors``.
+    position: int
+    dim: int
+    # How many rows lie before the shard and behind it.
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors of one op call. Operands and results are its tensors, in order."""
 
@@ -74,10 +87,18 @@ class Rule:
     alike: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
+    # Factors that these axes always split: those of a manual region (``rules.manual``).
+    pinned: tuple[tuple[str, Axes], ...] = ()
+    # Pinned factors that no tensor has, over which the results are partial.
+    summed: frozenset[str] = frozenset()
     # Whether all shards of a factor must be as large as one another.
     even: bool = False
+    # Factors of which they must be, if not all.
+    evenly: frozenset[str] = frozenset()
     # What the op does on a rank that holds nothing of a factor: a key of ``EMPTY``.
     empty: str = "run"
+    # What shards of the dims named here need beyond themselves, sent by permutes.
+    halos: tuple[Halo, ...] = ()
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -100,7 +121,25 @@ class Rule:
     @cached_property
     def free(self) -> tuple[str, ...]:
         """Factors an axis may split."""
-        return tuple(f for f in self.factors if f not in self.whole)
+        shut = self.whole.union(f for f, _ in self.pinned)
+        return tuple(f for f in self.factors if f not in shut)
+
+    @cached_property
+    def pin(self) -> dict[str, str]:
+        """Axis -> the factor that it always splits."""
+        return {axis: factor for factor, axes in self.pinned for axis in axes}
+
+    @cached_property
+    def even_factors(self) -> frozenset[str]:
+        """Factors whose shards must be as large as one another."""
+        return frozenset(self.factors) if self.even else self.evenly
+
+    @cached_property
+    def exchanged(self) -> frozenset[str]:
+        """Factors whose shards are not computed apart: ranks send one another rows."""
+        return frozenset(
+            f for halo in self.halos for f in self.tensors[halo.position][halo.dim]
+        )
 
     @cached_property
     def contracted(self) -> frozenset[str]:
@@ -111,6 +150,7 @@ class Rule:
     def contracted_by(self) -> tuple[frozenset[str], ...]:
         """For each result, the factors whose axes make it partial."""
         have = frozenset(f for t in self.operands for d in t for f in d)
+        have |= self.summed
         return tuple(
             have - {f for d in result for f in d} - {f for j, f in self.alike if i == j}
             for i, result in enumerate(self.results)
@@ -298,13 +338,14 @@ def project(
     size: Mapping[str, int],
     mesh: Mesh,
     *,
-    even: bool = True,
+    even: Container[str] | None = None,
 ) -> dict[str, Axes]:
     """Axes per factor that a tensor's spec implies, as far as factors express it.
 
     A dim's axes are dealt major to minor: a factor takes axes while they divide what is
     left of it; the next factor may take more only once this one is used up. Unless
-    shards must be ``even``, a factor that is all of its dim takes any.
+    its shards must be ``even`` (None: those of all), a factor that is all of its dim
+    takes any.
     """
     out: dict[str, Axes] = {}
     entries = spec.dims if isinstance(spec, Spec) else spec
@@ -312,7 +353,7 @@ def project(
         rest = list(axes)
         for factor in dim:
             left, taken = size[factor], []
-            alone = not even and _is_alone(dim, factor, size)
+            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
             while rest and (alone or left % mesh.sizes[rest[0]] == 0):
                 left = -(-left // mesh.sizes[rest[0]])
                 taken.append(rest.pop(0))
@@ -333,6 +374,11 @@ def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
     return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
 
 
+def _may_differ(even: Container[str] | None, factor: str) -> bool:
+    """Whether shards of a factor may be of several sizes."""
+    return even is not None and factor not in even
+
+
 def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
     """Whether every tensor of a rule can lie as an assignment of axes to factors says:
     in contiguous shards, of one size where the rule wants that, and none of them empty
@@ -343,7 +389,7 @@ def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
         if rows and not shard_sizes.smallest(rows, mesh, axes):
             return False
     return all(
-        expressible(dims, axes_of, rule.size, mesh, even=rule.even)
+        expressible(dims, axes_of, rule.size, mesh, even=rule.even_factors)
         for dims in rule.tensors
     )
 
@@ -354,11 +400,12 @@ def expressible(
     size: Mapping[str, int],
     mesh: Mesh,
     *,
-    even: bool = True,
+    even: Container[str] | None = None,
 ) -> bool:
     """Whether an assignment of axes to factors gives each dim contiguous shards, all
-    of one size. Unless they must be ``even``, a factor that is all of its dim may be
-    cut into any; of a compound dim that would not be the shards of the product."""
+    of one size. Unless they must be ``even`` (None: those of all), a factor that is all
+    of its dim may be cut into any; of a compound dim that would not be the shards of
+    the product."""
     for dim in dims:
         complete = True
         for factor in dim:
@@ -366,7 +413,8 @@ def expressible(
             if axes and not complete:
                 return False
             count = mesh.count(axes)
-            if size[factor] % count and (even or not _is_alone(dim, factor, size)):
+            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
+            if size[factor] % count and not alone:
                 return False
             complete = complete and count == size[factor]
     return True

@@ -1,19 +1,25 @@
-"""What ranks send one another for ``fxpar::shift`` along a dim that is split.
+"""What ranks send one another inside an op: rows beyond a shard of a dim that the op
+reads, and what a collective of a manual region sends.
 
-In: an op, its strategy, a mesh. Out: ``Sent``: for each permute the axes, how many
-shards on the rows come from, and which rows of a shard. One rank's rows come from one
-shard or two; those of its own need no message.
+In: an op, its strategy, a mesh. Out: for each permute its axes and bytes. Of a dim that
+is split ``fxpar::shift`` reads rows further on, and an op with halos the rows around
+the shard, or adds to them (``Rule.halos``). ``pieces`` says from how many shards on
+rows come, and which of a shard; a rank's own need no message. Rows from beyond the
+end come from the other end of the dim: who wants a constant there puts it over them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, Strategy, operand_spec
+from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op
+from fxpar.sharding.program import Op, tensor_nodes
+from fxpar.sharding.rules.manual import COLLECTIVE, group_axes_of
+from fxpar.sharding.rules.table import tensors_of
 
 NAME = "fxpar.shift.default"
 
@@ -26,49 +32,105 @@ def moved_rows(op: Op) -> tuple[int, int] | None:
     return dim, by
 
 
+def exchanged(op: Op) -> tuple[str, Axes] | None:
+    """(kind, axes) of a collective of a manual region; None of any other op."""
+    if str(op.target) != COLLECTIVE:
+        return None
+    return op.node.args[1], group_axes_of(op.node)
+
+
+def messages_of(op: Op) -> tuple[Any, ...] | None:
+    """What tells ops of one rule apart that send each other something else."""
+    return moved_rows(op) or exchanged(op)
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``[start, end)`` of the shard that is so many ``further`` on, around the
-    end; 0 is the rank's own."""
+    """Rows ``[start, end)`` of the shard that is so many ``further`` on, before this
+    one if negative; 0 is the rank's own."""
 
     further: int
     start: int
     end: int
 
 
-def pieces(rows: int, shards: int, by: int) -> tuple[Piece, ...]:
-    """What a rank's rows consist of, in order, where a dim of so many rows is cut into
-    equal shards and shifted."""
-    size = rows // shards
-    on, start = divmod(by, size)
-    found = (Piece(on % shards, start, size), Piece((on + 1) % shards, 0, start))
-    return tuple(piece for piece in found if piece.end > piece.start)
+def pieces(size: int, start: int, end: int) -> tuple[Piece, ...]:
+    """What rows ``[start, end)``, counted from where a rank's shard begins, consist of,
+    in order, where all shards have so many rows."""
+    out = []
+    while start < end:
+        further, first = divmod(start, size)
+        last = min(size, first + end - start)
+        out.append(Piece(further, first, last))
+        start += last - first
+    return tuple(out)
 
 
 def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
-    """(axes, bytes on one rank) of each permute that an op takes; none if it is no
-    shift, or its dim is not split."""
-    found = moved_rows(op)
-    if found is None:
-        return ()
-    dim, by = found
-    shape = [int(n) for n in op.node.meta["val"].shape]
-    spec = operand_spec(op.rule, strategy, 0)
-    axes = spec.dims[dim]
-    shards = mesh.count(axes)
-    if shards == 1:
-        return ()
-    itemsize = op.node.meta["val"].dtype.itemsize
-    row = math.prod(spec.local_shape(mesh, shape)) * itemsize * shards // shape[dim]
+    """(axes, bytes on one rank) of each permute that an op takes; none if it sends no
+    rows, or the dims are not split."""
+    shifted = moved_rows(op)
+    if shifted is not None:
+        dim, by = shifted
+        return _messages(op, 0, [(dim, by, by)], strategy, mesh)
+    around: dict[int, list[tuple[int, int, int]]] = {}
+    for halo in op.rule.halos:
+        rows = halo.dim, -halo.before, halo.after
+        around.setdefault(halo.position, []).append(rows)
     return tuple(
-        (mesh.ordered(axes), row * (piece.end - piece.start))
-        for piece in pieces(shape[dim], shards, by)
-        if piece.further
+        message
+        for position, rows in around.items()
+        for message in _messages(op, position, rows, strategy, mesh)
     )
 
 
+def _messages(
+    op: Op,
+    position: int,
+    rows: list[tuple[int, int, int]],
+    strategy: Strategy,
+    mesh: Mesh,
+) -> tuple[tuple[Axes, int], ...]:
+    """Those for rows of one tensor: for each of its dims where the first lies, counted
+    from the shard's first row, and the last, counted from the shard's last. What is
+    sent along one dim holds what came along those before it."""
+    n = len(op.operands)
+    rule, late = op.rule, position >= n
+    spec = (
+        result_spec(rule, strategy, position - n)
+        if late
+        else operand_spec(rule, strategy, position)
+    )
+    value = (
+        tensors_of(op.node.meta["val"])[position - n]
+        if late
+        else tensor_nodes(op.node)[position].meta["val"]
+    )
+    shape = list(spec.local_shape(mesh, [int(k) for k in value.shape]))
+    out = []
+    for dim, start, end in rows:
+        axes, size = spec.dims[dim], shape[dim]
+        shards = mesh.count(axes)
+        if shards == 1 or not size:
+            continue
+        row = math.prod(shape) // size * value.dtype.itemsize
+        out += [
+            (mesh.ordered(axes), row * (piece.end - piece.start))
+            for piece in pieces(size, start, size + end)
+            if piece.further % shards
+        ]
+        shape[dim] = size + end - start
+    return tuple(out)
+
+
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """How long these permutes take."""
+    """How long these permutes take, or the collective that an op is."""
+    found = exchanged(op)
+    if found is not None:
+        value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)
+        shape = spec.local_shape(mesh, [int(n) for n in value.shape])
+        nbytes = float(math.prod(shape) * value.dtype.itemsize)
+        return along(found[0], mesh, mesh.ordered(found[1])).seconds(nbytes)
     return sum(
         along("permute", mesh, axes).seconds(float(nbytes))
         for axes, nbytes in sent(op, strategy, mesh)

@@ -435,6 +435,14 @@ def _convolution_samples() -> None:
         (_f(4, 4, 4, 4, 4), _f(4, 4, 2, 2, 2), 2, 0, 1, False, 0, 1),
         (_f(4, 4, 5, 5), _f(4, 8, 3, 3), 2, 1, 1, True, 1, 1),
         (_f(4, 8, 5, 5), _f(8, 2, 3, 3), 1, 1, 1, True, 0, 4),
+        # Windows laid out evenly: a shard reads rows around it, of several shards.
+        (_f(2, 2, 8, 12), _f(2, 2, 7, 7), 2, 3, 1, False, 0, 1),
+        (_f(2, 2, 8, 4), _f(2, 1, 3, 3), 1, 2, 2, False, 0, 2),
+        (_f(2, 2, 8), _f(2, 2, 1), 2, 0, 1, False, 0, 1),
+        (_f(2, 2, 4, 4), _f(2, 2, 4, 4), 2, 1, 1, True, 0, 1),
+        (_f(2, 2, 4, 4), _f(2, 2, 3, 3), 2, 1, 1, True, 1, 1),
+        (_f(2, 4, 4), _f(4, 1, 1), 3, 0, 1, True, 2, 2),
+        (_f(2, 2, 4), _f(2, 2, 5), 2, 3, 2, True, 1, 1),
     ):
         k = x.dim() - 2
         rest = ([stride] * k, [padding] * k, [dilation] * k, transposed, [extra] * k)
@@ -443,7 +451,12 @@ def _convolution_samples() -> None:
             args = (x, w, bias, *rest, groups)
             SAMPLES.setdefault(aten.convolution.default, []).append(_s(*args))
         grad = _f(*aten.convolution.default(*args).shape)
-        for mask in ([True] * 3, [True, True, False], [False, True, True]):
+        for mask in (
+            [True] * 3,
+            [True, True, False],
+            [False, True, True],
+            [True, False, True],
+        ):
             sizes = [channels] if mask[2] else None
             SAMPLES.setdefault(aten.convolution_backward.default, []).append(
                 _s(grad, x, w, sizes, *rest, groups, mask)
@@ -479,14 +492,31 @@ def _pool_samples() -> None:
             _add(f"adaptive_avg_pool{k}d", x, [4] * k)
             out, where = _add(f"adaptive_max_pool{k}d", x, [2] * k)
             _add(f"adaptive_max_pool{k}d_backward", _f(*out.shape), x, where)
+    # Windows that overlap, several shards of rows, and those that count what is padded.
+    x = _f(2, 2, 4, 8)
+    for window in (([5, 3], [1, 2], [2, 1]), ([3, 2], [2, 2], [0, 0])):
+        args = (x, *window, [1, 1], not any(window[2]))
+        out, where = _add("max_pool2d_with_indices", *args)
+        _add("max_pool2d_with_indices_backward", _f(*out.shape), *args, where)
+    for rest in ((False, True, None), (False, False, None), (False, False, 3)):
+        args = (x, [3, 3], [1, 2], [1, 1], *rest)
+        out = _add("avg_pool2d", *args)
+        _add("avg_pool2d_backward", _f(*out.shape), *args)
+    out = _add("avg_pool2d", x, [3, 2], [], [1, 0], True, False)
+    out = _add("_adaptive_avg_pool2d", x, [2, 4])
+    _add("_adaptive_avg_pool2d_backward", _f(*out.shape), x)
     _add("avg_pool1d", _image(1), [2])
     _add("adaptive_avg_pool1d", _image(1), [2])
     x = _image(2)
     pool = ([3, 3], [2, 2], [1, 1], [1, 1])
-    SAMPLES["prims::_low_memory_max_pool_with_offsets"] = [_s(x, *pool, False)]
+    SAMPLES["prims::_low_memory_max_pool_with_offsets"] = [
+        _s(x, *pool, False),
+        _s(_f(2, 2, 4, 8), [5, 3], [1, 2], [2, 1], [1, 1], False),
+    ]
     offsets = _i(9, 4, 8, 3, 3).to(torch.int8)
     SAMPLES["prims::_low_memory_max_pool_offsets_to_indices"] = [
-        _s(offsets, pool[0], [6, 6], *pool[1:])
+        _s(offsets, pool[0], [6, 6], *pool[1:]),
+        _s(offsets[:, :, :2], [3, 3], [4, 6], [2, 2], [1, 1], [1, 1]),
     ]
 
 

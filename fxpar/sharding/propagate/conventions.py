@@ -107,7 +107,7 @@ def _column_seed(
     engine: Propagation, op: Op, roots: dict[int, int], axis: str
 ) -> Seed | None:
     state, rule, program = engine.state, op.rule, engine.program
-    if not rule.contracted or len(op.results) != 1:
+    if not rule.contracted or len(op.results) != 1 or axis in rule.pin:
         return None
     floating = [v for v in op.operands if program.values[v].dtype.is_floating_point]
     weights = [i for i, v in enumerate(op.operands) if v in roots]

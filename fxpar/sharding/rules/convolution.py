@@ -1,8 +1,10 @@
-"""Rows of convolutions, pooling and resampling: spatial dims stay whole.
+"""Rows of convolutions, pooling and resampling.
 
 Batch and channels are free. Of a convolution, input channels are contracted and groups
 are a compound of their own; the bias is added once, so where input channels are split
-it is partial as well.
+it is partial as well. A spatial dim is free where windows are laid out evenly over it,
+as many of them as the dim has steps: a shard then needs rows around it, its halo. It is
+whole otherwise, and where something is resampled.
 """
 
 from __future__ import annotations
@@ -14,10 +16,20 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Passage, Rule, parse_rule
+from fxpar.sharding.factors import Halo, Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import Row, names, row, tensors_of, text
+from fxpar.sharding.rules.window_dims import (
+    SpatialDims,
+    Window,
+    each,
+    spatial_dims,
+    windows,
+)
 
 aten = torch.ops.aten
+
+Numbers = int | Sequence[int]
+MaySplit = Callable[[Window], bool]
 
 
 # Convolution
@@ -31,9 +43,11 @@ def _channels(transposed: bool, groups: int) -> tuple[str, str, str, str]:
     return "(g ci)", "(g co)", f"(g {first})", second
 
 
-def _sized(rule: str, groups: int) -> Rule:
+def _sized(rule: str, groups: int, spatial: SpatialDims) -> Rule:
     sizes = (("g", groups),) if groups > 1 else ()
-    return replace(parse_rule(rule), sizes=sizes)
+    return replace(
+        parse_rule(rule), sizes=(*sizes, *spatial.sizes), evenly=spatial.free
+    )
 
 
 def _convolution(
@@ -51,19 +65,41 @@ def _convolution(
         return None
     k = x.dim() - 2
     ci, co, first, second = _channels(transposed, groups)
-    window = [f"{w}!" for w in names(k, "k")]
-    made = [f"{w}!" for w in names(k, "o")]
+    slid = windows(weight.shape[2:], stride, padding, dilation, k)
+    rows = [int(n) for n in x.shape[2:]]
+    if transposed:
+        more = zip(rows, slid, each(output_padding, k), strict=True)
+        made = [
+            (n - 1) * w.stride - 2 * w.padding + w.dilation * (w.kernel - 1) + 1 + extra
+            for n, w, extra in more
+        ]
+        spatial = spatial_dims(slid, made, rows)
+        given, result = spatial.few, spatial.many
+    else:
+        made = [w.count(n) for n, w in zip(rows, slid, strict=True)]
+        spatial = spatial_dims(slid, rows, made)
+        given, result = spatial.many, spatial.few
     rule = _sized(
         text(
-            ["n", ci, *["_"] * k],
-            [first, second, *window],
+            ["n", ci, *given],
+            [first, second, *_whole(k)],
             *([["+", co]] if bias is not None else []),
-            results=[["n", co, *made]],
+            results=[["n", co, *result]],
         ),
         groups,
+        spatial,
     )
     summed = (2,) if bias is not None else ()
-    return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
+    return replace(
+        rule,
+        passages=(Passage((0, *summed)), Passage((1, *summed))),
+        halos=spatial.halos(len(rule.operands) if transposed else 0, 2),
+    )
+
+
+def _whole(k: int) -> list[str]:
+    """Words of the dims of a kernel."""
+    return [f"{w}!" for w in names(k, "k")]
 
 
 def _convolution_backward(
@@ -79,18 +115,27 @@ def _convolution_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> Rule | None:
+    """A convolution reads rows around a shard for the weight's gradient, and gives back
+    what its own gradient is there; a transposed one reads such rows of ``grad``."""
     if x.dim() != weight.dim():
         return None
     k = x.dim() - 2
     ci, co, first, second = _channels(transposed, groups)
-    window = [f"{w}!" for w in names(k, "k")]
-    made = [f"{w}!" for w in names(k, "o")]
-    given = ["n", ci, *["_"] * k]
-    weights = [first, second, *window]
+    slid = windows(weight.shape[2:], stride, padding, dilation, k)
+    many, few = (grad, x) if transposed else (x, grad)
+    spatial = spatial_dims(slid, many.shape[2:], few.shape[2:])
+    at_grad, at_x = spatial.few, spatial.many
+    halos = spatial.halos(1, 2) * mask[1] + spatial.halos(3, 2) * mask[0]
+    if transposed:
+        at_grad, at_x = spatial.many, spatial.few
+        halos = spatial.halos(0, 2) * (mask[0] or mask[1])
+    given = ["n", ci, *at_x]
+    weights = [first, second, *_whole(k)]
     # The bias is not in the product, so a split of input channels leaves it complete.
     results = [given, weights, [co, "~ci"]]
     results = [words for words, wanted in zip(results, mask, strict=True) if wanted]
-    return _sized(text(["n", co, *made], given, weights, results=results), groups)
+    rule = text(["n", co, *at_grad], given, weights, results=results)
+    return replace(_sized(rule, groups, spatial), halos=halos)
 
 
 # Windows
@@ -116,12 +161,154 @@ def _spatial_pair(k: int) -> Callable[..., str]:
     return factors
 
 
-def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> str:
-    return _spatial_pair(len(kernel))(x)
+def _pooled(
+    x: torch.Tensor, slid: Sequence[Window], few: Sequence[int], may: MaySplit
+) -> tuple[SpatialDims, list[str], list[str]]:
+    """(dims, words of what is pooled, words of what is made of it)."""
+    k = len(slid)
+    spatial = spatial_dims(slid, x.shape[-k:], few, may)
+    lead = names(x.dim() - k)
+    return spatial, [*lead, *spatial.many], [*lead, *spatial.few]
 
 
-def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> str:
-    return _spatial(len(kernel))(x)
+def _pool(
+    x: torch.Tensor, slid: Sequence[Window], ceil: bool, may: MaySplit, results: int
+) -> Rule:
+    """A pool: windows over the last dims. One that begins behind the padding would be
+    dropped of a shard, so with ``ceil`` none may end before its rows do."""
+    k = len(slid)
+    few = [w.count(int(n), ceil) for w, n in zip(slid, x.shape[-k:], strict=True)]
+    spatial, rows, made = _pooled(x, slid, few, may)
+    rule = parse_rule(text(rows, results=[made] * results))
+    halos = spatial.halos(0, x.dim() - k)
+    return _shared(rule, spatial, halos)
+
+
+def _pool_backward(
+    x: torch.Tensor, slid: Sequence[Window], few: Sequence[int], may: MaySplit, n: int
+) -> Rule:
+    """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
+    spatial, rows, made = _pooled(x, slid, few, may)
+    rule = parse_rule(text(made, rows, *[made] * (n - 1), results=[rows]))
+    halos = spatial.halos(n + 1, x.dim() - len(slid))
+    return _shared(rule, spatial, halos)
+
+
+def _shared(rule: Rule, dims: SpatialDims, halos: tuple[Halo, ...] = ()) -> Rule:
+    return replace(rule, sizes=dims.sizes, evenly=dims.free, halos=halos)
+
+
+def _even(ceil: bool) -> MaySplit:
+    return lambda window: not ceil or window.behind >= 0
+
+
+def _max_pool(k: int) -> Callable[..., Rule]:
+    def factors(
+        x: torch.Tensor,
+        kernel: Numbers,
+        stride: Numbers = (),
+        padding: Numbers = 0,
+        dilation: Numbers = 1,
+        ceil: bool = False,
+    ) -> Rule:
+        slid = windows(kernel, stride, padding, dilation, k)
+        return _pool(x, slid, ceil, _even(ceil), 2)
+
+    return factors
+
+
+def _max_pool_backward(k: int) -> Callable[..., Rule]:
+    def factors(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        kernel: Numbers,
+        stride: Numbers,
+        padding: Numbers,
+        dilation: Numbers,
+        ceil: bool,
+        indices: torch.Tensor,
+    ) -> Rule:
+        slid = windows(kernel, stride, padding, dilation, k)
+        return _pool_backward(x, slid, grad.shape[-k:], _even(ceil), 2)
+
+    return factors
+
+
+def _counted(ceil: bool, padding: bool, divisor: int | None) -> MaySplit:
+    """Of an average, all windows of a dim must count as many rows."""
+    even = _even(ceil)
+    return lambda w: even(w) and (divisor is not None or w.counts_all(padding))
+
+
+def _avg_pool(k: int) -> Callable[..., Rule]:
+    def factors(
+        x: torch.Tensor,
+        kernel: Numbers,
+        stride: Numbers = (),
+        padding: Numbers = 0,
+        ceil: bool = False,
+        count_padding: bool = True,
+        divisor: int | None = None,
+    ) -> Rule:
+        slid = windows(kernel, stride, padding, 1, k)
+        return _pool(x, slid, ceil, _counted(ceil, count_padding, divisor), 1)
+
+    return factors
+
+
+def _avg_pool_backward(k: int) -> Callable[..., Rule]:
+    def factors(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        kernel: Numbers,
+        stride: Numbers,
+        padding: Numbers,
+        ceil: bool,
+        count_padding: bool,
+        divisor: int | None,
+    ) -> Rule:
+        slid, few = windows(kernel, stride, padding, 1, k), grad.shape[-k:]
+        may = _counted(ceil, count_padding, divisor)
+        return _pool_backward(x, slid, few, may, 1)
+
+    return factors
+
+
+def _shares(x: torch.Tensor, few: Sequence[int]) -> list[Window]:
+    """Windows that cut dims into so many parts, where these are of one size."""
+    pairs = zip(x.shape[-len(few) :], few, strict=True)
+    sizes = [int(n) // max(int(m), 1) for n, m in pairs]
+    return [Window(max(n, 1), max(n, 1)) for n in sizes]
+
+
+def _adaptive_pool(k: int) -> Callable[..., Rule]:
+    def factors(x: torch.Tensor, few: Numbers) -> Rule:
+        sizes = each(few, k)
+        spatial, rows, made = _pooled(x, _shares(x, sizes), sizes, _even(False))
+        return _shared(parse_rule(text(rows, results=[made])), spatial)
+
+    return factors
+
+
+def _adaptive_pool_backward(k: int) -> Callable[..., Rule]:
+    def factors(grad: torch.Tensor, x: torch.Tensor) -> Rule:
+        few = [int(n) for n in grad.shape[-k:]]
+        spatial, rows, made = _pooled(x, _shares(x, few), few, _even(False))
+        rule = parse_rule(text(made, rows, results=[rows]))
+        return _shared(rule, spatial)
+
+    return factors
+
+
+def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
+    return _max_pool(len(kernel))(x, kernel, *rest)
+
+
+def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
+    """Positions by where a window lies, and in it."""
+    words = names(x.dim())
+    spatial = frozenset(words[-len(kernel) :])
+    return replace(parse_rule(text(words, results=[words])), evenly=spatial)
 
 
 def _fractional_pool(x: torch.Tensor, *args: Any) -> str:
@@ -182,12 +369,18 @@ def _rows(entry: Row, *ops: str, overloads: Sequence[str] = ("default",)) -> dic
     }
 
 
-def _by_rank(pattern: str, ranks: Sequence[int], **marks: Any) -> dict:
-    """Rows of ``_spatial`` for ``pattern`` with each number of spatial dims put in."""
+def _by_rank(
+    pattern: str,
+    ranks: Sequence[int],
+    rule: Callable[[int], Callable[..., Any]] = _spatial,
+    **marks: Any,
+) -> dict:
+    """Rows for ``pattern`` with each number of spatial dims put in; by default these
+    are whole."""
     out: dict = {}
     for k in ranks:
         op = pattern.format(k)
-        out |= _rows(row(_spatial(k), **marks), op, overloads=("default", "vec"))
+        out |= _rows(row(rule(k), **marks), op, overloads=("default", "vec"))
     return out
 
 
@@ -206,9 +399,10 @@ _RESAMPLED = (
 ROWS = {
     aten.convolution.default: row(_convolution),
     aten.convolution_backward.default: row(_convolution_backward, linear="0"),
-    aten.max_pool2d_with_indices.default: row(_spatial_pair(2)),
-    aten.max_pool3d_with_indices.default: row(_spatial_pair(3)),
-    **_by_rank("max_pool{}d_with_indices_backward", (2, 3), linear="0"),
+    **_by_rank("max_pool{}d_with_indices", (2, 3), _max_pool),
+    **_by_rank(
+        "max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward, linear="0"
+    ),
     "prims::_low_memory_max_pool_with_offsets": row(_low_memory_pool),
     "prims::_low_memory_max_pool_offsets_to_indices": row(_low_memory_indices),
     aten.fractional_max_pool2d.default: row(_fractional_pool),
@@ -219,11 +413,13 @@ ROWS = {
     aten.fractional_max_pool3d_backward.default: row(
         _fractional_pool_backward, linear="0"
     ),
-    **_by_rank("avg_pool{}d", (1, 2, 3), linear="0"),
-    **_by_rank("avg_pool{}d_backward", (2, 3), linear="0"),
-    **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), linear="0"),
-    **_by_rank("_adaptive_avg_pool{}d", (2, 3), linear="0"),
-    **_by_rank("_adaptive_avg_pool{}d_backward", (2, 3), linear="0"),
+    **_by_rank("avg_pool{}d", (1, 2, 3), _avg_pool, linear="0"),
+    **_by_rank("avg_pool{}d_backward", (2, 3), _avg_pool_backward, linear="0"),
+    **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool, linear="0"),
+    **_by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool, linear="0"),
+    **_by_rank(
+        "_adaptive_avg_pool{}d_backward", (2, 3), _adaptive_pool_backward, linear="0"
+    ),
     aten.adaptive_max_pool2d.default: row(_spatial_pair(2)),
     aten.adaptive_max_pool3d.default: row(_spatial_pair(3)),
     **_by_rank("adaptive_max_pool{}d_backward", (2, 3), linear="0"),

@@ -1,0 +1,117 @@
+"""Dims over which windows slide, as factors: those of convolutions and pools.
+
+In: sizes of a dim and its windows. Out: words for a rule, and the rows that windows of
+a shard reach beyond it (``Halo``). A window starts at each step of ``stride`` rows, so
+a dim of ``many`` rows and one of ``few`` windows are split alike where
+``many = few * stride``: the first is ``(o s!)``, the second ``o``. Where that does not
+hold the dim is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fxpar.sharding.factors import Halo
+
+
+@dataclass(frozen=True)
+class Window:
+    """How windows slide over one dim, in rows."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    @property
+    def behind(self) -> int:
+        """Rows that the last window of a shard reaches beyond it; of the last windows
+        that start within the shard some lie before its end where this is negative."""
+        return self.dilation * (self.kernel - 1) - self.padding - (self.stride - 1)
+
+    def count(self, rows: int, ceil: bool = False) -> int:
+        """Windows of a dim of so many rows, padded at both ends; with ``ceil`` also one
+        that ends behind, if it starts before that."""
+        left = rows + 2 * self.padding - self.dilation * (self.kernel - 1) - 1
+        if not ceil:
+            return left // self.stride + 1
+        more = -(-left // self.stride)
+        return more + (more * self.stride < rows + self.padding)
+
+    def fits(self, many: int, few: int) -> bool:
+        """Whether shards of rows and shards of windows are laid out alike."""
+        return few * self.stride == many and -self.behind < self.stride
+
+    def counts_all(self, padding: bool) -> bool:
+        """Whether every window of a dim that it fits has all its rows counted, those of
+        the padding too or not."""
+        return self.behind <= self.padding * padding and (padding or not self.padding)
+
+
+def each(numbers: int | Sequence[int], k: int) -> list[int]:
+    """One number per dim, where one may stand for all."""
+    found = [numbers] if isinstance(numbers, int) else [*numbers]
+    return found * k if len(found) == 1 else found
+
+
+def windows(
+    kernel: int | Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    k: int,
+) -> list[Window]:
+    """The windows of ``k`` dims; an empty stride is the kernel's size."""
+    sizes = each(kernel, k)
+    steps = each(stride, k) if stride or stride == 0 else sizes
+    rest = each(padding, k), each(dilation, k)
+    return [Window(*numbers) for numbers in zip(sizes, steps, *rest, strict=True)]
+
+
+@dataclass(frozen=True)
+class SpatialDims:
+    """The words of dims that windows slide over."""
+
+    # One of each dim, of the tensor that has rows and of the one that has windows.
+    many: list[str]
+    few: list[str]
+    # Of factors that the words name.
+    sizes: tuple[tuple[str, int], ...]
+    # (number among these dims, rows before, rows behind)
+    reach: tuple[tuple[int, int, int], ...]
+
+    @property
+    def free(self) -> frozenset[str]:
+        """Factors that an axis may split."""
+        return frozenset(word for word in self.few if not word.endswith("!"))
+
+    def halos(self, position: int, first: int) -> tuple[Halo, ...]:
+        """Those of a tensor that has rows, whose dims here start with ``first``."""
+        return tuple(Halo(position, first + d, a, b) for d, a, b in self.reach)
+
+
+def spatial_dims(
+    slid: Sequence[Window],
+    many: Sequence[int],
+    few: Sequence[int],
+    may: Callable[[Window], bool] = lambda window: True,
+) -> SpatialDims:
+    """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
+    dim may be split."""
+    rows, made, sizes, reach = [], [], [], []
+    for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
+        if not (window.fits(int(n), int(count)) and may(window)):
+            rows.append("_")
+            made.append(f"o{d}!")
+            continue
+        made.append(f"o{d}")
+        if window.stride == 1:
+            rows.append(f"o{d}")
+        else:
+            rows.append(f"(o{d} s{d}!)")
+            sizes.append((f"s{d}", window.stride))
+        ends = window.padding, max(0, window.behind)
+        if any(ends):
+            reach.append((d, *ends))
+    return SpatialDims(rows, made, tuple(sizes), tuple(reach))
