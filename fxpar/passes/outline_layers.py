@@ -61,7 +61,9 @@ class Segment:
 
 def outline_layers(graph: fx.Graph) -> int:
     """Put calls of bodies in the place of layers that repeat; how many calls."""
-    root = graph.owning_module
+    root, given = graph.owning_module, graph.find_nodes(op="placeholder")
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in given):
+        return 0  # sizes are open
     if root is None or not _torch.inductor.calls_bodies():
         return 0
     kinds: dict[Any, list[Segment]] = defaultdict(list)
