@@ -98,8 +98,8 @@ def drop_unread(graph: fx.Graph) -> None:
     the first for one collective.
 
     The partitioner repeats those of forward results in the backward, and counts them
-    among what dead code elimination may not touch; of equal reductions, as of the biases
-    of two layers that are added, it makes one, which is then waited for twice.
+    among what dead code elimination may not touch; of equal reductions, as those of the
+    biases of two layers that are added, it makes one, which is then waited for twice.
     """
     first: dict[fx.Node, fx.Node] = {}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
