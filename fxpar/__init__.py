@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxpar.runtime.at_rest.shard import no_sync, shard
     from fxpar.runtime.compiled_graph import plans
     from fxpar.runtime.presence import alone
+    from fxpar.runtime.shard_map import axis_index, axis_size, permute, shard_map
     from fxpar.sharding.rules import rule
 
 __version__ = "0.1.0"
@@ -29,23 +30,31 @@ __all__ = [
     "Mesh",
     "Spec",
     "alone",
+    "axis_index",
+    "axis_size",
     "constrain",
     "no_sync",
+    "permute",
     "plan",
     "plans",
     "rule",
     "shard",
+    "shard_map",
     "train_step",
 ]
 
 _LAZY = {
     "alone": "fxpar.runtime.presence",
+    "axis_index": "fxpar.runtime.shard_map",
+    "axis_size": "fxpar.runtime.shard_map",
     "constrain": "fxpar.runtime.at_rest.crossings",
     "no_sync": "fxpar.runtime.at_rest.shard",
+    "permute": "fxpar.runtime.shard_map",
     "plan": "fxpar.planning",
     "plans": "fxpar.runtime.compiled_graph",
     "rule": "fxpar.sharding.rules",
     "shard": "fxpar.runtime.at_rest.shard",
+    "shard_map": "fxpar.runtime.shard_map",
     "train_step": "fxpar.backend",
 }
 

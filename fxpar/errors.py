@@ -47,6 +47,11 @@ class HintError(FxparError, ValueError):
     """A hint that does not fit the program or the mesh."""
 
 
+class RegionError(FxparError, ValueError):
+    """A manual region that cannot be: specs that do not fit, a result that differs
+    between ranks though it is said to be whole."""
+
+
 class OptionError(FxparError, ValueError):
     """An unknown option or a value it cannot take."""
 

@@ -28,11 +28,12 @@ from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.passes.lockstep import gather, run_global, run_lockstep, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result, parallelize
+from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
@@ -237,8 +238,7 @@ class TracedPlan(Plan):
         """As ``reference``, with gradients and buffers changed in place."""
         result, call = self._traced()
         whole = module_of(self.module, result.normalized)
-        inputs = [call.inputs(args, kwargs)]
-        (values,) = run_lockstep(whole, Mesh((("all", 1),)), inputs)
+        values = run_global(whole, self.mesh, call.inputs(args, kwargs))
         return call.outcome(result.decision.program.signature, values)
 
     def _returned(self, outcome: Outcome) -> Any:
@@ -288,7 +288,7 @@ def plan(
     mesh = _line(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
     leads = options.progress and not _rank()
-    with status_line.shown("plan", MOST_STEPS, on=leads):
+    with status_line.shown("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
     given = _given(in_specs, call.count, "in_specs", "tensor arguments")
 

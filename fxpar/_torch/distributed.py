@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -215,3 +217,110 @@ _KEPT: list[Any] = []  # libraries: their ops last as long as they do
 
 
 _define_messages()
+
+
+def name_axes(sizes: Mapping[str, int] | None) -> None:
+    """Let names of axes stand for process groups of these sizes, in functional
+    collectives that are traced; None: for nothing any more. Names of no group at all
+    stand for one rank meanwhile: what is wrong with them is said of the graph."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d
+    resolve = getattr(found._resolve_process_group, "without_axes", None)
+    if sizes is None:
+        if resolve is not None:
+            found._resolve_process_group = resolve
+        return
+    plain = resolve or found._resolve_process_group
+
+    def with_axes(name: Any) -> Any:
+        if name in sizes:
+            return _Sized(sizes[name])
+        try:
+            return plain(name)
+        except (RuntimeError, ValueError, LookupError):
+            return _Sized(1)
+
+    with_axes.without_axes = plain  # type: ignore[attr-defined]
+    found._resolve_process_group = with_axes
+
+
+class _Sized:
+    """A process group of which the size alone is known."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+
+def finished(results: Any) -> Any:
+    """Results of functional collectives that ran outside of a graph, once they are
+    there."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(AsyncCollectiveTensor, lambda x: x.wait(), results)
+
+
+_ALONE = "fxpar:alone"
+
+
+@contextlib.contextmanager
+def axes_of_one_rank() -> Iterator[None]:
+    """Inside, a name given to a functional collective for its group stands for this
+    process alone; gradients go back through it at any time."""
+    from torch.distributed import _functional_collectives
+
+    found: Any = _functional_collectives
+    name = "_resolve_group"
+    if not hasattr(found, name):
+        name = "_resolve_group_name"  # 2.11
+    plain = getattr(found, name)
+
+    def alone(group: Any, tag: str = "") -> Any:
+        if not isinstance(group, str):
+            return plain(group, tag)
+        _make_group_of_one()
+        return _ALONE
+
+    setattr(found, name, alone)
+    try:
+        yield
+    finally:
+        setattr(found, name, plain)
+
+
+def _make_group_of_one() -> None:
+    """A process group of this process, which needs no others and no default group."""
+    if group_named(_ALONE) is not None:
+        return
+    dist: Any = torch.distributed
+    found: Any = torch._C._distributed_c10d
+    group, kinds = dist.ProcessGroup(0, 1), dist.ProcessGroup.BackendType
+    devices: tuple[str, ...]
+    fake = found.FakeProcessGroup._create_internal(0, 1)
+    if _copies(fake):
+        kind, backend, devices = kinds.CUSTOM, fake, ("cpu", "cuda", "meta")
+    else:  # 2.11
+        wait = datetime.timedelta(seconds=60)
+        backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, wait)
+        kind, devices = kinds.GLOO, ("cpu",)
+    group._set_default_backend(kind)
+    for device in devices:
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_group_name(_ALONE)
+    found._register_process_group(_ALONE, group)
+    _GROUPS_OF_ONE.append(group)
+
+
+def _copies(group: Any) -> bool:
+    """Whether a fake group of one rank gives what it is given."""
+    out = torch.zeros(1)
+    group._reduce_scatter_base(out, torch.ones(1)).wait()
+    return bool(out.item() == 1)
+
+
+# Kept: the registry of names does not hold them.
+_GROUPS_OF_ONE: list[Any] = []

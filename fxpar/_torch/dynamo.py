@@ -83,6 +83,13 @@ def trace_again(reason: str) -> None:
     raise Again(restart_reason=reason)
 
 
+def current_trace() -> Any:
+    """What stands for the trace that is going on; None if none is."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
+
+
 def maybe_mark_dynamic(x: torch.Tensor, dim: int) -> None:
     """Ask Dynamo to keep a dim symbolic, if the program lets it."""
     import torch._dynamo

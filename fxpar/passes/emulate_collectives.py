@@ -124,3 +124,28 @@ PRODUCTS: dict[Any, Callable[[Ranks], Ranks]] = {
     torch.ops.fxpar.gather_matmul.default: _gather_matmul,
     torch.ops.fxpar.matmul_scatter.default: _matmul_scatter,
 }
+
+
+def _gather_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
+    return [torch.cat(members, dims[0])] * len(members)
+
+
+def _scatter_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
+    total = reduced(members, op)
+    return [part.contiguous() for part in total.chunk(len(members), dims[0])]
+
+
+def _exchange_on(members: Ranks, dims: Sequence[int], op: str) -> Ranks:
+    source, target = dims
+    cut = [x.chunk(len(members), target) for x in members]
+    return [torch.cat([x[i] for x in cut], source) for i in range(len(members))]
+
+
+# The collectives of manual regions, by kind: on any dim.
+ON_DIMS: dict[str, Callable[..., Ranks]] = {
+    "all_reduce": lambda members, dims, op: all_reduce(members, op),
+    "reduce_scatter": _scatter_on,
+    "all_gather": _gather_on,
+    "all_to_all": _exchange_on,
+    "permute": lambda members, dims, op: permute(members, dims),
+}

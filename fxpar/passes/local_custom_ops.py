@@ -21,7 +21,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes import custom_ops, halos
+from fxpar.passes import collective_nodes, custom_ops, halos
+from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import LocalCall, Localizer
@@ -150,7 +151,7 @@ def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any
         return build.own_start(rows, axes, start)
     if start.target is not custom_ops.offset or rows % build.mesh.count(axes):
         raise PlanError(f"{call.node.name} is cut into shards that are not alike")
-    _, before, stride, base = start.args
+    _, before, stride, base = value_of(start.args)
     if stride != rows:
         raise PlanError(f"{call.node.name} is cut across shards of {stride}")
     return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
@@ -223,12 +224,43 @@ def _with_gradients(target: Any, *args: Any) -> Any:
         return target(*args[:12], tuple(wanted), *args[13:])
 
 
+def _edge(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
+    """An edge of a manual region: what a rank holds, laid out as it is read."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _collective(
+    call: LocalCall,
+    x: fx.Node,
+    kind: str,
+    dims: Sequence[int],
+    op: str,
+    _: str,
+    axes: str,
+) -> fx.Node:
+    named = (tuple(dims),) if kind == "permute" else dims
+    args = (*named, op) if op else named
+    node = collective_nodes.NODES[kind]
+    return collective_nodes.step(call.build, node, x, *args, tuple(axes.split("+")))
+
+
+def _axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
+    place = call.build.offset((axis,), 1)
+    return call.build.call(aten.full.default, [], place, dtype=torch.int64)
+
+
 LOCAL: dict[Any, Localizer] = {
     "fxpar::dot": _dot,
     "fxpar::constrain": _constrain,
     "fxpar::random": _random,
     "fxpar::randint": _random,
     "fxpar::shift": _shift,
+    "fxpar::enter_region": _edge,
+    "fxpar::leave_region": _edge,
+    "fxpar::collective": _collective,
+    "fxpar::axis_index": _axis_index,
     "higher_order::flex_attention": _forward,
     "higher_order::flex_attention_backward": _backward,
 }

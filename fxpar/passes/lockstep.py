@@ -20,6 +20,7 @@ from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
 from fxpar.passes.emulate_collectives import (
+    ON_DIMS,
     PRODUCTS,
     Post,
     Ranks,
@@ -33,6 +34,14 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
+
+REGION_OPS = {
+    ours.enter_region.default,
+    ours.leave_region.default,
+    ours.collective.default,
+    ours.axis_index.default,
+}
 
 
 def run_lockstep(
@@ -47,6 +56,17 @@ def run_lockstep(
     post = Post()
     (results,) = _finished([_steps(graph, mesh, range(mesh.size), inputs, post)], post)
     return results
+
+
+def run_global(
+    graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Any]
+) -> Any:
+    """What the one-device graph gives, on one device; what manual regions in it do on
+    the ranks of ``mesh`` included."""
+    nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
+    if not any(node.target in REGION_OPS for node in nodes):
+        mesh = Mesh((("all", 1),))
+    return run_lockstep(graph, mesh, [inputs] * mesh.size)[0]
 
 
 def run_stages(
@@ -146,6 +166,8 @@ def _steps(
             while not post.is_there(ends):
                 yield
             env[node] = post.receive(node, env, ends)
+        elif node.target in REGION_OPS:
+            env[node] = _in_region(node, env, mesh, ranks)
         elif node.target in PRODUCTS:
             env[node] = _products(node, env, groups(node.args[-1]), count)
         elif node.target in COLLECTIVES:
@@ -255,6 +277,36 @@ def _collective(
         for r, value in zip(group, made[key], strict=True):
             out[r] = value
     return out
+
+
+def _in_region(
+    node: fx.Node, env: dict[fx.Node, Ranks], mesh: Mesh, ranks: Sequence[int]
+) -> Ranks:
+    """An op of a manual region, in a graph of global shapes outside of it. Runs on all
+    ranks of the mesh."""
+    if node.target is ours.axis_index.default:
+        return [torch.tensor(mesh.index(r, (node.args[0],))) for r in ranks]
+    if node.target is ours.collective.default:
+        _, kind, dims, op, _, names = node.args
+        axes = mesh.ordered(names.split("+"))
+        run = functools.partial(ON_DIMS[kind], dims=dims, op=op)
+    else:
+        axes, spec = mesh.ordered(node.args[3].split("+")), Spec.parse(node.args[1])
+        own = Mesh(tuple((axis, mesh.sizes[axis]) for axis in axes))
+        enters = node.target is ours.enter_region.default
+        run = functools.partial(_enter if enters else _leave, spec=spec, mesh=own)
+    values, out = env[node.args[0]], dict[int, Any]()
+    for group in mesh.groups(axes):
+        out.update(zip(group, run([values[r] for r in group]), strict=True))
+    return [out[r] for r in ranks]
+
+
+def _enter(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
+    return scatter(members[0], spec, mesh)
+
+
+def _leave(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
+    return [gather(members, spec, mesh)] * len(members)
 
 
 def _products(

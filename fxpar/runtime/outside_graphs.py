@@ -146,6 +146,11 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     return enter, functools.partial(_met, watched)
 
 
+def options_of_call() -> Options | None:
+    """The options of the compiled function that is being called; None outside."""
+    return _calls.stack[-1].watched.asked if _calls.stack else None
+
+
 def _itself(fn: Any) -> Any:
     return fn
 

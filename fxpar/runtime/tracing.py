@@ -78,6 +78,17 @@ def raised_at(error: BaseException) -> str | None:
     return found
 
 
+def users_line() -> str | None:
+    """The innermost line outside torch and fxpar that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in _NOT_THE_USERS):
+            return _line(path, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
 def _line(path: str, number: int) -> str:
     return f"{path}:{number}: {linecache.getline(path, number).strip()}"
 

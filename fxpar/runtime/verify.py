@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.passes.lockstep import gather, run_global, run_lockstep, scatter
 from fxpar.sharding.decide import Decision
 
 
@@ -42,7 +42,7 @@ def verify(
             own, mesh, [_copies(part[r] for part in parts) for r in range(mesh.size)]
         )
         torch.set_rng_state(state)
-        want = whole(*_copies(feeds))
+        want = run_global(whole, mesh, _copies(feeds))
     for k, (spec, expected) in enumerate(zip(edges.outputs, want, strict=True)):
         if spec is None or not isinstance(expected, torch.Tensor):
             continue

@@ -54,7 +54,9 @@ def growths(
         a.op == b.op and (a.op == "placeholder" or a.target == b.target)
         for a, b in pairs
     )
-    outputs = once.output_node().args[0]
+    outputs: Any = once.output_node().args[0]
+    if isinstance(outputs, fx.Node):  # the test of a loop gives one
+        outputs = (outputs,)
     if not alike:
         return [unknown("the program depends on the size of the batch")] * len(outputs)
     known: dict[fx.Node, tuple[Growth, ...]] = {}

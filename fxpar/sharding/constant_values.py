@@ -54,7 +54,7 @@ def make_as_read(
         need = reads.pop() if len(reads) == 1 else whole
         made = _making(op, need, mesh)
         if made is None:
-            need, made = whole, Strategy()
+            need, made = whole, Strategy(op.rule.pinned)
         strategies[op.index], settled[v] = made, need
 
 
@@ -62,7 +62,7 @@ def _making(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
     """The strategy by which an op makes its result so, if there is one."""
     rule = op.rule
     axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even_factors)
-    made = Strategy(tuple(axes_of.items()))
+    made = Strategy((*rule.pinned, *axes_of.items()))
     if result_spec(rule, made, 0) != spec or rule.whole.intersection(axes_of):
         return None
     return made if fits(rule, axes_of, mesh) else None

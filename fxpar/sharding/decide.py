@@ -312,8 +312,8 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
             )
             out.setdefault(
                 (rows, axes),
-                f"uneven: {rows} rows of {value.name} over {'+'.join(axes)} are {largest} at "
-                f"most on one of {mesh.count(axes)} ranks, which are idle "
+                f"uneven: {rows} rows of {value.name} over {'+'.join(axes)} are "
+                f"{largest} at most on one of {mesh.count(axes)} ranks, which are idle "
                 f"{idle:.0%} of the time",
             )
     return list(out.values())

@@ -87,6 +87,10 @@ class Rule:
     alike: frozenset[tuple[int, str]] = frozenset()
     # Whether the op may have further results, whole and alike over every factor.
     open: bool = False
+    # Factors that these axes always split: those of a manual region (``rules.manual``).
+    pinned: tuple[tuple[str, Axes], ...] = ()
+    # Pinned factors that no tensor has, over which the results are partial.
+    summed: frozenset[str] = frozenset()
     # Whether all shards of a factor must be as large as one another.
     even: bool = False
     # Factors of which they must be, if not all.
@@ -117,7 +121,13 @@ class Rule:
     @cached_property
     def free(self) -> tuple[str, ...]:
         """Factors an axis may split."""
-        return tuple(f for f in self.factors if f not in self.whole)
+        shut = self.whole.union(f for f, _ in self.pinned)
+        return tuple(f for f in self.factors if f not in shut)
+
+    @cached_property
+    def pin(self) -> dict[str, str]:
+        """Axis -> the factor that it always splits."""
+        return {axis: factor for factor, axes in self.pinned for axis in axes}
 
     @cached_property
     def even_factors(self) -> frozenset[str]:
@@ -140,6 +150,7 @@ class Rule:
     def contracted_by(self) -> tuple[frozenset[str], ...]:
         """For each result, the factors whose axes make it partial."""
         have = frozenset(f for t in self.operands for d in t for f in d)
+        have |= self.summed
         return tuple(
             have - {f for d in result for f in d} - {f for j, f in self.alike if i == j}
             for i, result in enumerate(self.results)

@@ -88,8 +88,11 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
     twice = [axis for axis in used if used.count(axis) > 1]
     if twice or len(strategy.axes_of) < len(strategy.factors):
         return f"it uses {f'axis {twice[0]}' if twice else 'a factor'} twice"
+    pinned = dict(rule.pinned)
+    if any(strategy.axes_of.get(f) != axes for f, axes in rule.pinned):
+        return f"inside its manual region it has {rule.pinned}"
     for factor in strategy.axes_of:
-        if factor not in rule.free:
+        if factor not in rule.free and factor not in pinned:
             known = ", ".join(rule.free) or "none"
             return f"it splits {factor!r}, and what can be split is {known}"
     for _, reduction, passage in strategy.passes:

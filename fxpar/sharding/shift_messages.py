@@ -1,4 +1,5 @@
-"""Rows that ranks send one another where an op reads beyond a shard of a dim.
+"""What ranks send one another inside an op: rows beyond a shard of a dim that the op
+reads, and what a collective of a manual region sends.
 
 In: an op, its strategy, a mesh. Out: for each permute its axes and bytes. Of a dim that
 is split ``fxpar::shift`` reads rows further on, and an op with halos the rows around
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, tensor_nodes
+from fxpar.sharding.rules.manual import COLLECTIVE, group_axes_of
 from fxpar.sharding.rules.table import tensors_of
 
 NAME = "fxpar.shift.default"
@@ -27,6 +30,18 @@ def moved_rows(op: Op) -> tuple[int, int] | None:
         return None
     _, dim, by = op.node.args[:3]
     return dim, by
+
+
+def exchanged(op: Op) -> tuple[str, Axes] | None:
+    """(kind, axes) of a collective of a manual region; None of any other op."""
+    if str(op.target) != COLLECTIVE:
+        return None
+    return op.node.args[1], group_axes_of(op.node)
+
+
+def messages_of(op: Op) -> tuple[Any, ...] | None:
+    """What tells ops of one rule apart that send each other something else."""
+    return moved_rows(op) or exchanged(op)
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,13 @@ def _messages(
 
 
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """How long these permutes take."""
+    """How long these permutes take, or the collective that an op is."""
+    found = exchanged(op)
+    if found is not None:
+        value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)
+        shape = spec.local_shape(mesh, [int(n) for n in value.shape])
+        nbytes = float(math.prod(shape) * value.dtype.itemsize)
+        return along(found[0], mesh, mesh.ordered(found[1])).seconds(nbytes)
     return sum(
         along("permute", mesh, axes).seconds(float(nbytes))
         for axes, nbytes in sent(op, strategy, mesh)

@@ -46,7 +46,9 @@ class Spec:
         pairs = partial.items() if isinstance(partial, Mapping) else partial
         object.__setattr__(self, "dims", tuple(_entry(entry) for entry in dims))
         object.__setattr__(self, "partial", tuple(sorted(tuple(p) for p in pairs)))
-        used = self.axes
+        # Not ``self.axes``: Dynamo, which traces this, has no cached properties.
+        used = [axis for dim in self.dims for axis in dim]
+        used += [axis for axis, _ in self.partial]
         for axis in used:
             if used.count(axis) > 1:
                 raise SpecError(

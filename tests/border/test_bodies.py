@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 from fxpar.errors import FxparWarning
@@ -147,6 +148,29 @@ def test_sums_leave_local_mode_as_means_over_ranks(name: str) -> None:
             assert got == pytest.approx(want / 2, rel=1e-5)
         for got, want in rank[half:]:
             assert got == pytest.approx(want, rel=1e-5)
+
+
+def summed_behind_a_loop() -> tuple[float, float]:
+    """What local mode gives of a sum behind a loop, and what one device has."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, 8, dtype=torch.float64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros((), dtype=torch.int64), x
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), start)[1]
+
+    options = {"mesh": "dp=2", "inputs": "local", "codegen": "eager"}
+    run = torch.compile(lambda x: fn(x).sum(), backend="fxpar", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxparWarning)
+        mine = run(x.chunk(2)[dist.get_rank()].clone())
+    return float(mine), float(x.sin().sin().sin().sum())
+
+
+def test_how_what_a_loop_gives_grows_is_known() -> None:
+    for got, want in shared_pool(2).run(summed_behind_a_loop, timeout=400.0):
+        assert got == pytest.approx(want / 2, rel=1e-9)
 
 
 def noisy(name: str, codegen: str, plan: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -92,7 +92,8 @@ def noisy_scan(x: Tensor, w: Tensor) -> Tensor:
         h = h * torch.rand_like(h)
         return h * 1.0, h * row
 
-    return scan(step, torch.ones_like(x[:, 0]), x, dim=1)[1]
+    # Steps are the first dim of what they give, in torch 2.11 whatever ``dim`` says.
+    return scan(step, torch.ones_like(x[:, 0]), x.transpose(0, 1))[1].transpose(0, 1)
 
 
 def noisy_loop(x: Tensor, w: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
 from fxpar.runtime.presence import is_alone
 from fxpar.runtime.program_identity import Named
+from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,
     fake_of,
@@ -49,6 +50,7 @@ from fxpar.runtime.train_step.optimizer import (
     write,
 )
 from fxpar.runtime.train_step.trace import TracedStep, as_tensor, trace
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 
 LossFn = Callable[..., Any]
@@ -68,12 +70,14 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         asked: GradientOptions,
         backend: Backend,
+        mesh: Callable[[], Mesh | None] = lambda: None,
     ) -> None:
         refuse(optimizer)
         asked.check()
         orthogonalize_whole()
         model = getattr(model, "_orig_mod", model)
         self.model, self.optimizer, self.asked = model, optimizer, asked
+        self.mesh = mesh  # that the forward is traced for
         self.calls = 0  # since the last update
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of them, by parameter
 
@@ -95,7 +99,7 @@ class TrainStep:
                 fix="call it on every rank, outside; evaluate the model itself alone",
             )
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), traced_for(self.mesh):
                 results = self._forward(*args, **kwargs)
         except Exception as error:
             why = _torch.dynamo.why_not_one_graph(error)

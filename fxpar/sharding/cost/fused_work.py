@@ -58,7 +58,8 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
         streamed = moved / on.bandwidth + points / on.peak("float32").flops
         return streamed + messages
-    flops = work.flops / math.prod(shards.values())
+    pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
+    flops = work.flops / math.prod(n for f, n in shards.items() if f not in pinned)
     arithmetic = on.arithmetic(
         flops, _least(op, shards), work.dtype, family=work.family
     )

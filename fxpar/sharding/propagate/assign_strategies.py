@@ -32,7 +32,7 @@ from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived, may_lie_as_read, resting
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
-from fxpar.sharding.shift_messages import moved_rows
+from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec
 
 # Beyond this many assignments axes are decided one after another, largest first.
@@ -59,7 +59,7 @@ def choose(
         rests = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
         lie = tuple(specs[v] for v in op.tensors)
-        key = (op.rule, lie, batch, rests, free, op.target, moved_rows(op))
+        key = (op.rule, lie, batch, rests, free, op.target, messages_of(op))
         if key not in cache:
             made = _Choice(program, op, specs, batch, rests, free, mesh, hardware)
             cache[key] = made.strategy()
@@ -104,18 +104,20 @@ class _Choice:
     def strategy(self) -> Strategy:
         options = self._options()
         if not options:
-            return Strategy()
+            return Strategy(self.op.rule.pinned)
         if all(len(found) == 1 for found in options.values()):
             single = self._build({a: found[0] for a, found in options.items()})
             if single is not None and self._agrees(single):
                 return single
         best = self._best({a: (*found, None) for a, found in options.items()})
-        return best if best is not None else Strategy()
+        return best if best is not None else Strategy(self.op.rule.pinned)
 
     def _options(self) -> dict[str, tuple[str, ...]]:
         """For each axis, the factors that some tensor of the op splits by it."""
-        whole, found = self.op.rule.whole, {}
+        whole, pin, found = self.op.rule.whole, self.op.rule.pin, {}
         for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
+            if axis in pin:
+                continue
             factors: dict[str, bool] = {}
             for i, view in enumerate(self.views):
                 for factor, axes in view.items():
@@ -134,7 +136,7 @@ class _Choice:
         Axes that share a factor are ordered as in the tensor that has most of them.
         """
         rule: Rule = self.op.rule
-        axes_of: dict[str, Axes] = {}
+        axes_of: dict[str, Axes] = dict(rule.pinned)
         for factor in dict.fromkeys(f for f in chosen.values() if f):
             axes = [a for a, f in chosen.items() if f == factor]
             lead = max(

@@ -103,7 +103,7 @@ def gather_before_views(
         (need,) = reads
         made = result_spec(op.rule, strategies[op.index], 0)
         axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
-        after = Strategy(tuple(axes_of.items()))
+        after = Strategy((*op.rule.pinned, *axes_of.items()))
         if (
             set(need.sharded_axes) < set(made.sharded_axes)
             and result_spec(op.rule, after, 0) == need

@@ -17,7 +17,7 @@ from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.propagation import Propagation, Seed
-from fxpar.sharding.shard_sizes import may_split
+from fxpar.sharding.shard_sizes import is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
 MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
@@ -107,7 +107,7 @@ def _column_seed(
     engine: Propagation, op: Op, roots: dict[int, int], axis: str
 ) -> Seed | None:
     state, rule, program = engine.state, op.rule, engine.program
-    if not rule.contracted or len(op.results) != 1:
+    if not rule.contracted or len(op.results) != 1 or axis in rule.pin:
         return None
     floating = [v for v in op.operands if program.values[v].dtype.is_floating_point]
     weights = [i for i, v in enumerate(op.operands) if v in roots]
@@ -119,23 +119,30 @@ def _column_seed(
     v = op.operands[i]
     if axis in state.origins[roots[v]]:
         return None
-    for d, dim in enumerate(rule.operands[i]):
-        for factor in dim:
-            fits = may_split(rule.size[factor], engine.mesh, (axis,))
-            if factor in rule.free and factor not in rule.contracted and fits:
-                ndim = len(program.values[v].shape)
-                dims: list[Axes] = [()] * ndim
-                dims[d] = (axis,)
-                if len(dim) > 1 and rule.size[factor] % engine.mesh.sizes[axis]:
-                    continue
-                if state.dims[v][d] or factor != dim[0]:
-                    continue
-                if _is_residual(program, op, factor, roots):
-                    continue
-                name = program.values[roots[v]].name
-                return Seed(
-                    v, tuple(dims), (False,) * ndim, f"convention: columns of {name}"
-                )
+
+    def is_split_evenly(factor: str) -> bool:
+        return is_even(rule.size[factor], engine.mesh, (axis,))
+
+    columns = [
+        (d, dim[0])
+        for d, dim in enumerate(rule.operands[i])
+        if dim
+        and dim[0] in rule.free
+        and dim[0] not in rule.contracted
+        and may_split(rule.size[dim[0]], engine.mesh, (axis,))
+        and (len(dim) == 1 or is_split_evenly(dim[0]))
+        and not state.dims[v][d]
+    ]
+    # Of a fused projection the heads, rather than its three parts.
+    for d, factor in sorted(columns, key=lambda column: not is_split_evenly(column[1])):
+        if _is_residual(program, op, factor, roots):
+            continue
+        dims: list[Axes] = [()] * len(program.values[v].shape)
+        dims[d] = (axis,)
+        name = program.values[roots[v]].name
+        return Seed(
+            v, tuple(dims), (False,) * len(dims), f"convention: columns of {name}"
+        )
     return None
 
 

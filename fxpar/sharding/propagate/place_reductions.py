@@ -176,6 +176,8 @@ def _passable(
     for p, passage in enumerate(op.rule.passages):
         if reduction not in passage.reductions or not passage.operands:
             continue
+        if axis in op.rule.pin:
+            continue
         if not all(
             op.operands[i] in region.member or op.operands[i] in region.zeros
             for i in passage.operands

@@ -22,7 +22,8 @@ are looked at. Axes are only ever added, so it ends. Sources: GSPMD section 3.5
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fxpar.sharding.factors import Axes, Dims, expressible, project
@@ -254,7 +255,7 @@ class Propagation:
             best: Axes = ()
             source = -1
             for i in rule.where[factor]:
-                axes = views[i].get(factor, ())
+                axes = _before(views[i].get(factor, ()), rule.pin)
                 if not axes or (restrict and not self._large[op.index][i]):
                     continue
                 n = min(len(axes), len(best))
@@ -364,6 +365,11 @@ class Propagation:
             if self.mesh.count(axes) != op.rule.size[f]:
                 return False
         return False
+
+
+def _before(axes: Axes, stop: Container[str]) -> Axes:
+    """The axes in front of the first that is in ``stop``."""
+    return tuple(itertools.takewhile(lambda axis: axis not in stop, axes))
 
 
 def propagate(

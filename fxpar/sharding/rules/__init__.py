@@ -24,6 +24,7 @@ from fxpar.sharding.rules import (
     flex,
     indexing,
     linalg,
+    manual,
     matmul,
     normalization,
     pointwise,
@@ -51,6 +52,7 @@ FAMILIES = (
     sources,
     statistics,
     custom_op_rules,
+    manual,
 )
 
 # Families whose kernels refuse tensors that hold nothing, and those that refuse, or may

@@ -14,16 +14,20 @@ from typing import Any
 from fxpar import _torch
 from fxpar.errors import FxparWarning, RuleError, UnknownOpError, compose
 from fxpar.sharding.factors import parse_rule
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, user_line
 
 Shape = Sequence[int]
 
 
-def report_unknown(program: Program, strict: bool) -> None:
-    """One warning per unknown op, or UnknownOpError under ``strict``."""
+def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
+    """One warning per unknown op that is repeated along an axis, or UnknownOpError
+    under ``strict``."""
     unknown: dict[Any, list[Op]] = {}
+    axes = [axis for axis, size in mesh.axes if size > 1]
     for op in program.ops:
-        if not op.known:
+        # Inside a manual region an op runs on what its rank holds.
+        if not op.known and (not axes or not op.rule.pin.keys() >= {*axes}):
             unknown.setdefault(_called(op), []).append(op)
     for target, calls in unknown.items():
         size = sum(program.values[v].nbytes for op in calls for v in op.operands)

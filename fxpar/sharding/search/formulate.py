@@ -38,7 +38,7 @@ from fxpar.sharding.reshard.steps import ALONE, Alone
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
-from fxpar.sharding.shift_messages import moved_rows
+from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
 
@@ -126,7 +126,7 @@ class _ProblemBuilder:
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
         op, mine = self.program.ops[index], self.regions.works[index]
-        key = (op.rule, mine, moved_rows(op))
+        key = (op.rule, mine, messages_of(op))
         if key not in self.prices:
             found = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(

@@ -115,6 +115,8 @@ def orders(mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def _parts(rule: Rule, mesh: Mesh, axis: str) -> list[Part]:
+    if axis in rule.pin:
+        return [rule.pin[axis]]
     factors = [f for f in rule.free if may_split(rule.size[f], mesh, (axis,))]
     passages = [
         p

@@ -23,7 +23,7 @@ def decode(
 ) -> tuple[list[Strategy], list[Spec]]:
     """(strategy per op, spec each value settles in) of a choice."""
     program, nodes = found.program, found.nodes
-    strategies = [Strategy() for _ in program.ops]
+    strategies = [Strategy(op.rule.pinned) for op in program.ops]
     settled: list[Spec | None] = [None] * len(program.values)
     made: dict[int, Spec] = {}
     need: dict[int, Spec] = {}

@@ -1,0 +1,136 @@
+"""The ops of a manual region: its edges, its collectives, a rank's place.
+
+``fxpar::enter_region(x, spec, mesh, axes, region)`` takes this rank's part of a global
+value, ``fxpar::leave_region`` puts parts together: between them a graph is in shapes
+local along ``axes``. ``fxpar::collective`` is one exchange along axes of the mesh, of
+the kinds and with the arguments of ``collective_nodes``; ``fxpar::axis_index`` is this
+rank's place along an axis. They stand in traced graphs alone: ``localize`` makes the
+edges nothing and the rest steps. ``fxpar::refuse`` carries an error to where it may be
+raised.
+
+Gradients are those of all ranks' programs together: what enters whole has the sum of
+all ranks' gradients, what leaves whole gives each rank an equal share of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxpar.errors import PlanError
+from fxpar.passes.custom_ops import rank_here
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.reshard.steps import KINDS
+from fxpar.sharding.spec import Spec
+
+_EDGE = "(Tensor x, str spec, str mesh, str axes, int region) -> Tensor"
+torch.library.define("fxpar::enter_region", _EDGE)
+torch.library.define("fxpar::leave_region", _EDGE)
+torch.library.define(
+    "fxpar::collective",
+    "(Tensor x, str kind, int[] dims, str op, str mesh, str axes) -> Tensor",
+)
+torch.library.define("fxpar::axis_index", "(str axis, str mesh) -> Tensor")
+torch.library.define("fxpar::refuse", "(Tensor x, str what, str fix) -> Tensor")
+
+# Reductions of a partial result whose gradient is known, and what each rank gets of it.
+_SHARES = {"sum": lambda k: 1.0, "avg": lambda k: 1 / k}
+
+
+@torch.library.register_fake("fxpar::enter_region")
+def _(x, spec, mesh, axes, region):
+    return x.new_empty(Spec.parse(spec).local_shape(Mesh.parse(mesh), x.shape))
+
+
+@torch.library.register_fake("fxpar::leave_region")
+def _(x, spec, mesh, axes, region):
+    dims, its_mesh = Spec.parse(spec).dims, Mesh.parse(mesh)
+    counts = [its_mesh.count(axes) for axes in dims]
+    return x.new_empty([n * k for n, k in zip(x.shape, counts, strict=True)])
+
+
+@torch.library.register_fake("fxpar::collective")
+def _(x, kind, dims, op, mesh, axes):
+    named = () if kind == "permute" else dims
+    size = Mesh.parse(mesh).count(axes.split("+"))
+    return x.new_empty(KINDS[kind].shape(x.shape, named, size))
+
+
+@torch.library.register_fake("fxpar::axis_index")
+def _(axis, mesh):
+    return torch.empty((), dtype=torch.int64)
+
+
+@torch.library.impl("fxpar::axis_index", "CompositeExplicitAutograd")
+def _(axis, mesh):
+    return torch.tensor(Mesh.parse(mesh).index(rank_here(), (axis,)))
+
+
+@torch.library.register_fake("fxpar::refuse")
+def _(x, what, fix):
+    return torch.empty_like(x)
+
+
+@torch.library.impl("fxpar::refuse", "CompositeExplicitAutograd")
+def _(x, what, fix):
+    raise PlanError(what, fix=fix)
+
+
+def _edge_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.spec, ctx.mesh, ctx.axes, ctx.region = inputs
+
+
+def _enter_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    """Each rank has the gradient of its own part; of what entered whole, a summand."""
+    spec, axes = Spec.parse(ctx.spec), ctx.axes.split("+")
+    sums = [(axis, "sum") for axis in axes if axis not in spec.sharded_axes]
+    text = str(Spec.of(spec.dims, sums))
+    out = torch.ops.fxpar.leave_region(grad, text, ctx.mesh, ctx.axes, ctx.region)
+    return out, None, None, None, None
+
+
+def _leave_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    """Each rank has the gradient of its part or summand; what all ranks have alike is
+    their mean."""
+    spec, axes, mesh = Spec.parse(ctx.spec), ctx.axes.split("+"), Mesh.parse(ctx.mesh)
+    share = 1 / mesh.count([axis for axis in axes if axis not in spec.axes])
+    for axis, reduction in spec.partial:
+        if reduction not in _SHARES:
+            raise PlanError(
+                f"a result of a manual region that is partial by {reduction} over "
+                f"{axis} has no gradient",
+                fix='reduce it inside, or declare it partial by "sum"',
+            )
+        share *= _SHARES[reduction](mesh.sizes[axis])
+    text = str(spec.without_partial())
+    out = torch.ops.fxpar.enter_region(grad, text, ctx.mesh, ctx.axes, ctx.region)
+    return out if share == 1 else out * share, None, None, None, None
+
+
+for _name, _backward in (
+    ("fxpar::enter_region", _enter_backward),
+    ("fxpar::leave_region", _leave_backward),
+):
+    torch.library.register_autograd(_name, _backward, setup_context=_edge_context)
+
+
+def _collective_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.kind, ctx.dims, ctx.op, ctx.mesh, ctx.axes = inputs
+
+
+def _collective_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    """What each rank sent comes back. The only kind that is traced with its gradient is
+    the permute: torch differentiates its own collectives."""
+    assert ctx.kind == "permute", ctx.kind
+    back = [0] * len(ctx.dims)
+    for i, source in enumerate(ctx.dims):
+        back[source] = i
+    call = torch.ops.fxpar.collective
+    out = call(grad, ctx.kind, back, ctx.op, ctx.mesh, ctx.axes)
+    return out, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "fxpar::collective", _collective_backward, setup_context=_collective_context
+)

@@ -1,0 +1,444 @@
+"""Manual regions: code written for one rank, inside code written for one device.
+
+``shard_map`` marks where a program goes into shapes local along some axes of the mesh
+and back (``passes.region_ops``). While its function is traced, the names of those axes
+stand for process groups in torch's functional collectives. Outside of compiled code,
+and without a mesh, an axis has one rank: the function runs as it stands.
+
+What a user did wrong is raised where it can be: at once, or, while Dynamo traces, by
+the backend, for which ``fxpar::refuse`` is put in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import FxparError, RegionError
+from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.passes.manual_regions import FUNCTIONAL
+from fxpar.runtime.groups import join
+from fxpar.runtime.tracing import raised_at, users_line
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
+
+# What gives the mesh that code is traced for; none: it is not traced for one.
+_MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
+    "fxpar_region_mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def traced_for(mesh: Callable[[], Mesh | None]) -> Iterator[None]:
+    """What is traced inside is for this mesh; None: for one rank, or one unknown."""
+    token = _MESH.set(mesh)
+    try:
+        yield
+    finally:
+        _MESH.reset(token)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A region whose function is being traced, or is running on one rank."""
+
+    # None: every axis has one rank.
+    mesh: Mesh | None
+    axes: tuple[str, ...]
+
+
+class _Regions:
+    """Those that are open, the innermost last, of one trace."""
+
+    def __init__(self) -> None:
+        self.open: list[_Open] = []
+        self.trace: Any = None
+        self.numbers = itertools.count()
+
+    def begin(self) -> None:
+        """Forget those of a trace that was given up."""
+        trace = _torch.dynamo.current_trace()
+        if trace is not self.trace:
+            self.open.clear()
+            self.trace = trace
+
+
+_regions = _Regions()
+
+
+def _traced_mesh() -> Mesh | None:
+    """The mesh that code is traced for; None if that is not known."""
+    given = _MESH.get()
+    if given is not None:
+        return given()
+    from fxpar.runtime.outside_graphs import options_of_call
+
+    return mesh_of(options_of_call())
+
+
+def mesh_of(options: Options | None) -> Mesh | None:
+    """The mesh of these options; None if there is none, of which others speak."""
+    if options is None:
+        return None
+    try:
+        return join(options).mesh
+    except FxparError:
+        return None
+
+
+@torch.compiler.assume_constant_result
+def _enter(axes: tuple[str, ...] | None, compiling: bool) -> tuple[Any, ...]:
+    """(mesh, number, axes with their sizes, what is wrong, what to do) of a region that
+    begins; the mesh is "" where every axis has one rank."""
+    _regions.begin()
+    mesh = _traced_mesh() if compiling else None
+    held = {axis for region in _regions.open for axis in region.axes}
+    wrong, fix = "", ""
+    if mesh is None:
+        _regions.open.append(_Open(None, ()))
+        return "", 0, (), "", ""
+    chosen = axes
+    if chosen is None:
+        chosen = tuple(axis for axis in mesh.names if axis not in held)
+    for axis in chosen:
+        if axis not in mesh.sizes:
+            wrong = (
+                f"shard_map goes over axis {axis!r}, which mesh {mesh} does not have"
+            )
+            fix = f"name axes of the mesh: {', '.join(mesh.names)}"
+        elif axis in held:
+            wrong = f"shard_map goes over axis {axis!r} inside a region that does"
+            fix = f"leave {axis!r} to one of the two: axes=(...)"
+    if not chosen:
+        wrong = f"shard_map goes over no axis of mesh {mesh}"
+        fix = "name at least one in axes=(...)"
+    if wrong:
+        _regions.open.append(_Open(None, ()))
+        return "", 0, (), wrong, fix
+    _regions.open.append(_Open(mesh, chosen))
+    _torch.distributed.name_axes(mesh.sizes)
+    number = next(_regions.numbers)
+    pairs = tuple((axis, mesh.sizes[axis]) for axis in mesh.ordered(chosen))
+    return str(mesh), number, pairs, "", ""
+
+
+@torch.compiler.assume_constant_result
+def _give_up() -> None:
+    """The region that is open runs as on one rank: it is refused."""
+    _regions.open[-1] = _Open(None, ())
+
+
+@torch.compiler.assume_constant_result
+def _leave() -> None:
+    _regions.open.pop()
+    if not any(region.mesh for region in _regions.open):
+        _torch.distributed.name_axes(None)
+
+
+@torch.compiler.assume_constant_result
+def _axis(name: str) -> tuple[str, int, str]:
+    """(mesh, size of the axis, what is wrong) inside the innermost region."""
+    if not _regions.open:
+        return "", 1, ""
+    mesh = next((r.mesh for r in reversed(_regions.open) if r.mesh is not None), None)
+    held = {axis for region in _regions.open for axis in region.axes}
+    if mesh is None:
+        return "", 1, ""
+    if name not in held:
+        names = ", ".join(sorted(held))
+        return (
+            "",
+            1,
+            f"axis {name!r} is not one of this manual region, which has {names}",
+        )
+    return str(mesh), mesh.sizes[name], ""
+
+
+def shard_map(
+    fn: Callable[..., Any],
+    in_specs: Sequence[Any],
+    out_specs: Sequence[Any],
+    axes: Sequence[str] | None = None,
+) -> Callable[..., Any]:
+    """``fn`` as a manual region: it is written for one rank, and called by code that is
+    written for one device.
+
+    ``y = fxpar.shard_map(fn, in_specs, out_specs)(x)``. Inside ``fn`` tensors have the
+    shapes that one rank holds along ``axes`` (default: all of the mesh); other axes
+    stay automatic. There ``fxpar.axis_index`` and ``fxpar.axis_size`` say where a rank
+    is, and ``torch.distributed._functional_collectives`` (``all_reduce``,
+    ``all_gather_tensor``, ``reduce_scatter_tensor``, ``all_to_all_single``) and
+    ``fxpar.permute`` take an axis for the group.
+
+    in_specs, out_specs: one entry per tensor argument and per tensor result, in order:
+      a Spec, a tuple as in ``Spec(...)`` ("dp", None, "tp"), or None for whole. A dim
+      split over axes has its size divided by theirs inside. A result may be
+      ``Spec(..., partial={"tp": "sum"})``: each rank has a summand. Arguments that are
+      not tensors are passed as they are.
+    axes: those of the mesh that ``fn`` handles.
+
+    Gradients follow: of an argument that is whole, the sum of what all ranks find.
+    Tensors that ``fn`` closes over have no gradient; pass them. Outside of compiled
+    code, and without a mesh, ``fn`` runs as it stands, and each axis has one rank.
+
+    Raises RegionError, naming the line: for specs that do not fit, a dim that does not
+    divide, an unknown axis, a result said to be whole that differs between ranks,
+    collectives of other groups, random numbers inside.
+    """
+    ins, outs = _texts(in_specs, "in_specs"), _texts(out_specs, "out_specs")
+    over = (axes,) if isinstance(axes, str) else axes
+    over = None if over is None else tuple(over)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _mapped(fn, ins, outs, over, args, kwargs)
+        with _closed():
+            return _mapped(fn, ins, outs, over, args, kwargs)
+
+    return mapped
+
+
+@contextlib.contextmanager
+def _closed() -> Iterator[None]:
+    """Regions that begin inside end there, whatever is raised."""
+    before = len(_regions.open)
+    try:
+        yield
+    except FxparError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        if not torch.compiler.is_compiling() or "group" not in str(error):
+            raise
+        what = f"a collective of torch.distributed inside a manual region: {error}"
+        raise RegionError(what, where=raised_at(error), fix=FUNCTIONAL) from error
+    finally:
+        while len(_regions.open) > before:
+            _leave()
+
+
+Entry = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
+
+
+def _texts(specs: Any, name: str) -> tuple[Entry | None | str, ...]:
+    """Entries as (axes per dim, partial axes); text says what is wrong with one."""
+    if specs is None or isinstance(specs, (Spec, str)):
+        specs = (specs,)
+    return tuple(_entry(spec, f"{name}[{i}]") for i, spec in enumerate(specs))
+
+
+def _entry(spec: Any, name: str) -> Entry | None | str:
+    if spec is None:
+        return None
+    if isinstance(spec, Spec):
+        return spec.dims, spec.partial
+    if isinstance(spec, str) or not isinstance(spec, (tuple, list)):
+        return f"{name} is {spec!r}: a spec is a tuple of axes per dim, or None"
+    dims: list[tuple[str, ...]] = []
+    for axes in spec:
+        if axes is None:
+            dims.append(())
+        elif isinstance(axes, str):
+            dims.append((axes,))
+        else:
+            dims.append(tuple(axes))
+    return tuple(dims), ()
+
+
+def _mapped(
+    fn: Callable[..., Any],
+    ins: tuple[Entry | None | str, ...],
+    outs: tuple[Entry | None | str, ...],
+    over: tuple[str, ...] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A call of the function as a region. Dynamo traces it as it stands."""
+    leaves, tree = _torch.fake.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    compiling = torch.compiler.is_compiling()
+    mesh, number, pairs, wrong, fix = _enter(over, compiling)
+    sizes = dict(pairs)
+    if not wrong:
+        wrong, fix = _misfit(ins, [leaves[i] for i in places], sizes, "in_specs")
+        if wrong and mesh:
+            _give_up()
+    if wrong:
+        mesh = ""
+        _refuse(leaves, places, wrong, fix)
+    axes = "+".join([axis for axis, _ in pairs])
+    if mesh:
+        for i, entry in zip(places, ins, strict=True):
+            leaves[i] = _entered(leaves[i], entry, mesh, axes, number)
+    args, kwargs = _torch.fake.tree_unflatten(leaves, tree)
+    if compiling:
+        out = fn(*args, **kwargs)
+    else:
+        with _torch.distributed.axes_of_one_rank():
+            out = _torch.distributed.finished(fn(*args, **kwargs))
+    results, tree = _torch.fake.tree_flatten(out)
+    places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+    if not wrong:
+        found = [results[i] for i in places]
+        wrong, fix = _misfit(outs, found, sizes, "out_specs")
+        if wrong:
+            _refuse(results, places, wrong, fix)
+        elif mesh:
+            for i, entry in zip(places, outs, strict=True):
+                results[i] = _left(results[i], entry, mesh, axes, number)
+    _leave()
+    return _torch.fake.tree_unflatten(results, tree)
+
+
+def _refuse(leaves: list[Any], places: list[int], wrong: str, fix: str) -> None:
+    """Raise what is wrong; Dynamo, which would take that for the program's own error,
+    gets it as an op on one of the tensors."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise RegionError(wrong, where=users_line(), fix=fix)
+    refuse = torch.ops.fxpar.refuse
+    if places:
+        leaves[places[0]] = refuse(leaves[places[0]], wrong, fix)
+    else:
+        refuse(torch.zeros(()), wrong, fix)
+
+
+def _misfit(
+    entries: tuple[Entry | None | str, ...],
+    tensors: list[torch.Tensor],
+    sizes: dict[str, int],
+    name: str,
+) -> tuple[str, str]:
+    """What is wrong with specs, and what to do; "" if they fit."""
+    what = "arguments" if name == "in_specs" else "results"
+    if len(entries) != len(tensors):
+        wrong = f"{name} has {len(entries)} entries for {len(tensors)} tensor {what}"
+        return wrong, "give one spec per tensor; None is whole"
+    for i, entry in enumerate(entries):
+        if entry is None:
+            continue
+        if isinstance(entry, str):
+            return entry, 'write ("dp", None, "tp"), Spec(...) or None for each tensor'
+        dims, partial = entry
+        shape = tensors[i].shape
+        if len(dims) > len(shape):
+            wrong = f"{name}[{i}] has {len(dims)} dims, its tensor {list(shape)}"
+            return wrong, "give at most one entry per dim"
+        used = [axis for split in dims for axis in split] + [a for a, _ in partial]
+        for axis in used:
+            if used.count(axis) > 1:
+                return f"{name}[{i}] uses axis {axis!r} twice", "name it once"
+            if sizes and axis not in sizes:
+                wrong = (
+                    f"{name}[{i}] names axis {axis!r}, which is none of the region's"
+                )
+                return wrong, f"name one of them: {', '.join(sizes)}"
+        if partial and name == "in_specs":
+            wrong = f"{name}[{i}] is partial: no rank's summand is given"
+            return wrong, "let it enter whole, or split"
+        for d, split in enumerate(dims if sizes and name == "in_specs" else ()):
+            count = 1
+            for axis in split:
+                count *= sizes[axis]
+            if shape[d] % count:
+                wrong = (
+                    f"{name}[{i}]: dim {d} of size {shape[d]} does not divide over "
+                    f"{'+'.join(split)} ({count} ranks)"
+                )
+                return wrong, "pad it outside, or leave the dim whole"
+    return "", ""
+
+
+def _entered(
+    x: torch.Tensor, entry: Any, mesh: str, axes: str, number: int
+) -> torch.Tensor:
+    """This rank's part of an argument, hinted to lie so outside."""
+    dims, text = _spelled(entry, x.dim())
+    if any(dims):
+        x = torch.ops.fxpar.constrain(x, _hint(dims))
+    return torch.ops.fxpar.enter_region(x, text, mesh, axes, number)
+
+
+def _left(
+    x: torch.Tensor, entry: Any, mesh: str, axes: str, number: int
+) -> torch.Tensor:
+    """The global value of a result."""
+    dims, text = _spelled(entry, x.dim())
+    x = torch.ops.fxpar.leave_region(x, text, mesh, axes, number)
+    return torch.ops.fxpar.constrain(x, _hint(dims)) if any(dims) else x
+
+
+def _spelled(entry: Any, ndim: int) -> tuple[list[Any], str]:
+    """The axes of every dim, and the spec as text."""
+    split, partial = entry if entry is not None else ((), ())
+    dims = [*split, *[()] * (ndim - len(split))]
+    text = "[" + ", ".join(["+".join(axes) or "_" for axes in dims]) + "]"
+    if partial:
+        clauses = ", ".join([f"{op}: {axis}" for axis, op in partial])
+        text += f" partial({clauses})"
+    return dims, text
+
+
+def _hint(dims: list[Any]) -> str:
+    return ",".join(["+".join(axes) + "?" for axes in dims])
+
+
+def axis_index(name: str) -> torch.Tensor:
+    """This rank's place along an axis, inside the function of ``shard_map``: a tensor
+    without dims (int64, on the CPU), since one program runs on all ranks.
+
+    Outside of compiled code, and without a mesh, it is 0. Raises RegionError if the
+    region does not have the axis.
+    """
+    mesh, _, wrong = _axis(name)
+    _check_axis(wrong)
+    if not mesh:
+        return torch.zeros((), dtype=torch.int64)
+    return torch.ops.fxpar.axis_index(name, mesh)
+
+
+def axis_size(name: str) -> int:
+    """The number of ranks along an axis, inside the function of ``shard_map``.
+
+    Outside of compiled code, and without a mesh, it is 1. Raises RegionError if the
+    region does not have the axis.
+    """
+    _, size, wrong = _axis(name)
+    _check_axis(wrong)
+    return size
+
+
+def permute(x: torch.Tensor, to: Sequence[int], axis: str) -> torch.Tensor:
+    """Send ``x`` from each rank to another along an axis, inside the function of
+    ``shard_map``: rank ``i`` of the axis sends to ``to[i]``, as in torch's
+    ``permute_tensor``, but in one program for all ranks. Gradients come back.
+
+    Raises RegionError if ``to`` is not a permutation of the axis's ranks, or the region
+    does not have the axis.
+    """
+    mesh, size, wrong = _axis(axis)
+    _check_axis(wrong)
+    if sorted(to) != list(range(size)) and not wrong:
+        wrong = f"permute sends to {list(to)}, which is no order of {size} ranks"
+        leaves = [x]
+        _refuse(leaves, [0], wrong, "name each rank of the axis once")
+        return leaves[0]
+    if not mesh:
+        return x.clone()
+    sources = [0] * size
+    for source, target in enumerate(to):
+        sources[target] = source
+    return torch.ops.fxpar.collective(x, "permute", sources, "", mesh, axis)
+
+
+def _check_axis(wrong: str) -> None:
+    if wrong:
+        _refuse(
+            [], [], wrong, "name one of them, or give it to the region in axes=(...)"
+        )
