@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.passes.builder import Size
 from fxpar.passes.halos import axes_of, extended, given_back, halos_of, is_split
 from fxpar.passes.local_call import LocalCall, Localizer
-from fxpar.sharding.rules.window_dims import Window, each, windows
+from fxpar.sharding.rules.window_dims import SlidingWindow, each, windows
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def _padding(padding: int | Sequence[int], split: Sequence[bool]) -> list[int]:
 
 
 def _output_padding(
-    extra: Sequence[int], slid: Sequence[Window], split: Sequence[bool]
+    extra: Sequence[int], slid: Sequence[SlidingWindow], split: Sequence[bool]
 ) -> list[int]:
     """Rows that a transposed convolution adds behind; of a shard, those that no window
     reaches."""

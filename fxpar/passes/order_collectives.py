@@ -94,11 +94,18 @@ def join(phase: PhaseGraph) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase waits that nobody reads, with the collectives they wait for.
+    """Erase waits that nobody reads, with the collectives they wait for, and all but
+    the first for one collective.
 
     The partitioner repeats those of forward results in the backward, and counts them
-    among what dead code elimination may not touch.
+    among what dead code elimination may not touch; of equal reductions, as those of the
+    biases of two layers that are added, it makes one, which is then waited for twice.
     """
+    first: dict[fx.Node, fx.Node] = {}
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        known = first.setdefault(wait.args[0], wait)
+        if known is not wait:
+            wait.replace_all_uses_with(known)
     graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 
 import fxpar
+from fxpar.passes.order_collectives import drop_unread
 from fxpar.passes.sink_waits import WAIT, sink_waits
 
 aten = torch.ops.aten
@@ -28,6 +29,18 @@ def test_a_wait_moves_with_its_views_past_what_does_not_need_it() -> None:
     graph.output((wait, needs, more))
     sink_waits(graph)
     assert order(graph)[1:-1] == ["sent", "other", "more", "wait", "view", "needs"]
+
+
+def test_one_collective_is_waited_for_once() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sent = graph.call_function(c10d.all_reduce.default, (x, "sum", "g"), name="sent")
+    waits = [graph.call_function(WAIT, (sent,), name=f"wait_{i}") for i in range(2)]
+    uses = [graph.call_function(aten.sin.default, (wait,)) for wait in waits]
+    graph.output(tuple(uses))
+    drop_unread(graph)
+    assert order(graph)[1:3] == ["sent", "wait_0"] and len(sent.users) == 1
+    assert [use.args for use in uses] == [(waits[0],)] * 2
 
 
 def test_a_result_needed_at_once_stays() -> None:

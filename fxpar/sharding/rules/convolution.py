@@ -19,8 +19,8 @@ import torch
 from fxpar.sharding.factors import Halo, Passage, Rule, parse_rule
 from fxpar.sharding.rules.table import Row, names, row, tensors_of, text
 from fxpar.sharding.rules.window_dims import (
+    SlidingWindow,
     SpatialDims,
-    Window,
     each,
     spatial_dims,
     windows,
@@ -29,7 +29,7 @@ from fxpar.sharding.rules.window_dims import (
 aten = torch.ops.aten
 
 Numbers = int | Sequence[int]
-MaySplit = Callable[[Window], bool]
+MaySplit = Callable[[SlidingWindow], bool]
 
 
 # Convolution
@@ -162,7 +162,7 @@ def _spatial_pair(k: int) -> Callable[..., str]:
 
 
 def _pooled(
-    x: torch.Tensor, slid: Sequence[Window], few: Sequence[int], may: MaySplit
+    x: torch.Tensor, slid: Sequence[SlidingWindow], few: Sequence[int], may: MaySplit
 ) -> tuple[SpatialDims, list[str], list[str]]:
     """(dims, words of what is pooled, words of what is made of it)."""
     k = len(slid)
@@ -172,7 +172,11 @@ def _pooled(
 
 
 def _pool(
-    x: torch.Tensor, slid: Sequence[Window], ceil: bool, may: MaySplit, results: int
+    x: torch.Tensor,
+    slid: Sequence[SlidingWindow],
+    ceil: bool,
+    may: MaySplit,
+    results: int,
 ) -> Rule:
     """A pool: windows over the last dims. One that begins behind the padding would be
     dropped of a shard, so with ``ceil`` none may end before its rows do."""
@@ -185,7 +189,11 @@ def _pool(
 
 
 def _pool_backward(
-    x: torch.Tensor, slid: Sequence[Window], few: Sequence[int], may: MaySplit, n: int
+    x: torch.Tensor,
+    slid: Sequence[SlidingWindow],
+    few: Sequence[int],
+    may: MaySplit,
+    n: int,
 ) -> Rule:
     """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
     spatial, rows, made = _pooled(x, slid, few, may)
@@ -274,11 +282,11 @@ def _avg_pool_backward(k: int) -> Callable[..., Rule]:
     return factors
 
 
-def _shares(x: torch.Tensor, few: Sequence[int]) -> list[Window]:
+def _shares(x: torch.Tensor, few: Sequence[int]) -> list[SlidingWindow]:
     """Windows that cut dims into so many parts, where these are of one size."""
     pairs = zip(x.shape[-len(few) :], few, strict=True)
     sizes = [int(n) // max(int(m), 1) for n, m in pairs]
-    return [Window(max(n, 1), max(n, 1)) for n in sizes]
+    return [SlidingWindow(max(n, 1), max(n, 1)) for n in sizes]
 
 
 def _adaptive_pool(k: int) -> Callable[..., Rule]:

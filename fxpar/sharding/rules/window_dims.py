@@ -16,7 +16,7 @@ from fxpar.sharding.factors import Halo
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """How windows slide over one dim, in rows."""
 
     kernel: int
@@ -61,12 +61,14 @@ def windows(
     padding: int | Sequence[int],
     dilation: int | Sequence[int],
     k: int,
-) -> list[Window]:
+) -> list[SlidingWindow]:
     """The windows of ``k`` dims; an empty stride is the kernel's size."""
     sizes = each(kernel, k)
     steps = each(stride, k) if stride or stride == 0 else sizes
     rest = each(padding, k), each(dilation, k)
-    return [Window(*numbers) for numbers in zip(sizes, steps, *rest, strict=True)]
+    return [
+        SlidingWindow(*numbers) for numbers in zip(sizes, steps, *rest, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,10 @@ class SpatialDims:
 
 
 def spatial_dims(
-    slid: Sequence[Window],
+    slid: Sequence[SlidingWindow],
     many: Sequence[int],
     few: Sequence[int],
-    may: Callable[[Window], bool] = lambda window: True,
+    may: Callable[[SlidingWindow], bool] = lambda window: True,
 ) -> SpatialDims:
     """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
     dim may be split."""
