@@ -30,20 +30,22 @@ from fxpar.runtime import (
     presence,
 )
 from fxpar.runtime.call_sizes import UNEVEN, Together
-from fxpar.runtime.call_variants import Calls, forget, with_open_sizes
+from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.local_results import LocalResults, scale_results
+from fxpar.runtime.open_sizes import OpenProgram
 from fxpar.runtime.program_identity import (
     Named,
+    lean_graph,
     name_inputs,
     placeholders,
-    without_unused,
 )
 from fxpar.runtime.shard_map import mesh_of
 from fxpar.runtime.stage_times import RESULTS, stage
 from fxpar.runtime.train_step.gradients import GradientOptions
 from fxpar.runtime.train_step.step import TrainStep
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.propagate.conventions import batch_axes
 
 
@@ -63,7 +65,7 @@ def fxpar(
         asked, ranks = _joined(gm, options)
         if is_plain(asked, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
-        return _called(gm, examples, asked, ranks, CompileJob.compile, "forward")
+        return _called(gm, examples, asked, ranks, CompileJob.compile, FORWARD)
     except FxparError as error:
         return compiled_graph.raiser(error)
 
@@ -152,17 +154,25 @@ def _called(
 ) -> Callable[..., Any]:
     """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
     may be told to trace it again."""
-    lean, kept = without_unused(gm, examples)
-    examples = [examples[i] for i in kept]
+    lean, kept, numbers = lean_graph(gm, examples)
+    examples = [_fed(examples[i], i in numbers) for i in kept]
     named = name_inputs(lean.graph, examples)
     local = compiled_graph.local_inputs(named, examples, options)
 
     results = LocalResults()
 
     def compile_graph(
-        together: Together, gm: fx.GraphModule, examples: Sequence[Any]
+        together: Together,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        opened: OpenProgram | None = None,
+        recalled: Plan | None = None,
+        notes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
         job = CompileJob(options, ranks, named, frozenset(local), together, results)
+        job = replace(job, recalled=recalled, notes=notes)
+        if opened is not None:
+            job = replace(job, named=opened.named, local=opened.local, open=opened)
         if together.kind == UNEVEN:
             whole = replace(options, inputs="global")
             job = replace(job, options=whole, local=frozenset())
@@ -182,9 +192,17 @@ def _called(
         call = Calls(
             lean, examples, named, local, own, options, ranks, compile_graph, owner
         )
+    if numbers:
+        return lambda *args: call(*(_fed(args[i], i in numbers) for i in kept))
     if len(kept) == len(placeholders(gm)):
         return call
     return lambda *args: call(*(args[i] for i in kept))
+
+
+def _fed(x: Any, number: bool) -> Any:
+    """An input as the graph takes it, a ``number`` that is fed as a tensor by itself;
+    of a fake one nothing is known."""
+    return x.item() if number else x
 
 
 def _scaled(

@@ -28,7 +28,7 @@ from fxpar.errors import (
 )
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
-from fxpar.passes import own_shard, random
+from fxpar.passes import own_shard, random, size_nodes
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
@@ -44,6 +44,13 @@ from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
 from fxpar.runtime.known_programs import KnownProgram
 from fxpar.runtime.local_results import LocalResults
+from fxpar.runtime.open_sizes import (
+    DivisorsAsked,
+    OpenProgram,
+    OpenSizesRefused,
+    SizeRange,
+    size_range,
+)
 from fxpar.runtime.program_identity import (
     Named,
 )
@@ -54,6 +61,7 @@ from fxpar.runtime.train_step.step_writes import lift_writes
 from fxpar.runtime.train_step.trace import TracedStep
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Request,
     choices,
@@ -77,6 +85,8 @@ def _told_to_others() -> Iterator[None]:
     """A failure on this rank ends the others' wait for it."""
     try:
         yield
+    except (OpenSizesRefused, DivisorsAsked):  # by all
+        raise
     except Exception as error:
         consensus.abort(error)
         raise
@@ -111,6 +121,12 @@ class CompileJob:
     results: LocalResults = field(default_factory=LocalResults)
     rests: Mapping[int, Spec] = field(default_factory=dict)
     writes: bool = False
+    # The graph takes its open sizes as symbols.
+    open: OpenProgram | None = None
+    # A plan to follow; None: one is made.
+    recalled: Plan | None = None
+    # What the plan says of how it came about.
+    notes: tuple[str, ...] = ()
 
     def compile_step(
         self, step: TracedStep, rests: Mapping[int, Spec]
@@ -126,9 +142,12 @@ class CompileJob:
     def compile(
         self, gm: fx.GraphModule, examples: Sequence[Any]
     ) -> Callable[..., Any]:
-        """The checked, compiled function of a Dynamo graph on concrete shapes.
+        """The checked, compiled function of a Dynamo graph, on concrete shapes or on
+        open ones.
 
-        A failure is told to the other ranks before it is raised here.
+        A failure is told to the other ranks before it is raised here. With open sizes
+        all ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked
+        where the plan splits some of them.
         """
         broken_at = _torch.dynamo.graph_break_line(gm)
         # The mesh may have been chosen since.
@@ -144,7 +163,8 @@ class CompileJob:
         if self.options.codegen == "inductor":
             random.register_lowering()
             own_shard.register_lowering()
-        with showing, _told_to_others(), _said_of(gm), stage(TRACE):
+        open_way = _refused_alike(step) if self.open else contextlib.nullcontext()
+        with showing, _told_to_others(), _said_of(gm), stage(TRACE), open_way:
             compiled = _torch.aot.compile_fx(
                 gm,
                 examples,
@@ -155,7 +175,10 @@ class CompileJob:
                 key=job.key(known),
                 kept=known is not None,
                 local_border=bool(self.local) or self.options.outputs == "dtensor",
+                symbolic=self.open is not None,
             )
+            if self.open is not None:
+                step.sizes = size_range(self.open, step.written())
             step.take_known()
             status_line.begin("waiting for the other ranks")
             step.agree_on_launches()
@@ -172,6 +195,7 @@ class CompileJob:
             self.options,
             step.ranks,
             broken_at,
+            step.sizes,
         )
 
     def look_up(
@@ -180,6 +204,8 @@ class CompileJob:
         """What is known of the program from an earlier start, on all ranks alike; the
         process groups that it uses are made."""
         if self.options.codegen != "inductor" or self.ranks.mesh.size == 1:
+            return None
+        if self.open is not None:
             return None
         plain = not (self.writes or self.rests or compiled_graph.homes(gm))
         text = None
@@ -261,6 +287,8 @@ class _Parallelize:
         self.regions: list[str] = []
         self.launches: list[str] = []  # collectives in order, forward then backward
         self.is_taken = False  # from AOTAutograd's cache: there is no result
+        self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
+        self.is_agreed = False  # all ranks have the plan
 
     @property
     def plan(self) -> Any:
@@ -271,7 +299,14 @@ class _Parallelize:
     @property
     def compiled_plan(self) -> Any:
         """With what is known once forward and backward are compiled."""
-        return self.plan and replace(self.plan, regions=tuple(self.regions))
+        notes = self.job.notes
+        if self.sizes is not None:
+            notes = (*notes, f"holds for {self.sizes.text}")
+        return self.plan and replace(
+            self.plan,
+            regions=tuple(self.regions),
+            notes=(*self.plan.notes, *notes),
+        )
 
     def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
         """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
@@ -287,6 +322,8 @@ class _Parallelize:
         )
         _torch.inductor.replace_random(gm, fake_mode)
         self.root = gm
+        if self.job.open is not None:
+            size_nodes.lift_sizes(gm.graph)
         name = self.request.name
         written = lift_writes(gm.graph) if self.job.writes else []
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
@@ -294,6 +331,8 @@ class _Parallelize:
         request = self.request = self._request(boundaries.declare(signature))
         with said_by_rank_0(ranks.rank):
             self.result = pipeline.planned(gm.graph, fake_mode, request)
+        if self.job.open is not None and (asked := self.job.open.divisors_asked()):
+            raise DivisorsAsked(asked, self.plan)
         planned_before = self.known is not None and self.known.plan is not None
         if not planned_before:
             parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
@@ -325,7 +364,7 @@ class _Parallelize:
     def _request(self, signature: Signature) -> Request:
         """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
         options, ranks = self.job.options, self.ranks
-        known = self.known.plan if self.known else None
+        known = self.known.plan if self.known else self.job.recalled
         mode = known or plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
         return replace(
@@ -358,15 +397,23 @@ class _Parallelize:
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
-        request, result = self.request, self.result
-        self.regions += pipeline.scheduled(graph, request, result, backward=backward)
+        result, inductor = self.result, self.job.options.codegen == "inductor"
+        self.regions += pipeline.scheduled(
+            graph, self.request, result, backward=backward, inductor=inductor
+        )
         even = result is None or result.decision.is_even
         self.launches += crossings(graph, even=even)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
         """What Inductor makes of a forward or a backward, by one rank for all."""
-        made = compile_once(graph, f"{self.request.name}/{which}", call)
+
+        def compile_here(text: str | None) -> Any:
+            status_line.rename(f"Inductor, {which}")
+            return call(text)
+
+        status_line.rename(f"waiting for the rank that compiles the {which}")
+        made = compile_once(graph, f"{self.request.name}/{which}", compile_here)
         if which == "backward":
             self.say_seconds(which)
         return made
@@ -396,6 +443,16 @@ class _Parallelize:
             fix=fix,
             error=error,
         )
+
+    def written(self) -> set[int]:
+        """Positions of the arguments that the program writes to."""
+        signature = self.request.signature
+        places = (
+            self.places[out.of]
+            for out in signature.outputs
+            if out.kind == "mutation" and out.of is not None
+        )
+        return {i for i in places if i is not None}
 
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""
@@ -441,6 +498,21 @@ class _Parallelize:
             rest = self.job.rests.get(int(name.removeprefix("output_")))
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
         return Output(name, kind, of, rest, "even" if open_ended else "whole")
+
+
+@contextlib.contextmanager
+def _refused_alike(step: _Parallelize) -> Iterator[None]:
+    """Ranks that compile a program with open sizes do so, or all raise
+    OpenSizesRefused."""
+    try:
+        yield
+    except (DivisorsAsked, OpenSizesRefused):
+        raise
+    except Exception as error:
+        if consensus.was_told(error):
+            raise
+        what = str(error).strip().splitlines() or [""]
+        raise OpenSizesRefused(f"{type(error).__name__}: {what[0]}") from error
 
 
 @contextlib.contextmanager

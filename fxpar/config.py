@@ -37,6 +37,7 @@ PASSES = (
     "drain",
     "fuse_regions",
     "delay",
+    "outline_layers",
 )
 
 # Takes what the user wrote, text or not, and returns the value; raises ValueError.

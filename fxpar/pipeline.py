@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes import normalize
+from fxpar.passes import normalize, size_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
@@ -31,6 +31,7 @@ from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import consensus, presence, stage_times, tune_schedule
 from fxpar.runtime import pipeline_steps as steps
 from fxpar.runtime.groups import Ranks
+from fxpar.runtime.open_sizes import OpenSizesRefused
 from fxpar.runtime.pipeline_steps import (
     JointState,
     PhaseState,
@@ -132,6 +133,7 @@ PHASE = (
     _always("give_outputs", _order("give_outputs")),
     _may("fuse_regions", steps.fuse_regions),
     _may("delay", _order("delay"), "scheduled"),
+    _may("outline_layers", steps.outline_repeated),
 )
 
 # Whose seconds are shown by themselves; before them the program is normalized, behind
@@ -214,7 +216,11 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     ``strict``.
     """
     state = JointState(
-        graph=graph, request=request, fake_mode=fake_mode, normalized=graph
+        graph=graph,
+        request=request,
+        fake_mode=fake_mode,
+        normalized=graph,
+        open=size_nodes.is_open(graph),
     )
     show(state, "traced")
     run_steps(JOINT, state)
@@ -267,12 +273,28 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     request = replace(request, mesh=asked.hardware.on(request.mesh))
     if request.leads:
         with presence.works(f"searches {tag}"):
-            result = parallelize(graph, fake_mode, request)
+            result = _led(graph, fake_mode, request, tag)
         consensus.gather(tag, json.dumps(result.plan.to_record()))
         return result
     text, *_ = consensus.gather(tag, "")
-    plan = Plan.from_dict(json.loads(text))
+    record = json.loads(text)
+    if "refused" in record:
+        raise OpenSizesRefused(record["refused"])
+    plan = Plan.from_dict(record)
     return parallelize(graph, fake_mode, replace(request, mode=plan))
+
+
+def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:
+    """What ``parallelize`` gives on rank 0; where that fails for a program with open
+    sizes, which are then fixed, the others are told."""
+    try:
+        return parallelize(graph, fake_mode, request)
+    except Exception as error:
+        if not size_nodes.is_open(graph):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        consensus.gather(tag, json.dumps({"refused": what}))
+        raise OpenSizesRefused(what) from error
 
 
 def tuned(
@@ -345,10 +367,16 @@ def _fuses(request: Request, schedule: Schedule) -> bool:
 
 
 def scheduled(
-    graph: fx.Graph, request: Request, result: Result | None, *, backward: bool
+    graph: fx.Graph,
+    request: Request,
+    result: Result | None,
+    *,
+    backward: bool,
+    inductor: bool = False,
 ) -> list[str]:
     """Run the steps of ``PHASE`` on a forward or a backward, in place; what of it runs
-    as generated kernels. ``result``: None where nothing was planned."""
+    as generated kernels. ``result``: None where nothing was planned; ``inductor``: the
+    graph goes there."""
     settings = result.schedule.settings if result else Settings()
     state = PhaseState(
         graph=graph,
@@ -356,6 +384,7 @@ def scheduled(
         phase=PhaseGraph(graph, backward or request.step, settings),
         which="backward" if backward else "forward",
         mesh=result.plan.mesh if result and result.decision.is_even else None,
+        inductor=inductor,
     )
     run_steps(PHASE, state)
     return state.regions

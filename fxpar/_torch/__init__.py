@@ -12,6 +12,7 @@ from fxpar._torch import (
     inductor,
     loops,
     objects,
+    symbols,
     version,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "inductor",
     "loops",
     "objects",
+    "symbols",
     "version",
 ]

@@ -198,6 +198,7 @@ def compile_fx(
     key: str = "",
     kept: bool = False,
     local_border: bool = False,
+    symbolic: bool = False,
 ) -> Callable[..., Any]:
     """Inductor's ``compile_fx``, ``joint_pass`` hung on the joint (or inference) graph.
 
@@ -208,6 +209,7 @@ def compile_fx(
     by ``call(text)``: see ``_in_order``.
     ``key`` enters the keys of torch's caches. ``kept``: a program that was compiled
     under it before is taken from AOTAutograd's cache; nothing is called then.
+    ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
     ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
     """
@@ -251,13 +253,16 @@ def compile_fx(
     settings = {"enable_autograd_cache": kept}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
+    now = "force_non_lazy_backward_lowering"
+    if symbolic and hasattr(functorch_config, now):
+        settings[now] = True  # its backward is compiled now, as any other is
     with functorch_config.patch(settings), _views_recomputed(), calls_rewritten():
         compiled = inductor(
             gm,
-            _with_symbols(gm, examples),
+            examples if symbolic else _with_symbols(gm, examples),
             inner_compile=compile_inner,
             config_patches={"joint_custom_pre_pass": Hook()},
-            ignore_shape_env=True,  # sizes are known: none becomes a symbol
+            ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
     return cast(Callable[..., Any], compiled)
 

@@ -287,6 +287,19 @@ def put_cache_entry(key: str, content: bytes) -> None:
     FxGraphCache._write_to_local_cache(key, content)
 
 
+def calls_bodies() -> bool:
+    """Whether Inductor makes of ``invoke_subgraph`` a call of one function."""
+    from torch._inductor import config
+
+    return not config.cpp_wrapper
+
+
+def keep_strides(body: fx.Graph) -> None:
+    """Let what a body gives have the strides of its fakes, as callers take it to."""
+    output = next(iter(body.find_nodes(op="output")))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+
+
 def caches_disabled() -> bool:
     """Whether the user turned off all caches of torch."""
     from torch._inductor import config

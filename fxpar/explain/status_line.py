@@ -90,3 +90,9 @@ def begin(step: str) -> None:
     """Note that a step begins."""
     for progress in _CURRENT:
         progress.now = (step, progress.now[1] + 1)
+
+
+def rename(step: str) -> None:
+    """Say something else of the step that runs."""
+    for progress in _CURRENT:
+        progress.now = (step, progress.now[1])

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar.passes.builder import Builder
 from fxpar.passes.sink_waits import WAIT, is_chunk
+from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -180,8 +181,7 @@ def _buckets(
 
 def _size(node: fx.Node) -> int:
     """Bytes of the larger of operand and result."""
-    values = node.meta["val"], node.args[0].meta["val"]
-    return max(math.prod(v.shape) * v.dtype.itemsize for v in values)
+    return max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))
 
 
 def _wait_of(node: fx.Node) -> fx.Node:

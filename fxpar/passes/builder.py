@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar.passes import custom_ops
+from fxpar._torch.symbols import Inexpressible
+from fxpar.passes import custom_ops, size_nodes
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 
@@ -60,8 +61,8 @@ def value_of(arg: Any) -> Any:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Shape of a node's tensor value."""
-    return tuple(int(n) for n in node.meta["val"].shape)
+    """Shape of a node's tensor value, open sizes as symbols."""
+    return tuple(node.meta["val"].shape)
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
@@ -111,7 +112,10 @@ class Builder:
             yield
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add ``target(*args, **kwargs)``; arguments may hold nodes."""
+        """Add ``target(*args, **kwargs)``; arguments may hold nodes, and open sizes,
+        which become nodes."""
+        args = size_nodes.as_nodes(self.graph, args)
+        kwargs = size_nodes.as_nodes(self.graph, kwargs)
         node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:
             node.meta["val"] = target(*value_of(args), **value_of(kwargs))
@@ -142,8 +146,9 @@ class Builder:
         if not axes or stride == 0:
             return base
         more = (around,) if around else ()
+        args = str(self.mesh), tuple(axes), stride, base, *more
         node = self.graph.call_function(
-            custom_ops.offset, (str(self.mesh), tuple(axes), stride, base, *more)
+            custom_ops.offset, size_nodes.as_nodes(self.graph, args)
         )
         node.meta["val"] = base
         return node
@@ -153,7 +158,7 @@ class Builder:
         fake values those of the largest shard."""
         if not axes:
             return rows
-        assert isinstance(rows, int), "of a dim whose size is known"
+        assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             return rows // self.mesh.count(axes)
         return self._place(
@@ -164,7 +169,7 @@ class Builder:
         """``base`` + the first row that this rank holds of a dim of ``rows``."""
         if not axes:
             return base
-        assert isinstance(rows, int), "of a dim whose size is known"
+        assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             return self.offset(axes, rows // self.mesh.count(axes), base)
         start = self._place(custom_ops.own_start, axes, rows, 0)
@@ -172,7 +177,7 @@ class Builder:
 
     def own_end(self, rows: Size, axes: Sequence[str]) -> Size:
         """The row behind the last that this rank holds of a dim of ``rows``."""
-        assert isinstance(rows, int), "of a dim whose size is known"
+        assert not isinstance(rows, fx.Node), "of a dim whose size is known"
         if shard_sizes.is_even(rows, self.mesh, axes):
             size = rows // self.mesh.count(axes)
             return self.offset(axes, size, size)
@@ -182,6 +187,8 @@ class Builder:
     def _place(
         self, target: Callable[..., int], axes: Sequence[str], rows: int, value: int
     ) -> fx.Node:
+        if not isinstance(rows, int):
+            raise Inexpressible("shards of a size that is left open are not alike")
         args = (str(self.mesh), tuple(axes), rows)
         node = self.graph.call_function(target, args)
         node.meta["val"] = value
@@ -189,11 +196,13 @@ class Builder:
 
     def compute(self, operation: Callable[[int, int], int], a: Size, b: Size) -> Size:
         """An operation of two sizes: a number if both are, else a node."""
-        if isinstance(a, int) and isinstance(b, int):
+        if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
             return operation(a, b)
         if operation in _NEUTRAL and b == _NEUTRAL[operation]:
             return a
-        node = self.graph.call_function(operation, (a, b))
+        node = self.graph.call_function(
+            operation, size_nodes.as_nodes(self.graph, (a, b))
+        )
         node.meta["val"] = operation(value_of(a), value_of(b))
         return node
 

@@ -155,7 +155,7 @@ def step(
     uneven = cut is not None and not cut.is_even(build.mesh)
     kept = {"cut": (cut.shape, cut.before, cut.after)} if cut and uneven else {}
     node = build.graph.call_function(target, (x, *args), kept)
-    value, shape = x.meta["val"], [int(n) for n in x.meta["val"].shape]
+    value, shape = x.meta["val"], list(x.meta["val"].shape)
     if cut and uneven:
         shape = list(Spec.of(cut.after).local_shape(build.mesh, cut.shape))
     elif target is send:

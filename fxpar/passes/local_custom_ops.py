@@ -147,7 +147,7 @@ def _sources(mesh: Mesh, axes: Sequence[str], further: int) -> tuple[int, ...]:
 def _inside(call: LocalCall, moved: fx.Node, dim: int, by: int) -> fx.Node:
     """Which rows come from within the dim."""
     build, like = call.build, moved.meta["val"]
-    rows, n = call.shapes[0][dim], int(like.shape[dim])
+    rows, n = call.shapes[0][dim], like.shape[dim]
     index = build.call(
         prims.iota.default,
         n,
@@ -197,7 +197,7 @@ def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any
         return build.own_start(rows, axes, start)
     if start.target is not custom_ops.offset or rows % build.mesh.count(axes):
         raise PlanError(f"{call.node.name} is cut into shards that are not alike")
-    _, before, stride, base = start.args
+    _, before, stride, base = value_of(start.args)
     if stride != rows:
         raise PlanError(f"{call.node.name} is cut across shards of {stride}")
     return build.offset((*before, *axes), rows // build.mesh.count(axes), base)

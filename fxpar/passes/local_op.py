@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
+from fxpar.passes import size_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local_call import LocalCall
@@ -45,20 +46,22 @@ _OWN = (
 
 def local_like(value: torch.Tensor, spec: Spec, mesh: Mesh, mode: Any) -> Any:
     """Fake tensor of the largest shard, dims laid out in memory as in ``value``."""
-    shape = spec.local_shape(mesh, [int(n) for n in value.shape])
-    return resized(value, shape, mode)
+    if spec.is_whole:
+        return value
+    return resized(value, spec.local_shape(mesh, value.shape), mode)
 
 
 def resized(value: torch.Tensor, shape: Sequence[int], mode: Any) -> Any:
     """Fake tensor of another shape, dims laid out in memory as in ``value``."""
     if tuple(value.shape) == tuple(shape):
         return value
-    order = sorted(range(value.dim()), key=lambda d: (-int(value.stride()[d]), d))
+    strides = _torch.symbols.hint_shape(value.stride())
+    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     stride = [0] * value.dim()
     step = 1
     for d in reversed(order):
         stride[d] = step
-        step *= max(shape[d], 1)
+        step *= torch.sym_max(shape[d], 1)
     with mode:
         local = torch.empty_strided(
             shape, stride, dtype=value.dtype, device=value.device
@@ -82,12 +85,14 @@ def local_op(
         operand_spec(op.rule, strategy, i) for i in range(len(op.operands))
     )
     results = tuple(result_spec(op.rule, strategy, i) for i in range(len(op.results)))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), local)
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: _size_of(n) or local(n)
+    )
     whole = all(s.is_whole for s in operands + results)
     if whole and op.target not in _OWN and _laid_out_alike(node, local):
         made = _same(build, node, args, kwargs)
     else:
-        shapes = tuple(program.values[v].shape for v in op.tensors)
+        shapes = _shapes(op, program)
         call = LocalCall(build, node, op.rule, operands, results, shapes)
         if _torch.aot.higher_order_name(node.target) in TIES:
             args = _local_bodies(call, args, strategy.axes_of)
@@ -105,13 +110,27 @@ def _laid_out_alike(node: fx.Node, local: Local) -> bool:
     )
 
 
-def _lies(x: torch.Tensor) -> tuple[tuple[int, ...], int]:
+def _lies(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of a tensor lie in its memory."""
-    return x.stride(), int(x.storage_offset())
+    return x.stride(), x.storage_offset()
+
+
+def _size_of(node: fx.Node) -> Any:
+    """A size that a node computes, which local forms take as the number that it is;
+    None of other nodes."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.SymInt) else None
+
+
+def _shapes(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
+    """Global shapes of an op's tensors, open sizes as symbols."""
+    return tuple(program.values[v].sizes for v in op.tensors)
 
 
 def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """An op on whole values is the op itself, fake value included."""
+    args = size_nodes.as_nodes(build.graph, args)
+    kwargs = size_nodes.as_nodes(build.graph, kwargs)
     copy = build.graph.create_node(node.op, node.target, args, kwargs)
     copy.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
     copy.meta["fxpar_origin"] = node.name
@@ -122,9 +141,10 @@ def _check(
     made: fx.Node, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
 ) -> None:
     got = [tuple(t.shape) for t in tensors_of(made.meta["val"])]
+    shapes = _shapes(op, program)[len(op.operands) :]
     want = [
-        spec.local_shape(mesh, program.values[v].shape)
-        for spec, v in zip(results, op.results, strict=True)
+        spec.local_shape(mesh, shape)
+        for spec, shape in zip(results, shapes, strict=True)
     ]
     if got != want:
         raise PlanError(

@@ -100,7 +100,7 @@ class _Localizer:
             spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
-            shape = self.program.values[v].shape
+            shape = self.program.values[v].sizes
             if not spec.is_even(self.mesh, shape):
                 copy.meta["fxpar_global_shape"] = shape
         return copy
@@ -209,7 +209,7 @@ class _Localizer:
     def _reshard(self, node: fx.Node) -> fx.Node:
         reshard = node.meta["fxpar_reshard"]
         node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
-        shape = self.program.values[reshard.value].shape
+        shape = self.program.values[reshard.value].sizes
         steps = route(self.decision, reshard)
         x = self.map[node.args[0]]
         return emit(self.build, x, steps, reshard.source, shape)

@@ -101,7 +101,7 @@ def _from_front(
 
 
 def _slice(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
-    size = int(x.meta["val"].shape[dim]) // build.mesh.count(axes)
+    size = x.meta["val"].shape[dim] // build.mesh.count(axes)
     start = build.offset(axes, size)
     end = build.offset(axes, size, size)
     return build.call(aten.slice.Tensor, x, dim, start, end)

@@ -92,8 +92,10 @@ def _dim_of(node: fx.Node) -> int | None:
     found = _DIM.get(node.target) if node.op == "call_function" else None
     if found is None or not all(map(_is_known, (node, *node.all_input_nodes))):
         return None
-    dim = found(node)
-    return dim if dim is None else dim % max(len(shape_of(node)), 1)
+    dim, shape = found(node), shape_of(node)
+    if dim is None or not shape or not isinstance(shape[dim], int):
+        return None
+    return dim % len(shape)
 
 
 def _is_known(node: Any) -> bool:
@@ -105,6 +107,8 @@ def _is_known(node: Any) -> bool:
 def _rows(node: Any, dim: int) -> _Rows | None:
     """The rows of a node along a dim; its own where nothing else is known."""
     if not _is_known(node) or not shape_of(node):
+        return None
+    if not isinstance(shape_of(node)[dim], int):  # rows are told one by one
         return None
     read = _READ.get(node.target)
     if read is not None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes import custom_ops
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, value_of
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten
@@ -25,12 +25,13 @@ prims = torch.ops.prims
 
 torch.library.define(
     "fxpar::own_slice",
-    "(Tensor(a) x, int dim, int size, str mesh, str axes, int stride, int base) "
+    "(Tensor(a) x, int dim, SymInt size, str mesh, str axes, SymInt stride, "
+    "SymInt base) "
     "-> Tensor(a)",
 )
 torch.library.define(
     "fxpar::own_offset",
-    "(str mesh, str axes, int stride, int base, Device device) -> Tensor",
+    "(str mesh, str axes, SymInt stride, SymInt base, Device device) -> Tensor",
 )
 
 
@@ -97,10 +98,11 @@ def _slice(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     _, dim, start, end, *step = node.args
     if kwargs or step or not all(isinstance(x, fx.Node) for x in (start, end)):
         return None
-    mesh, axes, stride, base = start.args
-    if (mesh, axes, stride) != end.args[:3]:
+    mesh, axes, stride, base = value_of(start.args)
+    *others, further = value_of(end.args)
+    if [mesh, axes, stride] != others:
         return None
-    size = end.args[3] - base
+    size = further - base
     whole = args[0].meta["val"].shape[dim]
     last = base + stride * (_count(mesh, "+".join(axes)) - 1) + size
     if base < 0 or stride < 0 or last > whole:
@@ -134,7 +136,7 @@ def _iota(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _offset(build: Builder, offset: fx.Node, device: torch.device) -> Any:
-    mesh, axes, stride, base = offset.args
+    mesh, axes, stride, base = value_of(offset.args)
     own = torch.ops.fxpar.own_offset.default
     return build.call(own, mesh, "+".join(axes), stride, base, device)
 

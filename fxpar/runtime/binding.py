@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import custom_ops, own_shard
+from fxpar.passes import custom_ops, own_shard, size_nodes
 from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import bodies_of, body_of, bound_body
 from fxpar.passes.local_custom_ops import op_by_op
@@ -74,7 +74,8 @@ def bind(
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
         args = _with_group(args, group_of)
         if node.target in custom_ops.PLACES:
-            done[node] = custom_ops.place(node.target, node.args, rank)
+            at = custom_ops.place(node.target, value_of(node.args), rank)
+            done[node] = size_nodes.as_nodes(new, at)
             continue
         if _is_size(node) and all(isinstance(x, int) for x in args):
             done[node] = node.target(*args)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,19 @@ from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, FxparWarning, RankMismatchError, compose
 from fxpar.runtime import consensus, gradient_sketches, presence
-from fxpar.runtime.call_sizes import UNEVEN, Fed, Sizes, Together, sizes_of
+from fxpar.runtime.call_sizes import SAME, UNEVEN, Fed, Sizes, Together, sizes_of
 from fxpar.runtime.check_inputs import Checks, Drift
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.meeting import ALONE, current, meet
+from fxpar.runtime.open_sizes import (
+    OPENED_MARK,
+    DivisorsAsked,
+    OpenSize,
+    OpenSizesRefused,
+    SizeRange,
+    open_program,
+    open_sizes,
+)
 from fxpar.runtime.program_identity import (
     BEGINS,
     Named,
@@ -40,8 +50,15 @@ from fxpar.runtime.program_identity import (
 )
 from fxpar.runtime.stage_times import CHECKS, stage
 from fxpar.runtime.uneven_batch import Parts, Whole, parts_of
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import user_line
 from fxpar.sharding.propagate.conventions import batch_axes
+
+# Owner of graphs that are compiled as they are, without the rest of a step.
+FORWARD = "forward"
+
+# What could not be left open for so many sets of sizes is fixed from then on.
+MOST_REFUSALS = 2
 
 _OWN_MEMORY = (
     "pass a copy, x.clone(): what is fed part of a larger tensor, a branch or a loop, "
@@ -58,11 +75,31 @@ class Variants:
     run: dict[int, Callable[..., Any]] = field(default_factory=dict)
     keys: dict[tuple[Sizes, ...], int] = field(default_factory=dict)
     last: dict[Sizes, int] = field(default_factory=dict)
+    # Of variants that leave sizes open, by number, the sizes they hold for; why there
+    # are none.
+    ranges: dict[int, SizeRange] = field(default_factory=dict)
+    refused: str = ""
+    refusals: int = 0
+    # Names of sizes that could not be left open.
+    closed: set[str] = field(default_factory=set)
     rows: frozenset[int] | None = None  # results that hold the batch, once known
 
+    def in_range(self, sizes: Sizes) -> int:
+        """The number of a variant that leaves sizes open, and holds for these; 0 if
+        none does."""
+        return next(
+            (
+                number
+                for number, known in self.ranges.items()
+                if known.contains(sizes.shapes, sizes.numbers)
+            ),
+            0,
+        )
 
-# Compiles a graph on concrete shapes, for sizes that go together so.
-CompileGraph = Callable[[Together, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+# Compiles a graph for sizes that go together so: on concrete shapes or, of an
+# ``OpenProgram``, on open ones, by a plan if one is given, and with notes in it.
+CompileGraph = Callable[..., Callable[..., Any]]
 
 # Dynamo traces code again for what changes nothing: variants are by content.
 _VARIANTS: weakref.WeakValueDictionary[str, Variants] = weakref.WeakValueDictionary()
@@ -101,6 +138,10 @@ class Calls:
         self.counts = frozenset(counts)
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, named, local, ranks.mesh, self.where)
+        self.sizes = open_sizes(gm, named, self.fed)
+        more = options.verify or options.tune or options.fuse != "none"
+        self.opens = owner == FORWARD and not more and options.microbatches == 1
+        self.marked = {i for i in self.local if hasattr(examples[i], OPENED_MARK)}
         self.text = program_text(gm, named)
         self.identity = digest(self.text)
         channel = current()
@@ -154,7 +195,7 @@ class Calls:
     def _head(self, sizes: Sizes) -> str:
         """The word of a call on these sizes, without sums: which program, the variant
         to run if others have the sizes they had last, whether all must be compared."""
-        last = self.variants.last.get(sizes, 0)
+        last = self.variants.last.get(sizes, 0) or self.variants.in_range(sizes)
         entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
         self.heads[sizes] = json.dumps(entries, default=str)
         return self.heads[sizes]
@@ -172,6 +213,8 @@ class Calls:
             self.drift.compare(sums)
         fresh = any(entry[2] for entry in entries)
         number, *others = {entry[1] for entry in entries}
+        if not others and number in self.variants.ranges and together.kind == SAME:
+            self.variants.keys.setdefault(key, number)
         if not fresh and not others and self.variants.keys.get(key) == number:
             self.ready[heads] = self.variants.run[number]
             return self.ready[heads]
@@ -213,16 +256,86 @@ class Calls:
         and if one fails all do: Dynamo forgets the graph then, so that the next call
         reads options again."""
         make = self._whole if together.kind == UNEVEN else self._in_parts
+        range_ = None
         try:
             with presence.works(f"compiles {self.what}"):
-                run = make(key, together, args)
+                if together.kind == SAME and (made := self._open(args)):
+                    run, range_ = made
+                else:
+                    run = make(key, together, args)
         except FxparError:
             torch.compiler.reset()
             raise
         self.variants.run.pop(self.variants.keys.get(key, 0), None)
         number = self.variants.keys[key] = _number()
         self.variants.run[number] = run
+        if range_ is not None:
+            self.variants.ranges[number] = range_
         return number
+
+    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], Any] | None:
+        """A variant that leaves sizes open, and the sizes that it holds for; None if
+        they are to be fixed."""
+        sizes = self._to_open(args)
+        if not self.opens and sizes:
+            self.variants.refused = "what is asked for takes sizes that are known"
+        if not sizes or not self.opens or self.variants.refusals == MOST_REFUSALS:
+            return None
+        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        units = {
+            size.name: math.gcd(size.of(args), parts)
+            for size in sizes
+            if size.dim == 0 and size.place not in self.local
+        }
+        plan = None
+        while True:
+            try:
+                return self._opened(args, sizes, units, plan)
+            except OpenSizesRefused as error:
+                self.variants.refused = str(error)
+                self.variants.refusals += 1
+                return None
+            except DivisorsAsked as asked:
+                plan = asked.plan
+                for name, divisor in asked.divisors.items():
+                    units[name] = units.get(name, 1) * divisor
+
+    def _opened(
+        self,
+        args: Sequence[Any],
+        sizes: Sequence[OpenSize],
+        units: Mapping[str, int],
+        plan: Plan | None,
+    ) -> tuple[Callable[..., Any], Any]:
+        """``_open`` of these sizes, multiples of their ``units``, by a plan if one is
+        given."""
+        gm = _torch.dynamo.copy_graph(self.gm)
+        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        opened = open_program(gm, args, self.named, self.fed, sizes, units, parts)
+        run: Any = self.compile(
+            Together(SAME),
+            opened.graph,
+            opened.examples,
+            opened=opened,
+            recalled=plan,
+        )
+        self._note_rows(run)
+        self.variants.closed |= {size.name for size in run.sizes.fixed}
+        self.variants.refused = ""
+        return opened.caller(run, run.sizes.written), run.sizes
+
+    def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
+        """Sizes to leave open: those that Dynamo does, but for the rows of a part of
+        the batch that were one number so far."""
+        sizes = [x for x in self.sizes if x.name not in self.variants.closed]
+        return [x for x in sizes if x.of(args) > 1 and self._varies(x, args)]
+
+    def _varies(self, size: OpenSize, args: Sequence[Any]) -> bool:
+        """Whether a size is to be open, as far as is known."""
+        if size.place not in self.marked or size.dim != 0:
+            return True
+        n, now = self.fed.tensors.index(size.place), size.of(args)
+        return any(sizes.shapes[n][0] != now for sizes, *_ in self.variants.keys)
 
     def _in_parts(
         self, _: tuple[Sizes, ...], together: Together, args: Sequence[Any]
@@ -232,13 +345,19 @@ class Calls:
         parts = self.ranks.mesh.count(axes)
         rows = {i: args[i].shape[0] * parts for i in self.local}
         gm = _torch.dynamo.copy_graph(self.gm)
-        run = self.compile(together, gm, self._global(args, rows))
-        specs = getattr(run, "results", None)
+        refused = self.variants.refused
+        notes = (f"sizes are fixed: {refused}",) if refused else ()
+        run = self.compile(together, gm, self._global(args, rows), notes=notes)
+        self._note_rows(run)
+        return run
+
+    def _note_rows(self, run: Callable[..., Any]) -> None:
+        """Which results hold the batch, as a compiled graph has them."""
+        specs, axes = getattr(run, "results", None), batch_axes(self.ranks.mesh)
         if self.local and specs is not None:
             self.variants.rows = frozenset(
                 i for i, spec in specs.items() if spec.dims[:1] == (axes,)
             )
-        return run
 
     def _whole(
         self, key: tuple[Sizes, ...], together: Together, args: Sequence[Any]

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import RankMismatchError
+from fxpar.passes.outline_layers import INVOKE
 from fxpar.runtime import presence
 from fxpar.runtime.consensus import poll
 from fxpar.runtime.meeting import Channel, current
@@ -49,7 +50,7 @@ def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any
 
 def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
     channel = current()
-    if _torch.inductor.caches_disabled() or not all(map(_is_text, graph.nodes)):
+    if _torch.inductor.caches_disabled() or not _is_text(graph):
         return compile_graph(None)
     text = _digest(graph)
     if channel is None:
@@ -69,19 +70,41 @@ def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
     return compile_graph(text)
 
 
-def _is_text(node: fx.Node) -> bool:
-    """Whether the line of a node says all of it: it holds no tensor, and is no op that
+def _is_text(graph: fx.Graph) -> bool:
+    """Whether lines of nodes say all of a graph: it holds no tensor, and no op that
     runs code of the user."""
+    bodies = _bodies(graph)
+    return all(_is_line(node, bodies) for node in graph.nodes) and all(
+        _is_text(body) for body in bodies.values()
+    )
+
+
+def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
     if node.op == "call_function":
-        return isinstance(
-            node.target, (_torch.inductor.OpOverload, BuiltinFunctionType)
-        )
+        runs = (_torch.inductor.OpOverload, BuiltinFunctionType)
+        return isinstance(node.target, runs) or node.target is INVOKE
+    if node.op == "get_attr":
+        return node.target in bodies
     return node.op in ("placeholder", "output")
+
+
+def _bodies(graph: fx.Graph) -> dict[str, fx.Graph]:
+    """The bodies that a graph calls, by the names it has for them."""
+    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    held = {name: getattr(graph.owning_module, name, None) for name in sorted(names)}
+    return {k: x.graph for k, x in held.items() if isinstance(x, fx.GraphModule)}
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    yield from lines_of(graph)
+    for name, body in _bodies(graph).items():
+        yield name
+        yield from _lines(body)
 
 
 def _digest(graph: fx.Graph) -> str:
     text = hashlib.sha256()
-    for line in lines_of(graph):
+    for line in _lines(graph):
         text.update(line.encode() + b"\n")
     return text.hexdigest()[:32]
 

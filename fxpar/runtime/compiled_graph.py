@@ -19,6 +19,7 @@ from fxpar.runtime import meeting, outside_graphs
 from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks
+from fxpar.runtime.open_sizes import OPENED_MARK, SizeRange
 from fxpar.runtime.program_identity import SUMMAND_MARK, Named
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
@@ -77,7 +78,7 @@ def raiser(error: FxparError) -> Callable[..., Any]:
 class Compiled:
     """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
     its results, by position. ``broken_at``: the user's line of the graph break it ends
-    in."""
+    in; ``sizes``: those it holds for, where it leaves some open."""
 
     def __init__(
         self,
@@ -88,8 +89,9 @@ class Compiled:
         options: Options,
         ranks: Ranks,
         broken_at: str | None,
+        sizes: SizeRange | None = None,
     ) -> None:
-        self.broken_at = broken_at
+        self.broken_at, self.sizes = broken_at, sizes
         self.compiled, self.checks = compiled, checks
         self.results, self.options, self.ranks = results, options, ranks
         if plan is not None:
@@ -235,4 +237,5 @@ def require_dynamic_batch(
         )
     for _, x in fixed:
         _torch.dynamo.maybe_mark_dynamic(x, 0)
+        setattr(x, OPENED_MARK, True)
     _torch.dynamo.trace_again("fxpar: local batch dims become symbolic")

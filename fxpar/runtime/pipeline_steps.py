@@ -33,6 +33,7 @@ from fxpar.passes import (
     manual_regions,
     normalize,
     reshard_after_forward,
+    size_nodes,
 )
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes.body_seeds import refuse_draws
@@ -44,6 +45,7 @@ from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.order_collectives import PhaseGraph
+from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import binding, plan_store
@@ -56,7 +58,7 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import Program, read
+from fxpar.sharding.program import OPEN, Program, read, with_open_sizes
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
@@ -97,6 +99,8 @@ class JointState(PipelineState):
     fake_mode: Any
     # The one-device graph.
     normalized: fx.Graph
+    # Whether sizes are symbols in it.
+    open: bool = False
     program: Program = field(init=False)
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
@@ -158,6 +162,8 @@ class PhaseState(PipelineState):
     which: str
     # None where nothing was planned: no regions are fused.
     mesh: Mesh | None
+    # The graph goes to Inductor.
+    inductor: bool = False
     # What runs as generated kernels.
     regions: list[str] = field(default_factory=list)
 
@@ -169,6 +175,8 @@ class PhaseState(PipelineState):
 def absorb_regions(state: JointState) -> None:
     """Manual regions are checked, their collectives named."""
     request = state.request
+    if state.open and any(n.target in manual_regions.EDGES for n in state.graph.nodes):
+        raise PlanError("the sizes in manual regions are known")
     manual_regions.absorb_regions(
         state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
     )
@@ -176,6 +184,8 @@ def absorb_regions(state: JointState) -> None:
 
 def show_bodies(state: JointState) -> None:
     graph_bodies.show_bodies(state.graph, state.graph.owning_module)
+    if state.open and any(map(graph_bodies.body_of, state.graph.nodes)):
+        raise PlanError("the sizes in branches and loops are known")
 
 
 def refuse_body_draws(state: JointState) -> None:
@@ -190,6 +200,8 @@ def count_loop_steps(state: JointState) -> None:
 
 def split_batch(state: JointState) -> None:
     """A batch that its axes do not divide stays a dim of its own."""
+    if state.open:  # they divide those that a plan may split
+        return
     mesh = state.request.mesh
     axes = batch_axes(mesh)
 
@@ -209,10 +221,11 @@ def look_up_plan(state: JointState) -> None:
     """The plan of the request, or of the disk, if there is one."""
     request = state.request = _searchable(state.request)
     asked = request.mode
-    state.program = read(state.graph, request.laid)
+    state.program = _program(state)
     if isinstance(asked, Plan):
         state.recalled = state.known = asked
-    elif isinstance(asked, SearchOptions) and request.cached and plan_store.allowed():
+    elif _is_kept(state):
+        assert isinstance(asked, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         found = plan_store.load(state.key, asked.seconds)
         if found is not None:
@@ -223,6 +236,12 @@ def look_up_plan(state: JointState) -> None:
     plan = state.recalled
     if plan and plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
         state.request = request.on(plan.mesh)
+
+
+def _is_kept(state: JointState) -> bool:
+    """Whether its plan is looked for on disk; where sizes are open, it is not."""
+    kept = state.request.cached and plan_store.allowed() and not state.open
+    return kept and isinstance(state.request.mode, SearchOptions)
 
 
 def _searchable(request: Request) -> Request:
@@ -236,6 +255,14 @@ def _searchable(request: Request) -> Request:
     text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
     warnings.warn(text, FxparWarning, stacklevel=2)
     return replace(request, mode="propagate")
+
+
+def _program(state: JointState) -> Program:
+    """The program of the graph, where sizes are open at those it was traced with."""
+    graph = state.graph
+    if state.open:
+        graph = size_nodes.at_hints(graph, state.fake_mode)
+    return read(graph, state.request.laid)
 
 
 def expand_moments(state: JointState) -> None:
@@ -257,9 +284,10 @@ def _searches(request: Request) -> bool:
 
 def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
     if moments:
+        moments = [node.meta.get(OPEN, node) for node in moments]
         normalize.expand_moments(moments, state.rewriter)
         state.graph.eliminate_dead_code()
-        state.program = read(state.graph, state.request.laid)
+        state.program = _program(state)
         state.decision = None
 
 
@@ -271,7 +299,7 @@ def make_plan(state: JointState) -> None:
         known = {node.name for node in plan.nodes}
         moments = normalize.moments_of(state.program)
         _expand(state, [node for node in moments if node.name not in known])
-        state.decision = recall(read(state.graph, request.laid), request.mesh, plan)
+        state.decision = recall(_program(state), request.mesh, plan)
     elif request.meshes or state.decision is None:
         with stage(SEARCH if _searches(request) else PLAN):
             choose = fastest if request.meshes else decide_on
@@ -283,7 +311,7 @@ def make_plan(state: JointState) -> None:
 
 
 def insert_reshards(state: JointState) -> None:
-    state.graph = resharding.insert_reshards(state.graph, state.decided)
+    state.graph = resharding.insert_reshards(state.graph, _open_decision(state))
 
 
 # Ranks with shards of unlike sizes would fill their buckets with other collectives.
@@ -291,9 +319,21 @@ _UNEVEN = Schedule.of("buckets(bytes=0)")
 
 
 def localize(state: JointState) -> None:
-    state.graph = partition(state.graph, state.decided, state.fake_mode)
+    state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
     if not state.decided.is_even:
         state.schedule = _UNEVEN
+
+
+def _open_decision(state: JointState) -> Decision:
+    """What was decided, of the nodes of the graph with its open sizes. Raises PlanError
+    where sizes have to be known."""
+    if not state.open:
+        return state.decided
+    if not state.decided.is_even:
+        raise PlanError("shards that are not alike have sizes that are known")
+    if state.request.microbatches > 1:
+        raise PlanError("parts of a batch have sizes that are known")
+    return replace(state.decided, program=with_open_sizes(state.decided.program))
 
 
 def cut_batch(state: JointState) -> None:
@@ -310,6 +350,9 @@ def apply_schedule(state: JointState) -> None:
     """The verbs of the schedule that is given, saved or chosen."""
     request, mesh, before = state.request, state.decided.mesh, state.graph
     state.unscheduled = before if request.tune else None
+    if state.open:
+        _leave_unscheduled(state)
+        return
     saved = state.known
     if not state.decided.is_even:
         _refuse_uneven(request.schedule)
@@ -317,7 +360,8 @@ def apply_schedule(state: JointState) -> None:
     if request.schedule == "auto" and saved is None:
         if request.hardware is None or mesh.size == 1:
             return
-        chosen = choose_or_warn(before, mesh, request.hardware.at_speed(mesh.slowest))
+        hardware = request.hardware.at_speed(mesh.slowest)
+        chosen = choose_or_warn(before, mesh, hardware)
         if chosen is None:
             return
         state.near, state.others = chosen.near, tuple(map(str, chosen.others))
@@ -332,6 +376,20 @@ def apply_schedule(state: JointState) -> None:
     if state.schedule:
         fuse_nodes.inline(after)
         state.graph = after
+
+
+_UNSCHEDULED = "no schedule is chosen: sizes are left open"
+
+
+def _leave_unscheduled(state: JointState) -> None:
+    """Of a graph with open sizes: chunks and slices are of sizes that are known. What
+    was asked for by name is refused, so that the sizes are fixed."""
+    asked = state.request.schedule
+    if asked not in ("auto", "none"):
+        raise ScheduleError(f"a schedule is for sizes that are known: {asked!r}")
+    told = state.recalled.notes if state.recalled else ()
+    if asked == "auto" and state.decided.mesh.size > 1 and _UNSCHEDULED not in told:
+        state.notes = (_UNSCHEDULED,)
 
 
 def _refuse_uneven(text: str) -> None:
@@ -359,7 +417,7 @@ def describe(state: JointState) -> None:
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
         mesh = hardware.on(mesh)
-    sent, done = facts_of_step(state.graph)
+    sent, done = facts_of_step(_at_hints(state))
     held, notes = _memory(state)
     plan = plan_facts.describe(state.decided, sent, done, held, mesh)
     state.plan = replace(
@@ -370,10 +428,17 @@ def describe(state: JointState) -> None:
     )
 
 
+def _at_hints(state: JointState) -> fx.Graph:
+    """The graph, where sizes are open at those it was traced with."""
+    if not state.open:
+        return state.graph
+    return size_nodes.at_hints(state.graph, state.fake_mode)
+
+
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
     settings, disable = state.schedule.settings, state.request.disable
-    graph = as_run(state.graph, disable=disable, settings=settings)
+    graph = as_run(_at_hints(state), disable=disable, settings=settings)
     try:
         return by_kind(graph, state.decided.program.signature), ()
     except PlanError as error:  # of the user's own collectives
@@ -426,6 +491,12 @@ def fuse_regions(state: PhaseState) -> None:
     state.regions += [f"{which}: {text}" for text in fused.lines]
     if request.leads and (chosen or fused.programs or fused.left):
         say(fused, f"{request.name}/{which}", request.debug)
+
+
+def outline_repeated(state: PhaseState) -> None:
+    """Layers that repeat as calls of one body, where Inductor is to compile it."""
+    if state.inductor:
+        outline_layers(state.graph)
 
 
 def _facts(mesh: Mesh, kernels: bool, device: torch.device, group: str) -> GroupFacts:

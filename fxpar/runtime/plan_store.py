@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch, cache_files
+from fxpar._torch.symbols import SYMBOLIC
 from fxpar.errors import FxparError
 from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.choose_mesh import ALIKE
@@ -72,6 +73,8 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
     def made(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return x.dtype, tuple(x.shape), x.stride(), str(x.device)
+        if isinstance(x, SYMBOLIC):
+            return str(x)
         return tuple(map(made, x)) if isinstance(x, (list, tuple)) else type(x)
 
     for node in graph.nodes:

@@ -114,12 +114,15 @@ def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def without_unused(
+def lean_graph(
     gm: fx.GraphModule, examples: Sequence[Any]
-) -> tuple[fx.GraphModule, list[int]]:
+) -> tuple[fx.GraphModule, list[int], set[int]]:
     """A copy without the numbers among its inputs that nothing reads (where in its
-    memory a slice begins), and the positions of the inputs that are left."""
+    memory a slice begins), the positions of the inputs that are left, and those of
+    them that Dynamo feeds as tensors where the user has numbers, which the copy
+    takes."""
     lean = _torch.dynamo.copy_graph(gm)
+    numbers = {i for i, x in enumerate(placeholders(lean)) if _becomes_number(x)}
     kept = []
     pairs = zip(placeholders(lean), examples, strict=True)
     for i, (node, x) in enumerate(pairs):
@@ -128,7 +131,22 @@ def without_unused(
         else:
             lean.graph.erase_node(node)
     lean.recompile()
-    return lean, kept
+    return lean, kept, numbers
+
+
+def _becomes_number(node: fx.Node) -> bool:
+    """Whether an input is a tensor of which nothing is read but its one number, which
+    Dynamo made of a float: its readers then read the input itself."""
+    value, users = value_of(node), list(node.users)
+    if not isinstance(value, torch.Tensor) or value.dim() or not users:
+        return False
+    if any(x.op != "call_method" or x.target != "item" for x in users):
+        return False
+    node.meta["example_value"] = value_of(users[0])
+    for user in users:
+        user.replace_all_uses_with(node)
+        user.graph.erase_node(user)
+    return True
 
 
 def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ from fxpar.sharding.rules.manual import manual_axes, pinned
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.rules.table import evaluate, tensors_of
 from fxpar.sharding.spec import Spec
+
+# Of a node of a graph at the sizes it was traced with: the node of the graph with open
+# sizes that it stands for.
+OPEN = "fxpar_open"
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,13 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Its shape with the sizes that the program leaves open as symbols.
+    open: tuple[Any, ...] = field(default=(), compare=False)
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The shape, open sizes as symbols."""
+        return self.open or self.shape
 
     @property
     def numel(self) -> int:
@@ -297,7 +308,8 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 where=user_line(node),
                 fix="compute it outside of the compiled code",
             )
-        values.append(Value(index, name, tuple(map(int, tensor.shape)), tensor.dtype))
+        shape = tuple(map(int, tensor.shape))
+        values.append(Value(index, name, shape, tensor.dtype, _open_shape(node, i)))
         uses.append([])
         value_of[node, i] = index
         return index
@@ -355,6 +367,23 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         uses,
         value_of,
         reduce_here,
+    )
+
+
+def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:
+    """Shape of a tensor that a node gives, where the node stands for one of a graph
+    with open sizes."""
+    if OPEN not in node.meta:
+        return ()
+    return tuple(tensors_of(node.meta[OPEN].meta["val"])[i].shape)
+
+
+def with_open_sizes(program: Program) -> Program:
+    """The program of a graph at its hints, of the nodes that those stand for."""
+    return replace(
+        program,
+        ops=[replace(op, node=op.node.meta[OPEN]) for op in program.ops],
+        value_of={(node.meta[OPEN], i): v for (node, i), v in program.value_of.items()},
     )
 
 

@@ -31,7 +31,8 @@ def shard(rows: int, mesh: Mesh, axes: Sequence[str], rank: int) -> tuple[int, i
 def largest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
     """Rows of the largest shard, that of coordinate 0."""
     for axis in axes:
-        rows = -(-rows // mesh.axis_size(axis))
+        count = mesh.axis_size(axis)
+        rows = rows // count if rows % count == 0 else -(-rows // count)
     return rows
 
 

@@ -56,6 +56,16 @@ def test_a_log_has_plain_lines_ever_further_apart(
     assert 2 <= len(lines) <= 4
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_step_that_is_renamed_stays_the_same_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rename = status_line.rename
+    monkeypatch.setattr(status_line, "begin", lambda step: rename(f"another {step}"))
+    text = said(monkeypatch, Terminal())
+    assert "another plan, step 0 of 7" in text and "another lower, step 0 of 7" in text
+
+
 def test_what_is_quick_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(monkeypatch, Terminal()) == said(monkeypatch, io.StringIO()) == ""
 

@@ -23,6 +23,8 @@ from fxpar import _torch
 _SIGNATURE = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\]", re.M)
 _CALL = re.compile(r"^(?:(\w+) = )?([\w.]+)\((.*)\)$")
 _ALIAS = re.compile(r"^(\w+) = (?:reinterpret_tensor\()?(\w+)(?:, .*\))?(\[\d+\])?$")
+_OPERANDS = re.compile(r"^\w+_args = \[(.*)\]$")  # of a call of a body
+_BODY_CALL = re.compile(r"^(\w+) = (\w+)\(\2_args\)$")
 _NAME = re.compile(r"\b(?!torch\b)[a-z]\w*\b")
 
 # Collectives that write their operand, or a tensor they are given.
@@ -54,6 +56,8 @@ class _Memory:
     reads: dict[str, list[int]] = field(default_factory=dict)
     waited: set[int] = field(default_factory=set)
     found: list[str] = field(default_factory=list)
+    # What calls of bodies gave: tuples of tensors with memory of their own.
+    given: set[str] = field(default_factory=set)
 
     def of(self, name: str) -> int:
         if name not in self.home:
@@ -75,8 +79,13 @@ class _Memory:
             self.found.append(f"the operand of {of} is {how} before its wait: {line}")
 
 
-def code_of(graph: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The wrapper that Inductor writes for a graph, which nobody runs."""
+def code_of(
+    graph: fx.Graph,
+    monkeypatch: pytest.MonkeyPatch,
+    root: torch.nn.Module | None = None,
+) -> str:
+    """The wrapper that Inductor writes for a graph, which nobody runs. ``root`` holds
+    its bodies."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -91,7 +100,8 @@ def code_of(graph: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> str:
     inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
     stopped = pytest.raises(Exception, match="need not be compiled")
     with config.patch({"fx_graph_cache": False, "compile_threads": 1}), stopped:
-        _torch.inductor.compile_inner(fx.GraphModule(torch.nn.Module(), graph), inputs)
+        module = fx.GraphModule(root or torch.nn.Module(), graph)
+        _torch.inductor.compile_inner(module, inputs)
     (code,) = codes
     return code
 
@@ -154,7 +164,14 @@ def _follow(memory: _Memory, line: str, writes: dict[str, list[bool]]) -> None:
         _launch(memory, kind, call[1], call[3])
     elif kind.startswith("wait_"):
         _wait(memory, _names(statement.split("(", 1)[1])[0], line)
-    elif alias := _ALIAS.match(statement):
+    elif operands := _OPERANDS.match(statement):
+        for name in _names(operands[1]):
+            memory.used(name, "read", line)
+    elif body := _BODY_CALL.match(statement):
+        memory.given.add(body[1])
+    elif (alias := _ALIAS.match(statement)) and alias[2] in memory.given:
+        memory.bind(alias[1], len(memory.names))
+    elif alias:
         if line.endswith("#reuse"):
             memory.used(alias[2], "reused", line)
         home = memory.of(alias[2])

@@ -18,6 +18,7 @@ import fxpar
 from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
 from fxpar.passes.graph_bodies import all_nodes
+from fxpar.passes.outline_layers import INVOKE
 from fxpar.runtime import consensus, presence
 from fxpar.runtime.binding import bind
 from fxpar.runtime.compile_once import compile_once
@@ -204,6 +205,33 @@ def test_the_rank_is_no_part_of_the_key() -> None:
     assert key("text", 0) == key("text", 1)
     assert len({key("text", 0), key("other", 0), key("text", 0, 2)}) == 3
     assert key(None, 0) != key(None, 1)
+
+
+def with_body(constant: float) -> fx.Graph:
+    """A graph that calls a body."""
+    body = fx.Graph()
+    args = (body.placeholder("x"), constant)
+    body.output((body.call_function(aten.add.Tensor, args),))
+    root = torch.nn.Module()
+    root.add_module("layer0", fx.GraphModule(torch.nn.Module(), body))
+    outer = fx.Graph(root)
+    x = outer.placeholder("x")
+    x.meta["val"] = torch.empty(4, device="meta")
+    call = outer.call_function(INVOKE, (outer.get_attr("layer0"), "layer0", x))
+    outer.output((call,))
+    return outer
+
+
+def test_bodies_are_part_of_the_text() -> None:
+    def text(graph: fx.Graph) -> str | None:
+        return compile_once(graph, "forward", lambda text: text)
+
+    assert text(with_body(2.0)) == text(with_body(2.0)) is not None
+    assert text(with_body(2.0)) != text(with_body(3.0))
+    of_tensor = with_body(2.0)
+    del of_tensor.owning_module.layer0
+    of_tensor.owning_module.layer0 = torch.ones(4)
+    assert text(of_tensor) is None
 
 
 def compiled_anew() -> list[int]:

@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
+from fxpar._torch.symbols import hint_shape
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -45,8 +46,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def nbytes_of(value: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return math.prod(value.shape) * value.dtype.itemsize
+    """Bytes of a tensor's elements, open sizes as they were traced."""
+    return math.prod(hint_shape(value.shape)) * value.dtype.itemsize
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -148,7 +149,8 @@ def is_view(node: fx.Node) -> bool:
     facts = op_facts_of(node.target)
     if facts.reshapes and not facts.view:
         source = node.args[0].meta["val"]
-        return viewable(source.shape, source.stride(), node.meta["val"].shape)
+        target = hint_shape(node.meta["val"].shape)
+        return viewable(hint_shape(source.shape), hint_shape(source.stride()), target)
     return facts.view
 
 

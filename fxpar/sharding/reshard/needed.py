@@ -117,9 +117,10 @@ def connect(
         None if v is None else out.spec(settled[v], made[v], signature.batch)
         for out, v in zip(signature.outputs, program.outputs, strict=True)
     ]
-    for k, (end, rest) in enumerate(zip(program.outputs, rests, strict=True)):
-        if end is not None and rest and signature.outputs[k].lie == "even":
-            rests[k] = rest.evened(mesh, program.values[end].shape)
+    for k, (result, rest) in enumerate(zip(program.outputs, rests, strict=True)):
+        if result is None or rest is None or signature.outputs[k].lie != "even":
+            continue
+        rests[k] = rest.evened(mesh, program.values[result].shape)
     for i, k in signature.tangents:
         tangent, rest = program.inputs[i], rests[k]
         if tangent is not None and rest is not None:

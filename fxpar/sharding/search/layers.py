@@ -9,7 +9,7 @@ modules do not count. Ties guide the search; they never constrain its answer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,19 +25,26 @@ def repeated(program: Program, backward: set[int]) -> list[int]:
     """For each op its counterpart in the first of the layers that it is in."""
     colors = _colors(program, backward)
     tied = list(range(len(colors)))
+    for begin, end, distance in rows_of_layers(colors):
+        for i in range(begin, end):
+            tied[i] = begin + (i - begin) % distance
+    return tied
+
+
+def rows_of_layers(colors: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """[begin, end) of what repeats in a row of ops, equal numbers for ops that are
+    alike, and at which distance."""
     taken = np.zeros(len(colors), bool)
     for distance in _distances(colors):
         same = colors[distance:] == colors[:-distance]
         for begin, end in _runs(same):
             if end - begin < distance:
                 continue
-            block = np.arange(begin, end + distance)
+            block = slice(begin, end + distance)
             if taken[block].any():
                 continue  # part of layers that repeat at another distance
             taken[block] = True
-            for i in block.tolist():
-                tied[i] = begin + (i - begin) % distance
-    return tied
+            yield begin, end + distance, distance
 
 
 def _colors(program: Program, backward: set[int]) -> np.ndarray:

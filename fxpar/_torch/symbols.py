@@ -1,0 +1,223 @@
+"""Sizes that stay open while a program is traced: symbols, their hints and guards.
+
+A symbol stands for the sizes of a range, and knows one of them, its hint. What tracing
+asks of it (are these equal, does it divide) becomes a guard of the ShapeEnv: the
+program holds for the sizes that keep all guards.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def open_mode() -> Any:
+    """A FakeTensorMode that has sizes with symbols in it, tensors of static ones."""
+    from fxpar._torch.fake import new_fake_mode
+
+    return new_fake_mode(symbols=True)
+
+
+def new_symbol(mode: Any, name: str, hint: int) -> torch.SymInt:
+    """An open size of at least 2, ``hint`` among them."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    env, source = mode.shape_env, ConstantSource(name)
+    symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+    made: torch.SymInt = env.create_symintnode(symbol, hint=hint, source=source)
+    return made
+
+
+def is_open(x: Any) -> bool:
+    """Whether a number is symbolic, or a tensor has a size or stride that is."""
+    if isinstance(x, torch.Tensor):
+        return any(map(is_open, (*x.shape, *x.stride(), x.storage_offset())))
+    return isinstance(x, SYMBOLIC)
+
+
+def hint_of(x: Any) -> Any:
+    """A number as it was when it was traced; no guard comes of it."""
+    if isinstance(x, SYMBOLIC):
+        return x.node.hint
+    return x
+
+
+def hint_shape(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """Sizes as they were when they were traced; no guard comes of it."""
+    return tuple(map(hint_of, sizes))
+
+
+def expression(x: Any) -> Any:
+    """What a number is of its symbols, hashable; a plain number as it is."""
+    return x.node.expr if isinstance(x, SYMBOLIC) else x
+
+
+def symbols_of(x: Any) -> tuple[str, ...]:
+    """Names of the symbols in a number, sorted."""
+    if not isinstance(x, SYMBOLIC):
+        return ()
+    return tuple(sorted(str(s) for s in x.node.expr.free_symbols))
+
+
+def is_symbol(x: Any) -> bool:
+    """Whether a number is one symbol alone."""
+    return isinstance(x, torch.SymInt) and x.node.expr.is_symbol
+
+
+def substituted(x: Any, known: Mapping[str, Any]) -> Any:
+    """A symbolic number of Dynamo's in other numbers, by the names of its symbols.
+    Raises KeyError for a symbol that is not known."""
+    if not isinstance(x, torch.SymInt):
+        return x
+    values = {s: known[str(s)] for s in x.node.expr.free_symbols}
+    return _computed(x.node.expr, values.__getitem__, lambda op, *args: op(*args))
+
+
+def _operators() -> dict[Any, Callable[..., Any]]:
+    import sympy
+    from torch.utils._sympy import functions
+
+    return {
+        sympy.Add: operator.add,
+        sympy.Mul: operator.mul,
+        functions.FloorDiv: operator.floordiv,
+        functions.CleanDiv: operator.floordiv,
+        functions.Mod: operator.mod,
+        functions.PythonMod: operator.mod,
+        functions.Max: torch.sym_max,
+        functions.Min: torch.sym_min,
+    }
+
+
+class Inexpressible(Exception):
+    """A size is computed by more than integer arithmetic."""
+
+
+def _computed(
+    expr: Any, symbol: Callable[[Any], Any], apply: Callable[..., Any]
+) -> Any:
+    """An expression of sizes, from its symbols by operators of two operands."""
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_symbol:
+        return symbol(expr)
+    args = [_computed(arg, symbol, apply) for arg in expr.args]
+    op: Callable[..., Any] | None
+    if expr.is_Pow and isinstance(args[1], int) and args[1] > 0:
+        op, args = operator.mul, args[:1] * args[1]
+    else:
+        op = _operators().get(expr.func)
+    if op is None:
+        raise Inexpressible(str(expr))
+    first, *rest = args
+    for arg in rest:
+        first = apply(op, first, arg)
+    return first
+
+
+def computed(
+    x: torch.SymInt, known: Mapping[Any, Any], apply: Callable[..., Any]
+) -> Any:
+    """A symbolic number from its symbols: ``apply(operator, a, b)`` for every step.
+    ``known``: by ``expression``, what may be taken as it is.
+
+    Raises KeyError for a symbol that is not known, Inexpressible where there is no
+    operator.
+    """
+    found = known.get(x.node.expr)
+    if found is not None:
+        return found
+    return _computed(x.node.expr, known.__getitem__, apply)
+
+
+def divisor_of(x: Any, multiples: Mapping[str, int]) -> int:
+    """The largest number known to divide ``x`` if each symbol is a multiple of what
+    ``multiples`` says."""
+    import sympy
+
+    if not isinstance(x, torch.SymInt):
+        return int(x)
+    expr = x.node.expr
+    parts = {s: multiples.get(str(s), 1) * s for s in expr.free_symbols}
+    try:
+        terms = sympy.Poly(expr.xreplace(parts), *expr.free_symbols).coeffs()
+    except sympy.PolynomialError:
+        return 1
+    whole = all(term.is_Integer for term in terms)
+    return math.gcd(*map(int, terms)) if whole else 1
+
+
+def hinted(x: Any, mode: Any) -> Any:
+    """A value with its sizes as they were when it was traced."""
+    if not isinstance(x, torch.Tensor):
+        return hint_of(x)
+    if not is_open(x):
+        return x
+    shape, stride = hint_shape(x.shape), hint_shape(x.stride())
+    offset = hint_of(x.storage_offset())
+    with mode, torch.no_grad():
+        if offset:
+            ends = [(n - 1) * step for n, step in zip(shape, stride, strict=True)]
+            flat = torch.empty([offset + 1 + sum(ends)], dtype=x.dtype, device=x.device)
+            made = flat.as_strided(shape, stride, offset)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+    return made.requires_grad_() if x.requires_grad else made
+
+
+def divisors_asked(names: Sequence[str], mode: Any) -> dict[str, int]:
+    """What guards ask symbols of these names to be multiples of."""
+    from torch.utils._sympy.functions import Mod
+
+    asked: dict[str, int] = {}
+    for guard in mode.shape_env.guards:
+        for part in guard.expr.atoms(Mod):
+            base, by = part.args
+            times, symbol = base.as_coeff_Mul()
+            if by.is_Integer and str(symbol) in names:
+                k = int(by) // math.gcd(int(by), int(times))
+                asked[str(symbol)] = math.lcm(asked.get(str(symbol), 1), k)
+    return {name: k for name, k in asked.items() if k > 1}
+
+
+def fixed(symbols: Sequence[torch.SymInt]) -> list[int]:
+    """Positions of the symbols that guards have fixed to one size."""
+    return [i for i, s in enumerate(symbols) if s.node.expr.is_number]
+
+
+def guards_of(symbols: Sequence[torch.SymInt], names: Sequence[str], mode: Any) -> str:
+    """What sizes must keep for the program that was traced and compiled with these
+    symbols to hold: Python, in which they have ``names``."""
+    env = mode.shape_env
+    code = env.produce_guards_expression(list(symbols)) or "True"
+    for i, name in enumerate(names):
+        code = code.replace(f"L['t{i}']", name)
+    return code
+
+
+def guard_functions() -> dict[str, Any]:
+    """What the text of ``guards_of`` calls."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return dict(symbolic_shapes.SYMPY_INTERP)
+
+
+def code_of(x: Any) -> str:
+    """A number as Python, in which a symbol has its name. Raises Inexpressible where it
+    is computed by more than sums and products."""
+    import sympy
+
+    if not isinstance(x, torch.SymInt):
+        return repr(x)
+    parts = {type(part) for part in sympy.preorder_traversal(x.node.expr)}
+    plain = (sympy.Add, sympy.Mul, sympy.Symbol, sympy.Integer)
+    if not all(issubclass(kind, plain) for kind in parts):
+        raise Inexpressible(str(x))
+    return f"({x.node.expr})"

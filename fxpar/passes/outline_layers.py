@@ -1,0 +1,350 @@
+"""scheduled -> scheduled: of layers that repeat, one is compiled.
+
+In: a forward or a backward as it goes to Inductor. Out: the same graph, changed in
+place: what of a layer lies between two collectives, and repeats, is a call of a body
+that all of its kind share, so that Inductor lowers and generates it once. Bodies are
+alike to the last constant, shape and stride. They hold ops that compute, and nothing
+else: collectives, writes, seeds and a rank's coordinates stay between the calls, so
+that what is under way, or written, is memory of the outer graph alone. What a body
+gives is memory of its own: views are made outside.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.builder import PROVENANCE
+from fxpar.sharding.cost.op import is_view, tensors_in
+from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.search.layers import rows_of_layers
+
+aten, ours = torch.ops.aten, torch.ops.fxpar
+
+# Calls a body.
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+# A body is called so often at least, and has so many ops.
+LEAST_CALLS, LEAST_OPS = 3, 12
+
+# Where steps of bodies were measured, and are as fast.
+DEVICES = {"cpu"}
+
+# Bytes.
+ALIGNED = 16
+
+# Inductor chooses their strides with what is around them.
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Ops that follow one another, as a function of what they read."""
+
+    # In order.
+    nodes: tuple[fx.Node, ...]
+    # Whose memory is read behind them, directly or through views.
+    results: tuple[fx.Node, ...]
+    # Equal for segments that compute the same function.
+    text: tuple[Any, ...]
+
+
+def outline_layers(graph: fx.Graph) -> int:
+    """Put calls of bodies in the place of layers that repeat; how many calls."""
+    root = graph.owning_module
+    if root is None or not _torch.inductor.calls_bodies():
+        return 0
+    kinds: dict[Any, list[Segment]] = defaultdict(list)
+    for segment in _segments(graph):
+        kinds[segment.text].append(segment)
+    calls = 0
+    for alike in kinds.values():
+        if len(alike) >= LEAST_CALLS and _takes_tensors(alike[0]):
+            name = _free_name(root)
+            root.add_module(name, _body(alike[0]))
+            for segment in alike:
+                _call(graph, segment, name)
+            calls += len(alike)
+    graph.lint()
+    return calls
+
+
+def _takes_tensors(segment: Segment) -> bool:
+    """Whether tensors, aligned and in no lists, go in and out."""
+    ends = (*_operands(segment.nodes), *segment.results)
+    values = [node.meta.get("val") for node in ends]
+    tensors = all(isinstance(x, torch.Tensor) and _is_aligned(x) for x in values)
+    return tensors and bool(segment.results)
+
+
+def _segments(graph: fx.Graph) -> Iterator[Segment]:
+    """What of the graph's layers can be bodies."""
+    nodes, sections = _computing(graph)
+    labels = _numbers(map(_label, nodes))
+    taken = np.zeros(len(nodes), bool)
+    for begin, end, distance in rows_of_layers(_refined(nodes, labels)):
+        # Where they begin and end, what is around ops is not alike.
+        while begin and labels[begin - 1] == labels[begin - 1 + distance]:
+            begin -= 1
+        while end < len(nodes) and labels[end] == labels[end - distance]:
+            end += 1
+        begin = _border(nodes, sections, begin, end, distance)
+        for layer in range(begin, end - distance + 1, distance):
+            for first, last in _runs(sections, layer, layer + distance):
+                pattern = labels[first:last]
+                if last - first >= LEAST_OPS and not taken[first:last].any():
+                    for at in _matches(labels, sections, pattern, taken):
+                        yield _segment(nodes[at], labels[at])
+
+
+def _matches(
+    labels: np.ndarray, sections: np.ndarray, pattern: np.ndarray, taken: np.ndarray
+) -> Iterator[slice]:
+    """Where in a section the labels have a pattern, and nothing was taken yet."""
+    for first in np.flatnonzero(labels == pattern[0]).tolist():
+        at = slice(first, first + len(pattern))
+        if taken[at].any() or not np.array_equal(labels[at], pattern):
+            continue
+        if sections[first] == sections[at.stop - 1]:
+            taken[at] = True
+            yield at
+
+
+def _computing(graph: fx.Graph) -> tuple[list[fx.Node], np.ndarray]:
+    """The ops that may be in bodies, and in which section each is: between two ops that
+    may not, and do more than show memory that is not of a body."""
+    kinds: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if _shows(node) and kinds[node.all_input_nodes[0]] != "computes":
+            kinds[node] = "shows"
+        else:
+            kinds[node] = "computes" if _fits(node) else "cuts"
+    for node in reversed(graph.nodes):
+        packs = node.target is aten.cat.default or _shows(node)
+        packs = packs and kinds[node] == "computes" and bool(node.users)
+        if packs and all(kinds[u] == "cuts" and u.op != "output" for u in node.users):
+            kinds[node] = "cuts"  # what a collective is given
+    cuts = np.cumsum([kinds[node] == "cuts" for node in graph.nodes])
+    numbered = zip(graph.nodes, cuts.tolist(), strict=True)
+    pairs = [(node, at) for node, at in numbered if kinds[node] == "computes"]
+    return [node for node, _ in pairs], np.array([at for _, at in pairs], int)
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether an op may be in a body."""
+    made = tensors_in(node.meta.get("val"))
+    if node.op != "call_function" or not made:
+        return False
+    if node.target is operator.getitem:
+        return _fits(node.args[0])
+    read = [tensors_in(each.meta.get("val")) for each in node.all_input_nodes]
+    every = [*made, *(x for each in read for x in each)]
+    if not {x.device.type for x in every} <= DEVICES:
+        return False
+    sizes = (n for x in every for n in (*x.shape, *x.stride()))
+    return all(read) and _computes(node.target) and all(type(n) is int for n in sizes)
+
+
+@cache
+def _computes(target: Any) -> bool:
+    """Whether an op is a function of its operands alone, and its strides are too."""
+    if not isinstance(target, _torch.inductor.OpOverload) or target in _CONVOLUTIONS:
+        return False
+    if op_facts_of(target).mutates or _torch.objects.is_mutable(target):
+        return False
+    draws = {
+        *(ours.random.default, ours.randint.default),
+        *(_torch.inductor.inductor_random(), _torch.inductor.inductor_randint()),
+    }
+    if target in draws:
+        return True  # from a seed that is an operand
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return target.namespace in ("aten", "prims")
+
+
+def _label(node: fx.Node) -> Any:
+    """Equal for ops that are alike, what they read left out."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: ...)
+    reads = map(_shown, node.all_input_nodes)
+    return node.target, repr(args), repr(kwargs), _shown(node), tuple(reads)
+
+
+def _shown(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(
+        (x.dtype, tuple(x.shape), x.stride(), str(x.device), _is_aligned(x))
+        for x in tensors_in(node.meta.get("val"))
+    )
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether a tensor begins where kernels may read many elements at once."""
+    return x.storage_offset() * x.dtype.itemsize % ALIGNED == 0
+
+
+def _numbers(labels: Any) -> np.ndarray:
+    known: dict[Any, int] = {}
+    return np.array([known.setdefault(label, len(known)) for label in labels], int)
+
+
+def _refined(nodes: Sequence[fx.Node], labels: np.ndarray) -> np.ndarray:
+    """Labels in which those of what an op reads count too, and of what that reads, so
+    that few ops of one layer are alike."""
+    for _ in range(3):
+        at = dict(zip(nodes, labels.tolist(), strict=True))
+        labels = _numbers(
+            (at[node], *(at.get(read, -1) for read in node.all_input_nodes))
+            for node in nodes
+        )
+    return labels
+
+
+def _border(
+    nodes: Sequence[fx.Node], sections: np.ndarray, begin: int, end: int, distance: int
+) -> int:
+    """Where layers begin, so that few values go from one to the next: the later by less
+    than a layer, the fewer calls."""
+    place, middle = {node: i for i, node in enumerate(nodes)}, begin + distance
+    # Of each place in the second layer: what is made before, and read there or behind,
+    # less than a layer on.
+    crossing = np.zeros(distance + 1, int)
+    for i in range(begin, min(begin + 2 * distance, end)):
+        last = max((place[user] for user in nodes[i].users if user in place), default=i)
+        low, high = max(i + 1, middle), min(last + 1, middle + distance)
+        if low < high and last - i <= distance:
+            crossing[low - middle] += 1
+            crossing[high - middle] -= 1
+    live = np.cumsum(crossing).tolist()
+    ways = []
+    for later in range(distance):
+        calls = (end - begin - later) // distance
+        if calls >= LEAST_CALLS:
+            whole = sections[middle + later - 1] == sections[middle + later]
+            ways.append((bool(whole), live[later], -calls, later))
+    return begin + min(ways)[-1] if ways else begin
+
+
+def _runs(sections: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Maximal [first, last) inside [begin, end) of one section."""
+    cuts = begin + 1 + np.flatnonzero(np.diff(sections[begin:end]))
+    edges = [begin, *cuts.tolist(), end]
+    return zip(edges, edges[1:], strict=False)
+
+
+def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> Segment:
+    inside = {node: i for i, node in enumerate(nodes)}
+    place = {node: -1 - i for i, node in enumerate(_operands(nodes))} | inside
+    lines = [
+        (label, tuple(map(place.__getitem__, _reads(node))))
+        for node, label in zip(nodes, labels.tolist(), strict=True)
+    ]
+    needed = {_home(n) for n in nodes if any(u not in inside for u in n.users)}
+    results = tuple(node for node in nodes if node in needed)
+    return Segment(tuple(nodes), results, (*lines, tuple(map(inside.get, results))))
+
+
+def _reads(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments of a call, in order, each as often as it is."""
+    reads: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), reads.append)
+    return reads
+
+
+def _operands(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What nodes read of others, by first use."""
+    inside = set(nodes)
+    reads = (read for node in nodes for read in _reads(node) if read not in inside)
+    return list(dict.fromkeys(reads))
+
+
+def _home(node: fx.Node) -> fx.Node:
+    """The op whose memory a chain of views shows."""
+    while _shows(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether an op may give memory of its operand."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target is operator.getitem:
+        return _shows(node.args[0])
+    schema = _torch.objects.schema_of(node.target)
+    returns = schema.returns if schema is not None else ()
+    return is_view(node) or any(x.alias_info is not None for x in returns)
+
+
+def _free_name(root: torch.nn.Module) -> str:
+    names = (f"layer{i}" for i in count())
+    return next(name for name in names if not hasattr(root, name))
+
+
+def _body(segment: Segment) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(_operands(segment.nodes)):
+        copies[node] = graph.placeholder(f"operand{i}")
+        copies[node].meta["val"] = node.meta["val"]
+    for node in segment.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[node] for node in segment.results))
+    graph.eliminate_dead_code()
+    _torch.inductor.keep_strides(graph)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _call(graph: fx.Graph, segment: Segment, name: str) -> None:
+    """Let a call of the body give what the segment gives."""
+    inside = set(segment.nodes)
+    first, last = segment.nodes[0], segment.nodes[-1]
+    node = first
+    while node is not last:  # what stands between shows memory that is there before
+        node, between = node.next, node
+        if between not in inside:
+            first.prepend(between)
+    operands = _operands(segment.nodes)
+    origin = {key: first.meta[key] for key in PROVENANCE if key in first.meta}
+    results: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_after(last):
+        at = graph.get_attr(name)
+    with graph.inserting_after(at):
+        call = graph.call_function(INVOKE, (at, name, *operands))
+        call.meta = origin | {"val": tuple(n.meta["val"] for n in segment.results)}
+    place = call
+    for i, node in enumerate(segment.results):
+        with graph.inserting_after(place):
+            place = results[node] = graph.call_function(operator.getitem, (call, i))
+        place.meta = dict(node.meta)
+
+    def outside(node: fx.Node) -> fx.Node:
+        """The value of a node of the segment, behind the call."""
+        nonlocal place
+        if node not in inside:
+            return node
+        if node not in results:
+            reads = {n: outside(n) for n in node.all_input_nodes}
+            with graph.inserting_after(place):
+                place = results[node] = graph.node_copy(node, reads.__getitem__)
+            place.meta = dict(node.meta)
+        return results[node]
+
+    for node in segment.nodes:
+        if any(user not in inside for user in node.users):
+            users = [user for user in node.users if user not in inside]
+            value = outside(node)
+            for user in users:
+                user.replace_input_with(node, value)
+    for node in reversed(segment.nodes):
+        graph.erase_node(node)

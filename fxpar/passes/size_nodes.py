@@ -1,0 +1,160 @@
+"""Open sizes in a graph: nodes that compute them, and the graph at the sizes seen.
+
+A graph traced with open sizes has symbols among its inputs. ``as_nodes`` writes a size
+that is an expression of them as nodes, behind the inputs; ``lift_sizes`` writes all of
+a graph so, none read off a tensor, whose shape is another once it is local.
+``at_hints`` is the graph with the sizes that it was traced with, which planning sees.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar._torch.symbols import SYMBOLIC, Inexpressible, expression, is_symbol
+from fxpar.sharding.program import OPEN
+
+
+def symbols_in(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """The inputs of a graph that are one symbol each, by their expressions."""
+    inputs = graph.find_nodes(op="placeholder")
+    return {
+        expression(node.meta["val"]): node
+        for node in inputs
+        if is_symbol(node.meta.get("val"))
+    }
+
+
+def is_open(graph: fx.Graph) -> bool:
+    """Whether a graph has symbols among its inputs."""
+    return bool(symbols_in(graph))
+
+
+def as_nodes(graph: fx.Graph, arg: Any) -> Any:
+    """An argument, the symbolic numbers in it as nodes that compute them.
+
+    Raises Inexpressible for what the inputs of the graph do not tell.
+    """
+    if isinstance(arg, (tuple, list)):
+        if not _holds_symbols(arg):
+            return arg
+        return type(arg)(as_nodes(graph, x) for x in arg)
+    if isinstance(arg, dict):
+        return {key: as_nodes(graph, x) for key, x in arg.items()}
+    if not isinstance(arg, SYMBOLIC):
+        return arg
+    if arg.node.expr.is_number:
+        return int(arg)
+    if not isinstance(arg, torch.SymInt):
+        raise Inexpressible(str(arg))
+    return _node_of(graph, arg)
+
+
+def _holds_symbols(arg: Any) -> bool:
+    if isinstance(arg, (tuple, list)):
+        return any(map(_holds_symbols, arg))
+    return isinstance(arg, SYMBOLIC)
+
+
+def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
+    known: dict[Any, fx.Node] = {}
+    last = next(iter(graph.nodes))
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" and not _computes(node):
+            break
+        last = node
+        if isinstance(value, torch.SymInt):
+            known.setdefault(expression(value), node)
+    at = [last]
+    inputs = graph.find_nodes(op="placeholder")
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        with graph.inserting_after(at[0]):
+            node = graph.call_function(target, args)
+        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta["val"] = target(*values)
+        at[0] = node
+        return node
+
+    for symbol in size.node.expr.free_symbols:
+        if symbol in known or size.node.expr in known:
+            continue
+        found = next(
+            (
+                (x, d)
+                for x in inputs
+                if isinstance(x.meta.get("val"), torch.Tensor)
+                for d, n in enumerate(x.meta["val"].shape)
+                if expression(n) == symbol
+            ),
+            None,
+        )
+        if found is None:
+            raise Inexpressible(f"no input has the size {symbol}")
+        known[symbol] = add(torch.ops.aten.sym_size.int, *found)
+    return _torch.symbols.computed(size, known, add)
+
+
+# What sizes are computed by.
+_ARITHMETIC = {
+    operator.add,
+    operator.mul,
+    operator.floordiv,
+    operator.mod,
+    torch.sym_max,
+    torch.sym_min,
+}
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node computes a size, and stands where all may read it."""
+    return node.target in _ARITHMETIC and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def lift_sizes(graph: fx.Graph) -> None:
+    """Sizes that nodes compute, or read off tensors, are computed behind the inputs."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" or not isinstance(
+            node.meta.get("val"), torch.SymInt
+        ):
+            continue
+        found = as_nodes(graph, node.meta["val"])
+        if found is node:
+            continue
+        put_in_place(node, found)
+    graph.lint()
+
+
+def put_in_place(node: fx.Node, value: Any) -> None:
+    """Let a node, or a number, take every use of ``node``, which is erased."""
+    for user in list(node.users):
+        user.args, user.kwargs = (
+            fx.node.map_arg(arg, lambda n: value if n is node else n)
+            for arg in (user.args, user.kwargs)
+        )
+    node.graph.erase_node(node)
+
+
+def at_hints(graph: fx.Graph, fake_mode: Any) -> fx.Graph:
+    """A graph that has every size as it was when it was traced; its nodes know those
+    that they stand for (``meta[OPEN]``). Nodes that compute sizes are gone."""
+    new, copies = fx.Graph(graph.owning_module), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, SYMBOLIC):
+            copies[node] = _torch.symbols.hint_of(value)
+            continue
+        copy = copies[node] = new.node_copy(node, copies.__getitem__)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("tensor_meta", None)
+        if "val" in node.meta:
+            copy.meta["val"] = _torch.fake.tree_map(
+                lambda x: _torch.symbols.hinted(x, fake_mode), value
+            )
+        copy.meta[OPEN] = node
+    return new

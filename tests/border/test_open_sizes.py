@@ -1,0 +1,332 @@
+"""Sizes that Dynamo leaves open: one plan and one program for a range of them, with the
+numbers of one device; what cannot be left open is fixed, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import fx, nn
+
+import fxpar
+from fxpar import _torch
+from fxpar.passes import size_nodes
+from fxpar.passes.builder import Builder
+from fxpar.runtime.call_sizes import Fed
+from fxpar.runtime.open_sizes import open_program, open_sizes, size_range
+from fxpar.runtime.program_identity import name_inputs
+from fxpar.sharding.mesh import Mesh
+from tests.helpers.spawn import shared_pool
+
+LENGTHS = (64, 48, 80, 56, 72, 40)
+
+
+class Block(nn.Module):
+    """Embedding, MLP, loss; ``split``: the sequence is split over tp."""
+
+    def __init__(self, split: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head, self.split = nn.Linear(16, 50), split
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        if self.split:
+            h = fxpar.constrain(h, None, "tp", None)
+        h = h + self.down(F.gelu(self.up(self.norm(h))))
+        h = h + h[:, 1:-1].mean(1, keepdim=True)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def llama(layers: int = 1) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=x, labels=y).loss
+
+
+MODELS: dict[str, Any] = {
+    "block": Block,
+    "split": lambda: Block(split=True),
+    "llama": WithLoss,
+}
+
+
+def train(
+    name: str,
+    sizes: Sequence[tuple[int, int]],
+    options: dict[str, Any] | None,
+    dynamic: bool | None = None,
+) -> dict[str, Any]:
+    """A step of AdamW for each batch; ``options``: None on one device."""
+    torch._dynamo.reset()
+    before = len(fxpar.plans())
+    model = run = MODELS[name]().double()
+    local = options is not None and options.get("inputs") == "local"
+    if options is not None:
+        given = {"codegen": "eager"} | options
+        run = torch.compile(model, backend="fxpar", options=given, dynamic=dynamic)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for rows, length in sizes:
+        generator = torch.Generator().manual_seed(rows * length)
+        x, y = torch.randint(0, 50, (2, rows, length), generator=generator)
+        if local:
+            x, y = (each.chunk(2)[dist.get_rank()].clone() for each in (x, y))
+        loss = run(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    plans = fxpar.plans()[before:]
+    return {
+        "losses": losses,
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "notes": [plan.notes for plan in plans],
+    }
+
+
+def check(
+    name: str,
+    mesh: str,
+    sizes: Sequence[tuple[int, int]],
+    most: int,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> list[tuple[str, ...]]:
+    """Two ranks train as one device does, by at most so many plans; their notes."""
+    want = train(name, sizes, None)
+    asked = {"mesh": mesh} | options
+    got = shared_pool(2).run(train, name, sizes, asked, dynamic, timeout=400.0)
+    close = 1e-5 if name == "llama" else 1e-10  # its norms are in float32
+    for each in got:
+        assert each["losses"] == pytest.approx(want["losses"], rel=close)
+        torch.testing.assert_close(each["weights"], want["weights"], rtol=0, atol=close)
+        assert len(each["notes"]) <= most, each["notes"]
+    return got[0]["notes"]
+
+
+def said(notes: Sequence[tuple[str, ...]], text: str) -> list[int]:
+    """Which plans say so."""
+    return [i for i, each in enumerate(notes) if any(text in note for note in each)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("block", "dp=2", {}),
+        pytest.param("llama", "dp=2", {}, marks=pytest.mark.slow),
+        pytest.param("llama", "tp=2", {}, marks=pytest.mark.slow),
+        pytest.param("llama", "tp=2", {"plan": "propagate"}, marks=pytest.mark.slow),
+        pytest.param("llama", "dp=2", {"codegen": "inductor"}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            "tp=2",
+            {"codegen": "inductor", "plan": "propagate"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_range_of_lengths_is_planned_once(
+    name: str, mesh: str, options: dict[str, Any]
+) -> None:
+    """The first length is a program of its own, since Dynamo takes it for fixed."""
+    sizes = [(4, length) for length in (*LENGTHS, 7)]
+    notes = check(name, mesh, sizes, 2, **options)
+    assert said(notes, "holds for ") == [1]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_dynamic_from_the_first_call() -> None:
+    """A batch that changes, too; numbers of Python are tensors to Dynamo then."""
+    sizes = [(4, 64), (4, 48), (8, 40), (6, 7)]
+    notes = check("block", "dp=2", sizes, 1, dynamic=True)
+    assert "x.shape[0]/2" in notes[0][-1]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_parts_of_a_batch() -> None:
+    """The rows stay open for Dynamo from the first call; fxpar fixes them until they
+    change."""
+    sizes = [(4, 64), (4, 48), (4, 7), (8, 48), (6, 24), (12, 31)]
+    notes = check("llama", "dp=2", sizes, 3, inputs="local")
+    assert said(notes, "holds for") == [1, 2]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_a_size_that_is_split_divides(codegen: str) -> None:
+    """Lengths that do not are other programs."""
+    sizes = [(4, 64), (4, 48), (4, 10), (4, 9), (4, 80)]
+    options = {"codegen": codegen, "plan": "propagate"}
+    notes = check("split", "tp=2", sizes, 3, **options)
+    assert any("x.shape[1]/2" in note for note in notes[1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_what_cannot_stay_open_is_fixed_and_says_so() -> None:
+    sizes = [(4, 24), (4, 16), (4, 32)]
+    notes = check("block", "dp=2", sizes, 3, microbatches=2)
+    assert said(notes, "sizes are fixed: ") == [1, 2]
+    assert not said(notes, "holds for")
+
+
+def generated(options: dict[str, Any] | None, tokens: int, cache: str) -> Any:
+    """(tokens, plans) of greedy generation."""
+    torch._dynamo.reset()
+    before = len(fxpar.plans())
+    model = llama().double().eval()
+    model.generation_config.disable_compile = True
+    if options is not None:
+        given = {"codegen": "eager"} | options
+        model.forward = torch.compile(model.forward, backend="fxpar", options=given)
+    x = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0))
+    how = {"cache_implementation": cache} if cache != "dynamic" else {}
+    asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+    out = model.generate(x, do_sample=False, **asked, **how)
+    return out, len(fxpar.plans()) - before
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+def test_generation_takes_three_programs(mesh: str, cache: str, codegen: str) -> None:
+    want, _ = generated(None, 64, cache)
+    options = {"mesh": mesh, "codegen": codegen}
+    for got, plans in shared_pool(2).run(generated, options, 64, cache, timeout=600.0):
+        assert torch.equal(got, want)
+        assert plans <= 3
+
+
+# Without ranks
+
+
+def traced(fn: Any, *args: Any) -> tuple[fx.GraphModule, Any, Any]:
+    """The Dynamo graph of a function with all sizes open, what it is called with, and
+    the names of that."""
+    torch._dynamo.reset()
+    found: list[Any] = []
+
+    def keep(gm: fx.GraphModule, examples: Any) -> Any:
+        found[:] = gm, examples, name_inputs(gm.graph, examples)
+        return gm.forward
+
+    torch.compile(fn, backend=keep, dynamic=True)(*args)
+    return found[0], found[1], found[2]
+
+
+def sizes_of(fed: Fed, *tensors: torch.Tensor) -> Any:
+    """Sizes of a call with these tensors, in the order of the inputs."""
+    given: dict[int, Any] = dict(zip(fed.tensors, tensors, strict=True))
+    for i, (source, dim) in fed.sources.items():
+        given[i] = given[source].shape[dim]
+    return fed.sizes(given)
+
+
+def test_a_range_is_of_sizes_that_keep_its_guards() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x @ y
+
+    gm, examples, named = traced(fn, torch.randn(12, 5), torch.randn(5, 3))
+    fed = Fed(gm, named, (), Mesh.parse("dp=2"), None)
+    sizes = open_sizes(gm, named, fed)
+    texts = [size.text for size in sizes]
+    assert [text[-10:] for text in texts] == ["x.shape[0]", "x.shape[1]", "y.shape[1]"]
+    units = {sizes[0].name: 2}
+    program = open_program(gm, examples, named, fed, sizes, units, 1)
+    rows, inner = program.examples[len(program.symbols)].shape
+    assert rows % 2 == 0
+    assert program.divisors_asked() == {}  # it is known
+    assert rows % 3 == 0
+    assert program.divisors_asked() == {sizes[0].name: 3}
+    assert inner != 7
+    known = size_range(program)
+    assert known.fixed == ()
+    assert "x.shape[0]/2" in known.text
+
+    def holds(rows: int, inner: int, columns: int, again: int | None = None) -> bool:
+        x, y = torch.empty(rows, inner), torch.empty(again or inner, columns)
+        found = sizes_of(fed, x, y)
+        return known.contains(found.shapes, found.numbers)
+
+    assert holds(12, 5, 3) and holds(18, 4, 9)
+    assert not holds(14, 5, 3)  # no multiple of 3
+    assert not holds(9, 5, 3)  # nor of 2
+    assert not holds(12, 7, 3)
+    assert not holds(12, 5, 1)  # of one, programs differ
+    assert not holds(12, 5, 3, again=6)
+
+
+def test_a_size_that_is_fixed_is_told() -> None:
+    gm, examples, named = traced(lambda x: x * x.shape[0], torch.randn(6, 5))
+    fed = Fed(gm, named, (), Mesh.parse("dp=2"), None)
+    sizes = open_sizes(gm, named, fed)
+    program = open_program(gm, examples, named, fed, sizes, {}, 1)
+    assert int(program.symbols[0]) == 6
+    known = size_range(program)
+    assert [size.text[-10:] for size in known.fixed] == ["x.shape[0]"]
+    assert known.contains(((6, 9),), sizes_of(fed, torch.empty(6, 9)).numbers)
+    assert not known.contains(((4, 9),), sizes_of(fed, torch.empty(4, 9)).numbers)
+
+
+def test_sizes_are_written_as_nodes() -> None:
+    mode = _torch.symbols.open_mode()
+    s, t = (_torch.symbols.new_symbol(mode, n, h) for n, h in (("s", 6), ("t", 5)))
+    graph = fx.Graph()
+    for name, value in (("s", s), ("t", t)):
+        graph.placeholder(name).meta["val"] = value
+    build = Builder(graph, mode)
+    made = build.call(torch.ops.aten.full.default, [2 * s, s * t + 3], 1.0)
+    graph.output(made)
+    graph.lint()
+    assert not _torch.symbols.fixed([s, t])
+    module = fx.GraphModule({}, graph)
+    assert module(6, 5).shape == (12, 33)
+    assert module(7, 2).shape == (14, 17)
+    plain = size_nodes.at_hints(graph, mode)
+    assert fx.GraphModule({}, plain)(0, 0).shape == (12, 33)
+    names = {node.op for node in plain.nodes}
+    assert names == {"placeholder", "call_function", "output"}
+    assert [n.target for n in plain.nodes if n.op == "call_function"] == [
+        torch.ops.aten.full.default
+    ]
+
+
+def test_a_size_that_no_input_tells_is_refused() -> None:
+    mode = _torch.symbols.open_mode()
+    s = _torch.symbols.new_symbol(mode, "s", 6)
+    graph = fx.Graph()
+    graph.placeholder("x").meta["val"] = torch.empty(2)
+    with pytest.raises(_torch.symbols.Inexpressible):
+        size_nodes.as_nodes(graph, [s])

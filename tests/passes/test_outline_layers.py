@@ -1,0 +1,251 @@
+"""Layers that repeat as calls of one body: which are, which are not, and what Inductor
+makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxpar
+from fxpar import _torch
+from fxpar.passes.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.runtime import pipeline_steps
+from tests.helpers.spawn import shared_pool
+from tests.helpers.wrapper import code_of, fake_group, hazards, launches
+
+c10d = torch.ops._c10d_functional
+
+Tensor = torch.Tensor
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+MEGATRON = {
+    **{f"*{name}.weight": ("tp", None) for name in COLUMNS},
+    **{f"*{name}.weight": (None, "tp") for name in ("o_proj", "down_proj")},
+}
+
+
+def layer(x: Tensor, w: Tensor, *, scale: float = 0.5) -> Tensor:
+    """Ops of which the last is a view."""
+    x = x * scale
+    h = x.view(8, 8)
+    h = (h - h.mean(1, keepdim=True)) / (h.var(1, keepdim=True) + 1e-5).sqrt()
+    return (x.view(8, 8) + torch.sigmoid(h @ w.t()) * h.exp()).view(4, 16)
+
+
+def traced(fn: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
+    table = _torch.inductor.decompositions()
+    module = make_fx(fn, tracing_mode="fake", decomposition_table=table)(*args)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def of_layers(count: int, run: Callable[..., Tensor] = layer) -> Callable[..., Any]:
+    def stack(x: Tensor, *ws: Tensor) -> Any:
+        for i in range(count):
+            x = run(x, ws[i])
+        return (x.sum(),)
+
+    return stack
+
+
+def feeds(count: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    return [x, *(torch.randn(8, 8, dtype=torch.float64) for _ in range(count))]
+
+
+def calls(module: fx.GraphModule) -> list[str]:
+    nodes = module.graph.find_nodes(op="call_function", target=INVOKE)
+    return [str(node.args[1]) for node in nodes]
+
+
+def outlined(fn: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
+    """The graph of ``fn`` with calls, which gives what it gave."""
+    module = traced(fn, *args)
+    expected = module(*args)
+    assert outline_layers(module.graph) == len(calls(module))
+    module.recompile()
+    for one, other in zip(module(*args), expected, strict=True):
+        assert torch.equal(one, other)
+    return module
+
+
+def test_layers_call_one_body() -> None:
+    module = outlined(of_layers(5), *feeds(5))
+    assert calls(module) == ["layer0"] * 5
+    # What is outside: views of results, and the sum.
+    count = sum(node.op == "call_function" for node in module.graph.nodes)
+    assert count <= 5 * 4 + 1
+
+
+def test_too_few_layers_are_left_alone() -> None:
+    few = LEAST_CALLS - 1
+    module = traced(of_layers(few), *feeds(few))
+    before = str(module.graph)
+    assert outline_layers(module.graph) == 0
+    assert str(module.graph) == before
+
+
+def test_a_layer_with_another_constant_is_not_joined() -> None:
+    def odd(x: Tensor, *ws: Tensor) -> Any:
+        for i, w in enumerate(ws):
+            x = layer(x, w, scale=0.25 if i == 3 else 0.5)
+        return (x.sum(),)
+
+    module = outlined(odd, *feeds(8))
+    assert calls(module) == ["layer0"] * 7
+    for node in module.layer0.graph.nodes:
+        assert 0.25 not in node.args
+
+
+def test_what_is_wired_in_another_way_is_not_joined() -> None:
+    def crossed(x: Tensor, *ws: Tensor) -> Any:
+        for i, w in enumerate(ws):
+            h = x * 0.5
+            a, b = h.sin() + 1, h.cos() + 1
+            for _ in range(4):
+                a, b = a * b + 1, b * a + 2
+            x = (a - b if i % 2 else b - a) @ w
+        return (x.sum(),)
+
+    x, *ws = feeds(8)
+    module = outlined(crossed, x.view(8, 8), *ws)
+    assert set(calls(module)) <= {"layer0", "layer1"}
+    assert calls(module)[:2] != ["layer0", "layer0"]
+
+
+def test_writes_stay_between_calls() -> None:
+    def fn(x: Tensor, *ws: Tensor) -> Any:
+        for w in ws:
+            x = layer(x, w)
+            w.mul_(2)
+        return (x.sum(),)
+
+    def fed() -> list[Tensor]:
+        return [t.clone() for t in feeds(5)]
+
+    module = traced(fn, *fed())
+    assert outline_layers(module.graph) == 5
+    module.recompile()
+    one, other = fed(), fed()
+    assert torch.equal(module(*one)[0], fn(*other)[0])
+    assert all(map(torch.equal, one, other))
+    for node in module.layer0.graph.nodes:
+        assert "mul_" not in str(node.target)
+
+
+def test_bodies_give_memory_of_their_own() -> None:
+    def fn(x: Tensor, *ws: Tensor) -> Any:
+        saved = []
+        for w in ws:
+            saved += [w.t(), x.view(8, 8)]
+            x = layer(x, w)
+        return (x.sum(), *saved)
+
+    module = outlined(fn, *feeds(5))
+    assert calls(module) == ["layer0"] * 4  # the first shows what is given
+    *_, output = module.layer0.graph.nodes
+    assert len(output.args[0]) == 1 and "view" not in str(output.args[0][0].target)
+
+
+def gathered(group: str) -> Callable[..., Any]:
+    """Weights are gathered a layer ahead, what layers give is reduced, beside them."""
+
+    def start(w: Tensor) -> Tensor:
+        return c10d.all_gather_into_tensor(w * 2, 4, group)
+
+    def fn(x: Tensor, *ws: Tensor) -> Any:
+        ahead, late = start(ws[0]), None
+        for i in range(len(ws)):
+            w = c10d.wait_tensor(ahead)
+            if i + 1 < len(ws):
+                ahead = start(ws[i + 1])
+            before, x = late, layer(x, w)
+            late = c10d.all_reduce(x * 3, "sum", group)
+            if before is not None:
+                x = x + c10d.wait_tensor(before)
+        return (x, c10d.wait_tensor(late))
+
+    return fn
+
+
+def test_nothing_touches_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_group(4) as group:
+        args = [torch.randn(4, 16), *(torch.randn(2, 8) for _ in range(6))]
+        module = traced(gathered(group), *args)
+        assert outline_layers(module.graph) >= 4
+        for body in (m for n, m in module.named_children() if n.startswith("layer")):
+            assert "c10d" not in str(body.graph)
+        code = code_of(module.graph, monkeypatch, module)
+    assert launches(code) == 12
+    assert hazards(code) == []
+    early = code.replace("buf14 = torch", "layer0_args = [buf8]\nbuf14 = torch", 1)
+    assert "is read before its wait" in hazards(early)[0]
+    assert code.count("def layer0(args)") == 1
+
+
+def trained(layout: str, disable: str) -> tuple[list[list[float]], list[int]]:
+    """Losses and sums of gradients of a Llama of six layers, compiled by Inductor, and
+    how many calls of bodies its forward and its backward have."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    model: Any = LlamaForCausalLM(config).double()
+    rank = dist.get_rank() if layout != "tp" else 0
+    options: dict[str, Any] = {"mesh": "tp=2", "hints": MEGATRON}
+    if layout != "tp":
+        options = {"mesh": "dp=2", "inputs": "local"}
+    if layout == "shard":
+        model = fxpar.shard(model, mesh="dp=2")
+    counts = []
+
+    def counted(graph: fx.Graph) -> int:
+        counts.append(outline_layers(graph))
+        return counts[-1]
+
+    options |= {"plan": "propagate", "disable": disable}
+    step = torch.compile(model, backend="fxpar", dynamic=False, options=options)
+    numbers = []
+    for _ in range(2):
+        ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
+        with mock.patch.object(pipeline_steps, "outline_layers", counted):
+            loss = step(input_ids=ids, labels=ids).loss
+            loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        sums = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        numbers.append([loss.item(), *(g.square().sum().item() for g in sums)])
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    return numbers, counts
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", ["dp", "shard", "tp"])
+def test_a_llama_computes_the_same(layout: str) -> None:
+    pool = shared_pool(2)
+    plain = pool.run(trained, layout, "outline_layers", timeout=600)
+    calling = pool.run(trained, layout, "", timeout=600)
+    assert plain[0][1] == []
+    assert all(min(calls) >= LEAST_CALLS for _, calls in calling)
+    for (one, _), (other, _) in zip(plain, calling, strict=True):
+        # HF norms and losses are float32 whatever the model is.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

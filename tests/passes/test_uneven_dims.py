@@ -1,0 +1,136 @@
+"""Toy programs whose dims no axis divides; each way to get them wrong is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.errors import ScheduleError
+from fxpar.passes import local_reductions, lower
+from fxpar.passes.local_ops import LOCAL
+from fxpar.sharding import shard_sizes
+
+F = nn.functional
+aten = torch.ops.aten
+Args = tuple[torch.Tensor, ...]
+
+
+def mlp(x, w, b, v):
+    return F.softmax(F.layer_norm(torch.relu(x @ w + b), b.shape), -1) @ v
+
+
+def entropy(x, w, b, v):
+    labels = torch.arange(len(x)) % v.shape[1]
+    return F.cross_entropy(torch.relu(x @ w + b) @ v, labels)
+
+
+def means(x, w, b, v):
+    h = x @ w + b
+    return h.mean() + h.mean(0).norm() + (h * h).mean(1).sum() + h.var(0).sum()
+
+
+def largest(x, w, b, v):
+    h = -(x @ w + b).exp()  # below zero, which padding would be above
+    return h.amax(0).sum() + h.max() + (-h).amin(0).sum() + v.abs().amax(1).sum()
+
+
+PROGRAMS = (mlp, entropy, means, largest)
+
+
+def arguments(rows: int, inner: int, words: int) -> Args:
+    torch.manual_seed(0)
+    shapes = ((rows, 4), (4, inner), (inner,), (inner, words))
+    return tuple(
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes
+    )
+
+
+def check(program: Callable[..., Any], sizes: tuple[int, ...], mesh: str) -> Any:
+    """Every dim that can be is split; results and gradients are those of one device."""
+    args = arguments(*sizes)
+    axes = mesh.replace("=", ",").split(",")[::2]
+    rows, inner, words = axes[0], axes[-1], axes[0]
+    specs = [(rows, None), (None, inner), (inner,), (None, words)]
+    plan = fxpar.plan(
+        program, *args, mesh=mesh, mode="propagate", grad=True, in_specs=specs
+    )
+    assert not plan.result.decision.is_even
+    got, want = plan.outcome(*args), plan.reference_outcome(*args)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(want.result, program(*args), rtol=1e-9, atol=1e-9)
+    return plan
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("sizes", "mesh"), [((6, 5, 7), "dp=4"), ((3, 7, 37), "dp=2,tp=2")]
+)
+def test_toys(program: Callable[..., Any], sizes: tuple[int, ...], mesh: str) -> None:
+    check(program, sizes, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=4", "dp=2,tp=2", "dp=3,tp=2", "dp=8"])
+@pytest.mark.parametrize("sizes", [(6, 5, 7), (3, 7, 37), (5, 6, 101), (7, 3, 5)])
+def test_more_toys(program: Any, sizes: tuple[int, ...], mesh: str) -> None:
+    check(program, sizes, mesh)
+
+
+# Each with what is broken, and a program that must notice.
+
+
+def no_local_mean(patch: pytest.MonkeyPatch) -> None:
+    patch.delitem(LOCAL, aten.mean.default)
+
+
+def zeros_for_no_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local_reductions, "_least", lambda dtype: 0)
+
+
+def nothing_for_no_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local_reductions, "_filled", lambda call, x, identity: x)
+
+
+def no_padding(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lower, "_is_even", lambda *_: True)
+
+
+def one_row_further(patch: pytest.MonkeyPatch) -> None:
+    def further(rows: int, count: int, i: int) -> tuple[int, int]:
+        start, size = chunk(rows, count, i)
+        return min(start + (0 < start < rows), rows), size
+
+    chunk = shard_sizes.chunk
+    patch.setattr(shard_sizes, "chunk", further)
+
+
+@pytest.mark.parametrize(
+    ("broken", "program"),
+    [
+        (no_local_mean, means),
+        (zeros_for_no_rows, largest),
+        (nothing_for_no_rows, largest),
+        (no_padding, mlp),
+        (one_row_further, mlp),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_what_is_wrong_is_noticed(
+    broken: Any, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        check(program, (6, 5, 7), "dp=4")
+
+
+def test_a_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_SCHEDULE", "split(all_reduce) -> rs, ag")
+    with pytest.raises(ScheduleError, match="shards are not alike"):
+        check(mlp, (6, 5, 7), "dp=4").simulate(*arguments(6, 5, 7))
