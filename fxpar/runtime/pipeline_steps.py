@@ -175,6 +175,8 @@ class PhaseState(PipelineState):
 def absorb_regions(state: JointState) -> None:
     """Manual regions are checked, their collectives named."""
     request = state.request
+    if state.open and any(n.target in manual_regions.EDGES for n in state.graph.nodes):
+        raise PlanError("the sizes in manual regions are known")
     manual_regions.absorb_regions(
         state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
     )

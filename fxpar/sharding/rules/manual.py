@@ -129,7 +129,6 @@ ROWS: dict[Any, Row] = {
     "fxpar::leave_region": row(_leave),
     "fxpar::collective": row(_collective),
     "fxpar::axis_index": row(lambda *_: make([], [[]])),
-    "fxpar::refuse": row(lambda x, *_: make([["_"] * x.dim()], [["_"] * x.dim()])),
 }
 
 
