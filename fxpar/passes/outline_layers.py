@@ -48,7 +48,7 @@ _CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSegment:
     """Ops that follow one another, as a function of what they read."""
 
     # In order.
@@ -66,7 +66,7 @@ def outline_layers(graph: fx.Graph) -> int:
         return 0  # sizes are open
     if root is None or not _torch.inductor.calls_bodies():
         return 0
-    kinds: dict[Any, list[Segment]] = defaultdict(list)
+    kinds: dict[Any, list[LayerSegment]] = defaultdict(list)
     for segment in _segments(graph):
         kinds[segment.text].append(segment)
     calls = 0
@@ -81,7 +81,7 @@ def outline_layers(graph: fx.Graph) -> int:
     return calls
 
 
-def _takes_tensors(segment: Segment) -> bool:
+def _takes_tensors(segment: LayerSegment) -> bool:
     """Whether tensors, aligned and in no lists, go in and out."""
     ends = (*_operands(segment.nodes), *segment.results)
     values = [node.meta.get("val") for node in ends]
@@ -89,7 +89,7 @@ def _takes_tensors(segment: Segment) -> bool:
     return tensors and bool(segment.results)
 
 
-def _segments(graph: fx.Graph) -> Iterator[Segment]:
+def _segments(graph: fx.Graph) -> Iterator[LayerSegment]:
     """What of the graph's layers can be bodies."""
     nodes, sections = _computing(graph)
     labels = _numbers(map(_label, nodes))
@@ -243,7 +243,7 @@ def _runs(sections: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int
     return zip(edges, edges[1:], strict=False)
 
 
-def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> Segment:
+def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> LayerSegment:
     inside = {node: i for i, node in enumerate(nodes)}
     place = {node: -1 - i for i, node in enumerate(_operands(nodes))} | inside
     lines = [
@@ -252,7 +252,9 @@ def _segment(nodes: Sequence[fx.Node], labels: np.ndarray) -> Segment:
     ]
     needed = {_home(n) for n in nodes if any(u not in inside for u in n.users)}
     results = tuple(node for node in nodes if node in needed)
-    return Segment(tuple(nodes), results, (*lines, tuple(map(inside.get, results))))
+    return LayerSegment(
+        tuple(nodes), results, (*lines, tuple(map(inside.get, results)))
+    )
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
@@ -292,7 +294,7 @@ def _free_name(root: torch.nn.Module) -> str:
     return next(name for name in names if not hasattr(root, name))
 
 
-def _body(segment: Segment) -> fx.GraphModule:
+def _body(segment: LayerSegment) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(_operands(segment.nodes)):
@@ -307,7 +309,7 @@ def _body(segment: Segment) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _call(graph: fx.Graph, segment: Segment, name: str) -> None:
+def _call(graph: fx.Graph, segment: LayerSegment, name: str) -> None:
     """Let a call of the body give what the segment gives."""
     inside = set(segment.nodes)
     first, last = segment.nodes[0], segment.nodes[-1]
