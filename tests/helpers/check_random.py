@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fxpar.errors import FxparWarning
+from fxpar.passes.forward_backward import phases
 from fxpar.passes.lockstep import COLLECTIVES
 from tests.helpers.random_programs import Case
 
@@ -34,13 +35,10 @@ def agree(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
 
 
 def collectives(graph: torch.fx.Graph) -> Counter:
-    """Collectives by kind that results of a local graph need: what draws random numbers
-    stands in it also where nobody reads it."""
-    needed = set(graph.output_node().all_input_nodes)
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    sent = [node.target for node in needed if node.target in COLLECTIVES]
+    """Collectives by kind that a forward or a backward of a local graph runs: what
+    draws random numbers stands in it also where neither needs it."""
+    run = {node for phase in phases(graph) for node in phase}
+    sent = [node.target for node in run if node.target in COLLECTIVES]
     return Counter(_KINDS[target.overloadpacket.__name__] for target in sent)
 
 

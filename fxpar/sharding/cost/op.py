@@ -116,7 +116,9 @@ def _least_of_convolution(node: fx.Node) -> float:
     made = node.args[0].meta["val"] if late else node.meta["val"]
     weight = node.args[2 if late else 1].meta["val"].shape
     points = made.shape[0] * math.prod(made.shape[2:])
-    groups = node.args[-2] if late else node.args[-1]
+    groups: Any = node.args[-2] if late else node.args[-1]
+    if isinstance(groups, fx.Node):  # not the same on all ranks
+        groups = groups.meta["val"]
     return float(min(points, weight[0] // groups, math.prod(weight[1:])))
 
 
