@@ -287,6 +287,13 @@ def put_cache_entry(key: str, content: bytes) -> None:
     FxGraphCache._write_to_local_cache(key, content)
 
 
+def invoke_subgraph() -> Any:
+    """The op that calls a body."""
+    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+
+    return invoke_subgraph
+
+
 def calls_bodies() -> bool:
     """Whether Inductor makes of ``invoke_subgraph`` a call of one function."""
     from torch._inductor import config

@@ -32,7 +32,7 @@ from fxpar.sharding.search.layers import rows_of_layers
 aten, ours = torch.ops.aten, torch.ops.fxpar
 
 # Calls a body.
-INVOKE = torch.ops.higher_order.invoke_subgraph
+INVOKE = _torch.inductor.invoke_subgraph()
 
 # A body is called so often at least, and has so many ops.
 LEAST_CALLS, LEAST_OPS = 3, 12

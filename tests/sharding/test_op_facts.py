@@ -32,6 +32,9 @@ FORMS = {
     "passes/local_indexing.py",
     "passes/local_views.py",
     "passes/normalize_shifts.py",
+    "passes/body_seeds.py",  # how ops draw by index
+    "passes/keep_batch_apart.py",  # operands of ops that hold the rows
+    "passes/local_reductions.py",
     "passes/own_shard.py",  # how ops take an offset that is known when they run
     "passes/loop_steps.py",  # calls that read a loop's steps and spell no size
 }
