@@ -54,6 +54,9 @@ PROVENANCE = (
 # parameter; whether it is one of the chunks in which a schedule runs a collective.
 OURS = ("fxpar_reshard", "fxpar_cause", "fxpar_parameter", "fxpar_chunk")
 
+# Of the output of a local graph: whether some of its shards are not alike.
+UNEVEN = "fxpar_uneven"
+
 
 def value_of(arg: Any) -> Any:
     """Arguments with nodes replaced by their fake values."""

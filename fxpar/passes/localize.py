@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import UNEVEN, Builder
 from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
 from fxpar.passes.local_op import local_like, local_op
 from fxpar.passes.local_ops import CUTS, cut
@@ -189,6 +189,7 @@ class _Localizer:
                     )
         copy = self.graph.output(type(node.args[0])(results))
         copy.meta = dict(node.meta)
+        copy.meta[UNEVEN] = not self.decision.is_even
 
     def _on_batch(self, spec: Spec) -> bool:
         return spec.dims[:1] == (self.program.signature.batch,)

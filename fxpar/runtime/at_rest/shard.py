@@ -336,7 +336,7 @@ def _uses(
         ranks = settle(ranks, decision.mesh)
     program = decision.program
     uses = {
-        declared.name: decision.settled[v]
+        declared.name: decision.settled[v].evened(ranks.mesh, program.values[v].shape)
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "parameter"
     }

