@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
+from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import Builder, value_of
 from fxpar.passes.graph_bodies import body_of, module_of, new_body

@@ -19,6 +19,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
+from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.emulate_collectives import (
     ON_DIMS,
     PRODUCTS,

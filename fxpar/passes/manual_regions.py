@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import MeshError, RegionError
+from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of
 from fxpar.sharding.mesh import Mesh
