@@ -215,6 +215,8 @@ class _Unroller:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     # The part that a new node belongs to; a node that is not here is of all parts.
     part_of: dict[fx.Node, int] = field(default_factory=dict)
+    # Sums that go on from that of the parts before.
+    sums: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.build = Builder(self.graph, self.fake_mode, self.mesh)
@@ -291,6 +293,7 @@ class _Unroller:
         for p, value in enumerate(values[1:], 1):
             add = functools.partial(build.call, target, total, value)
             total = self.of_part(p, add)
+            self.sums.add(total)
         if op == "avg":
             total = build.call(aten.div.Scalar, total, self.parts)
         return build.call(convert, total, dtype) if wide else total
@@ -339,17 +342,12 @@ class _Unroller:
             crosses = node in made_of_parts and any(
                 user in self.part_of
                 and self.part_of[user] != self.part_of.get(node, -1)
-                and not _accumulates(node, user)
+                and not (user in self.sums and user.args[0] is node)
                 for user in node.users
             )
             if crosses:
                 out.append(node)
         return out
-
-
-def _accumulates(node: fx.Node, user: fx.Node) -> bool:
-    """Whether ``user`` adds a further part to what ``node`` has of those before."""
-    return user.target in _REDUCTIONS.values() and user.args[0] is node
 
 
 _ADD = torch.ops.fxpar.accumulate.default
