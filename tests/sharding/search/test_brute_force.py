@@ -185,8 +185,7 @@ def _along(array: np.ndarray, axes: Sequence[int], total: np.ndarray) -> np.ndar
 
 
 def _divides(program: Program, mesh: Mesh) -> bool:
-    """Whether every axis divides every dim. Of others moves are priced by the share of
-    an even split, in the search and here by other routes."""
+    """Whether every axis divides every dim; programs with others are not compared."""
     sizes = [n for value in program.values for n in value.shape if n > 1]
     return not any(n % mesh.sizes[axis] for n in sizes for axis in mesh.names)
 
