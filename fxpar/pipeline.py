@@ -26,7 +26,13 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
-from fxpar.passes.order_collectives import PASSES, PhaseGraph, Settings
+from fxpar.passes.order_collectives import (
+    DELAY,
+    ORDER,
+    PhaseGraph,
+    PhasePass,
+    Settings,
+)
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import consensus, presence, stage_times, tune_schedule
 from fxpar.runtime import pipeline_steps as steps
@@ -84,8 +90,8 @@ def _rewrite(
     return lambda state: function(state.graph, state.rewriter)
 
 
-def _order(name: str) -> Callable[[PhaseState], None]:
-    return lambda state: PASSES[name](state.phase)
+def _of_phase(row: PhasePass, stage: str = "") -> PipelineStep:
+    return PipelineStep(row.name, lambda s: row.run(s.phase), stage, row.optional)
 
 
 # Forward and backward in one graph, the same on every rank: traced -> local.
@@ -124,16 +130,12 @@ RANK = (
 )
 
 # A forward or a backward by itself, as AOTAutograd parted them: bound -> scheduled.
-# ``order_collectives.schedule`` has the same order, to predict a step.
+# Collectives are ordered by the rows that a prediction has, too: dropped where nobody
+# reads them, in buckets, waited for late, gathers early, scatters not too many at once.
 PHASE = (
-    _always("drop_unread", _order("drop_unread")),
-    _may("bucket", _order("bucket")),
-    _may("sink_waits", _order("sink_waits")),
-    _may("prefetch", _order("prefetch")),
-    _may("drain", _order("drain")),
-    _always("give_outputs", _order("give_outputs")),
+    *map(_of_phase, ORDER),
     _may("fuse_regions", steps.fuse_regions),
-    _may("delay", _order("delay"), "scheduled"),
+    _of_phase(DELAY, "scheduled"),
     _may("outline_layers", steps.outline_repeated),
 )
 
