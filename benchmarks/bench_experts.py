@@ -55,7 +55,7 @@ def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     from fxpar.runtime.tracing import TracedCall
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request
-    from fxpar.sharding.program import read
+    from fxpar.sharding.read_program import read
 
     call = TracedCall(model, (), dict(batch), True)
     module, mode = call.trace()

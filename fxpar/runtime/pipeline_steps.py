@@ -58,8 +58,9 @@ from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import OPEN, Program, read, with_open_sizes
+from fxpar.sharding.program import OPEN, Program
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.read_program import read, with_open_sizes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
