@@ -203,7 +203,8 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
-    from fxpar.sharding.search.formulate import FixedFacts, formulate
+    from fxpar.sharding.search.formulate import formulate
+    from fxpar.sharding.search.problem_builder import FixedFacts
     from fxpar.sharding.search.solutions import cost_of
 
     machine = lookup(HARDWARE)
