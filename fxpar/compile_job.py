@@ -34,11 +34,8 @@ from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import check_inputs as inputs
-from fxpar.runtime import (
-    compiled_graph,
-    consensus,
-    known_programs,
-)
+from fxpar.runtime import compiled_graph, consensus, known_programs, presence
+from fxpar.runtime.binding import is_of_all
 from fxpar.runtime.call_sizes import UNLIKE, Together
 from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, join, next_graph, settle
@@ -51,9 +48,7 @@ from fxpar.runtime.open_sizes import (
     SizeRange,
     size_range,
 )
-from fxpar.runtime.program_identity import (
-    Named,
-)
+from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import TRACE, stage
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
@@ -153,8 +148,11 @@ class CompileJob:
         # The mesh may have been chosen since.
         job = replace(self, ranks=join(self.options)) if self.ranks.open else self
         number = next_graph()
-        known = job.look_up(gm, examples, number)
-        step = _Parallelize(job, number, broken_at, known)
+        known, leads = job.look_up(gm, examples, number), False
+        if known is not None and known_programs.is_led(known, examples):
+            leads = job.ranks.rank == 0
+            known = known if leads else job.follow(known, number)
+        step = _Parallelize(job, number, broken_at, known, leads=leads)
         showing = status_line.shown(
             f"graph{number}",
             pipeline.MOST_STEPS,
@@ -165,18 +163,19 @@ class CompileJob:
             own_shard.register_lowering()
         open_way = _refused_alike(step) if self.open else contextlib.nullcontext()
         with showing, _told_to_others(), _said_of(gm), stage(TRACE), open_way:
-            compiled = _torch.aot.compile_fx(
-                gm,
-                examples,
-                joint_pass=step,
-                schedule=step.schedule,
-                inner=None if self.options.codegen == "inductor" else run_op_by_op,
-                once=step.compile_once,
-                key=job.key(known),
-                kept=known is not None,
-                local_border=bool(self.local) or self.options.outputs == "dtensor",
-                symbolic=self.open is not None,
-            )
+            with step.leading():
+                compiled = _torch.aot.compile_fx(
+                    gm,
+                    examples,
+                    joint_pass=step,
+                    schedule=step.schedule,
+                    inner=None if self.options.codegen == "inductor" else run_op_by_op,
+                    once=step.compile_once,
+                    key=job.key(known),
+                    kept=known is not None,
+                    local_border=bool(self.local) or self.options.outputs == "dtensor",
+                    symbolic=self.open is not None,
+                )
             if self.open is not None:
                 step.sizes = size_range(self.open, step.written())
             step.take_known()
@@ -216,14 +215,28 @@ class CompileJob:
         tag = f"what is known of graph{number}"
         with _told_to_others():
             known = known_programs.look_up(text, tag)
+        self._make_groups(known)
+        return known
+
+    def follow(self, known: KnownProgram, number: int) -> KnownProgram | None:
+        """The program once rank 0 has compiled it; None if it could not be planned,
+        which this rank then finds out for itself."""
+        tag = f"graph{number}"
+        with _told_to_others():
+            planned = known_programs.await_plan(known, plan_tag(tag))
+            if planned is None:
+                return None
+            self._make_groups(planned)
+            return known_programs.await_compiled(planned, compiled_tag(tag))
+
+    def _make_groups(self, known: KnownProgram | None) -> None:
         for axes in known.groups if known else ():
             self.ranks.group(axes)
-        return known
 
     def key(self, known: KnownProgram | None) -> str:
         """Of the program in torch's caches, beside its graph."""
-        ranks, asked = self.ranks, f"{self.ranks.mesh}|{self.options}"
-        return f"{asked}|{ranks.rank}|{known.number}" if known else asked
+        asked = f"{self.ranks.mesh}|{self.options}"
+        return f"{asked}|{known.name_of(self.ranks.rank)}" if known else asked
 
     def _compared(self) -> list[Named]:
         """The inputs; those of which each rank holds a part go by another kind."""
@@ -241,6 +254,14 @@ def _fed(job: CompileJob) -> tuple[str, ...] | None:
     return tuple(job.named[i].name for i in job.local)
 
 
+def plan_tag(graph: str) -> str:
+    return f"the plan of {graph}"
+
+
+def compiled_tag(graph: str) -> str:
+    return f"{graph} compiled on rank 0"
+
+
 def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """``codegen="eager"``: the bound graph as it stands."""
     return _torch.inductor.make_boxed(gm.forward)
@@ -255,9 +276,15 @@ class _Parallelize:
         number: int,
         broken_at: str | None,
         known: KnownProgram | None = None,
+        *,
+        leads: bool = False,
     ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
         self.known = known
+        # The other ranks wait for what this one plans and compiles, and take it over.
+        self.leads = leads
+        self.has_told = False  # the others its plan
+        self.is_shared = False  # what is compiled serves all ranks
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
@@ -330,7 +357,8 @@ class _Parallelize:
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = self._request(boundaries.declare(signature))
         with said_by_rank_0(ranks.rank):
-            self.result = pipeline.planned(gm.graph, fake_mode, request)
+            plan = pipeline.searched if self.leads else pipeline.planned
+            self.result = plan(gm.graph, fake_mode, request)
         if self.job.open is not None and (asked := self.job.open.divisors_asked()):
             raise DivisorsAsked(asked, self.plan)
         planned_before = self.known is not None and self.known.plan is not None
@@ -345,7 +373,10 @@ class _Parallelize:
             self.result = pipeline.tuned(
                 self.result, request, fake_mode, ranks, gm, inductor=inductor
             )
-        if self.job.together.kind != UNLIKE and not planned_before:
+        if self.leads:
+            known_programs.tell_plan(self._record(), plan_tag(name))
+            self.has_told = True
+        elif self.job.together.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
@@ -358,8 +389,30 @@ class _Parallelize:
             written=written,
             copied=[of for of in ends if of is not None],
         )
+        self.is_shared = self.leads and is_of_all(bound)
         hold(gm, bound)
         return bound
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Inside, a rank that leads plans and compiles; the others hear of its plan,
+        or that there is none, and of its end."""
+        if not self.leads:
+            yield
+            return
+        name = self.request.name
+        with presence.works(f"compiles {name} for all ranks"):
+            try:
+                yield
+            except Exception:
+                if not self.has_told:
+                    known_programs.tell_plan(None, plan_tag(name))
+                raise
+        if self.has_told:
+            tag = compiled_tag(name)
+            known_programs.tell_compiled(self.is_shared, self.launches, tag)
+        else:
+            known_programs.tell_plan(None, plan_tag(name))
 
     def _request(self, signature: Signature) -> Request:
         """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
@@ -392,8 +445,20 @@ class _Parallelize:
         if known is None or known.plan is not None or result is None or self.regions:
             return
         if self.ranks.rank == 0:
-            plan, launches = self.compiled_plan, self.launches
-            known_programs.keep(known, plan, self.results(), launches, result.local)
+            known_programs.keep(known, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        """What is known of the program by now."""
+        assert self.known is not None
+        assert self.result is not None
+        return known_programs.describe(
+            self.known,
+            self.compiled_plan,
+            self.results(),
+            self.launches,
+            self.result.local,
+            shared=self.is_shared,
+        )
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
