@@ -357,7 +357,7 @@ class JointPass:
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)
         return {
-            int(out.name.removeprefix("output_")): spec
+            int(out.name.removeprefix("output_")): spec.joined(decision.mesh)
             for out, spec in pairs
             if out.kind == "output" and spec is not None
         }
