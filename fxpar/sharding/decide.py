@@ -251,9 +251,14 @@ def _seed_all(
     batch = [axis for axis in over if axis in axes and axis not in named_on_values]
     taken = {seed.value for seed in seeds}
     extra = conventions.batch_seeds(program, mesh, batch, notes)
+    along = tuple(
+        axis for axis in conventions.sequence_axes(mesh) if axis not in (*batch, *named)
+    )
+    extra += conventions.sequence_seeds(program, mesh, along, notes) if along else []
     engine.seed(seeds + [seed for seed in extra if seed.value not in taken])
+    used = {*batch, *named, *_named(extra)}
     for axis in axes:
-        if axis not in batch and axis not in named:
+        if axis not in used:
             conventions.seed_weights(engine, axis)
 
 
