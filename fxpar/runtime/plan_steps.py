@@ -31,7 +31,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program
-from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
@@ -69,13 +69,16 @@ def count_loop_steps(state: JointState) -> None:
 
 
 def split_batch(state: JointState) -> None:
-    """A batch that its axes do not divide stays a dim of its own."""
+    """A batch that its axes do not divide, or whose sequence is split, stays a dim of
+    its own."""
     if state.open:  # they divide those that a plan may split
         return
     mesh = state.request.mesh
-    axes = batch_axes(mesh)
+    axes, along = batch_axes(mesh), sequence_axes(mesh)
 
-    def splits(rows: int) -> bool:
+    def splits(rows: int, behind: int) -> bool:
+        if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
+            return True
         even = shard_sizes.is_even(rows, mesh, axes)
         return not even and shard_sizes.may_split(rows, mesh, axes)
 
