@@ -38,9 +38,7 @@ from fxpar.runtime.open_sizes import (
     OpenSizesRefused,
     size_range,
 )
-from fxpar.runtime.program_identity import (
-    Named,
-)
+from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import TRACE, stage
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import TracedStep
@@ -120,8 +118,11 @@ def compile_graph(
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number = next_graph()
-    known = _look_up(job, gm, examples, number)
-    step = JointPass(job, number, broken_at, known)
+    known, leads = _look_up(job, gm, examples, number), False
+    if known is not None and known_programs.is_led(known, examples):
+        leads = job.ranks.rank == 0
+        known = known if leads else _follow(job, known, number)
+    step = JointPass(job, number, broken_at, known, leads=leads)
     showing = status_line.shown(
         f"graph{number}",
         pipeline.MOST_STEPS,
@@ -132,18 +133,19 @@ def compile_graph(
         own_shard.register_lowering()
     open_way = _refused_alike() if job.open else contextlib.nullcontext()
     with showing, _told_to_others(), _said_of(gm), stage(TRACE), open_way:
-        compiled = _torch.aot.compile_fx(
-            gm,
-            examples,
-            joint_pass=step,
-            schedule=step.schedule,
-            inner=None if job.options.codegen == "inductor" else run_op_by_op,
-            once=step.compile_once,
-            key=_key(job, known),
-            kept=known is not None,
-            local_border=bool(job.local) or job.options.outputs == "dtensor",
-            symbolic=job.open is not None,
-        )
+        with step.leading():
+            compiled = _torch.aot.compile_fx(
+                gm,
+                examples,
+                joint_pass=step,
+                schedule=step.schedule,
+                inner=None if job.options.codegen == "inductor" else run_op_by_op,
+                once=step.compile_once,
+                key=_key(job, known),
+                kept=known is not None,
+                local_border=bool(job.local) or job.options.outputs == "dtensor",
+                symbolic=job.open is not None,
+            )
         if job.open is not None:
             step.sizes = size_range(job.open, step.written())
         step.take_known()
@@ -191,15 +193,31 @@ def _look_up(
         text = known_programs.text_of(gm, job.named, examples, job.options, job.ranks)
     with _told_to_others():
         known = known_programs.look_up(text, f"what is known of graph{number}")
+    _make_groups(job, known)
+    return known
+
+
+def _follow(job: CompileJob, known: KnownProgram, number: int) -> KnownProgram | None:
+    """The program once rank 0 has compiled it; None if it could not be planned, which
+    this rank then finds out for itself."""
+    graph = f"graph{number}"
+    with _told_to_others():
+        planned = known_programs.await_plan(graph, known)
+        if planned is None:
+            return None
+        _make_groups(job, planned)
+        return known_programs.await_compiled(graph, planned)
+
+
+def _make_groups(job: CompileJob, known: KnownProgram | None) -> None:
     for axes in known.groups if known else ():
         job.ranks.group(axes)
-    return known
 
 
 def _key(job: CompileJob, known: KnownProgram | None) -> str:
     """Of the program in torch's caches, beside its graph."""
-    ranks, asked = job.ranks, f"{job.ranks.mesh}|{job.options}"
-    return f"{asked}|{ranks.rank}|{known.number}" if known else asked
+    asked = f"{job.ranks.mesh}|{job.options}"
+    return f"{asked}|{known.name_of(job.ranks.rank)}" if known else asked
 
 
 def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

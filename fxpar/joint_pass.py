@@ -32,10 +32,8 @@ from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import (
-    consensus,
-    known_programs,
-)
+from fxpar.runtime import consensus, known_programs, presence
+from fxpar.runtime.binding import is_of_all
 from fxpar.runtime.call_sizes import UNLIKE, Together
 from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, settle
@@ -46,9 +44,7 @@ from fxpar.runtime.open_sizes import (
     OpenProgram,
     SizeRange,
 )
-from fxpar.runtime.program_identity import (
-    Named,
-)
+from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.step_writes import lift_writes
@@ -109,9 +105,15 @@ class JointPass:
         number: int,
         broken_at: str | None,
         known: KnownProgram | None = None,
+        *,
+        leads: bool = False,
     ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
         self.known = known
+        # The other ranks wait for what this one plans and compiles, and take it over.
+        self.leads = leads
+        self.has_told = False  # the others its plan
+        self.is_shared = False  # what is compiled serves all ranks
         self.ranks = job.ranks  # on the mesh that was chosen, once one is
         self.places: list[int | None] = []  # of graph inputs among the arguments
         self.declared: list[Input] = []
@@ -184,7 +186,8 @@ class JointPass:
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = self._request(boundaries.declare(signature))
         with said_by_rank_0(ranks.rank):
-            self.result = pipeline.planned(gm.graph, fake_mode, request)
+            plan = pipeline.searched if self.leads else pipeline.planned
+            self.result = plan(gm.graph, fake_mode, request)
         if self.job.open is not None and (asked := self.job.open.divisors_asked()):
             raise DivisorsAsked(asked, self.plan)
         planned_before = self.known is not None and self.known.plan is not None
@@ -199,7 +202,10 @@ class JointPass:
             self.result = pipeline.tuned(
                 self.result, request, fake_mode, ranks, gm, inductor=inductor
             )
-        if self.job.together.kind != UNLIKE and not planned_before:
+        if self.leads:
+            known_programs.tell_plan(name, self._record())
+            self.has_told = True
+        elif self.job.together.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
@@ -212,8 +218,31 @@ class JointPass:
             written=written,
             copied=[of for of in ends if of is not None],
         )
+        self.is_shared = self.leads and is_of_all(bound)
         hold(gm, bound)
         return bound
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Inside, a rank that leads plans and compiles; the others hear of its plan,
+        or that there is none, and of its end."""
+        if not self.leads:
+            yield
+            return
+        name = self.request.name
+        with presence.works(f"compiles {name} for all ranks"):
+            try:
+                yield
+            except Exception:
+                if not self.has_told:
+                    known_programs.tell_plan(name, None)
+                raise
+        if self.has_told:
+            known_programs.tell_compiled(
+                name, shared=self.is_shared, launches=self.launches
+            )
+        else:
+            known_programs.tell_plan(name, None)
 
     def _request(self, signature: Signature) -> Request:
         """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
@@ -246,8 +275,20 @@ class JointPass:
         if known is None or known.plan is not None or result is None or self.regions:
             return
         if self.ranks.rank == 0:
-            plan, launches = self.compiled_plan, self.launches
-            known_programs.keep(known, plan, self.results(), launches, result.local)
+            known_programs.keep(known, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        """What is known of the program by now."""
+        assert self.known is not None
+        assert self.result is not None
+        return known_programs.describe(
+            self.known,
+            self.compiled_plan,
+            self.results(),
+            self.launches,
+            self.result.local,
+            shared=self.is_shared,
+        )
 
     def schedule(self, graph: fx.Graph, backward: bool) -> None:
         """What is done to a forward or a backward by itself."""
@@ -316,7 +357,7 @@ class JointPass:
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)
         return {
-            int(out.name.removeprefix("output_")): spec
+            int(out.name.removeprefix("output_")): spec.joined(decision.mesh)
             for out, spec in pairs
             if out.kind == "output" and spec is not None
         }

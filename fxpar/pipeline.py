@@ -279,10 +279,10 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 
     Raises as ``parallelize`` does, and RankMismatchError if rank 0 does not come.
     """
-    asked, tag = request.mode, f"the plan of {request.name}"
-    if not isinstance(asked, SearchOptions):
+    tag = f"the plan of {request.name}"
+    if not isinstance(request.mode, SearchOptions):
         return parallelize(graph, fake_mode, request)
-    request = replace(request, mesh=asked.hardware.on(request.mesh))
+    request = _on_hardware(request)
     if request.leads:
         with presence.works(f"searches {tag}"):
             result = _led(graph, fake_mode, request, tag)
@@ -294,6 +294,19 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
         raise OpenSizesRefused(record["refused"])
     plan = Plan.from_dict(record)
     return parallelize(graph, fake_mode, replace(request, mode=plan))
+
+
+def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """What ``parallelize`` gives on rank 0, which plans for all and tells nobody."""
+    return parallelize(graph, fake_mode, _on_hardware(request))
+
+
+def _on_hardware(request: Request) -> Request:
+    """The request, of a search on a mesh with the links of its hardware."""
+    asked = request.mode
+    if not isinstance(asked, SearchOptions):
+        return request
+    return replace(request, mesh=asked.hardware.on(request.mesh))
 
 
 def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:

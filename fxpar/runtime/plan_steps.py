@@ -27,12 +27,14 @@ from fxpar.runtime.pipeline_state import JointState
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import decide_on, fastest
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program
-from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
+from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
@@ -67,13 +69,16 @@ def count_loop_steps(state: JointState) -> None:
 
 
 def split_batch(state: JointState) -> None:
-    """A batch that its axes do not divide stays a dim of its own."""
+    """A batch that its axes do not divide, or whose sequence is split, stays a dim of
+    its own."""
     if state.open:  # they divide those that a plan may split
         return
     mesh = state.request.mesh
-    axes = batch_axes(mesh)
+    axes, along = batch_axes(mesh), sequence_axes(mesh)
 
-    def splits(rows: int) -> bool:
+    def splits(rows: int, behind: int) -> bool:
+        if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
+            return True
         even = shard_sizes.is_even(rows, mesh, axes)
         return not even and shard_sizes.may_split(rows, mesh, axes)
 
@@ -90,6 +95,9 @@ def look_up_plan(state: JointState) -> None:
     request = state.request = _searchable(state.request)
     asked = request.mode
     state.program = _program(state)
+    if not isinstance(asked, Plan) and not request.meshes:
+        request = _on(state, refine(state.program, request))
+        asked = request.mode
     if isinstance(asked, Plan):
         state.recalled = state.known = asked
     elif _is_kept(state):
@@ -101,9 +109,21 @@ def look_up_plan(state: JointState) -> None:
             state.known = state.recalled if chosen and not request.tune else None
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
-    plan = state.recalled
-    if plan and plan.mesh.axes in [mesh.axes for mesh in request.meshes]:
-        state.request = request.on(plan.mesh)
+    plan, meshes = state.recalled, request.meshes or (request.mesh,)
+    known = [mesh.unrefined.axes for mesh in meshes]
+    if plan and not (request.meshes or plan.mesh.is_refined):
+        return
+    if plan and plan.mesh.unrefined.axes in known:
+        _on(state, plan.mesh)
+
+
+def _on(state: JointState, mesh: Mesh) -> Request:
+    """The request of the state, now for a mesh, where it was for another one."""
+    if mesh is not state.request.mesh:
+        state.request = _searchable(state.request.on(mesh))
+        signature = state.request.laid
+        state.program = replace(state.program, signature=signature)
+    return state.request
 
 
 def _is_kept(state: JointState) -> bool:
