@@ -20,6 +20,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes import (
     local_custom_ops,
+    local_experts,
     local_indexing,
     local_reductions,
     local_views,
@@ -37,6 +38,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
+    **local_experts.LOCAL,
 }
 
 

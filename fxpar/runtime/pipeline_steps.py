@@ -40,10 +40,12 @@ from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.keep_batch_apart import keep_batch_apart
+from fxpar.passes.keep_sorted import keep_sorted as keep_rows_sorted
 from fxpar.passes.localize import partition
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.microbatches import cut_microbatches
+from fxpar.passes.normalize_experts import experts_in_place
 from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.peak_memory import by_kind
@@ -59,7 +61,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program, read, with_open_sizes
-from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
@@ -212,6 +214,24 @@ def split_batch(state: JointState) -> None:
     keep_batch_apart(state.graph, state.rewriter, splits)
 
 
+def place_experts(state: JointState) -> None:
+    """Tokens sorted by expert are computed where they lie."""
+    mesh, notes = state.request.mesh, []
+    axes = expert_axes(mesh)
+
+    def groups(experts: int) -> int:
+        count = mesh.count(axes)
+        if experts % count:
+            notes.append(
+                f"{experts} experts are not split over {'+'.join(axes)} ({count} "
+                "ranks): each rank has all of them"
+            )
+        return 1 if experts % count else count
+
+    notes += experts_in_place(state.graph, state.rewriter, groups)
+    state.notes += tuple(dict.fromkeys(notes))
+
+
 def drop_dead(state: JointState) -> None:
     state.graph.eliminate_dead_code()
     state.graph.lint()
@@ -343,6 +363,12 @@ def localize(state: JointState) -> None:
     state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
     if not state.decided.is_even:
         state.schedule = _UNEVEN
+
+
+def keep_sorted(state: JointState) -> None:
+    """Rows stay sorted by expert between products."""
+    build = Builder(state.graph, state.fake_mode, state.decided.mesh)
+    keep_rows_sorted(state.graph, build)
 
 
 def _open_decision(state: JointState) -> Decision:

@@ -251,7 +251,8 @@ def _seed_all(
     batch = [axis for axis in over if axis in axes and axis not in named_on_values]
     taken = {seed.value for seed in seeds}
     extra = conventions.batch_seeds(program, mesh, batch, notes)
-    engine.seed(seeds + [seed for seed in extra if seed.value not in taken])
+    split = conventions.expert_seeds(program, mesh)
+    engine.seed(seeds + split + [seed for seed in extra if seed.value not in taken])
     for axis in axes:
         if axis not in batch and axis not in named:
             conventions.seed_weights(engine, axis)

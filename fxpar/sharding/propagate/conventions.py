@@ -16,19 +16,26 @@ from collections.abc import Iterable
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.propagate.propagation import Propagation, Seed
+from fxpar.sharding.propagate.propagation import FIRST, Propagation, Seed
 from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
-MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
+EXPERTS = ("ep", "expert", "experts")
+MODEL = ("tp", "mp", "model", "tensor", "heads", "sp", "cp", "seq")
 
 
 def batch_axes(mesh: Mesh) -> Axes:
     """Axes that split the batch unless a hint uses them otherwise."""
-    named = tuple(axis for axis in mesh.names if axis.lower() in BATCH)
+    named = tuple(axis for axis in mesh.names if axis.lower() in (*BATCH, *EXPERTS))
     if named or mesh.names[0].lower() in MODEL:
         return named
     return mesh.names[:1]
+
+
+def expert_axes(mesh: Mesh) -> Axes:
+    """Axes that split experts; the batch as well, like ``batch_axes``."""
+    named = [axis for axis in mesh.names if axis.lower() in EXPERTS]
+    return tuple(axis for axis in named if mesh.sizes[axis] > 1)
 
 
 def batch_inputs(program: Program) -> list[int]:
@@ -76,6 +83,25 @@ def batch_seeds(
                 )
             )
     return seeds
+
+
+def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
+    """Seeds that split the weights of experts over the axes named for them."""
+    axes = expert_axes(mesh)
+    seeds = {}
+    for op in program.ops:
+        if axes and str(op.target) == "fxpar.expert_mm.default":
+            groups, v = op.node.args[-1], op.operands[1]
+            if groups == mesh.count(axes):
+                seeds[v] = Seed(
+                    v,
+                    (axes, (), ()),
+                    (False,) * 3,
+                    f"convention: experts of {program.values[v].name}",
+                    priority=FIRST,
+                    experts=True,
+                )
+    return list(seeds.values())
 
 
 def seed_weights(engine: Propagation, axis: str) -> None:

@@ -1,0 +1,169 @@
+"""Which ops treat the rows of a dim one by one, and such ops on other rows.
+
+Rows along a dim may be put in any order, or come more than once, before an op that
+makes each row of its results of the same row of its operands, and of nothing else that
+lies along that dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpar.errors import RuleError
+from fxpar.passes.builder import Builder, value_of
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.rules import rule_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+
+# Beside pointwise ops: what a free factor of theirs names, they treat one by one.
+_ONE_BY_ONE = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.slice_backward.default,
+    aten.slice_scatter.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten.mm.default,
+}
+# Their second argument is the shape of the result.
+_SHAPED = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.slice_backward.default,
+}
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """A call that makes rows one by one."""
+
+    node: fx.Node
+    # Of each tensor that it reads, the dim that its rows lie along; None: of what is
+    # the same for every row.
+    operand_dims: tuple[int | None, ...]
+    # Of each tensor that it gives.
+    result_dims: tuple[int, ...]
+
+    def again(
+        self, build: Builder, by: Mapping[fx.Node, fx.Node], rows: int
+    ) -> fx.Node:
+        """The call on other operands, each of so many rows."""
+        constants = {
+            operand: _resized(build, operand, d, rows)
+            for operand, d in zip(
+                tensor_nodes(self.node), self.operand_dims, strict=True
+            )
+            if operand not in by and d is not None
+        }
+        by = {**constants, **by}
+        args, kwargs = fx.node.map_arg(
+            (self.node.args, self.node.kwargs), lambda x: by.get(x, x)
+        )
+        if self.node.target in _SHAPED:
+            shape = list(args[1])
+            d = self.result_dims[0]
+            shape[d] = rows if shape[d] != -1 else -1
+            args = (args[0], shape, *args[2:])
+        return build.call(self.node.target, *args, **kwargs)
+
+
+def row_call(node: fx.Node, held: Mapping[fx.Node, int]) -> RowCall | None:
+    """The call as one that makes rows one by one. ``held``: operand -> the dim of its
+    rows. None if it does not treat these dims so."""
+    rule = _rule(node)
+    if rule is None:
+        return None
+    pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
+    named = {dims[held[operand]] for operand, dims in pairs if operand in held}
+    if len(named) != 1:
+        return None
+    (dim,) = named
+    if len(dim) != 1 or dim[0] in rule.whole:
+        return None
+    where: list[int | None] = []
+    for operand, dims in pairs:
+        if operand in held:
+            if dims[held[operand]] != dim:
+                return None
+            where.append(held[operand])
+        elif any(dim[0] in part for part in dims):
+            if dim not in dims or operand.target is not aten.full.default:
+                return None
+            where.append(dims.index(dim))
+        else:
+            where.append(None)
+    if not all(dim in dims for dims in rule.results):
+        return None
+    made = tuple(dims.index(dim) for dims in rule.results)
+    return RowCall(node, tuple(where), made)
+
+
+def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | None:
+    """The operands of a call that the rows along a dim of a result are made of, and the
+    dims that theirs lie along. None if it does not make them one by one."""
+    rule = _rule(node)
+    if rule is None:
+        return None
+    factor = rule.results[result][dim]
+    if not factor:
+        return None
+    pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
+    held = {
+        operand: dims.index(factor)
+        for operand, dims in pairs
+        if factor in dims and operand.target is not aten.full.default
+    }
+    return held if held and row_call(node, held) is not None else None
+
+
+def _rule(node: fx.Node) -> Rule | None:
+    """The rule of a call whose free factors are treated one by one; None of others."""
+    facts = op_facts_of(node.target)
+    single = facts.pointwise or node.target in _ONE_BY_ONE
+    if not single or facts.random or facts.mutates:
+        return None
+    try:
+        args, kwargs = value_of(node.args), value_of(node.kwargs)
+        rule = rule_of(node.target, args, kwargs, node.meta["val"])
+    except RuleError:
+        return None
+    if rule is None or rule.open or rule.halos:
+        return None
+    return rule if len(rule.operands) == len(tensor_nodes(node)) else None
+
+
+def _resized(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
+    """A constant of so many rows."""
+    if node.meta["val"].shape[dim] == rows:
+        return node
+    shape = list(node.args[0])
+    shape[dim] = rows
+    return build.call(node.target, shape, *node.args[1:], **node.kwargs)
