@@ -73,21 +73,20 @@ class RowCall:
     result_dims: tuple[int, ...]
 
     def again(
-        self, build: Builder, by: Mapping[fx.Node, fx.Node], rows: int
+        self, build: Builder, by: Mapping[fx.Node, fx.Node], rows: int | None = None
     ) -> fx.Node:
-        """The call on other operands, each of so many rows."""
+        """The call on other operands, each of so many rows; None: as many."""
+        pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
         constants = {
             operand: _resized(build, operand, d, rows)
-            for operand, d in zip(
-                tensor_nodes(self.node), self.operand_dims, strict=True
-            )
-            if operand not in by and d is not None
+            for operand, d in pairs
+            if rows is not None and d is not None and operand not in by
         }
         by = {**constants, **by}
         args, kwargs = fx.node.map_arg(
             (self.node.args, self.node.kwargs), lambda x: by.get(x, x)
         )
-        if self.node.target in _SHAPED:
+        if rows is not None and self.node.target in _SHAPED:
             shape = list(args[1])
             d = self.result_dims[0]
             shape[d] = rows if shape[d] != -1 else -1

@@ -177,6 +177,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("inductor_random", "prims", work="draw"),
     # Products.
     _each("mm bmm _scaled_mm", product=0),
+    _each("expert_mm expert_outer grouped_mm grouped_outer", "fxpar", product=0),
     _each("addmm baddbmm", product=1),
     _each("mm.default addmm.default", equation="m k, k n -> m n"),
     _each("bmm.default baddbmm.default", equation="b m k, b k n -> b m n"),
