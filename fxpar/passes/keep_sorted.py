@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import PLACES
-from fxpar.passes.row_wise import row_call, rows_read
+from fxpar.passes.row_wise import call_of, row_call, rows_read
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -31,14 +31,17 @@ def keep_sorted(graph: fx.Graph, build: Builder) -> None:
     if not any(str(node.target) in _PRODUCTS for node in graph.nodes):
         return
     _join_alike(graph)
+    orders: dict[fx.Node, _InOrder] = {}
     for node in list(graph.nodes):
         order = _order_of(node)
         if order is None:
             continue
-        rows = _InOrder(build, order)
-        if rows.is_near(node.args[0], 0):
+        rows = orders.setdefault(order, _InOrder(build, order))
+        if rows.is_near(node.args[0], 0) or rows.has(node.args[0]):
             with build.before(node):
                 build.replace(node, rows.of(node.args[0], 0))
+        else:
+            rows.keep(node)
     graph.eliminate_dead_code()
 
 
@@ -68,6 +71,14 @@ class _InOrder:
         self.build, self.order = build, order
         self._near: dict[tuple[fx.Node, int], bool] = {}
         self._made: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a value was read in order before."""
+        return (node, 0) in self._made
+
+    def keep(self, read: fx.Node) -> None:
+        """Note a node that reads a value in order."""
+        self._made[read.args[0], 0] = read
 
     def is_near(self, node: fx.Node, dim: int) -> bool:
         """Whether a value is made, row by row, of some that were put back, and can be
@@ -99,33 +110,20 @@ class _InOrder:
         if not self.is_near(node, dim):
             return self.build.call(aten.index.Tensor, node, [self.order])
         held = _held(node, dim)
-        source, i = _call_of(node)
-        again = source, -1 - i  # one call for all its results
+        source, i = call_of(node)
+        again = source, -1  # one call for all its results
         if again not in self._made:
             call = row_call(source, held)
             assert call is not None
             by = {x: self.of(x, d) for x, d in held.items()}
             self._made[again] = call.again(self.build, by)
         made = self._made[again]
-        return made if source is node else self._item(made, i)
-
-    def _item(self, node: fx.Node, i: int) -> fx.Node:
-        item = self.build.graph.call_function(operator.getitem, (node, i))
-        item.meta["val"] = node.meta["val"][i]
-        self.build.stamp(item)
-        return item
-
-
-def _call_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """(the call that makes a value, which of its results it is)."""
-    if node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
-    return node, 0
+        return made if source is node else self.build.call(operator.getitem, made, i)
 
 
 def _held(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     """The operands whose rows make those of a value; none if not one by one."""
-    source, i = _call_of(node)
+    source, i = call_of(node)
     value = source.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     if source.op != "call_function" or not all(

@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.passes.builder import Size, value_of
+from fxpar.passes.builder import value_of
 from fxpar.passes.local_call import LocalCall, Localizer
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -51,47 +50,26 @@ def _sorted(
     """``of_rows``, ``of_experts``: the tensors of the call, operands first, whose dim 0
     is rows, and experts."""
     build = call.build
-    specs = (*call.operands, *call.results)
+    specs, device = (*call.operands, *call.results), ids.meta["val"].device
     experts, axes = call.shapes[of_experts][0], specs[of_experts].dims[0]
     per = experts // groups
     held = groups // build.mesh.count(axes)
     rows = build.own_size(call.shapes[of_rows][0], specs[of_rows].dims[0])
     own = build.call(aten.sub.Tensor, ids, build.own_start(experts, axes))
     group = build.call(aten.div.Tensor_mode, own, per, rounding_mode="floor")
-    each = build.call(aten.unsqueeze.default, _count(call, held, ids), 1)
+    each = build.call(aten.unsqueeze.default, build.iota(held, device), 1)
     mine = build.call(aten.eq.Tensor, group, each)
     key = build.call(aten.reshape.default, call.where(mine, own, per * held), [rows])
     sort = build.call(aten.sort.stable, key, stable=True, dim=0, descending=False)
-    ordered, order = (_item(call, sort, i) for i in (0, 1))
-    place = build.call(
-        aten.index_put.default, order, [order], _count(call, rows, order)
-    )
-    wanted = _count(call, per * held, ids)
+    ordered, order = (build.call(operator.getitem, sort, i) for i in (0, 1))
+    counted = build.iota(rows, device)
+    place = build.call(aten.index_put.default, order, [order], counted)
+    wanted = build.iota(per * held, device)
     ends = build.call(
         aten.searchsorted.Tensor, ordered, wanted, right=True, out_int32=True
     )
     share = value_of(rows) // held * per * held // experts
     return _Sorted(call, order, place, ends, share)
-
-
-def _count(call: LocalCall, n: Size, like: fx.Node) -> fx.Node:
-    """The numbers from 0 up to ``n``."""
-    return call.build.call(
-        prims.iota.default,
-        n,
-        start=0,
-        step=1,
-        dtype=torch.int64,
-        device=like.meta["val"].device,
-        requires_grad=False,
-    )
-
-
-def _item(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
-    item = call.build.graph.call_function(operator.getitem, (node, i))
-    item.meta["val"] = node.meta["val"][i]
-    call.build.stamp(item)
-    return item
 
 
 def _expert_mm(

@@ -25,28 +25,17 @@ from torch import fx
 
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder, shape_of
-from fxpar.passes.row_wise import row_call
+from fxpar.passes.row_wise import call_of, row_call
+from fxpar.passes.sorted_products import SORTS, products_by
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_SORTS = (aten.sort.default, aten.sort.stable)
-_INDEX = (aten.index.Tensor, aten._unsafe_index.Tensor)
-_PUT = (aten.index_put.default, aten._unsafe_index_put.default)
+
 # What adds up rows in any order.
 _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
-_GROUPED = "transformers.grouped_mm_fallback.default"
-_GROUPED_BACKWARD = "transformers.grouped_mm_fallback_backward.default"
-# Of a call that gives places: which of its results.
-_PLACES = {
-    aten.topk.default: 1,
-    aten.sort.default: 1,
-    aten.sort.stable: 1,
-    aten.max.dim: 1,
-    aten.min.dim: 1,
-}
 
 
 @dataclass(frozen=True)
@@ -71,87 +60,14 @@ def experts_in_place(
     many a number of experts is split."""
     notes = []
     for node in list(graph.nodes):
-        if node.target in _SORTS and len(shape_of(node.args[0])) == 1:
-            products = _products_by(node)
+        if node.target in SORTS and len(shape_of(node.args[0])) == 1:
+            products = products_by(node)
             if products:
                 mixture = _Mixture(rewriter, node, products, groups)
                 mixture.read(list(graph.nodes))
                 notes += mixture.write(graph)
     graph.eliminate_dead_code()
     return notes
-
-
-# The sort, and the products that go by it
-
-
-def _products_by(sort: fx.Node) -> dict[fx.Node, int]:
-    """Grouped products of rows that a sort put in order -> how many experts."""
-    if len(sort.args) > 2 or sort.kwargs.get("descending", False):
-        return {}
-    out = {}
-    for node in sort.graph.nodes:
-        offs = _ends_of(node)
-        if offs is not None and _counts(offs, sort):
-            out[node] = shape_of(offs)[0]
-    return out
-
-
-def _ends_of(node: fx.Node) -> fx.Node | None:
-    """Where the groups of a grouped product end; None of any other call."""
-    if node.target is aten._grouped_mm.default:
-        plain = len(node.args) == 3 and not node.kwargs
-        return node.args[2] if plain else None  # type: ignore[return-value]
-    if str(node.target) in (_GROUPED, _GROUPED_BACKWARD):
-        return node.args[2]  # type: ignore[return-value]
-    return None
-
-
-def _counts(ends: fx.Node, sort: fx.Node) -> bool:
-    """Whether these are the ends of each expert's rows among those that are sorted."""
-    total = _plain(ends)
-    if total.target is not aten.cumsum.default or total.args[1] not in (0, -1):
-        return False
-    count = _plain(total.args[0])
-    if count.target is not aten.histc.default:
-        return False
-    experts = shape_of(ends)[0]
-    bins, low, high = (*count.args[1:], *_BINS[len(count.args) - 1 :])
-    if (bins, low) != (experts, 0) or high not in (experts - 1, experts):
-        return False
-    counted, key = _plain(count.args[0]), _plain(sort.args[0])
-    if counted.target is operator.getitem and counted.args == (sort, 0):
-        counted = key
-    return counted is key and _is_place(key)
-
-
-# The arguments of ``histc`` behind the first, where they are left out.
-_BINS = (100, 0, 0)
-
-
-def _plain(node: Any) -> fx.Node:
-    """What a chain of casts is of."""
-    while True:
-        facts = op_facts_of(node.target)
-        if not (facts.casts or facts.renames or node.target is aten.clone.default):
-            return node
-        node = node.args[0]
-
-
-def _is_place(node: fx.Node) -> bool:
-    """Whether elements are places along a dim, and so not negative."""
-    while True:
-        facts = op_facts_of(node.target)
-        if not (facts.reshapes or facts.casts or facts.renames or facts.view):
-            break
-        if node.target is operator.getitem:
-            break
-        node = node.args[0]  # type: ignore[assignment]
-    if node.target is aten.argmax.default:
-        return True
-    if node.target is not operator.getitem:
-        return False
-    source: Any = node.args[0]
-    return _PLACES.get(source.target) == node.args[1]
 
 
 class _Mixture:
@@ -166,7 +82,7 @@ class _Mixture:
     ) -> None:
         self.build, self.sort, self.products = build, sort, products
         self.key: Any = sort.args[0]
-        self.rows = shape_of(self.key)[0]
+        self.rows, self.device = shape_of(self.key)[0], self.key.meta["val"].device
         self.experts = max(products.values())
         self.groups = groups(self.experts)
         # Values in order of experts; and results of calls that give several.
@@ -185,15 +101,7 @@ class _Mixture:
     def read(self, nodes: Sequence[fx.Node]) -> None:
         """Compute in place what is computed in order."""
         with self.build.before(self.sort.next):
-            rows = self.build.call(
-                prims.iota.default,
-                self.rows,
-                start=0,
-                step=1,
-                dtype=torch.int64,
-                device=self.key.meta["val"].device,
-                requires_grad=False,
-            )
+            rows = self.build.iota(self.rows, self.device)
         self.numbers[rows] = 1
         self.results[self.sort] = {0: _Rows(0, self.key), 1: _Rows(0, rows)}
         for node in nodes:
@@ -206,23 +114,8 @@ class _Mixture:
                     self._read(node)
 
     def _read(self, node: fx.Node) -> None:
-        target = node.target
-        if target is operator.getitem:
-            made = self.results.get(node.args[0], {}).get(node.args[1])  # type: ignore
-        elif target in _INDEX:
-            made = self._index(*node.args)
-        elif target in _PUT:
-            made = self._put(node, *node.args)
-        elif target is aten.index_add.default and node.args[1] == 0:
-            made = None if node.kwargs else self._add(*node.args[::2], node.args[3])
-        elif node in self.products:
-            made = self._product(node)
-        elif target in _SORTS:
-            made = self._sort_again(node)
-        elif target in _SUMS:
-            made = self._sum(node)
-        else:
-            made = self._by_row(node)
+        read = _Mixture._product if node in self.products else _READS.get(node.target)
+        made = (read or _Mixture._by_row)(self, node)
         if isinstance(made, _Rows):
             self.values[node] = made
         elif isinstance(made, fx.Node):
@@ -237,8 +130,12 @@ class _Mixture:
             return None
         return rows.one, self.numbers.get(rows.one)
 
-    def _index(self, x: fx.Node, indices: Any) -> _Rows | fx.Node | None:
-        index, *more = indices
+    def _item_of(self, node: fx.Node) -> _Rows | fx.Node | None:
+        source, i = call_of(node)
+        return self.results.get(source, {}).get(i)
+
+    def _index(self, node: fx.Node) -> _Rows | fx.Node | None:
+        x, (index, *more) = _arguments(node, 2)
         if more:
             return None
         if index in self.inverse:
@@ -248,23 +145,19 @@ class _Mixture:
         if found is None or x in self.values:
             return None
         one, divided = found
-        shape = shape_of(x)
-        if divided is None or shape[0] * divided != self.rows:
-            read = self.build.call(aten.index.Tensor, x, [one])
-            return self._entered(read)
-        if divided == 1:
-            return self._entered(x)
-        x = self.build.call(aten.unsqueeze.default, x, 1)
-        return self._entered(x, [shape[0], divided, *shape[1:]])
-
-    def _entered(self, x: fx.Node, full: list[int] | None = None) -> _Rows:
-        """A value in place, put in order. ``full``: what it is expanded to, whose
-        leading dims make the rows."""
-        whole = full or list(shape_of(x))
-        if x.meta["val"].dtype.is_floating_point or _behind(whole, self.rows):
-            each = self._copy(x) if full is None else self._spread(x, whole)
-            return _Rows(0, each=each)
-        return _Rows(0, one=self._spread(x, whole, 1))
+        tokens, *rest = shape_of(x)
+        if divided is None or tokens * divided != self.rows:
+            x = self.build.call(aten.index.Tensor, x, [one])
+            divided = 1
+        whole = x.meta["val"].dtype.is_floating_point or rest
+        full = [tokens, divided] if divided > 1 else [self.rows]
+        if divided > 1:
+            x = self.build.call(aten.unsqueeze.default, x, 1)
+        elif whole:
+            return _Rows(0, each=self._copy(x))
+        groups = self.groups if whole else 1
+        made = self._spread(x, full, rest, groups)
+        return _Rows(0, each=made) if whole else _Rows(0, one=made)
 
     def _copy(self, x: fx.Node) -> fx.Node:
         """Rows once for each group. What is expanded is expanded once."""
@@ -277,32 +170,29 @@ class _Mixture:
                 or source.target is aten.clone.default
             ):
                 source = source.args[0]
-            full = list(shape_of(source))
-            rest = list(shape_of(x)[1:])
-            if (
-                source.target is aten.expand.default
-                and _behind(full, self.rows) == rest
-            ):
+            rest, full = list(shape_of(x)[1:]), list(shape_of(source))
+            lead = full[: len(full) - len(rest)]
+            if source.target is aten.expand.default and full == lead + rest:
                 source = source.args[0]
             else:
-                source, full = x, list(shape_of(x))
-            self.copies[x] = self._spread(source, full)
+                source, lead = x, [self.rows]
+            self.copies[x] = self._spread(source, lead, rest, self.groups)
         return self.copies[x]
 
     def _spread(
-        self, x: fx.Node, full: Sequence[int], groups: int | None = None
+        self, x: fx.Node, lead: Sequence[int], rest: Sequence[int], groups: int
     ) -> fx.Node:
-        """``x`` expanded to ``full``, for each group, as rows."""
-        groups, call = groups or self.groups, self.build.call
-        rest = _behind(full, self.rows) or []
+        """``x`` expanded to the dims ``lead``, which make the rows, and ``rest``; once
+        for each group."""
+        call, full = self.build.call, [*lead, *rest]
         if groups > 1:
             if len(shape_of(x)) == len(full):
                 x = call(aten.unsqueeze.default, x, 0)
             full = [groups, *full]
         if shape_of(x) != tuple(full):
-            x = call(aten.expand.default, x, list(full))
+            x = call(aten.expand.default, x, full)
         shape = [groups * self.rows, *rest]
-        return x if list(full) == shape else call(aten.reshape.default, x, shape)
+        return x if full == shape else call(aten.reshape.default, x, shape)
 
     def _each(self, x: fx.Node) -> fx.Node | None:
         """A value in order, as rows for each group along its dim."""
@@ -336,31 +226,18 @@ class _Mixture:
         if self.own is None:
             call, per = self.build.call, self.experts // self.groups
             with self.build.before(self.sort.next):
-                group = call(aten.div.Tensor_mode, self.key, per, rounding_mode="floor")
-                each = call(
-                    prims.iota.default,
-                    self.groups,
-                    start=0,
-                    step=1,
-                    dtype=torch.int64,
-                    device=self.key.meta["val"].device,
-                    requires_grad=False,
-                )
-                each = call(aten.unsqueeze.default, each, 1)
-                self.own = call(aten.eq.Tensor, group, each)
+                first = self.build.iota(self.groups, self.device, per)
+                first = call(aten.unsqueeze.default, first, 1)
+                low = call(aten.ge.Tensor, self.key, first)
+                end = call(aten.add.Tensor, first, per)
+                high = call(aten.lt.Tensor, self.key, end)
+                self.own = call(aten.bitwise_and.Tensor, low, high)
         return self.own
 
     # Calls
 
-    def _put(
-        self,
-        node: fx.Node,
-        x: fx.Node,
-        indices: Any,
-        values: fx.Node,
-        accumulate: bool = False,
-    ) -> _Rows | fx.Node | None:
-        index, *more = indices
+    def _put(self, node: fx.Node) -> _Rows | fx.Node | None:
+        x, (index, *more), values, accumulate = _arguments(node, 4)
         if more:
             return None
         fills = not accumulate and shape_of(x)[0] == self.rows
@@ -376,9 +253,13 @@ class _Mixture:
             if _counts_up(values, self.rows):
                 self.inverse.add(node)
             return None
-        return self._add(x, index, values) if accumulate else None
+        return self._sum_up(x, index, values) if accumulate else None
 
-    def _add(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
+    def _add(self, node: fx.Node) -> fx.Node | None:
+        x, dim, index, values = _arguments(node, 4)
+        return None if dim or node.kwargs else self._sum_up(x, index, values)
+
+    def _sum_up(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
         """Rows in order added to those of ``x`` that an index names."""
         found, rows = self._number(index), self.values.get(values)
         if found is None or rows is None or rows.dim != 0:
@@ -397,56 +278,51 @@ class _Mixture:
         return chosen if _is_zero(x) else call(aten.add.Tensor, x, chosen)
 
     def _product(self, node: fx.Node) -> _Rows | fx.Node | None:
-        x, y, _, *grad = node.args
-        ours = torch.ops.fxpar
+        x, y, _, grad = _arguments(node, 4)
         call, key, groups = self.build.call, self.key, self.groups
-        rows, others = self.values.get(x), self.values.get(y)  # type: ignore[arg-type]
-        if self.products[node] != self.experts or rows is None:
+        mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
+        if self.products[node] != self.experts:
             return None
-        left: Any = self._each(x)  # type: ignore[arg-type]
-        if grad:
-            dy = self._each(grad[0])  # type: ignore[arg-type]
-            if dy is None or left is None:
+        count, left, right = self.experts, self._each(x), self._each(grad or y)
+        if left is None:
+            return None
+        if grad is not None:
+            if right is None or y in self.values:
                 return None
             weight = call(aten.permute.default, y, [0, 2, 1])
             self.results[node] = {
-                0: _Rows(0, each=call(ours.expert_mm.default, dy, weight, key, groups)),
-                1: call(ours.expert_outer.default, left, dy, key, self.experts, groups),
+                0: _Rows(0, each=call(mm, right, weight, key, groups)),
+                1: call(outer.default, left, right, key, count, groups),
             }
             return None
-        if others is None:
-            if left is None or rows.dim != 0 or len(shape_of(y)) != 3:  # type: ignore
-                return None
-            return _Rows(0, each=call(ours.expert_mm.default, left, y, key, groups))
-        right = self._each(y)  # type: ignore[arg-type]
-        if right is None or left is None or (rows.dim, others.dim) != (1, 0):
+        if y not in self.values and self.values[x].dim == 0:
+            return _Rows(0, each=call(mm, left, y, key, groups))
+        if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
             return None
         left = call(aten.permute.default, left, [1, 0])
-        return call(ours.expert_outer.default, left, right, key, self.experts, groups)
+        return call(outer.default, left, right, key, count, groups)
 
-    def _sort_again(self, node: fx.Node) -> None:
+    def _sort_again(self, node: fx.Node) -> _Rows | fx.Node | None:
         """A sort of the order gives where in order each row is."""
         found = self._number(node.args[0])
-        if found is not None and found[1] == 1 and len(node.args) < 3:
-            self.inverse |= {
-                user
-                for user in node.users
-                if user.target is operator.getitem and user.args[1] == 1
-            }
+        rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
+        if found is not None and found[1] == 1 and rising:
+            self.inverse |= {user for user in node.users if call_of(user) == (node, 1)}
+        return None
 
     def _sum(self, node: fx.Node) -> fx.Node | _Rows | None:
-        x: Any = node.args[0]
-        rows = self.values.get(x)
+        x, dims, *_ = _arguments(node, 2)
+        rows, ndim = self.values.get(x), len(shape_of(x))
         if rows is None:
             return None
-        dims = node.args[1] if len(node.args) > 1 else None
-        over = range(len(shape_of(x))) if not dims or node.target in _SUMS[1:] else dims
-        if rows.dim not in [d % len(shape_of(x)) for d in over]:  # type: ignore
+        over = dims if node.target is aten.sum.dim_IntList and dims else range(ndim)
+        if rows.dim not in [d % ndim for d in over]:
             return self._by_row(node)
         chosen = self._choose(rows) if rows.dim == 0 else None
         if chosen is None:
             return None
-        return self.build.call(node.target, chosen, *node.args[1:], **node.kwargs)  # type: ignore
+        target: Any = node.target
+        return self.build.call(target, chosen, *node.args[1:], **node.kwargs)
 
     def _by_row(self, node: fx.Node) -> _Rows | None:
         """A call that makes rows one by one, of rows in place."""
@@ -459,15 +335,16 @@ class _Mixture:
             made = call.again(self.build, ones, self.rows)
             self._divide(node, made, ones)
         else:
-            each = {x: self._each(x) for x in held}
-            if None in each.values():
+            pairs = [(x, self._each(x)) for x in held]
+            each = {x: made for x, made in pairs if made is not None}
+            if len(each) < len(held):
                 return None
-            made = call.again(self.build, each, self.groups * self.rows)  # type: ignore
+            made = call.again(self.build, each, self.groups * self.rows)
         kind = "one" if len(ones) == len(held) else "each"
         if isinstance(made.meta["val"], torch.Tensor):
             return _Rows(call.result_dims[0], **{kind: made})
         self.results[node] = {
-            i: _Rows(d, **{kind: self._item(made, i)})
+            i: _Rows(d, **{kind: self.build.call(operator.getitem, made, i)})
             for i, d in enumerate(call.result_dims)
         }
         return None
@@ -476,18 +353,12 @@ class _Mixture:
         self, node: fx.Node, made: fx.Node, ones: dict[fx.Node, fx.Node]
     ) -> None:
         """Note the number of rows divided by a whole number."""
-        x, *more = node.args
+        x, by = _arguments(node, 2)
         floor = node.kwargs.get("rounding_mode") == "floor"
-        if node.target is aten.div.Tensor_mode and floor and isinstance(more[0], int):
-            before = self.numbers.get(ones[x]) if x in ones else None  # type: ignore
-            if before is not None:
-                self.numbers[made] = before * more[0]
-
-    def _item(self, node: fx.Node, i: int) -> fx.Node:
-        item = self.build.graph.call_function(operator.getitem, (node, i))
-        item.meta["val"] = node.meta["val"][i]
-        self.build.stamp(item)
-        return item
+        if node.target is aten.div.Tensor_mode and floor and isinstance(by, int):
+            before = self.numbers.get(ones[x]) if x in ones else None
+            if before is not None and by > 0:
+                self.numbers[made] = before * by
 
     def write(self, graph: fx.Graph) -> list[str]:
         """Put what is computed in place instead of what was in order, if nothing is
@@ -524,14 +395,22 @@ def _left(reader: fx.Node) -> str:
     )
 
 
-def _behind(full: Sequence[int], rows: int) -> list[int] | None:
-    """The dims behind those that make so many rows together."""
-    count = 1
-    for d, n in enumerate(full):
-        count *= n
-        if count == rows and full[d + 1 : d + 2] != [1]:
-            return list(full[d + 1 :])
-    return None
+# What is read in another way than row by row.
+_READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
+    operator.getitem: _Mixture._item_of,
+    aten.index.Tensor: _Mixture._index,
+    aten._unsafe_index.Tensor: _Mixture._index,
+    aten.index_put.default: _Mixture._put,
+    aten._unsafe_index_put.default: _Mixture._put,
+    aten.index_add.default: _Mixture._add,
+    **dict.fromkeys(SORTS, _Mixture._sort_again),
+    **dict.fromkeys(_SUMS, _Mixture._sum),
+}
+
+
+def _arguments(node: fx.Node, count: int) -> Any:
+    """So many arguments of a call; None for those that are left out."""
+    return [*node.args[:count], *[None] * (count - len(node.args))]
 
 
 def _is_zero(node: fx.Node) -> bool:

@@ -7,8 +7,10 @@ lies along that dim.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -59,6 +61,14 @@ _SHAPED = {
     aten.expand.default,
     aten.slice_backward.default,
 }
+
+
+def call_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """(the call that makes a value, which of its results it is)."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        return source, int(node.args[1])
+    return node, 0
 
 
 @dataclass(frozen=True)
