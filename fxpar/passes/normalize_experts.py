@@ -39,7 +39,7 @@ _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _SortedRows:
     """A value whose rows along a dim are sorted by expert, as one that is not sorted.
 
     Row i of the value is row ``order[i]`` of ``one``; or, of ``each``, row ``order[i]``
@@ -86,8 +86,8 @@ class _Mixture:
         self.experts = max(products.values())
         self.groups = groups(self.experts)
         # Values in order of experts; and results of calls that give several.
-        self.values: dict[fx.Node, _Rows] = {}
-        self.results: dict[fx.Node, dict[int, _Rows | fx.Node]] = {}
+        self.values: dict[fx.Node, _SortedRows] = {}
+        self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
         # Of an index of rows: the row's own number, divided by this.
         self.numbers: dict[fx.Node, int] = {}
         # Where in order each row is.
@@ -103,7 +103,7 @@ class _Mixture:
         with self.build.before(self.sort.next):
             rows = self.build.iota(self.rows, self.device)
         self.numbers[rows] = 1
-        self.results[self.sort] = {0: _Rows(0, self.key), 1: _Rows(0, rows)}
+        self.results[self.sort] = {0: _SortedRows(0, self.key), 1: _SortedRows(0, rows)}
         for node in nodes:
             known = any(
                 x in self.values or x in self.results or x in self.inverse
@@ -116,7 +116,7 @@ class _Mixture:
     def _read(self, node: fx.Node) -> None:
         read = _Mixture._product if node in self.products else _READS.get(node.target)
         made = (read or _Mixture._by_row)(self, node)
-        if isinstance(made, _Rows):
+        if isinstance(made, _SortedRows):
             self.values[node] = made
         elif isinstance(made, fx.Node):
             self.instead[node] = made
@@ -130,11 +130,11 @@ class _Mixture:
             return None
         return rows.one, self.numbers.get(rows.one)
 
-    def _item_of(self, node: fx.Node) -> _Rows | fx.Node | None:
+    def _item_of(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         source, i = call_of(node)
         return self.results.get(source, {}).get(i)
 
-    def _index(self, node: fx.Node) -> _Rows | fx.Node | None:
+    def _index(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, (index, *more) = _arguments(node, 2)
         if more:
             return None
@@ -154,10 +154,10 @@ class _Mixture:
         if divided > 1:
             x = self.build.call(aten.unsqueeze.default, x, 1)
         elif whole:
-            return _Rows(0, each=self._copy(x))
+            return _SortedRows(0, each=self._copy(x))
         groups = self.groups if whole else 1
         made = self._spread(x, full, rest, groups)
-        return _Rows(0, each=made) if whole else _Rows(0, one=made)
+        return _SortedRows(0, each=made) if whole else _SortedRows(0, one=made)
 
     def _copy(self, x: fx.Node) -> fx.Node:
         """Rows once for each group. What is expanded is expanded once."""
@@ -201,7 +201,7 @@ class _Mixture:
             return rows and rows.each
         return self._copy(rows.one) if rows.dim == 0 and rows.one else None
 
-    def _choose(self, rows: _Rows) -> fx.Node | None:
+    def _choose(self, rows: _SortedRows) -> fx.Node | None:
         """A value in order, put back in place: of each row the copy that counts."""
         if rows.one is not None:
             return rows.one
@@ -236,14 +236,14 @@ class _Mixture:
 
     # Calls
 
-    def _put(self, node: fx.Node) -> _Rows | fx.Node | None:
+    def _put(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, (index, *more), values, accumulate = _arguments(node, 4)
         if more:
             return None
         fills = not accumulate and shape_of(x)[0] == self.rows
         if index in self.inverse:
             fills = fills or (_is_zero(x) and shape_of(x)[0] == self.rows)
-            return _Rows(0, each=self._copy(values)) if fills else None
+            return _SortedRows(0, each=self._copy(values)) if fills else None
         found = self._number(index)
         if found is None:
             return None
@@ -277,7 +277,7 @@ class _Mixture:
             chosen = call(aten.sum.dim_IntList, chosen, [1])
         return chosen if _is_zero(x) else call(aten.add.Tensor, x, chosen)
 
-    def _product(self, node: fx.Node) -> _Rows | fx.Node | None:
+    def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
         call, key, groups = self.build.call, self.key, self.groups
         mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
@@ -291,18 +291,18 @@ class _Mixture:
                 return None
             weight = call(aten.permute.default, y, [0, 2, 1])
             self.results[node] = {
-                0: _Rows(0, each=call(mm, right, weight, key, groups)),
+                0: _SortedRows(0, each=call(mm, right, weight, key, groups)),
                 1: call(outer.default, left, right, key, count, groups),
             }
             return None
         if y not in self.values and self.values[x].dim == 0:
-            return _Rows(0, each=call(mm, left, y, key, groups))
+            return _SortedRows(0, each=call(mm, left, y, key, groups))
         if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
             return None
         left = call(aten.permute.default, left, [1, 0])
         return call(outer.default, left, right, key, count, groups)
 
-    def _sort_again(self, node: fx.Node) -> _Rows | fx.Node | None:
+    def _sort_again(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         """A sort of the order gives where in order each row is."""
         found = self._number(node.args[0])
         rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
@@ -310,7 +310,7 @@ class _Mixture:
             self.inverse |= {user for user in node.users if call_of(user) == (node, 1)}
         return None
 
-    def _sum(self, node: fx.Node) -> fx.Node | _Rows | None:
+    def _sum(self, node: fx.Node) -> fx.Node | _SortedRows | None:
         x, dims, *_ = _arguments(node, 2)
         rows, ndim = self.values.get(x), len(shape_of(x))
         if rows is None:
@@ -324,7 +324,7 @@ class _Mixture:
         target: Any = node.target
         return self.build.call(target, chosen, *node.args[1:], **node.kwargs)
 
-    def _by_row(self, node: fx.Node) -> _Rows | None:
+    def _by_row(self, node: fx.Node) -> _SortedRows | None:
         """A call that makes rows one by one, of rows in place."""
         held = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
         call = row_call(node, {x: rows.dim for x, rows in held.items()})
@@ -342,9 +342,9 @@ class _Mixture:
             made = call.again(self.build, each, self.groups * self.rows)
         kind = "one" if len(ones) == len(held) else "each"
         if isinstance(made.meta["val"], torch.Tensor):
-            return _Rows(call.result_dims[0], **{kind: made})
+            return _SortedRows(call.result_dims[0], **{kind: made})
         self.results[node] = {
-            i: _Rows(d, **{kind: self.build.call(operator.getitem, made, i)})
+            i: _SortedRows(d, **{kind: self.build.call(operator.getitem, made, i)})
             for i, d in enumerate(call.result_dims)
         }
         return None

@@ -19,48 +19,10 @@ from fxpar.errors import RuleError
 from fxpar.passes.builder import Builder, value_of
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.rules import rule_of
+from fxpar.sharding.rules import row_of, rule_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-
-# Beside pointwise ops: what a free factor of theirs names, they treat one by one.
-_ONE_BY_ONE = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.expand.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.slice_backward.default,
-    aten.slice_scatter.default,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.amax.default,
-    aten.amin.default,
-    aten._softmax.default,
-    aten._softmax_backward_data.default,
-    aten.mm.default,
-}
-# Their second argument is the shape of the result.
-_SHAPED = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.expand.default,
-    aten.slice_backward.default,
-}
 
 
 def call_of(node: fx.Node) -> tuple[fx.Node, int]:
@@ -96,11 +58,12 @@ class RowCall:
         args, kwargs = fx.node.map_arg(
             (self.node.args, self.node.kwargs), lambda x: by.get(x, x)
         )
-        if rows is not None and self.node.target in _SHAPED:
-            shape = list(args[1])
-            d = self.result_dims[0]
+        row = row_of(self.node.target)
+        place = row.shape if row is not None else None
+        if rows is not None and place is not None:
+            shape, d = list(args[place]), self.result_dims[0]
             shape[d] = rows if shape[d] != -1 else -1
-            args = (args[0], shape, *args[2:])
+            args = (*args[:place], shape, *args[place + 1 :])
         return build.call(self.node.target, *args, **kwargs)
 
 
@@ -156,8 +119,7 @@ def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | 
 def _rule(node: fx.Node) -> Rule | None:
     """The rule of a call whose free factors are treated one by one; None of others."""
     facts = op_facts_of(node.target)
-    single = facts.pointwise or node.target in _ONE_BY_ONE
-    if not single or facts.random or facts.mutates:
+    if not facts.by_row or facts.random or facts.mutates:
         return None
     try:
         args, kwargs = value_of(node.args), value_of(node.kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import shape_of
+from fxpar.passes.row_wise import call_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -24,14 +25,6 @@ _GROUPED = (
     "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default",
 )
-# Of a call that gives places along a dim: which of its results.
-_PLACES = {
-    aten.topk.default: 1,
-    aten.sort.default: 1,
-    aten.sort.stable: 1,
-    aten.max.dim: 1,
-    aten.min.dim: 1,
-}
 # The arguments of ``histc`` behind the first, where they are left out.
 _BINS = (100, 0, 0)
 # Types that numbers of experts are exact in.
@@ -90,7 +83,5 @@ def _is_place(node: Any) -> bool:
     """Whether elements are places along a dim, and so not negative."""
     while op_facts_of(node.target).reshapes or op_facts_of(node.target).view:
         node = _plain(node.args[0])
-    if node.target is aten.argmax.default:
-        return True
-    made = node.target is operator.getitem
-    return made and _PLACES.get(node.args[0].target) == node.args[1]
+    source, i = call_of(node)
+    return op_facts_of(source.target).places == i
