@@ -235,6 +235,16 @@ def test_a_hint_keeps_experts_whole() -> None:
     compare(plan, args, torch.nn.functional.silu)
 
 
+def test_a_hint_may_name_the_axis() -> None:
+    """As the convention: rows go to their experts."""
+    args = arguments()
+    hints = {"up": ("ep", None, None)}
+    plan = planned(mixture, args, "ep=2", hints=hints)
+    assert plan.inputs[2].dims[0] == plan.inputs[3].dims[0] == ("ep",)
+    compare(plan, args, torch.nn.functional.silu)
+    assert all(c.bytes <= TOKENS * WIDTH * 8 for c in plan.collectives)
+
+
 def test_experts_counted_from_the_first_of_all_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

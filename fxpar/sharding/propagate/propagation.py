@@ -130,6 +130,10 @@ class Propagation:
         stands."""
         state, v = self.state, seed.value
         for d, axes in enumerate(seed.dims):
+            if seed.experts and axes and state.dims[v][d] == axes:
+                for axis in axes:
+                    origin = state.origins[v][axis]
+                    state.origins[v][axis] = replace(origin, experts=True)
             if state.dims[v][d] or state.closed[v][d]:
                 continue
             origin = Origin(seed.origin, seed.batch and d == 0, seed.experts)
