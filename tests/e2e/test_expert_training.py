@@ -12,7 +12,7 @@ from tests.helpers.spawn import ranks_of
 from tests.helpers.training import Run, compare, one_device, train
 
 pytest.importorskip("transformers.integrations.moe")
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 STEPS = 3
 
@@ -55,18 +55,15 @@ def test_experts_at_rest_on_their_ranks() -> None:
     assert {n for share in shares for n in share.values()} == {0.5}
 
 
-@pytest.mark.slow
 def test_whole_parameters() -> None:
     check("mixtral", "ep=2", "eager", "whole")
 
 
-@pytest.mark.slow
 def test_four_ranks() -> None:
     """Along dp experts' weights are gathered and gradients reduced, as of any other."""
     sent = check("qwen3_moe", "dp=2,ep=2", "eager", "sharded")
     assert {axes for _, axes, _ in of_weights(sent)} <= {("dp",)}
 
 
-@pytest.mark.slow
 def test_generated_kernels() -> None:
     check("mixtral", "ep=2", "inductor", "sharded")

@@ -125,7 +125,13 @@ def ops(graph: fx.Graph) -> Counter[str]:
 PROGRAMS = {mixture: torch.nn.functional.silu, added: torch.relu}
 
 
-@pytest.mark.parametrize("mesh", ["ep=2", "ep=4", "dp=2,ep=2", "dp=4", "ep=2,tp=2"])
+def slow(*cases: Any) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp=2,ep=2", *slow("ep=2", "ep=4", "dp=4", "ep=2,tp=2")]
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=["sorted back", "added"])
 def test_rows_go_to_their_experts(program: Any, mesh: str) -> None:
     args = arguments()
@@ -144,8 +150,6 @@ def test_rows_stay_sorted_between_products() -> None:
     assert made["aten.sort.stable"] == 1
     # The tokens and their gradients into order, and both out of it.
     assert made["aten.index.Tensor"] <= 5
-    apart = planned(mixture, arguments(), "ep=2")
-    assert made == ops(apart.result.local)  # type: ignore[union-attr]
 
 
 def scanned(
@@ -189,7 +193,7 @@ def negative(
     return torch.zeros_like(x).index_add(0, order // 4, rows)
 
 
-@pytest.mark.parametrize("program", [scanned, of_another, backwards, negative])
+@pytest.mark.parametrize("program", [scanned, of_another, *slow(backwards, negative)])
 def test_what_needs_the_order_keeps_it(program: Any) -> None:
     args = arguments()
     plan = planned(program, args, "ep=2")
@@ -205,7 +209,7 @@ def test_what_needs_the_order_keeps_it(program: Any) -> None:
     torch.testing.assert_close(got, list(grads))
 
 
-@pytest.mark.parametrize("case", ["one has all", "one has none", "uneven"])
+@pytest.mark.parametrize("case", ["one has all", *slow("one has none", "uneven")])
 def test_any_counts(case: str) -> None:
     args = arguments()
     with torch.no_grad():
@@ -227,6 +231,7 @@ def test_experts_that_the_axis_does_not_divide() -> None:
     compare(plan, args, torch.nn.functional.silu)
 
 
+@pytest.mark.slow
 def test_a_hint_keeps_experts_whole() -> None:
     args = arguments()
     hints = {"up": (None, None, None), "down": (None, None, None)}
@@ -261,6 +266,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
         compare(planned(mixture, args, "ep=2"), args, torch.nn.functional.silu)
 
 
+@pytest.mark.slow
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,9 +287,7 @@ def test_copies_of_other_groups_that_are_read_are_noticed(
 MESHES = ["ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2", "dp=2"]
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", slow(*MESHES))
 @pytest.mark.parametrize("name", MIXTURES)
 def test_models_of_hugging_face(name: str, mesh: str) -> None:
     with double():
