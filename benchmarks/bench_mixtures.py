@@ -9,10 +9,11 @@
   not compiled, since sizes depend on data.
 - ``fxpar``: the unchanged model, ``fxpar.shard``, ``torch.compile``, mesh ``ep``.
 
-All sides live in the same processes and see the same model, data and optimizer. A step is forward, backward and AdamW; its time is that of the slowest rank, steps of
-the sides alternate. ``state``: bytes of parameters and optimizer state that a rank
-holds; ``experts``: its part of the experts. What a step sends and its peak beyond that
-state come from the profiler.
+All sides live in the same processes and see the same model, data and optimizer. A step
+is forward, backward and AdamW; its time is that of the slowest rank, and steps of the
+sides alternate. ``state``: bytes of parameters and optimizer state that a rank holds;
+``experts``: its part of the experts. What a step sends and its peak beyond that state
+come from the profiler.
 """
 
 from __future__ import annotations
