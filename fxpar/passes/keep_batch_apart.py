@@ -1,11 +1,11 @@
 """traced -> normalized: a batch that is flattened with another dim is kept apart.
 
 Losses flatten ``[b, s, v]`` to ``[b*s, v]``. Where the axes of the batch divide ``b``
-each rank's rows of the merged dim lie together as a shard of it; where they do not, the
-merged dim would be cut elsewhere, and all of it be gathered before. In: an ATen graph.
-Out: the same graph, in which ops that treat the rows of a merged batch alike run before
-it is merged, forward and backward. What it never does: change a number, or a graph
-whose batch the axes divide.
+each rank's rows of the merged dim lie together as a shard of it; where they do not, or
+other axes split ``s``, the merged dim would be cut elsewhere, and all of it be gathered
+before. In: an ATen graph. Out: the same graph, in which ops that treat the rows of a
+merged batch alike run before it is merged, forward and backward. What it never does:
+change a number, or a graph whose batch the axes divide and whose sequence none splits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of
-from fxpar.sharding.cost.op import is_pointwise
+from fxpar.sharding.rules import pointwise
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -62,10 +62,10 @@ _SHAPED = {aten.expand.default}
 
 
 def keep_batch_apart(
-    graph: fx.Graph, rewriter: Builder, splits: Callable[[int], bool]
+    graph: fx.Graph, rewriter: Builder, splits: Callable[[int, int], bool]
 ) -> None:
-    """Rewrite a graph in place. ``splits``: whether a batch of that size is one that
-    its axes split, but do not divide."""
+    """Rewrite a graph in place. ``splits``: whether a batch of that size and the dim
+    behind it may be split so that what they make together is cut elsewhere."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(
             node.meta.get("val"), torch.Tensor
@@ -80,7 +80,7 @@ def keep_batch_apart(
     graph.eliminate_dead_code()
 
 
-def _parts(node: fx.Node, splits: Callable[[int], bool]) -> tuple[int, int] | None:
+def _parts(node: fx.Node, splits: Callable[[int, int], bool]) -> tuple[int, int] | None:
     """(b, s) of a value that merges its first two dims into one; None if none does."""
     if node.target not in _VIEWS:
         return None
@@ -89,7 +89,7 @@ def _parts(node: fx.Node, splits: Callable[[int], bool]) -> tuple[int, int] | No
     if len(before) < 2 or after != (before[0] * before[1], *before[2:]):
         return None
     batch, other = before[:2]
-    return (batch, other) if other > 1 and splits(batch) else None
+    return (batch, other) if other > 1 and splits(batch, other) else None
 
 
 def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
@@ -156,7 +156,8 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
             return None
         moved = _behind(args[place], node)
         return None if moved is None else [*args[:place], moved, *args[place + 1 :]]
-    if not is_pointwise(node):
+    # Not what moves elements, though it makes each of one, as a transpose does.
+    if torch.Tag.pointwise not in target.tags and target not in pointwise.ROWS:
         return None
     # A tensor of as many dims has the rows; one of fewer dims meets others alone.
     alike = all(

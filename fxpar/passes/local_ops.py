@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes import (
+    local_attention,
     local_custom_ops,
     local_indexing,
     local_reductions,
@@ -37,6 +38,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
+    **local_attention.LOCAL,
 }
 
 
@@ -70,7 +72,10 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     ]
     if isinstance(made, tuple):
         ends = iter(cuts)
-        return tuple(x and cut(call.build, x, next(ends)) for x in made)
+        return tuple(
+            cut(call.build, x, next(ends)) if isinstance(x, fx.Node) else x
+            for x in made
+        )
     if isinstance(made.meta["val"], torch.Tensor):
         return cut(call.build, made, cuts[0])
     values = made.meta["val"]

@@ -250,10 +250,14 @@ def _seed_all(
     axes = [axis for axis, size in mesh.axes if size > 1]
     named, named_on_values = _named(seeds), _named(s for s in seeds if s.priority == 0)
     batch = [axis for axis in over if axis in axes and axis not in named_on_values]
-    held = {axis_of(axis) for axis in (*batch, *named)}
     taken = {seed.value for seed in seeds}
     extra = conventions.batch_seeds(program, mesh, batch, notes)
+    along = tuple(
+        axis for axis in conventions.sequence_axes(mesh) if axis not in (*batch, *named)
+    )
+    extra += conventions.sequence_seeds(program, mesh, along, notes) if along else []
     engine.seed(seeds + [seed for seed in extra if seed.value not in taken])
+    held = {axis_of(axis) for axis in (*batch, *named, *_named(extra))}
     for axis in dict.fromkeys(map(axis_of, axes)):
         if axis not in held:
             conventions.seed_weights(engine, axis)

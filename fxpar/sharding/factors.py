@@ -71,6 +71,16 @@ class Halo:
 
 
 @dataclass(frozen=True)
+class Merge:
+    """A sum over a factor whose summands have weights: ranks exchange those of their
+    parts inside the op, and what each gives is weighted."""
+
+    factor: str
+    # Of the weights among ``Rule.tensors``.
+    position: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors of one op call. Operands and results are its tensors, in order."""
 
@@ -99,6 +109,8 @@ class Rule:
     empty: str = "run"
     # What shards of the dims named here need beyond themselves, sent by permutes.
     halos: tuple[Halo, ...] = ()
+    # Sums that are made of weighted summands, where their factor is split.
+    merges: tuple[Merge, ...] = ()
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -136,8 +148,9 @@ class Rule:
 
     @cached_property
     def exchanged(self) -> frozenset[str]:
-        """Factors whose shards are not computed apart: ranks send one another rows."""
-        return frozenset(
+        """Factors whose shards are not computed apart: ranks send one another rows, or
+        weights."""
+        return frozenset(merge.factor for merge in self.merges).union(
             f for halo in self.halos for f in self.tensors[halo.position][halo.dim]
         )
 

@@ -123,15 +123,35 @@ def _messages(
     return tuple(out)
 
 
+def _weights(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
+    """(axes, bytes on one rank) of each gather of weights (``Rule.merges``)."""
+    out = []
+    for merge in op.rule.merges:
+        axes = strategy.axes_of.get(merge.factor, ())
+        if mesh.count(axes) == 1:
+            continue
+        i = merge.position - len(op.operands)
+        value = tensors_of(op.node.meta["val"])[i]
+        spec = result_spec(op.rule, strategy, i)
+        shape = spec.local_shape(mesh, [int(k) for k in value.shape])
+        out.append((mesh.ordered(axes), math.prod(shape) * value.dtype.itemsize))
+    return tuple(out)
+
+
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
-    """How long these permutes take, or the collective that an op is."""
+    """How long these messages take, or the collective that an op is."""
     found = exchanged(op)
     if found is not None:
         value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)
         shape = spec.local_shape(mesh, [int(n) for n in value.shape])
         nbytes = float(math.prod(shape) * value.dtype.itemsize)
         return along(found[0], mesh, mesh.ordered(found[1])).seconds(nbytes)
-    return sum(
+    permutes = sum(
         along("permute", mesh, axes).seconds(float(nbytes))
         for axes, nbytes in sent(op, strategy, mesh)
     )
+    gathers = sum(
+        along("all_gather", mesh, axes).seconds(float(nbytes))
+        for axes, nbytes in _weights(op, strategy, mesh)
+    )
+    return permutes + gathers

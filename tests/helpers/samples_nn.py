@@ -416,6 +416,27 @@ def _fused_attention_samples() -> None:
                     *(out, q, k, v, bias, [True] * 4, out, lse, *none, s, t, 0.0),
                     *(False, seed, seed),
                 )
+    # Of so many rows the memory-efficient kernel's log-sum-exp has one for each.
+    s = t = 32
+    for kv in (8, 2):
+        q, k, v = m(n, h, s, d), m(n, kv, t, d), m(n, kv, t, d)
+        out, lse = m(n, h, s, d), m(n, h, s, dtype=torch.float32)
+        for causal in (False, True):
+            add("_scaled_dot_product_cudnn_attention", q, k, v, None, True, 0.0, causal)
+            add(
+                "_scaled_dot_product_cudnn_attention_backward",
+                *(out, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, *none, s, t),
+                *(0.0, causal),
+            )
+            if kv != h:
+                continue
+            name = "_scaled_dot_product_efficient_attention"
+            add(name, q, k, v, None, True, 0.0, causal)
+            add(
+                f"{name}_backward",
+                *(out, q, k, v, None, out, lse, seed, seed, 0.0),
+                *([True, True, True, False], causal),
+            )
 
 
 _fused_attention_samples()

@@ -187,7 +187,7 @@ def _collective_first(
     edit: Edit, how: _How, ends: tuple[fx.Node, ...]
 ) -> list[fx.Node]:
     first = how.node
-    region = _between((first,), ends)
+    region = between((first,), ends)
     if not region:
         raise refuse("overlap", first, f"is not read by {ends[0].name}")
     anchor = max(region).next
@@ -196,7 +196,7 @@ def _collective_first(
         skew, came, made = _Skew(anchor), list[fx.Node](), list[dict[fx.Node, Any]]()
         for i, part in enumerate(coming):
             came.append(part)
-            made.append(_run(edit, region, {first: SlicePart(part, dim)}, layout, i))
+            made.append(on_part(edit, region, {first: SlicePart(part, dim)}, layout, i))
             skew.end()
         if how.ring is None:
             skew.order()
@@ -257,7 +257,7 @@ def _collective_last(
 ) -> list[fx.Node]:
     last = how.node
     source = last.all_input_nodes[0]
-    region = sorted({*starts, *_between(starts, (source,))})
+    region = sorted({*starts, *between(starts, (source,))})
     if source not in region:
         raise refuse("overlap", last, f"does not reduce what {starts[0].name} gives")
     for node in region:
@@ -314,7 +314,7 @@ def _chunks_last(
     return after.join(build, pieces, dim)
 
 
-def _run(
+def on_part(
     edit: Edit,
     region: list[fx.Node],
     parts: dict[fx.Node, SlicePart],
@@ -370,7 +370,7 @@ def _check_size(node: fx.Node, x: fx.Node, dim: int, chunks: int) -> None:
         raise refuse("overlap", node, f"of {shape} has no {chunks} chunks along {dim}")
 
 
-def _between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.Node]:
+def between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.Node]:
     """Nodes on a path from a start to an end, ends included, starts not."""
     after, at = set(starts), min(starts)
     last = max(ends)

@@ -191,7 +191,9 @@ def viewable(
 def contracts(target: Any) -> bool:
     """Whether an op is a contraction, a convolution or attention."""
     counted = getattr(target, "overloadpacket", None) in flop_registry
-    attends = "scaled_dot_product" in _name(target) or _is_flex(target)
+    name = _name(target)
+    attends = "scaled_dot_product" in name or "causal_attention" in name
+    attends = attends or _is_flex(target)
     return counted or _name(target) == _DOT or attends
 
 

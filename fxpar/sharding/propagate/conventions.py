@@ -1,7 +1,8 @@
 """What a mesh axis does when no hint names it.
 
 An axis named as in ``BATCH`` splits dim 0 of the inputs, also where hints lay
-parameters out along it (ZeRO). Any other axis splits weights as an expert would:
+parameters out along it (ZeRO); one named as in ``SEQUENCE`` splits dim 1 of inputs that
+are sequences, if there are any. Any other axis splits weights as an expert would:
 walking the forward program, the first contraction with a parameter that the axis does
 not touch yet has its output dim split ("column"); propagation then finds the matching
 input dim of the next one ("row") by itself. A residual stream, which many layers read
@@ -16,12 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program
+from fxpar.sharding.program import Op, Program, Value
 from fxpar.sharding.propagate.propagation import Propagation, Seed
 from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
-MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", "sp", "cp", "seq")
+SEQUENCE = ("cp", "sp", "seq")
+MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", *SEQUENCE)
 
 
 def batch_axes(mesh: Mesh) -> Axes:
@@ -33,13 +35,63 @@ def batch_axes(mesh: Mesh) -> Axes:
     return mesh.parts([first])
 
 
-def batch_inputs(program: Program) -> list[int]:
-    """Values of the inputs that hold the batch: dim 0 as large as the first one's."""
-    inputs = [
+def sequence_axes(mesh: Mesh) -> Axes:
+    """Axes that split sequences unless a hint uses them otherwise."""
+    return tuple(
+        axis for axis in mesh.names if axis.lower() in SEQUENCE and mesh.sizes[axis] > 1
+    )
+
+
+def _plain_inputs(program: Program) -> list[Value]:
+    """Inputs whose use nobody has said."""
+    return [
         program.values[v]
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "input" and declared.use is None
     ]
+
+
+def sequence_inputs(program: Program) -> list[int]:
+    """Values of the inputs whose dim 1 is the sequence: tokens, embeddings, and what is
+    as long. A tensor [batch, features] is none."""
+    inputs = [v for v in _plain_inputs(program) if len(v.shape) >= 2]
+
+    def is_sequence(value: Value) -> bool:
+        counts = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        return value.shape[1] > 1 and (len(value.shape) == 3 or counts)
+
+    first = next(filter(is_sequence, inputs), None)
+    if first is None:
+        return []
+    samples, rows = first.shape[:2]
+    return [
+        v.index for v in inputs if v.shape[1] == rows and v.shape[0] in (1, samples)
+    ]
+
+
+def sequence_seeds(
+    program: Program, mesh: Mesh, axes: Axes, notes: list[str]
+) -> list[Seed]:
+    """Seeds that split sequences over ``axes``; a note where they have too few rows."""
+    seeds = []
+    for v in sequence_inputs(program):
+        value = program.values[v]
+        if not may_split(value.shape[1], mesh, axes):
+            notes.append(
+                f"sequence dim of {value.name} ({value.shape[1]}) is not split over "
+                f"{'+'.join(axes)}, whose ranks repeat the same work"
+            )
+            continue
+        rest = len(value.shape) - 2
+        dims: tuple[Axes, ...] = ((), axes, *[()] * rest)
+        shut = (False,) * len(dims)
+        seeds.append(Seed(v, dims, shut, f"sequence dim of {value.name}"))
+    return seeds
+
+
+def batch_inputs(program: Program) -> list[int]:
+    """Values of the inputs that hold the batch: dim 0 as large as the first one's."""
+    inputs = _plain_inputs(program)
     first = next((v for v in inputs if len(v.shape) >= 2), None)
     first = first or next((v for v in inputs if v.shape), None)
     if first is None or first.shape[0] == 1:

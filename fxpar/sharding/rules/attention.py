@@ -2,9 +2,11 @@
 
 Batch and heads are free; where query heads share key heads (GQA) they are a compound,
 and a gradient of the keys is partial over the query heads that share one. Queries may
-be split along the sequence where the kernel keeps exactly one log-sum-exp per query and
-no causal mask counts positions; keys and values are whole along it. Seeds, reserves and
-empty results are alike on every rank.
+be split along the sequence where there is one log-sum-exp per query; so may keys and
+values, which makes outputs summands that ranks weight by their log-sum-exp (``Merge``),
+and gradients of queries plain summands. A causal mask counts places in the whole
+sequence (``passes.local_attention``). Seeds, reserves and empty results are alike on
+every rank.
 
 With dropout a kernel draws its mask by local position, so such a call has no rule and
 stays whole; so do calls with ragged sequences and those that return a debug mask.
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxpar.sharding.factors import Rule, parse_rule
+from fxpar.sharding.factors import Merge, Rule, parse_rule
 from fxpar.sharding.rules.table import row, text
 
 aten = torch.ops.aten
@@ -51,6 +53,11 @@ class Heads:
         return self.scores[:3]
 
     @property
+    def merged(self) -> list[str]:
+        """The log-sum-exp that a forward gives: that of all keys on each rank."""
+        return [*self.logsumexp, "~t"]
+
+    @property
     def padded(self) -> list[str]:
         """A log-sum-exp whose last dim is not the queries'."""
         return [*self.scores[:2], "_"]
@@ -75,31 +82,48 @@ class Heads:
         rule = parse_rule(text(*operands, results=results))
         return replace(rule, sizes=(("g", self.groups),) if self.groups > 1 else ())
 
+    def forward(
+        self, *operands: Sequence[str], logsumexp: Sequence[str] | None = None
+    ) -> Rule:
+        """The rule of a forward that gives output, log-sum-exp and what goes with
+        them."""
+        results = [self.out, logsumexp or self.merged, _FURTHER]
+        rule = self.rule(*operands, results=results)
+        if self.scores[3].endswith("!"):
+            return rule
+        return replace(rule, merges=(Merge("t", len(operands) + 1),))
+
 
 def _loose(x: torch.Tensor) -> list[str]:
     return ["_"] * x.dim()
 
 
 def heads_of(
-    q: torch.Tensor, k: torch.Tensor, *, seq_first: bool = False, split: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    seq_first: bool = False,
+    queries: bool = False,
+    keys: bool = False,
 ) -> Heads | None:
-    """``seq_first``: tensors are [batch, sequence, heads, dim]; ``split``: queries may
-    be split along the sequence."""
+    """``seq_first``: tensors are [batch, sequence, heads, dim]; whether ``queries``,
+    and ``keys``, may be split along the sequence."""
     h, s = (2, 1) if seq_first else (1, 2)
     if q.dim() != 4 or q.shape[h] % k.shape[h]:
         return None
     groups = int(q.shape[h] // k.shape[h])
-    heads, places = "(h g)" if groups > 1 else "h", "s" if split else "s!"
+    heads = "(h g)" if groups > 1 else "h"
+    places, seen = "s" if queries else "s!", "t" if keys else "t!"
 
     def words(head: str, place: str, last: str) -> list[str]:
         return ["b", place, head, last] if seq_first else ["b", head, place, last]
 
     return Heads(
         query=words(heads, places, "d!"),
-        key=words("h", "t!", "d!"),
-        value=words("h", "t!", "e!"),
+        key=words("h", seen, "d!"),
+        value=words("h", seen, "e!"),
         out=words(heads, places, "e!"),
-        scores=["b", heads, places, "t!"],
+        scores=["b", heads, places, seen],
         sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
         groups=groups,
     )
@@ -118,17 +142,17 @@ def _given(*tensors: Maybe) -> list[list[str]]:
 
 
 def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
-    words = heads_of(q, k, split=not is_causal)
+    words = heads_of(q, k, queries=True, keys=True)
     if dropout_p or debug or words is None:
         return None
-    return words.rule(*words.inputs, results=[words.out, words.logsumexp, _FURTHER])
+    return words.forward(*words.inputs)
 
 
 def _flash_backward(
     grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
     seed, offset, *, scale=None,
 ):  # fmt: skip
-    words = heads_of(q, k, split=not is_causal)
+    words = heads_of(q, k, queries=True, keys=True)
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     given = _given(starts_q, starts_k, seed, offset)
@@ -141,7 +165,8 @@ def _flash_backward(
 def _flash_forward(
     q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, debug, **rest: Any
 ):
-    words = heads_of(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
+    split = not is_causal and not _windowed(rest)
+    words = heads_of(q, k, seq_first=True, queries=split)
     extra = any(isinstance(x, torch.Tensor) for x in rest.values())
     if dropout_p or debug or extra or words is None or _ragged(starts_q, starts_k):
         return None
@@ -154,7 +179,8 @@ def _flash_forward_backward(
     grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout_p, is_causal,
     seed, unused, **rest: Any,
 ):  # fmt: skip
-    words = heads_of(q, k, seq_first=True, split=not is_causal and not _windowed(rest))
+    split = not is_causal and not _windowed(rest)
+    words = heads_of(q, k, seq_first=True, queries=split)
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     given = _given(starts_q, starts_k, seed, unused)
@@ -172,18 +198,18 @@ def _windowed(rest: dict[str, Any]) -> bool:
 
 
 def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    words = heads_of(q, k, split=not is_causal)
+    split = not (is_causal and attn_mask is not None)
+    words = heads_of(q, k, queries=split, keys=split)
     if dropout_p or words is None:
         return None
-    return words.rule(
-        *words.inputs, *words.bias(attn_mask), results=[words.out, words.logsumexp]
-    )
+    return words.forward(*words.inputs, *words.bias(attn_mask))
 
 
 def _flash_cpu_backward(
     grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
 ):
-    words = heads_of(q, k, split=not is_causal)
+    split = not (is_causal and attn_mask is not None)
+    words = heads_of(q, k, queries=split, keys=split)
     if dropout_p or words is None:
         return None
     return words.rule(
@@ -198,27 +224,41 @@ def _flash_cpu_backward(
 def _efficient(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None
 ):
-    words = heads_of(q, k)
+    words = _memory_efficient(q, k, bias, is_causal, compute_lse)
     if dropout_p or words is None:
         return None
-    return words.rule(
-        *words.inputs, *words.bias(bias), results=[words.out, words.padded, _FURTHER]
-    )
+    lse = words.merged if compute_lse and _rows_fit(q) else [*words.padded, "~t"]
+    return words.forward(*words.inputs, *words.bias(bias), logsumexp=lse)
+
+
+def _memory_efficient(
+    q: torch.Tensor, k: torch.Tensor, bias: Maybe, is_causal: bool, compute_lse: bool
+) -> Heads | None:
+    """Words of a kernel whose log-sum-exp has rows in steps of 32, and whose bias must
+    be aligned along the keys."""
+    split = compute_lse and not (is_causal and bias is not None)
+    return heads_of(q, k, queries=split and _rows_fit(q), keys=split and bias is None)
+
+
+def _rows_fit(q: torch.Tensor) -> bool:
+    """Whether a log-sum-exp of the memory-efficient kernel has a row per query."""
+    return q.dim() == 4 and int(q.shape[2]) % 32 == 0
 
 
 def _efficient_backward(
     grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *,
     scale=None,
 ):  # fmt: skip
-    words = heads_of(q, k)
+    words = _memory_efficient(q, k, bias, is_causal, True)
     if dropout_p or words is None:
         return None
+    lse = words.logsumexp if _rows_fit(q) else words.padded
     biases = words.bias(bias)
     # The mask tells only of the bias: the other gradients are always made.
     results = [*words.inputs, *(biases if mask[3] else [])]
     return words.rule(
-        words.out, *words.inputs, *biases, words.out, words.padded,
-        *_given(seed, offset), results=results,
+        words.out, *words.inputs, *biases, words.out, lse, *_given(seed, offset),
+        results=results,
     )  # fmt: skip
 
 
@@ -256,22 +296,24 @@ def _cudnn(
     q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *,
     scale=None,
 ):  # fmt: skip
-    words = heads_of(q, k)
+    split = compute_lse and not (is_causal and bias is not None)
+    words = heads_of(q, k, queries=split, keys=split and bias is None)
     if dropout_p or debug or words is None:
         return None
-    results = [words.out, [*words.padded, "_"], _FURTHER]
-    return words.rule(*words.inputs, *words.bias(bias), results=results)
+    lse = [*words.logsumexp, "_", "~t"] if compute_lse else [*words.padded, "_", "~t"]
+    return words.forward(*words.inputs, *words.bias(bias), logsumexp=lse)
 
 
 def _cudnn_backward(
     grad, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k,
     dropout_p, is_causal, *, scale=None,
 ):  # fmt: skip
-    words = heads_of(q, k)
+    split = not (is_causal and bias is not None)
+    words = heads_of(q, k, queries=split, keys=split and bias is None)
     if dropout_p or words is None or _ragged(starts_q, starts_k):
         return None
     return words.rule(
-        words.out, *words.inputs, words.out, [*words.padded, "_"],
+        words.out, *words.inputs, words.out, [*words.logsumexp, "_"],
         *_given(seed, offset), *words.bias(bias), *_given(starts_q, starts_k),
         results=words.inputs,
     )  # fmt: skip
@@ -308,7 +350,7 @@ def _math(
     q, k, v, mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *,
     scale=None, enable_gqa=False,
 ):  # fmt: skip
-    words = heads_of(q, k, split=not is_causal)
+    words = heads_of(q, k, queries=not is_causal)
     if dropout_p or dropout_mask is not None or words is None:
         return None
     results = [words.out, words.scores]
@@ -318,7 +360,7 @@ def _math(
 def _plain(
     q, k, v, mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ):
-    words = heads_of(q, k, split=not is_causal)
+    words = heads_of(q, k, queries=not is_causal or mask is None)
     if dropout_p or words is None:
         return None
     return words.rule(*words.inputs, *words.bias(mask), results=[words.out])

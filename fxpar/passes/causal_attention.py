@@ -1,0 +1,255 @@
+"""Causal attention of queries that begin at any place of the sequence.
+
+``fxpar::causal_attention(q, k, v, ahead, scale)``: query ``i`` sees keys up to
+``i + ahead``, where ``ahead`` is the place of the first query minus that of the first
+key. It gives the output and the log-sum-exp of each query's scores, ``-inf`` where it
+sees no key. ``fxpar::causal_attention_backward`` takes those of all keys, of which
+``k`` and ``v`` may be a part.
+
+A mask that begins elsewhere is no mask that kernels have. Keys that all queries see and
+the square in which queries begin to see keys are attended apart, each by the fastest
+kernel that the device has, and merged by their log-sum-exp. What nobody sees costs
+nothing. Tensors are [batch, heads, rows, features]; several query heads may share one
+key head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+Result = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class VisibleBlock:
+    """Queries and keys that see one another."""
+
+    rows: slice
+    keys: slice
+    # A square in which a query sees the keys up to its own; else it sees all.
+    causal: bool
+
+
+def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
+    """What so many queries see of the keys, each pair once; at most two of each query.
+    Queries in no block see nothing."""
+    first, ahead = max(0, -ahead), max(0, ahead)
+    square = max(0, min(rows - first, keys - ahead))
+    end = first + square
+    found = [
+        VisibleBlock(slice(first, end), slice(0, ahead), False),
+        VisibleBlock(slice(first, end), slice(ahead, ahead + square), True),
+        VisibleBlock(slice(end, rows), slice(0, keys), False),
+    ]
+    return [b for b in found if b.rows.start < b.rows.stop and b.keys.stop]
+
+
+def _laid_out(x: torch.Tensor, width: int) -> torch.Tensor:
+    """An empty tensor of the rows of ``x``: in memory heads are inside of rows."""
+    shape = (*x.shape[:3], width)
+    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
+
+
+def _computed_in(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+_SCHEMA = "(Tensor q, Tensor k, Tensor v, SymInt ahead, float? scale)"
+torch.library.define("fxpar::causal_attention", f"{_SCHEMA} -> (Tensor, Tensor)")
+torch.library.define(
+    "fxpar::causal_attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
+    "SymInt ahead, float? scale) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.register_fake("fxpar::causal_attention")
+def _(q, k, v, ahead, scale):
+    lse = q.new_empty(q.shape[:3], dtype=_computed_in(q))
+    return _laid_out(q, v.shape[3]), lse
+
+
+@torch.library.register_fake("fxpar::causal_attention_backward")
+def _(grad, q, k, v, out, logsumexp, ahead, scale):
+    return tuple(_laid_out(x, x.shape[3]) for x in (q, k, v))
+
+
+@torch.library.impl("fxpar::causal_attention", "CompositeExplicitAutograd")
+def _forward(q, k, v, ahead, scale) -> Result:
+    dtype = _computed_in(q)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    out = _laid_out(q, v.shape[3]).zero_()
+    lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
+    attend = _kernel(q, k, v).forward
+    done = 0
+    for block in blocks(q.shape[2], k.shape[2], ahead):
+        rows, keys = block.rows, block.keys
+        part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        seen, weight = attend(*part, block.causal, scale)
+        if rows.stop <= done:
+            seen, weight = merged(out[:, :, rows], lse[:, :, rows], seen, weight)
+        done = rows.stop
+        out[:, :, rows], lse[:, :, rows] = seen, weight
+    return out, lse
+
+
+@torch.library.impl("fxpar::causal_attention_backward", "CompositeExplicitAutograd")
+def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
+    dtype = _computed_in(q)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    differentiate = _kernel(q, k, v).backward
+    whole = blocks(q.shape[2], k.shape[2], ahead)
+    # Two blocks have queries in common, or keys: what is added up keeps its digits.
+    sums = tuple(_laid_out(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
+    for block in whole:
+        rows, keys = block.rows, block.keys
+        late = (x[:, :, rows] for x in (out, logsumexp))
+        part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        made = differentiate(grad[:, :, rows], *part, *late, block.causal, scale)
+        for total, where, x in zip(sums, (rows, keys, keys), made, strict=True):
+            total[:, :, where] += x
+    dq, dk, dv = (total.to(q.dtype) for total in sums)
+    return dq, dk, dv
+
+
+def merged(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, weight: torch.Tensor
+) -> Result:
+    """What queries see of two sets of keys, from what they see of each."""
+    total = torch.logaddexp(lse, weight)
+    shift = total.masked_fill(total == -math.inf, 0)
+    first, second = ((x - shift).exp().unsqueeze(-1) for x in (lse, weight))
+    return (out * first + other * second).to(out.dtype), total
+
+
+def _each(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """A head for each of the query heads that share one."""
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _shared(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """The gradient of heads from that of ``_each``."""
+    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)
+
+
+# Kernels
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Attention of a block. ``forward(q, k, v, causal, scale)`` gives output and
+    log-sum-exp, ``backward(grad, q, k, v, out, logsumexp, causal, scale)`` gradients
+    of queries, keys and values."""
+
+    forward: Callable[..., Result]
+    backward: Callable[..., Gradients]
+
+
+def _cpu(q, k, v, causal, scale) -> Result:
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _cpu_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
+    differentiate = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    # The kernel reads the log-sum-exp as its forward lays it out, and a key of each
+    # query head.
+    lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = _each(k, groups), _each(v, groups)
+    given = grad, q, keys, values, out, lse, 0.0, causal
+    dq, dk, dv = differentiate(*given, scale=scale)
+    return dq, _shared(dk, groups), _shared(dv, groups)
+
+
+def _flash(q, k, v, causal, scale) -> Result:
+    attend = aten._scaled_dot_product_flash_attention
+    out, lse, *_ = attend(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
+    differentiate = aten._scaled_dot_product_flash_attention_backward
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    given = grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]
+    return differentiate(*given, 0.0, causal, state[0], state[1], scale=scale)
+
+
+def _efficient(q, k, v, causal, scale) -> Result:
+    attend = aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = attend(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _efficient_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
+    differentiate = aten._scaled_dot_product_efficient_attention_backward
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    lse = torch.nn.functional.pad(lse, (0, padding(q.shape[2])), value=math.inf)
+    given = grad, q, k, v, None, out, lse.contiguous(), state[0], state[1], 0.0
+    made = differentiate(*given, [True, True, True, False], causal, scale=scale)
+    dq, dk, dv, *_ = made
+    return dq, dk, dv
+
+
+def padding(rows: int) -> int:
+    """By how many rows the memory-efficient kernel's log-sum-exp is longer."""
+    return -rows % 32
+
+
+def _scores(q, k, causal, scale) -> torch.Tensor:
+    k = _each(k, q.shape[1] // k.shape[1]).to(_computed_in(q))
+    scores = q.to(k.dtype) @ k.mT * scale
+    if causal:
+        unseen = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(unseen, -math.inf)
+    return scores
+
+
+def _math(q, k, v, causal, scale) -> Result:
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    v = _each(v, q.shape[1] // v.shape[1]).to(scores.dtype)
+    return ((scores - lse.unsqueeze(-1)).exp() @ v).to(q.dtype), lse
+
+
+def _math_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+    dtype, groups = weights.dtype, q.shape[1] // k.shape[1]
+    grad, out = grad.to(dtype), out.to(dtype)
+    keys, values = (_each(x, groups).to(dtype) for x in (k, v))
+    late = grad @ values.mT - (grad * out).sum(-1, keepdim=True)
+    scores = weights * late * scale
+    dk, dv = scores.mT @ q.to(dtype), weights.mT @ grad
+    dk, dv = (_shared(x, groups).to(k.dtype) for x in (dk, dv))
+    return (scores @ keys).to(q.dtype), dk, dv
+
+
+_KERNELS = {
+    "cpu": AttentionKernel(_cpu, _cpu_backward),
+    "flash": AttentionKernel(_flash, _flash_backward),
+    "efficient": AttentionKernel(_efficient, _efficient_backward),
+    "math": AttentionKernel(_math, _math_backward),
+}
+
+
+def _kernel(q: Any, k: Any, v: Any) -> AttentionKernel:
+    """The fastest that takes such tensors: a function of device, dtype and heads."""
+    if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
+        return _KERNELS["cpu"]
+    if q.device.type == "cuda":
+        cuda = torch.backends.cuda
+        asked = cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+        if cuda.can_use_flash_attention(asked):
+            return _KERNELS["flash"]
+        if cuda.can_use_efficient_attention(asked):
+            return _KERNELS["efficient"]
+    return _KERNELS["math"]
