@@ -22,6 +22,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import (
+    SEQUENCE,
     batch_axes,
     heads_of,
     parameter_roots,
@@ -30,7 +31,7 @@ from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 from fxpar.sharding.spec import Spec
 
 # Axes that by name split something else than heads.
-_NO_HEADS = ("sp", "cp", "seq", "ep", "expert")
+_NO_HEADS = (*SEQUENCE, "ep", "expert")
 
 
 def refine(program: Program, request: Request) -> Mesh:

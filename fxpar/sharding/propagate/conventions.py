@@ -38,7 +38,9 @@ def batch_axes(mesh: Mesh) -> Axes:
 def sequence_axes(mesh: Mesh) -> Axes:
     """Axes that split sequences unless a hint uses them otherwise."""
     return tuple(
-        axis for axis in mesh.names if axis.lower() in SEQUENCE and mesh.sizes[axis] > 1
+        axis
+        for axis, size in mesh.axes
+        if axis_of(axis).lower() in SEQUENCE and size > 1
     )
 
 
