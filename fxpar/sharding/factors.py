@@ -167,7 +167,8 @@ class Rule:
     def exchanged(self) -> frozenset[str]:
         """Factors whose shards are not computed apart: ranks send one another rows, or
         weights."""
-        places = [(mark.position, mark.dim) for mark in (*self.halos, *self.gathered)]
+        places = [(halo.position, halo.dim) for halo in self.halos]
+        places += [(mark.position, mark.dim) for mark in self.gathered]
         places += [(0, dim) for dim in self.mirrored]
         return frozenset(merge.factor for merge in self.merges).union(
             f for position, dim in places for f in self.tensors[position][dim]
