@@ -55,7 +55,7 @@ def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     from fxpar.runtime.tracing import TracedCall
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request
-    from fxpar.sharding.program import read
+    from fxpar.sharding.read_program import read
 
     call = TracedCall(model, (), dict(batch), True)
     module, mode = call.trace()
@@ -203,7 +203,8 @@ def compare(program: Any, mesh: Any, expert: Expert) -> dict[str, Any]:
     from fxpar.errors import FxparError
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.decide import decide
-    from fxpar.sharding.search.formulate import FixedFacts, formulate
+    from fxpar.sharding.search.formulate import formulate
+    from fxpar.sharding.search.problem_builder import FixedFacts
     from fxpar.sharding.search.solutions import cost_of
 
     machine = lookup(HARDWARE)

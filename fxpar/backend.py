@@ -16,13 +16,14 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.compile_job import CompileJob, is_plain, said_by_rank_0
+from fxpar.compile_job import compile_graph, compile_step, is_plain
 from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
     OptionError,
     PlanError,
 )
+from fxpar.joint_pass import CompileJob, said_by_rank_0
 from fxpar.passes.manual_regions import raise_refused
 from fxpar.runtime import (
     compiled_graph,
@@ -65,7 +66,7 @@ def fxpar(
         asked, ranks = _joined(gm, options)
         if is_plain(asked, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
-        return _called(gm, examples, asked, ranks, CompileJob.compile, FORWARD)
+        return _called(gm, examples, asked, ranks, compile_graph, FORWARD)
     except FxparError as error:
         return compiled_graph.raiser(error)
 
@@ -113,7 +114,8 @@ def train_step(
             try:
 
                 def stage(job: CompileJob, gm: fx.GraphModule, examples: Any) -> Any:
-                    return step.stage(gm, examples, job.named, job.compile_step)
+                    finish = partial(compile_step, job)
+                    return step.stage(gm, examples, job.named, finish)
 
                 asked, ranks = _joined(gm, options)
                 return _called(gm, examples, asked, ranks, stage, step)

@@ -1,8 +1,8 @@
 """A Dynamo graph compiled for one rank: the joint graph goes through the pipeline.
 
-In: a graph, the options and this process's place on the mesh. Out: the compiled
-callable with its checks. The graph goes through AOTAutograd and Inductor by
-``compile_fx``; in between, on the joint graph, ``_Parallelize`` runs ``fxpar.pipeline``
+In: a graph and its ``CompileJob``: the options, this process's place on the mesh. Out:
+the compiled callable with its checks. The graph goes through AOTAutograd and Inductor
+by ``compile_fx``; in between, on the joint graph, ``JointPass`` runs ``fxpar.pipeline``
 and leaves this rank's graph in its place. What an earlier start compiled is taken from
 disk (``known_programs``). No algorithms.
 """
@@ -10,67 +10,38 @@ disk (``known_programs``). No algorithms.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar import _torch, pipeline
 from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
-    FxparWarning,
-    InputMismatchError,
-    RankMismatchError,
 )
 from fxpar.explain import status_line
-from fxpar.explain.dump import report, show_seconds
-from fxpar.passes import own_shard, random, size_nodes
-from fxpar.passes.boundaries import absorb
-from fxpar.passes.graph_bodies import hold
-from fxpar.passes.launches import crossings
-from fxpar.passes.signature import read_signature
+from fxpar.joint_pass import CompileJob, JointPass
+from fxpar.passes import own_shard, random
 from fxpar.runtime import check_inputs as inputs
 from fxpar.runtime import (
     compiled_graph,
     consensus,
     known_programs,
 )
-from fxpar.runtime.call_sizes import UNLIKE, Together
-from fxpar.runtime.compile_once import CompileGraph, compile_once
-from fxpar.runtime.groups import Ranks, join, next_graph, settle
+from fxpar.runtime.call_sizes import UNLIKE
+from fxpar.runtime.groups import Ranks, join, next_graph
 from fxpar.runtime.known_programs import KnownProgram
-from fxpar.runtime.local_results import LocalResults
 from fxpar.runtime.open_sizes import (
     DivisorsAsked,
-    OpenProgram,
     OpenSizesRefused,
-    SizeRange,
     size_range,
 )
-from fxpar.runtime.program_identity import (
-    Named,
-)
+from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import TRACE, stage
-from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
-from fxpar.runtime.train_step.step_writes import lift_writes
 from fxpar.runtime.train_step.trace import TracedStep
-from fxpar.runtime.verify import feeds_of, verify
-from fxpar.sharding.hints import load
-from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_request import (
-    Request,
-    choices,
-    known_machine,
-    named_machine,
-    plan_mode,
-)
-from fxpar.sharding.program import Input, Output, Signature
-from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.spec import Spec
 
 
@@ -106,402 +77,8 @@ def _said_of(gm: fx.GraphModule) -> Iterator[None]:
         raise refused from error
 
 
-@dataclass(frozen=True)
-class CompileJob:
-    """One graph to compile: everything but the graph itself. ``local``: positions of
-    the inputs that hold one rank's part of the batch, and the ``results`` then;
-    ``together``: how ranks' sizes go together; ``rests``: specs that results must have,
-    by position; ``writes``: inputs that are written to lie as before."""
-
-    options: Options
-    ranks: Ranks
-    named: Sequence[Named]
-    local: frozenset[int]
-    together: Together
-    results: LocalResults = field(default_factory=LocalResults)
-    rests: Mapping[int, Spec] = field(default_factory=dict)
-    writes: bool = False
-    # The graph takes its open sizes as symbols.
-    open: OpenProgram | None = None
-    # A plan to follow; None: one is made.
-    recalled: Plan | None = None
-    # What the plan says of how it came about.
-    notes: tuple[str, ...] = ()
-
-    def compile_step(
-        self, step: TracedStep, rests: Mapping[int, Spec]
-    ) -> Callable[..., Any]:
-        """The checked, compiled function of a traced training step."""
-        if is_plain(self.options, self.ranks):
-            return _torch.aot.compile_fx(
-                compiled_graph.without_hints(step.module), step.fakes
-            )
-        job = replace(self, named=step.ends, rests=rests, writes=True)
-        return job.compile(step.module, step.fakes)
-
-    def compile(
-        self, gm: fx.GraphModule, examples: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """The checked, compiled function of a Dynamo graph, on concrete shapes or on
-        open ones.
-
-        A failure is told to the other ranks before it is raised here. With open sizes
-        all ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked
-        where the plan splits some of them.
-        """
-        broken_at = _torch.dynamo.graph_break_line(gm)
-        # The mesh may have been chosen since.
-        job = replace(self, ranks=join(self.options)) if self.ranks.open else self
-        number = next_graph()
-        known = job.look_up(gm, examples, number)
-        step = _Parallelize(job, number, broken_at, known)
-        showing = status_line.shown(
-            f"graph{number}",
-            pipeline.MOST_STEPS,
-            on=self.options.progress and job.ranks.rank == 0,
-        )
-        if self.options.codegen == "inductor":
-            random.register_lowering()
-            own_shard.register_lowering()
-        open_way = _refused_alike(step) if self.open else contextlib.nullcontext()
-        with showing, _told_to_others(), _said_of(gm), stage(TRACE), open_way:
-            compiled = _torch.aot.compile_fx(
-                gm,
-                examples,
-                joint_pass=step,
-                schedule=step.schedule,
-                inner=None if self.options.codegen == "inductor" else run_op_by_op,
-                once=step.compile_once,
-                key=job.key(known),
-                kept=known is not None,
-                local_border=bool(self.local) or self.options.outputs == "dtensor",
-                symbolic=self.open is not None,
-            )
-            if self.open is not None:
-                step.sizes = size_range(self.open, step.written())
-            step.take_known()
-            status_line.begin("waiting for the other ranks")
-            step.agree_on_launches()
-        step.keep()
-        step.say_seconds("forward")
-        checks = []
-        if self.writes:
-            checks = [inputs.Checks(self._compared(), self.options, step.ranks).run]
-        return compiled_graph.Compiled(
-            compiled,
-            [*checks, step.verify] if self.options.verify else checks,
-            step.compiled_plan,
-            step.results(),
-            self.options,
-            step.ranks,
-            broken_at,
-            step.sizes,
-        )
-
-    def look_up(
-        self, gm: fx.GraphModule, examples: Sequence[Any], number: int
-    ) -> KnownProgram | None:
-        """What is known of the program from an earlier start, on all ranks alike; the
-        process groups that it uses are made."""
-        if self.options.codegen != "inductor" or self.ranks.mesh.size == 1:
-            return None
-        if self.open is not None:
-            return None
-        plain = not (self.writes or self.rests or compiled_graph.homes(gm))
-        text = None
-        if plain and self.together.kind != UNLIKE:
-            text = known_programs.text_of(
-                gm, self.named, examples, self.options, self.ranks
-            )
-        tag = f"what is known of graph{number}"
-        with _told_to_others():
-            known = known_programs.look_up(text, tag)
-        for axes in known.groups if known else ():
-            self.ranks.group(axes)
-        return known
-
-    def key(self, known: KnownProgram | None) -> str:
-        """Of the program in torch's caches, beside its graph."""
-        ranks, asked = self.ranks, f"{self.ranks.mesh}|{self.options}"
-        return f"{asked}|{ranks.rank}|{known.number}" if known else asked
-
-    def _compared(self) -> list[Named]:
-        """The inputs; those of which each rank holds a part go by another kind."""
-        return [
-            Named(x.name, "part") if isinstance(x, StepInput) and x.rest else x
-            for x in self.named
-        ]
-
-
-def _fed(job: CompileJob) -> tuple[str, ...] | None:
-    """Names of the inputs that hold one rank's part of the batch; None if every input
-    is global."""
-    if job.options.inputs != "local":
-        return None
-    return tuple(job.named[i].name for i in job.local)
-
-
-def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    """``codegen="eager"``: the bound graph as it stands."""
-    return _torch.inductor.make_boxed(gm.forward)
-
-
-class _Parallelize:
-    """The pass hung on the joint graph: traced in, this rank's bound graph out."""
-
-    def __init__(
-        self,
-        job: CompileJob,
-        number: int,
-        broken_at: str | None,
-        known: KnownProgram | None = None,
-    ) -> None:
-        self.job, self.number, self.broken_at = job, number, broken_at
-        self.known = known
-        self.ranks = job.ranks  # on the mesh that was chosen, once one is
-        self.places: list[int | None] = []  # of graph inputs among the arguments
-        self.declared: list[Input] = []
-        self.root = torch.nn.Module()  # holds the graph's constants
-        # What is asked of the pipeline, and what it gives.
-        options = job.options
-        self.request = Request(
-            job.ranks.mesh,
-            Signature((), ()),
-            local=_fed(job),
-            summands=frozenset(job.results.own),
-            strict=options.strict,
-            disable=options.disable,
-            keep_gathered=not options.reshard_after_forward,
-            microbatches=options.microbatches,
-            schedule=options.schedule,
-            tune=options.tune,
-            cached=options.cache_plans,
-            fuse=options.fuse,
-            step=job.writes,
-            name=f"graph{number}",
-            rank=job.ranks.rank,
-            debug=options.debug,
-            dump=options.dump,
-        )
-        self.result: pipeline.Result | None = None
-        self.regions: list[str] = []
-        self.launches: list[str] = []  # collectives in order, forward then backward
-        self.is_taken = False  # from AOTAutograd's cache: there is no result
-        self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
-        self.is_agreed = False  # all ranks have the plan
-
-    @property
-    def plan(self) -> Any:
-        if self.result is None:
-            return self.known.plan if self.known and self.is_taken else None
-        return self.result.plan
-
-    @property
-    def compiled_plan(self) -> Any:
-        """With what is known once forward and backward are compiled."""
-        notes = self.job.notes
-        if self.sizes is not None:
-            notes = (*notes, f"holds for {self.sizes.text}")
-        return self.plan and replace(
-            self.plan,
-            regions=tuple(self.regions),
-            notes=(*self.plan.notes, *notes),
-        )
-
-    def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
-        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
-        options, ranks = self.job.options, self.ranks
-        first = next(iter(gm.graph.nodes))
-        if "desc" not in first.meta:
-            return None
-        fake_mode = (
-            _torch.fake.fake_mode_of(
-                [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
-            )
-            or _torch.fake.new_fake_mode()
-        )
-        _torch.inductor.replace_random(gm, fake_mode)
-        self.root = gm
-        if self.job.open is not None:
-            size_nodes.lift_sizes(gm.graph)
-        name = self.request.name
-        written = lift_writes(gm.graph) if self.job.writes else []
-        boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
-        signature = read_signature(gm.graph, self._input, self._output)
-        request = self.request = self._request(boundaries.declare(signature))
-        with said_by_rank_0(ranks.rank):
-            self.result = pipeline.planned(gm.graph, fake_mode, request)
-        if self.job.open is not None and (asked := self.job.open.divisors_asked()):
-            raise DivisorsAsked(asked, self.plan)
-        planned_before = self.known is not None and self.known.plan is not None
-        if not planned_before:
-            parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
-            said = self.job.results.said(self.results(), parts)
-            self.result = self.result.noted(*said)
-        if ranks.open:
-            ranks = self.ranks = settle(ranks, self.plan.mesh)
-        inductor = options.codegen == "inductor"
-        if options.tune:
-            self.result = pipeline.tuned(
-                self.result, request, fake_mode, ranks, gm, inductor=inductor
-            )
-        if self.job.together.kind != UNLIKE and not planned_before:
-            consensus.agree(name, self.plan.hash, str(self.plan))
-        report(self.plan, options, ranks.rank, name, self.broken_at)
-        ends = [out.of for out in signature.outputs if out.kind == "mutation"]
-        bound = pipeline.bound(
-            self.result,
-            request,
-            fake_mode,
-            ranks,
-            inductor=inductor,
-            written=written,
-            copied=[of for of in ends if of is not None],
-        )
-        hold(gm, bound)
-        return bound
-
-    def _request(self, signature: Signature) -> Request:
-        """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
-        options, ranks = self.job.options, self.ranks
-        known = self.known.plan if self.known else self.job.recalled
-        mode = known or plan_mode(options.plan, options, self.request.name)
-        local = options.inputs == "local"
-        return replace(
-            self.request,
-            signature=signature,
-            hints=load(options.hints),
-            mode=mode,
-            meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
-            hardware=known_machine(options),
-            named_hardware=named_machine(options),
-        )
-
-    def take_known(self) -> None:
-        """The plan of a program that was taken from AOTAutograd's cache as it is."""
-        known, options = self.known, self.job.options
-        if self.result is None and known is not None and known.plan is not None:
-            self.is_taken, self.launches = True, list(known.launches)
-            name = self.request.name
-            report(known.plan, options, self.ranks.rank, name, self.broken_at)
-
-    def keep(self) -> None:
-        """Leave the program on disk for the next start, if it is a new one. What has
-        generated kernels is not kept: they are made when it is compiled."""
-        known, result = self.known, self.result
-        if known is None or known.plan is not None or result is None or self.regions:
-            return
-        if self.ranks.rank == 0:
-            plan, launches = self.compiled_plan, self.launches
-            known_programs.keep(known, plan, self.results(), launches, result.local)
-
-    def schedule(self, graph: fx.Graph, backward: bool) -> None:
-        """What is done to a forward or a backward by itself."""
-        result, inductor = self.result, self.job.options.codegen == "inductor"
-        self.regions += pipeline.scheduled(
-            graph, self.request, result, backward=backward, inductor=inductor
-        )
-        even = result is None or result.decision.is_even
-        self.launches += crossings(graph, even=even)
-        status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
-
-    def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
-        """What Inductor makes of a forward or a backward, by one rank for all."""
-
-        def compile_here(text: str | None) -> Any:
-            status_line.rename(f"Inductor, {which}")
-            return call(text)
-
-        status_line.rename(f"waiting for the rank that compiles the {which}")
-        made = compile_once(graph, f"{self.request.name}/{which}", compile_here)
-        if which == "backward":
-            self.say_seconds(which)
-        return made
-
-    def say_seconds(self, which: str) -> None:
-        """Where the seconds until a forward or a backward was compiled went."""
-        options, ranks = self.job.options, self.ranks
-        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
-
-    def agree_on_launches(self) -> None:
-        """Return once all ranks have compiled what launches the same collectives.
-
-        Raises RankMismatchError if they do not; InputMismatchError where that comes
-        from sizes that differ.
-        """
-        text, mismatch = "\n".join(self.launches), self.job.together.mismatch
-        what, fix = "the collectives they launch", None
-        error: type[FxparError] = RankMismatchError
-        if self.job.together.kind == UNLIKE and mismatch is not None:
-            what = f"what crosses between them: {mismatch.what}; more than sums do"
-            error, fix = InputMismatchError, mismatch.fix
-        consensus.agree(
-            f"graph{self.number} is compiled",
-            consensus.digest_of(text),
-            text,
-            what=what,
-            fix=fix,
-            error=error,
-        )
-
-    def written(self) -> set[int]:
-        """Positions of the arguments that the program writes to."""
-        signature = self.request.signature
-        places = (
-            self.places[out.of]
-            for out in signature.outputs
-            if out.kind == "mutation" and out.of is not None
-        )
-        return {i for i in places if i is not None}
-
-    def results(self) -> dict[int, Spec]:
-        """Specs of the results, by position among the graph's own results."""
-        if self.result is None:
-            return dict(self.known.results) if self.known and self.is_taken else {}
-        decision = self.result.decision
-        outputs = decision.program.signature.outputs
-        pairs = zip(outputs, decision.edges.outputs, strict=True)
-        return {
-            int(out.name.removeprefix("output_")): spec
-            for out, spec in pairs
-            if out.kind == "output" and spec is not None
-        }
-
-    def verify(self, args: Sequence[Any]) -> None:
-        """``FXPAR_VERIFY``, with the arguments of the first call."""
-        if self.result is None:
-            return
-        local, normalized = self.result.local, self.result.normalized
-        feeds = feeds_of(normalized, args, self.places)
-        verify(local, normalized, self.result.decision, self.root, feeds)
-
-    def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
-        self.places.append(payload if kind == "input" else None)
-        self.declared.append(self._declare(kind, payload, node))
-        return self.declared[-1]
-
-    def _declare(self, kind: str, payload: Any, node: fx.Node) -> Input:
-        whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
-        if kind == "input":
-            named = self.job.named[payload]
-            if isinstance(named, StepInput):
-                return Input(named.name, named.kind, named.rest or whole, named.use)
-            return Input(named.name, named.kind, whole)
-        rest = None if kind == "tangent" else whole
-        return Input(f"{kind}_{node.name}", kind, rest)
-
-    def _output(self, kind: str, name: str, of: int | None) -> Output:
-        if self.job.writes and kind == "mutation" and of is not None:
-            return Output(name, kind, of, self.declared[of].rest)
-        rest = None
-        if kind == "output":
-            rest = self.job.rests.get(int(name.removeprefix("output_")))
-        open_ended = self.job.options.outputs == "dtensor" and kind == "output"
-        return Output(name, kind, of, rest, "even" if open_ended else "whole")
-
-
 @contextlib.contextmanager
-def _refused_alike(step: _Parallelize) -> Iterator[None]:
+def _refused_alike() -> Iterator[None]:
     """Ranks that compile a program with open sizes do so, or all raise
     OpenSizesRefused."""
     try:
@@ -515,16 +92,134 @@ def _refused_alike(step: _Parallelize) -> Iterator[None]:
         raise OpenSizesRefused(f"{type(error).__name__}: {what[0]}") from error
 
 
-@contextlib.contextmanager
-def said_by_rank_0(rank: int) -> Iterator[None]:
-    """What planning warns of is the same on every rank: said once per job."""
-    if rank == 0:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FxparWarning)
-        yield
+def compile_step(
+    job: CompileJob, step: TracedStep, rests: Mapping[int, Spec]
+) -> Callable[..., Any]:
+    """The checked, compiled function of a traced training step."""
+    if is_plain(job.options, job.ranks):
+        return _torch.aot.compile_fx(
+            compiled_graph.without_hints(step.module), step.fakes
+        )
+    job = replace(job, named=step.ends, rests=rests, writes=True)
+    return compile_graph(job, step.module, step.fakes)
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+def compile_graph(
+    job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any]
+) -> Callable[..., Any]:
+    """The checked, compiled function of a Dynamo graph, on concrete shapes or on open
+    ones.
+
+    A failure is told to the other ranks before it is raised here. With open sizes all
+    ranks raise OpenSizesRefused where they cannot be kept open, DivisorsAsked where the
+    plan splits some of them.
+    """
+    broken_at = _torch.dynamo.graph_break_line(gm)
+    if job.ranks.open:  # the mesh may have been chosen since
+        job = replace(job, ranks=join(job.options))
+    number = next_graph()
+    known, leads = _look_up(job, gm, examples, number), False
+    if known is not None and known_programs.is_led(known, examples):
+        leads = job.ranks.rank == 0
+        known = known if leads else _follow(job, known, number)
+    step = JointPass(job, number, broken_at, known, leads=leads)
+    showing = status_line.shown(
+        f"graph{number}",
+        pipeline.MOST_STEPS,
+        on=job.options.progress and job.ranks.rank == 0,
+    )
+    if job.options.codegen == "inductor":
+        random.register_lowering()
+        own_shard.register_lowering()
+    open_way = _refused_alike() if job.open else contextlib.nullcontext()
+    with showing, _told_to_others(), _said_of(gm), stage(TRACE), open_way:
+        with step.leading():
+            compiled = _torch.aot.compile_fx(
+                gm,
+                examples,
+                joint_pass=step,
+                schedule=step.schedule,
+                inner=None if job.options.codegen == "inductor" else run_op_by_op,
+                once=step.compile_once,
+                key=_key(job, known),
+                kept=known is not None,
+                local_border=bool(job.local) or job.options.outputs == "dtensor",
+                symbolic=job.open is not None,
+            )
+        if job.open is not None:
+            step.sizes = size_range(job.open, step.written())
+        step.take_known()
+        status_line.begin("waiting for the other ranks")
+        step.agree_on_launches()
+    step.keep()
+    step.say_seconds("forward")
+    return compiled_graph.Compiled(
+        compiled,
+        _checks(job, step),
+        step.compiled_plan,
+        step.results(),
+        job.options,
+        step.ranks,
+        broken_at,
+        step.sizes,
+    )
+
+
+def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
+    """What looks at the arguments of the first call."""
+    checks: list[Callable[..., Any]] = []
+    if job.writes:
+        # Inputs of which each rank holds a part go by another kind.
+        named = [
+            Named(x.name, "part") if isinstance(x, StepInput) and x.rest else x
+            for x in job.named
+        ]
+        checks.append(inputs.Checks(named, job.options, step.ranks).run)
+    return [*checks, step.verify] if job.options.verify else checks
+
+
+def _look_up(
+    job: CompileJob, gm: fx.GraphModule, examples: Sequence[Any], number: int
+) -> KnownProgram | None:
+    """What is known of the program from an earlier start, on all ranks alike; the
+    process groups that it uses are made."""
+    if job.options.codegen != "inductor" or job.ranks.mesh.size == 1:
+        return None
+    if job.open is not None:
+        return None
+    plain = not (job.writes or job.rests or compiled_graph.homes(gm))
+    text = None
+    if plain and job.together.kind != UNLIKE:
+        text = known_programs.text_of(gm, job.named, examples, job.options, job.ranks)
+    with _told_to_others():
+        known = known_programs.look_up(text, f"what is known of graph{number}")
+    _make_groups(job, known)
+    return known
+
+
+def _follow(job: CompileJob, known: KnownProgram, number: int) -> KnownProgram | None:
+    """The program once rank 0 has compiled it; None if it could not be planned, which
+    this rank then finds out for itself."""
+    graph = f"graph{number}"
+    with _told_to_others():
+        planned = known_programs.await_plan(graph, known)
+        if planned is None:
+            return None
+        _make_groups(job, planned)
+        return known_programs.await_compiled(graph, planned)
+
+
+def _make_groups(job: CompileJob, known: KnownProgram | None) -> None:
+    for axes in known.groups if known else ():
+        job.ranks.group(axes)
+
+
+def _key(job: CompileJob, known: KnownProgram | None) -> str:
+    """Of the program in torch's caches, beside its graph."""
+    asked = f"{job.ranks.mesh}|{job.options}"
+    return f"{asked}|{known.name_of(job.ranks.rank)}" if known else asked
+
+
+def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    """``codegen="eager"``: the bound graph as it stands."""
+    return _torch.inductor.make_boxed(gm.forward)

@@ -24,6 +24,7 @@ PREFIX = "FXPAR_"
 PASSES = (
     "random_by_index",
     "find_shifts",
+    "experts_in_place",
     "undo_views_around_matmul",
     "keep_batch_apart",
     "split_fused_projections",
@@ -31,6 +32,7 @@ PASSES = (
     "clone_constants",
     "join_pool_gradients",
     "expand_moments",
+    "keep_sorted",
     "schedule",
     "sink_waits",
     "bucket",

@@ -26,13 +26,25 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
-from fxpar.passes.order_collectives import PASSES, PhaseGraph, Settings
+from fxpar.passes.order_collectives import (
+    DELAY,
+    ORDER,
+    PhaseGraph,
+    PhasePass,
+    Settings,
+)
 from fxpar.passes.sink_waits import sink_waits
-from fxpar.runtime import consensus, presence, stage_times, tune_schedule
-from fxpar.runtime import pipeline_steps as steps
+from fxpar.runtime import (
+    consensus,
+    lowering_steps,
+    plan_steps,
+    presence,
+    stage_times,
+    tune_schedule,
+)
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.open_sizes import OpenSizesRefused
-from fxpar.runtime.pipeline_steps import (
+from fxpar.runtime.pipeline_state import (
     JointState,
     PhaseState,
     PipelineState,
@@ -84,57 +96,55 @@ def _rewrite(
     return lambda state: function(state.graph, state.rewriter)
 
 
-def _order(name: str) -> Callable[[PhaseState], None]:
-    return lambda state: PASSES[name](state.phase)
+def _of_phase(row: PhasePass, stage: str = "") -> PipelineStep:
+    return PipelineStep(row.name, lambda s: row.run(s.phase), stage, row.optional)
 
 
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
-    _always("show_bodies", steps.show_bodies),
-    _always("absorb_regions", steps.absorb_regions),
-    _always("refuse_body_draws", steps.refuse_body_draws),
-    _always("count_loop_steps", steps.count_loop_steps),
+    _always("show_bodies", plan_steps.show_bodies),
+    _always("absorb_regions", plan_steps.absorb_regions),
+    _always("refuse_body_draws", plan_steps.refuse_body_draws),
+    _always("count_loop_steps", plan_steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
     _may("find_shifts", _rewrite(find_shifts)),
+    _may("experts_in_place", plan_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
-    _may("keep_batch_apart", steps.split_batch),
+    _may("keep_batch_apart", plan_steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
-    _always("drop_dead", steps.drop_dead, "normalized"),
-    _always("look_up_plan", steps.look_up_plan),
-    _may("join_pool_gradients", steps.join_pool_gradients),
-    _may("expand_moments", steps.expand_moments),
-    _always("plan", steps.make_plan, "planned"),
-    _always("insert_reshards", steps.insert_reshards, "resharded"),
-    _always("localize", steps.localize),
-    _always("cut_batch", steps.cut_batch),
-    _may("schedule", steps.apply_schedule, "rewritten"),
-    _always("lower", steps.lower),
+    _always("drop_dead", plan_steps.drop_dead, "normalized"),
+    _always("look_up_plan", plan_steps.look_up_plan),
+    _may("join_pool_gradients", plan_steps.join_pool_gradients),
+    _may("expand_moments", plan_steps.expand_moments),
+    _always("plan", plan_steps.make_plan, "planned"),
+    _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
+    _always("localize", lowering_steps.localize),
+    _may("keep_sorted", lowering_steps.keep_sorted),
+    _always("cut_batch", lowering_steps.cut_batch),
+    _may("schedule", lowering_steps.apply_schedule, "rewritten"),
+    _always("lower", lowering_steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),
-    _always("reshard_after_forward", steps.regather, "local"),
-    _always("describe", steps.describe),
-    _always("keep_plan", steps.keep_plan),
+    _always("reshard_after_forward", lowering_steps.regather, "local"),
+    _always("describe", plan_steps.describe),
+    _always("keep_plan", plan_steps.keep_plan),
 )
 
 # One rank is put into it: local -> bound.
 RANK = (
-    _always("bind", steps.bind),
-    _always("put_writes", steps.put_writes, "bound"),
+    _always("bind", lowering_steps.bind),
+    _always("put_writes", lowering_steps.put_writes, "bound"),
 )
 
 # A forward or a backward by itself, as AOTAutograd parted them: bound -> scheduled.
-# ``order_collectives.schedule`` has the same order, to predict a step.
+# Collectives are ordered by the rows that a prediction has, too: dropped where nobody
+# reads them, in buckets, waited for late, gathers early, scatters not too many at once.
 PHASE = (
-    _always("drop_unread", _order("drop_unread")),
-    _may("bucket", _order("bucket")),
-    _may("sink_waits", _order("sink_waits")),
-    _may("prefetch", _order("prefetch")),
-    _may("drain", _order("drain")),
-    _always("give_outputs", _order("give_outputs")),
-    _may("fuse_regions", steps.fuse_regions),
-    _may("delay", _order("delay"), "scheduled"),
-    _may("outline_layers", steps.outline_repeated),
+    *map(_of_phase, ORDER),
+    _may("fuse_regions", lowering_steps.fuse_regions),
+    _of_phase(DELAY, "scheduled"),
+    _may("outline_layers", lowering_steps.outline_repeated),
 )
 
 # Whose seconds are shown by themselves; before them the program is normalized, behind
@@ -271,10 +281,10 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 
     Raises as ``parallelize`` does, and RankMismatchError if rank 0 does not come.
     """
-    asked, tag = request.mode, f"the plan of {request.name}"
-    if not isinstance(asked, SearchOptions):
+    tag = f"the plan of {request.name}"
+    if not isinstance(request.mode, SearchOptions):
         return parallelize(graph, fake_mode, request)
-    request = replace(request, mesh=asked.hardware.on(request.mesh))
+    request = _on_hardware(request)
     if request.leads:
         with presence.works(f"searches {tag}"):
             result = _led(graph, fake_mode, request, tag)
@@ -286,6 +296,19 @@ def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
         raise OpenSizesRefused(record["refused"])
     plan = Plan.from_dict(record)
     return parallelize(graph, fake_mode, replace(request, mode=plan))
+
+
+def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """What ``parallelize`` gives on rank 0, which plans for all and tells nobody."""
+    return parallelize(graph, fake_mode, _on_hardware(request))
+
+
+def _on_hardware(request: Request) -> Request:
+    """The request, of a search on a mesh with the links of its hardware."""
+    asked = request.mode
+    if not isinstance(asked, SearchOptions):
+        return request
+    return replace(request, mesh=asked.hardware.on(request.mesh))
 
 
 def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:

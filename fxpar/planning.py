@@ -172,6 +172,7 @@ class TracedPlan(Plan):
             )
         if not isinstance(spec, Spec):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
+        spec = spec.refined(self.mesh)
         return said(found, value, alternatives(found, value, spec=spec))
 
     def ratios(self) -> Ratios:

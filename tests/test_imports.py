@@ -27,6 +27,7 @@ LEVELS = [
     {"fusion"},
     {"runtime", "explain"},
     {"pipeline"},
+    {"joint_pass"},
     {"compile_job"},
     # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.
     {"backend", "planning", "runtime/at_rest/shard"},

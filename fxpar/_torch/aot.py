@@ -208,7 +208,8 @@ def compile_fx(
     Inductor's codegen; ``once(graph, "forward", call)`` calls it,
     by ``call(text)``: see ``_in_order``.
     ``key`` enters the keys of torch's caches. ``kept``: a program that was compiled
-    under it before is taken from AOTAutograd's cache; nothing is called then.
+    under it before is taken from AOTAutograd's cache; nothing is called then. One that
+    was not is left there, and so its backward is compiled with its forward.
     ``symbolic``: ``examples`` are fakes with symbols for sizes that are to stay open.
     ``local_border``: results have the shapes one
     rank holds, so their gradients may not be forced into the shapes traced.
@@ -253,9 +254,8 @@ def compile_fx(
     settings = {"enable_autograd_cache": kept}
     if local_border:
         settings["guess_tangent_strides_as_outputs"] = False
-    now = "force_non_lazy_backward_lowering"
-    if symbolic and hasattr(functorch_config, now):
-        settings[now] = True  # its backward is compiled now, as any other is
+    if (symbolic or kept) and can_compile_backward():
+        settings[_NOW] = True
     with functorch_config.patch(settings), _views_recomputed(), calls_rewritten():
         compiled = inductor(
             gm,
@@ -265,6 +265,17 @@ def compile_fx(
             ignore_shape_env=not symbolic,  # known sizes become no symbols
         )
     return cast(Callable[..., Any], compiled)
+
+
+# Of AOTAutograd's configuration: a backward is compiled with its forward.
+_NOW = "force_non_lazy_backward_lowering"
+
+
+def can_compile_backward() -> bool:
+    """Whether a backward can be compiled with its forward, not when it is called."""
+    import torch._functorch.config as functorch_config
+
+    return hasattr(functorch_config, _NOW)
 
 
 _VIEWS: list[Any] = []  # op packets

@@ -182,7 +182,9 @@ def _with_settings(settings: Settings, line: Line) -> Settings:
 def _written(argument: Argument) -> str:
     if isinstance(argument, tuple):
         return f"[{', '.join(argument)}]"
-    return str(argument)
+    # Parts of axes are no identifiers.
+    plain = not isinstance(argument, str) or argument.isidentifier()
+    return str(argument) if plain else f'"{argument}"'
 
 
 def _read(text: str, number: int) -> Line:

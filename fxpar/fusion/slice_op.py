@@ -35,7 +35,8 @@ from fxpar.sharding.factors import (
     project,
     result_spec,
 )
-from fxpar.sharding.program import RuleReader, tensor_nodes
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.read_program import RuleReader
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 

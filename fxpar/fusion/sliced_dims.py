@@ -22,7 +22,8 @@ from fxpar.errors import RuleError
 from fxpar.passes import collective_nodes
 from fxpar.sharding.factors import Dims, Rule, expressible, project
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import RuleReader, tensor_nodes
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.read_program import RuleReader
 from fxpar.sharding.spec import Spec
 
 Axes = tuple[str, ...]

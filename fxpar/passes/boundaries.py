@@ -86,7 +86,7 @@ def _enter(
 ) -> None:
     """The parameter in global shape, for what ``to_global`` made of its part."""
     local, shape, spec, hint, its_mesh, *_ = node.args
-    if its_mesh != str(mesh):
+    if str(Mesh.parse(its_mesh).unrefined) != str(mesh.unrefined):
         raise MeshError(
             f"parameters rest on mesh {its_mesh}, the program is for mesh {mesh}",
             where=user_line(node),

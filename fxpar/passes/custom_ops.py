@@ -78,7 +78,7 @@ def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:
 
 
 def group_name(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Symbolic group of ``axes`` (or sub-axes); members stand in mesh order."""
+    """Symbolic group of ``axes`` (or parts of axes); members stand in mesh order."""
     return GROUP_PREFIX + "+".join(mesh.ordered(axes))
 
 

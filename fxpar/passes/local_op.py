@@ -27,7 +27,8 @@ from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
 from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Op, Program, inside_of
+from fxpar.sharding.program import Op, Program
+from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 
@@ -42,6 +43,8 @@ _OWN = (
     torch.ops.fxpar.leave_region.default,
     torch.ops.fxpar.collective.default,
     torch.ops.fxpar.axis_index.default,
+    torch.ops.fxpar.expert_mm.default,
+    torch.ops.fxpar.expert_outer.default,
 )
 
 

@@ -161,6 +161,38 @@ def _least(x: fx.Node) -> int | float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
+def _pool(
+    k: int,
+    fill: int | float,
+    call: LocalCall,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    *rest: Any,
+) -> fx.Node:
+    """A pool of a shard with the rows around it; ``fill`` stands for padding."""
+    padding = _padding(padding, _split(call, 0, k))
+    return call.same(extended(call, x, 0, fill), kernel, stride, padding, *rest)
+
+
+def _pool_backward(
+    k: int,
+    call: LocalCall,
+    grad: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    *rest: Any,
+) -> fx.Node:
+    """Its gradient; that of the rows around the shard goes where they are."""
+    made = len(call.operands)  # the position of the result, which has the halos
+    padding = _padding(padding, _split(call, 1, k))
+    x = _widened(call, x, made)
+    return given_back(call, call.same(grad, x, kernel, stride, padding, *rest), made)
+
+
 def _max_pool(
     k: int,
     call: LocalCall,
@@ -172,9 +204,7 @@ def _max_pool(
     ceil: bool = False,
 ) -> Any:
     """The result says where in its window a maximum lies."""
-    split = _split(call, 0, k)
-    x = extended(call, x, 0, _least(x))
-    return call.same(x, kernel, stride, _padding(padding, split), dilation, ceil)
+    return _pool(k, _least(x), call, x, kernel, stride, padding, dilation, ceil)
 
 
 def _max_pool_with_indices(k: int, call: LocalCall, x: fx.Node, *args: Any) -> Any:
@@ -209,23 +239,13 @@ def _offsets_to_indices(
 
 
 def _max_pool_backward(
-    k: int,
-    call: LocalCall,
-    grad: fx.Node,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil: bool,
-    index: fx.Node,
+    k: int, call: LocalCall, grad: fx.Node, x: fx.Node, *args: Any
 ) -> fx.Node:
-    split = _split(call, 1, k)
-    if any(split):
+    """``args``: what says how windows slide, and where in them maxima lie."""
+    *rest, index = args
+    if any(_split(call, 1, k)):
         index = _reindexed(call, index, _around(call, 1, 3, k), back=True)
-    x = _widened(call, x, 3)
-    rest = kernel, stride, _padding(padding, split), dilation, ceil
-    return given_back(call, call.same(grad, x, *rest, index), 3)
+    return _pool_backward(k, call, grad, x, *rest, index)
 
 
 @dataclass(frozen=True)
@@ -281,26 +301,10 @@ def _avg_pool(
     kernel: Any,
     stride: Any = (),
     padding: Any = 0,
-    *rest,
-) -> fx.Node:
-    """What stands for padding counts as padding does, where the dim may be split."""
-    padding = _padding(padding, _split(call, 0, k))
-    return call.same(extended(call, x, 0), kernel, stride, padding, *rest)
-
-
-def _avg_pool_backward(
-    k: int,
-    call: LocalCall,
-    grad: fx.Node,
-    x: fx.Node,
-    kernel: Any,
-    stride: Any,
-    padding: Any,
     *rest: Any,
 ) -> fx.Node:
-    padding = _padding(padding, _split(call, 1, k))
-    x = _widened(call, x, 2)
-    return given_back(call, call.same(grad, x, kernel, stride, padding, *rest), 2)
+    """What stands for padding counts as padding does, where the dim may be split."""
+    return _pool(k, 0, call, x, kernel, stride, padding, *rest)
 
 
 def _adaptive_pool(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
@@ -325,7 +329,7 @@ LOCAL: dict[Any, Localizer] = {
     **_by_rank("max_pool{}d_with_indices", (2, 3), _max_pool_with_indices),
     **_by_rank("max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward),
     **_by_rank("avg_pool{}d", (1, 2, 3), _avg_pool),
-    **_by_rank("avg_pool{}d_backward", (2, 3), _avg_pool_backward),
+    **_by_rank("avg_pool{}d_backward", (2, 3), _pool_backward),
     **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool),
     **_by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool),
 }

@@ -35,8 +35,9 @@ from fxpar.passes.lower import contiguous
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.program import Input, Program, Signature, read, user_line
+from fxpar.sharding.program import Input, Program, Signature, user_line
 from fxpar.sharding.propagate.conventions import batch_inputs
+from fxpar.sharding.read_program import read
 from fxpar.sharding.rules import add_rows
 from fxpar.sharding.rules.row_builders import make, words_of
 from fxpar.sharding.rules.table import Row

@@ -1,9 +1,10 @@
 """Orders the collectives of a forward or a backward by itself, once they were parted.
 
 In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
-Out: the same graph, changed in place by ``PASSES``, in this order; in what is compiled
-``fxpar.pipeline`` fuses regions before ``delay``. Every rank has the same graph and
-does the same, so collectives keep one order on all of them.
+Out: the same graph, changed in place by the passes of ``ORDER``, then by ``DELAY``:
+rows that ``fxpar.pipeline`` takes into its list, and that ``schedule`` runs to predict
+a step. Every rank has the same graph and does the same, so collectives keep one order
+on all of them.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def schedule(
 ) -> None:
     """Run the passes that ``disable`` does not name."""
     phase = PhaseGraph(graph, backward, settings)
-    for name, run in PASSES.items():
-        if name not in disable:
-            run(phase)
+    for row in (*ORDER, DELAY):
+        if row.name not in disable:
+            row.run(phase)
     graph.lint()
 
 
@@ -207,13 +208,28 @@ def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
         graph.erase_node(node)
 
 
-# What is done to a phase, in order, by the names that FXPAR_DISABLE takes.
-PASSES: dict[str, Callable[[PhaseGraph], None]] = {
-    "drop_unread": lambda phase: drop_unread(phase.graph),
-    "bucket": join,
-    "sink_waits": lambda phase: sink_waits(phase.graph),
-    "prefetch": start_early,
-    "drain": lambda phase: drain(phase.graph),
-    "give_outputs": lambda phase: give_outputs(phase.graph, phase.rewriter),
-    "delay": lambda phase: delay(phase.graph),
-}
+@dataclass(frozen=True)
+class PhasePass:
+    """A pass over a forward or a backward by itself."""
+
+    # In FXPAR_DISABLE, and where it is printed.
+    name: str
+    run: Callable[[PhaseGraph], None]
+    # FXPAR_DISABLE may leave it out.
+    optional: bool = True
+
+
+# What is done to a phase, in order; regions are fused behind them, before ``DELAY``.
+ORDER = (
+    PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
+    PhasePass("bucket", join),
+    PhasePass("sink_waits", lambda phase: sink_waits(phase.graph)),
+    PhasePass("prefetch", start_early),
+    PhasePass("drain", lambda phase: drain(phase.graph)),
+    PhasePass(
+        "give_outputs",
+        lambda phase: give_outputs(phase.graph, phase.rewriter),
+        optional=False,
+    ),
+)
+DELAY = PhasePass("delay", lambda phase: delay(phase.graph))

@@ -22,7 +22,7 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes import custom_ops, own_shard, size_nodes
 from fxpar.passes.builder import Builder, value_of
-from fxpar.passes.graph_bodies import bodies_of, body_of, bound_body
+from fxpar.passes.graph_bodies import all_nodes, bodies_of, body_of, bound_body
 from fxpar.passes.local_custom_ops import op_by_op
 from fxpar.passes.local_op import resized
 from fxpar.passes.loop_steps import uncount_steps, unroll_scans
@@ -30,6 +30,9 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules.table import tensors_of
 
 GroupOf = Callable[[tuple[str, ...]], str]
+
+# Key in a bound node's meta: whether it holds a number that other ranks have not.
+OF_RANK = "fxpar_of_rank"
 
 _ATEN = torch.ops.aten
 _C10D = torch.ops._c10d_functional
@@ -70,15 +73,19 @@ def bind(
     build = Builder(new, fake_mode, mesh)
     done: dict[fx.Node, Any] = {}
     uneven = is_uneven(graph)
+    own = set[fx.Node]()  # numbers that are not the same on all ranks
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
         args = _with_group(args, group_of)
         if node.target in custom_ops.PLACES:
             at = custom_ops.place(node.target, value_of(node.args), rank)
             done[node] = size_nodes.as_nodes(new, at)
+            own.add(node)
             continue
+        reads_own = not own.isdisjoint(node.all_input_nodes)
         if _is_size(node) and all(isinstance(x, int) for x in args):
             done[node] = node.target(*args)
+            own.update([node] if reads_own else [])
             continue
         sent = _sent_as(node, inductor)
         if sent is not None and node.target is _C10D.wait_tensor.default:
@@ -94,6 +101,7 @@ def bind(
                 done[node] = (
                     _convert(build, moved, node.meta["val"].dtype) if sent else moved
                 )
+            moved.meta[OF_RANK] = True
             continue
         if sent is not None:
             with build.at(node):
@@ -113,11 +121,14 @@ def bind(
             continue
         copy = new.create_node(node.op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
+        copy.meta[OF_RANK] = reads_own or uneven
         if uneven:
             _restate(copy, node, done, mesh, rank, fake_mode)
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
+            places = (n.target in custom_ops.PLACES for n in all_nodes(body.graph))
+            copy.meta[OF_RANK] = any(places)
         done[node] = copy
         if _draws(node):
             with build.at(node):
@@ -127,6 +138,11 @@ def bind(
         uncount_steps(new, fake_mode)
     new.lint()
     return new
+
+
+def is_of_all(bound: fx.Graph) -> bool:
+    """Whether a bound graph is that of every rank, as it stands."""
+    return not any(node.meta.get(OF_RANK) for node in bound.nodes)
 
 
 def is_uneven(graph: fx.Graph) -> bool:

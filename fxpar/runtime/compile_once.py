@@ -48,6 +48,30 @@ def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any
         return _once(graph, what, compile_graph)
 
 
+def first_does(what: str, key: str, work: Callable[[], None]) -> None:
+    """Run ``work``, which leaves a file, on the first rank that comes; the others wait
+    until it has ended. Where ranks see files of their own, all run it, and so does one
+    whose wait was in vain. ``what``: the work, in words; ``key``: its name."""
+    channel = current()
+    if channel is None or len(set(channel.folders())) > 1:
+        work()
+        return
+    name, word = f"{channel.prefix}/done/{key}", str(channel.rank)
+    first = channel.store.compare_set(name, "", word).decode()
+    if first == word:
+        try:
+            with presence.works(f"{what} for all ranks"):
+                work()
+        finally:
+            channel.store.set(f"{name}/ended", "")
+        return
+    leader = [int(first)]
+    patience = Patience(channel.presence, presence.timeout())
+    with presence.waits(f"waits for rank {first}, which {what}"):
+        if not poll(lambda: channel.has(f"{name}/ended"), patience, lambda: leader):
+            work()
+
+
 def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
     channel = current()
     if _torch.inductor.caches_disabled() or not _is_text(graph):

@@ -90,10 +90,12 @@ class Ranks:
         """The global value, as a DTensor, of which ``local`` is this rank's part."""
         from torch.distributed.tensor import DTensor
 
+        # A part of an axis is a dim of its own of the DeviceMesh.
+        mesh = self.mesh.refined(spec.joined(self.mesh).axes)
         return DTensor.from_local(
             local,
-            device_mesh_of(self.mesh, local.device.type),
-            spec.to_placements(self.mesh),
+            device_mesh_of(mesh, local.device.type),
+            spec.joined(mesh).to_placements(mesh),
             run_check=False,
         )
 
@@ -117,7 +119,7 @@ def join(options: Options) -> Ranks:
 def settle(ranks: Ranks, mesh: Mesh) -> Ranks:
     """The ranks on the mesh that a plan chose. ``FXPAR_MESH=auto`` means that mesh from
     now on: what is compiled later shares its groups and its parameters."""
-    mesh = Mesh(mesh.axes)
+    mesh = Mesh(mesh.unrefined.axes)
     if ranks.mesh.size > 1:
         life = _life()
         life.mesh = life.mesh or mesh
@@ -216,7 +218,9 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
     if count == world.size():
         return world.group_name
     made = _life().names
-    key = mesh.axes, mesh.ordered([a for a in axes if mesh.axis_size(a) > 1])
+    several = mesh.ordered([a for a in axes if mesh.axis_size(a) > 1])
+    mesh = mesh.unrefined
+    key = mesh.axes, mesh.joined(several)
     if key not in made:
         for members in mesh.groups(key[1]):
             group = dist.new_group(
@@ -235,7 +239,7 @@ def bandwidth_of(mesh: Mesh, group: str) -> float:
     axes = next(
         (key[1] for key, name in _life().names.items() if name == group), mesh.names
     )
-    links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if a in mesh.names]
+    links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if mesh.has(a)]
     near = [
         link.inner.bandwidth if link.inner and size <= link.inside else link.bandwidth
         for link, size in links

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import cache_files
+from fxpar import _torch, cache_files
 from fxpar.config import Options
 from fxpar.errors import FxparError
 from fxpar.passes import custom_ops
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.runtime import consensus, plan_store
 from fxpar.runtime.groups import Ranks
+from fxpar.runtime.meeting import current
 from fxpar.runtime.program_identity import Named, fixed_content
 from fxpar.sharding.hints import load
 from fxpar.sharding.plan import Plan
@@ -36,7 +37,7 @@ from fxpar.sharding.plan_request import known_machine
 from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
-FORMAT = "fxpar program 1"
+FORMAT = "fxpar program 2"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class KnownProgram:
     launches: tuple[str, ...] = ()
     # Axes of the process groups that it uses, in the order they are made.
     groups: tuple[tuple[str, ...], ...] = ()
+    # Rank 0 compiled it for all: its bound graph is the same on all ranks.
+    shared: bool = False
+
+    def name_of(self, rank: int) -> str:
+        """What torch's caches know it by on a rank."""
+        own = rank and not self.shared
+        return f"{self.number}|{rank}" if own else self.number
 
 
 def look_up(text: str | None, tag: str) -> KnownProgram | None:
@@ -71,41 +79,98 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
         return None
     first = every[0]
     known = _read(key, first["record"]) if first["record"] else None
-    return known or KnownProgram(key, first["number"])
+    if known is None or known.plan is None:
+        return KnownProgram(key, first["number"])
+    note = f"found before: {_path(key)}, nothing is planned"
+    plan = replace(known.plan, notes=(*known.plan.notes, note))
+    return replace(known, plan=plan)
 
 
 def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
     try:
-        plan = Plan.from_dict(data["plan"])
-        note = f"found before: {_path(key)}, nothing is planned"
         return KnownProgram(
             key,
             str(data["number"]),
-            replace(plan, notes=(*plan.notes, note)),
+            Plan.from_dict(data["plan"]),
             {int(i): Spec.parse(text) for i, text in data["results"].items()},
             tuple(data["launches"]),
             tuple(map(tuple, data["groups"])),
+            bool(data["shared"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError, FxparError):
         return None
 
 
-def keep(
+def describe(
     known: KnownProgram,
     plan: Plan,
     results: Mapping[int, Spec],
     launches: Sequence[str],
     local: fx.Graph,
-) -> None:
-    """Leave a program on disk that was compiled now. ``local``: its graph."""
-    data = {
+    *,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """What is known of a program that was planned now, as data. ``local``: its graph;
+    the rest as in KnownProgram."""
+    return {
         "number": known.number,
         "plan": plan.to_record(),
         "results": {str(i): str(spec) for i, spec in results.items()},
         "launches": list(launches),
         "groups": [list(axes) for axes in _groups_of(local)],
+        "shared": shared,
     }
-    cache_files.write_record(_path(known.key), FORMAT, known.key, data)
+
+
+def keep(known: KnownProgram, record: Mapping[str, Any]) -> None:
+    """Leave a program on disk that was compiled now: what ``describe`` says of it."""
+    cache_files.write_record(_path(known.key), FORMAT, known.key, dict(record))
+
+
+def is_led(known: KnownProgram, examples: Sequence[Any]) -> bool:
+    """Whether rank 0 plans and compiles a program before all other ranks do: nobody
+    did before, and they see its files. Not on devices where ranks make kernels
+    together. ``examples``: the inputs."""
+    channel = current()
+    if known.plan is not None or channel is None:
+        return False
+    tensors = (x for x in examples if isinstance(x, torch.Tensor))
+    if any(x.device.type != "cpu" for x in tensors):
+        return False
+    alone = _torch.inductor.caches_disabled() or not _torch.aot.can_compile_backward()
+    return not alone and len(set(channel.folders())) == 1
+
+
+def tell_plan(graph: str, record: Mapping[str, Any] | None) -> None:
+    """Tell the other ranks what rank 0 planned; None: that it failed to, so that each
+    of them finds out by itself what is wrong."""
+    consensus.gather(f"the plan of {graph}", json.dumps(record))
+
+
+def await_plan(graph: str, known: KnownProgram) -> KnownProgram | None:
+    """What rank 0 planned, None if it failed.
+
+    Raises RankMismatchError if rank 0 does not come.
+    """
+    text, *_ = consensus.gather(f"the plan of {graph}", "")
+    record = json.loads(text)
+    return record and _read(known.key, record)
+
+
+def tell_compiled(graph: str, *, shared: bool, launches: Sequence[str]) -> None:
+    """Tell the other ranks that rank 0 has compiled a program, and what it found."""
+    told = {"shared": shared, "launches": list(launches)}
+    consensus.gather(f"{graph} compiled on rank 0", json.dumps(told))
+
+
+def await_compiled(graph: str, known: KnownProgram) -> KnownProgram:
+    """A planned program once rank 0 has compiled it.
+
+    Raises RankMismatchError if rank 0 fails, or does not come.
+    """
+    text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
+    told = json.loads(text)
+    return replace(known, shared=told["shared"], launches=tuple(told["launches"]))
 
 
 def text_of(

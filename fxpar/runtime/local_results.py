@@ -25,6 +25,7 @@ from fxpar import _torch, cache_files
 from fxpar.errors import FxparWarning, compose
 from fxpar.passes.graph_bodies import show_bodies
 from fxpar.runtime import plan_store
+from fxpar.runtime.compile_once import first_does
 from fxpar.runtime.divide_summands import (
     divided,
     example,
@@ -166,8 +167,18 @@ class _Growths:
         key = _key(gm, named, sized(parts), parts)
         found = _found_before(key)
         if found is None:
-            found = self._growths(gm, named, sized, parts)
-            _keep(key, found)
+            traced = list[Sequence[Growth]]()
+
+            def trace() -> None:
+                traced.append(self._growths(gm, named, sized, parts))
+                _keep(key, traced[0])
+
+            if key:
+                first_does("traces how results grow with the batch", key, trace)
+                found = _found_before(key)
+            if found is None and not traced:
+                trace()
+            found = found or traced[0]
         count = len(results)
         self.last = found[:count]
         self.of = dict(zip(self.ways, found[count:], strict=False))

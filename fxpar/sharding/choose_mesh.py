@@ -19,6 +19,7 @@ from fxpar.sharding.decide import Decision, decide, searched
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
+from fxpar.sharding.refine_mesh import refine
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.solver.message_passing import warm
@@ -99,6 +100,7 @@ def _attempt(
 ) -> Decision:
     """A search on one mesh; of a shorter search before, it goes on from that."""
     here = replace(request.on(mesh), mode=asked)
+    here = here.on(refine(program, here))
     return decide_on(replace(program, signature=here.laid), here, before)
 
 
@@ -182,7 +184,7 @@ def _finished(
         if found_of(longer).predicted <= before.predicted:
             best = longer
     found = found_of(best)
-    others = [t for t in tried if t.mesh.axes != found.mesh.axes]
+    others = [t for t in tried if t.mesh.axes != found.mesh.unrefined.axes]
     rivals = min((t.bound for t in others), default=math.inf)
     found = replace(found, took=spent, rivals=rivals)
     note = f"mesh {found.mesh} chosen of {len(tried)}: {_ms(found.predicted)} a step"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.sharding import shard_sizes
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Axes, Strategy
@@ -246,7 +247,7 @@ def _seed_all(
     """The given seeds, then conventions for what they leave open. A batch axis that
     only parameters name (ZeRO) still splits the batch."""
     program, mesh = engine.program, engine.mesh
-    axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
+    axes = [axis for axis, size in mesh.axes if size > 1]
     named, named_on_values = _named(seeds), _named(s for s in seeds if s.priority == 0)
     batch = [axis for axis in over if axis in axes and axis not in named_on_values]
     taken = {seed.value for seed in seeds}
@@ -255,10 +256,11 @@ def _seed_all(
         axis for axis in conventions.sequence_axes(mesh) if axis not in (*batch, *named)
     )
     extra += conventions.sequence_seeds(program, mesh, along, notes) if along else []
-    engine.seed(seeds + [seed for seed in extra if seed.value not in taken])
-    used = {*batch, *named, *_named(extra)}
-    for axis in axes:
-        if axis not in used:
+    split = conventions.expert_seeds(program, mesh)
+    engine.seed(seeds + split + [seed for seed in extra if seed.value not in taken])
+    held = {axis_of(axis) for axis in (*batch, *named, *_named(extra))}
+    for axis in dict.fromkeys(map(axis_of, axes)):
+        if axis not in held:
             conventions.seed_weights(engine, axis)
 
 

@@ -2,8 +2,8 @@
 
 A hint table maps name patterns (``fnmatch``) to entries per dim: an axis, a tuple of
 axes, ``None``/``"_"`` (closed: whole on this dim), ``"?"`` (open), ``"tp?"`` (split and
-open to more). Dims left out are open. A table comes from ``hints=`` or, as TOML, from
-``FXPAR_HINTS``:
+open to more). ``"tp:2"``, a part of an axis, may stand for an axis (``axis_parts``).
+Dims left out are open. A table comes from ``hints=`` or, as TOML, from ``FXPAR_HINTS``:
 
     "layers.*.up.weight" = ["tp", "_"]
 
@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxpar.errors import HintError
+from fxpar.errors import HintError, MeshError
 from fxpar.sharding import shard_sizes
+from fxpar.sharding.axis_parts import axis_of, full_name, overlapping
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import MODEL
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.spec import Spec
@@ -83,10 +84,12 @@ def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tupl
         elif entry == "?":
             axes, shut = (), False
         elif isinstance(entry, str):
-            axes, shut = tuple(entry.rstrip("?").split("+")), not entry.endswith("?")
+            names, shut = entry.rstrip("?").split("+"), not entry.endswith("?")
+            axes = tuple(map(full_name, names))
         elif isinstance(entry, Iterable):
-            names = tuple(entry)
-            axes, shut = tuple(n for n in names if n != "?"), "?" not in names
+            names = list(entry)
+            axes = tuple(full_name(n) for n in names if n != "?")
+            shut = "?" not in names
         else:
             raise HintError(f"{what}: cannot read entry {entry!r}")
         dims.append(axes)
@@ -95,22 +98,31 @@ def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tupl
     return (*dims, *[()] * open_dims), (*closed, *[False] * open_dims)
 
 
+def axes_of(hint: Entries, what: str) -> list[str]:
+    """The axes, and parts of axes, that a hint names. Raises as ``entries``."""
+    hint = Spec.parse(hint) if isinstance(hint, str) else hint
+    ndim = len(hint.dims) if isinstance(hint, Spec) else len(hint)
+    dims, _ = entries(hint, ndim, what)
+    return [axis for axes in dims for axis in axes]
+
+
 def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
-    """Raise HintError if axes are unknown or used twice."""
-    used: list[str] = []
-    for axes in dims:
-        for axis in axes:
-            if axis not in mesh.sizes:
-                raise HintError(
-                    f"{what}: mesh {mesh} has no axis {axis!r}",
-                    fix=f"use one of {', '.join(mesh.names)}",
-                )
-            if axis in used:
-                raise HintError(
-                    f"{what}: axis {axis!r} is used twice",
-                    fix="an axis may split one dim of a tensor only",
-                )
-            used.append(axis)
+    """Raise HintError if axes, or parts of axes, are unknown or used twice."""
+    used = [axis for axes in dims for axis in axes]
+    for axis in used:
+        try:
+            mesh.axis_size(axis)
+        except MeshError as error:
+            raise HintError(f"{what}: {error.what}", fix=error.fix) from error
+    twice = overlapping(used)
+    if twice is not None:
+        one, other = twice
+        raise HintError(
+            f"{what}: axis {one!r} is used twice"
+            if one == other
+            else f"{what}: axes {one!r} and {other!r} overlap",
+            fix="an axis may split one dim of a tensor only",
+        )
 
 
 def check_even(
@@ -129,15 +141,22 @@ def check_even(
 def make_seed(
     program: Program, value: int, hint: Entries, mesh: Mesh, kind: str, what: str
 ) -> Seed:
-    """The seed of one hint. Raises HintError if it does not fit."""
+    """The seed of one hint. Raises HintError if it does not fit, with the line that
+    makes the value."""
     shape = program.values[value].shape
-    dims, closed = entries(hint, len(shape), what)
-    check(dims, mesh, what)
+    try:
+        dims, closed = entries(hint, len(shape), what)
+        check(dims, mesh, what)
+    except HintError as error:
+        made = program.producers.get(value)
+        line = user_line(program.ops[made[0]].node) if made else None
+        raise HintError(error.what, where=line, fix=error.fix) from error
+    dims = tuple(map(mesh.parts, dims))
     # An axis named for the model splits a sequence, say, and may move from there.
     batch = (
         kind == "input"
         and bool(dims)
-        and any(axis.lower() not in MODEL for axis in dims[0])
+        and any(axis_of(axis).lower() not in MODEL for axis in dims[0])
     )
     return Seed(value, dims, closed, what, PRIORITY.get(kind, 0), batch)
 

@@ -3,23 +3,27 @@
 A mesh is data. It needs no process group and no devices, so a mesh of 65,536 ranks is
 as cheap as one of two. Ranks are row-major: the last axis varies fastest.
 
-A **sub-axis** ``"x:(m)k"``, as Shardy writes it, is a part of axis x: its n ranks seen
-as ``[m, k, n/(mk)]``, of which it is the middle. Users never write one. Resharding uses
-them where an axis must move in pieces, and every method here takes them as axes.
+A **part** ``"x:(m)k"`` of an axis (``axis_parts`` says which ranks it joins) may stand
+wherever an axis does: every method here takes parts. Where a plan needs some, it is
+made on a *refined* mesh, whose axes they are: ``dp=2,tp=2*2`` is ``dp=2,tp=4`` with the
+axes dp, tp:(1)2 and tp:(2)2, each with the link of tp. To what plans it is a mesh as
+any other.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fxpar.errors import MeshError
+from fxpar.sharding.axis_parts import axis_of, cut, part_name, split_name
 
-_SUB_AXIS = re.compile(r"(\w+):\(([1-9]\d*)\)([1-9]\d*)")
-_AXIS = re.compile(r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+)\s*(?:\{([^{}]*)\}\s*)?$")
+_AXIS = re.compile(r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:\*\d+)*)\s*(?:\{([^{}]*)\}\s*)?$")
 _BETWEEN = re.compile(r",(?![^{]*\})")  # a comma, but not one of {1.0,0.5}
 _FORM = 'write axes as name=size, separated by commas: FXPAR_MESH="dp=2,tp=4"'
 _SPEEDS = (
@@ -78,7 +82,24 @@ class Mesh:
             object.__setattr__(self, "links", (Link(),) * len(self.axes))
         if len(self.links) != len(self.axes):
             raise MeshError(f"{len(self.links)} links for {len(self.axes)} axes")
+        self._check_parts()
         self._check_speeds()
+
+    def _check_parts(self) -> None:
+        """Raise MeshError unless the parts of an axis follow each other."""
+        before, end = "", 1
+        done: list[str] = []
+        for name, size in self.axes:
+            axis, above, part = split_name(name) or (name, 1, size)
+            end = end if axis == before else 1
+            follows = above == end and (axis == before or axis not in done)
+            if part != size or ":" in axis or not follows:
+                raise MeshError(
+                    f"mesh axis {name!r} of size {size} is no part that follows",
+                    fix='write axes of parts as "tp=2*2"',
+                )
+            done.append(axis)
+            before, end = axis, end * size
 
     def _check_speeds(self) -> None:
         if not self.speeds:
@@ -114,13 +135,18 @@ class Mesh:
         """
         if isinstance(text, Mesh):
             return text
-        axes, speeds = [], []
+        axes: list[tuple[str, int]] = []
+        speeds: list[tuple[float, ...] | None] = []
         for part in _BETWEEN.split(text):
             match = _AXIS.match(part)
             if not match:
                 raise MeshError(f"cannot read mesh {text!r}: {part!r}", fix=_FORM)
-            axes.append((match[1], int(match[2])))
-            speeds.append(None if match[3] is None else _numbers(match[1], match[3]))
+            parts = _axes(match[1], [int(n) for n in match[2].split("*")])
+            axes += parts
+            given = None if match[3] is None else _numbers(match[1], match[3])
+            speeds += [given] if len(parts) == 1 else [None] * len(parts)
+            if given is not None and len(parts) > 1:
+                raise _uncut(match[1])
         return cls(tuple(axes), speeds=tuple(speeds))
 
     @classmethod
@@ -159,25 +185,127 @@ class Mesh:
         for i, (name, size) in reversed(list(enumerate(self.axes))):
             out[name] = (i, size, stride)
             stride *= size
+        for name, (i, _, stride) in out.copy().items():  # the parts of an axis, joined
+            axis = axis_of(name)
+            if axis != name:
+                first, _, least = out.get(axis, (i, 0, stride))
+                out[axis] = (min(i, first), self._whole[axis], min(stride, least))
         return out
+
+    @cached_property
+    def _whole(self) -> dict[str, int]:
+        """Sizes of the whole axes, in order."""
+        out: dict[str, int] = {}
+        for name, size in self.axes:
+            out[axis_of(name)] = out.get(axis_of(name), 1) * size
+        return out
+
+    @cached_property
+    def is_refined(self) -> bool:
+        """Whether some of its axes are parts."""
+        return len(self._whole) < len(self.axes)
+
+    @cached_property
+    def unrefined(self) -> Mesh:
+        """The mesh of whole axes."""
+        if not self.is_refined:
+            return self
+        first = {axis_of(name): i for i, name in reversed(list(enumerate(self.names)))}
+        return Mesh(
+            tuple(self._whole.items()),
+            tuple(self.links[first[axis]] for axis in self._whole),
+            tuple(self.speeds[first[axis]] for axis in self._whole),
+        )
+
+    def refined(self, names: Iterable[str]) -> Mesh:
+        """The mesh whose axes make each of ``names``, axes and parts of them, and
+        those that it has. The same mesh if nothing is to be cut.
+
+        Raises MeshError on unknown axes, parts that do not divide theirs, parts that
+        do not nest, and unlike devices along an axis that is cut.
+        """
+        asked: dict[str, list[str]] = {axis: [] for axis in self._whole}
+        for name in (*self.names, *names):
+            self._find(name)
+            asked[axis_of(name)].append(name)
+        axes: list[tuple[str, int]] = []
+        for axis, n in self._whole.items():
+            sizes = cut(n, asked[axis])
+            if len(sizes) > 1 and any(self.speeds[self._find(axis)[0]] or ()):
+                raise _uncut(axis)
+            axes += _axes(axis, sizes)
+        if tuple(axes) == self.axes:
+            return self
+        links = tuple(self.link(axis_of(name)) for name, _ in axes)
+        speeds = tuple(
+            None if ":" in name else self.speeds[self._find(name)[0]]
+            for name, _ in axes
+        )
+        return Mesh(tuple(axes), links, speeds)
+
+    def has(self, axis: str) -> bool:
+        """Whether this names an axis, or a part of one."""
+        try:
+            self._find(axis)
+        except MeshError:
+            return False
+        return True
 
     def _find(self, axis: str) -> tuple[int, int, int]:
         found = self._layout.get(axis)
         if found is None:
-            match = _SUB_AXIS.fullmatch(axis)
-            if match is None or match[1] not in self._layout:
+            part = split_name(axis)
+            if part is None or part[0] not in self._layout:
                 raise self._unknown(axis)
-            i, n, stride = self._layout[match[1]]
-            above, size = int(match[2]), int(match[3])
+            name, above, size = part
+            i, n, stride = self._layout[name]
             if n % (above * size):
-                raise self._unknown(axis)
+                raise MeshError(
+                    f"axis {name!r} of {n} ranks has no part {axis!r}",
+                    fix=f'in "{name}:(m)k" m * k divides {n}',
+                )
             found = self._layout[axis] = (i, size, stride * (n // (above * size)))
         return found
 
     def _unknown(self, axis: str) -> MeshError:
-        return MeshError(
-            f"mesh {self} has no axis {axis!r}", fix=f"use one of {self.names}"
-        )
+        known = ", ".join(self._whole)
+        return MeshError(f"mesh {self} has no axis {axis!r}", fix=f"use one of {known}")
+
+    def parts(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes of this mesh that make the given axes and parts, in order.
+
+        Raises MeshError if one is unknown, or no product of axes of this mesh.
+        """
+        out: list[str] = []
+        for axis in axes:
+            if axis in self.sizes:
+                out.append(axis)
+                continue
+            _, size, stride = self._find(axis)
+            inside = [
+                name
+                for name in self.names
+                if axis_of(name) == axis_of(axis)
+                and stride <= self._layout[name][2] < stride * size
+            ]
+            if self.count(inside) != size:
+                raise MeshError(
+                    f"mesh {self} does not have part {axis!r} by itself",
+                    fix=f"plan on {self.unrefined}, or for parts that it has",
+                )
+            out += inside
+        return tuple(out)
+
+    def joined(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The same axes, with parts of one axis that follow each other made one."""
+        out: list[str] = []
+        for name in axes:
+            part, last = split_name(name), split_name(out[-1]) if out else None
+            if part and last and last[0] == part[0] and last[1] * last[2] == part[1]:
+                name = self.sub_axis(part[0], last[1], last[2] * part[2])
+                out.pop()
+            out.append(name)
+        return tuple(out)
 
     @property
     def unlike(self) -> tuple[str, ...]:
@@ -197,7 +325,7 @@ class Mesh:
 
     def _place(self, axis: str) -> tuple[int, int]:
         i, _, stride = self._find(axis)
-        return i, -stride
+        return -stride, i
 
     def axis_size(self, axis: str) -> int:
         """Size of an axis. Raises MeshError if the mesh has no such axis."""
@@ -208,10 +336,11 @@ class Mesh:
         return self.links[self._find(axis)[0]]
 
     def sub_axis(self, axis: str, above: int, size: int) -> str:
-        """Name of the part ``(above)size`` of an axis; the axis itself if it is all."""
+        """Name of the part ``(above)size`` of an axis or part; itself if it is all."""
         if above == 1 and size == self.axis_size(axis):
             return axis
-        name = f"{axis}:({above}){size}"
+        whole, outer, _ = split_name(axis) or (axis, 1, 0)
+        name = part_name(whole, outer * above, size)
         self._find(name)
         return name
 
@@ -261,11 +390,28 @@ class Mesh:
                 yield group
 
     def __str__(self) -> str:
-        parts = []
+        parts: dict[str, str] = {}
         for (name, size), speeds in zip(self.axes, self.speeds, strict=True):
             words = ",".join(repr(float(speed)) for speed in speeds or ())
-            parts.append(f"{name}={size}" + (f"{{{words}}}" if words else ""))
-        return ",".join(parts)
+            text = f"{size}" + (f"{{{words}}}" if words else "")
+            axis = axis_of(name)
+            parts[axis] = f"{parts[axis]}*{text}" if axis in parts else text
+        return ",".join(f"{axis}={text}" for axis, text in parts.items())
+
+
+def _axes(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """(name, size) of an axis, or of the parts it is cut into, major to minor."""
+    if len(sizes) == 1:
+        return [(axis, sizes[0])]
+    above = [1, *itertools.accumulate(sizes, operator.mul)]
+    return [(part_name(axis, m, k), k) for m, k in zip(above, sizes, strict=False)]
+
+
+def _uncut(axis: str) -> MeshError:
+    return MeshError(
+        f"mesh axis {axis!r} has unlike devices: it has no parts",
+        fix="leave out its speeds, or the parts",
+    )
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:

@@ -53,21 +53,31 @@ def describe(
         if declared.kind in ("parameter", "buffer")
     ]
     results = list(zip(signature.outputs, edges.outputs, strict=True))
+    mesh = decision.mesh
+
+    def named(pairs: Iterable[tuple[str, Spec]]) -> tuple[tuple[str, Spec], ...]:
+        return tuple((name, spec.joined(mesh)) for name, spec in pairs)
+
     return Plan(
-        decision.mesh,
-        tuple(plain),
-        tuple(s for out, s in results if out.kind == "output" and s is not None),
-        tuple(parameters),
-        tuple((o.name, s) for o, s in results if o.kind == "gradient" and s),
-        tuple((v.name, decision.settled[v.index]) for v in program.values),
+        mesh,
+        _joined(plain, mesh),
+        _joined((s for o, s in results if o.kind == "output" and s is not None), mesh),
+        named(parameters),
+        named((o.name, s) for o, s in results if o.kind == "gradient" and s),
+        named((v.name, decision.settled[v.index]) for v in program.values),
         nodes,
-        collectives,
+        tuple(replace(c, axes=mesh.joined(c.axes)) for c in collectives),
         tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
         decision.reasons or tuple(_reasons(decision)),
         _notes(decision),
         memory=memory,
         dearest=_dearest(decision, reshards, priced),
     )
+
+
+def _joined(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
+    """Specs as users write them."""
+    return tuple(spec.joined(mesh) for spec in specs)
 
 
 def _notes(decision: Decision) -> tuple[str, ...]:
@@ -77,17 +87,17 @@ def _notes(decision: Decision) -> tuple[str, ...]:
 
 
 def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
-    program, edges = decision.program, decision.edges
+    program, edges, mesh = decision.program, decision.edges, decision.mesh
     strategy = decision.strategies[op.index]
     values = [program.values[v] for v in op.tensors]
     return NodePlan(
         op.name,
         str(op.target),
-        strategy.factors,
+        tuple((factor, mesh.joined(axes)) for factor, axes in strategy.factors),
         strategy.passes,
-        tuple(edges.reads[op.index, i] for i in range(len(op.operands))),
-        tuple(edges.made[v] for v in op.results),
-        tuple(decision.settled[v] for v in op.results),
+        _joined((edges.reads[op.index, i] for i in range(len(op.operands))), mesh),
+        _joined((edges.made[v] for v in op.results), mesh),
+        _joined((decision.settled[v] for v in op.results), mesh),
         tuple(v.shape for v in values),
         tuple(str(v.dtype).removeprefix("torch.") for v in values),
         str(op.rule),
@@ -109,13 +119,21 @@ def _dearest(
         local = value.nbytes / mesh.count(reshard.source.sharded_axes)
         taken = duration(way, mesh, local, front(value.shape)) if known else 0.0
         name, _, line = cause(decision, reshard).partition(" (")
-        steps = tuple(f"{step.kind} {step.names}" for step in way)
+        steps = tuple(f"{s.kind} {'+'.join(mesh.joined(s.axes))}" for s in way)
         key = reshard.source, reshard.target, steps, line.removesuffix(")") or name
         count, total, seconds = calls.get(key, (0, 0, 0.0))
         calls[key] = count + 1, total + sent, seconds + taken
     found = sorted(calls.items(), key=lambda item: (-item[1][2], -item[1][1]))
     return tuple(
-        Moved(source, target, steps, count, total, seconds if known else None, line)
+        Moved(
+            source.joined(mesh),
+            target.joined(mesh),
+            steps,
+            count,
+            total,
+            seconds if known else None,
+            line,
+        )
         for (source, target, steps, line), (count, total, seconds) in found[:DEAREST]
     )
 

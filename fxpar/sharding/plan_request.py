@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from fxpar.config import Options
 from fxpar.errors import DeviceError
@@ -17,13 +18,14 @@ from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.program import Input, Signature
+from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
 from fxpar.sharding.search.mesh_candidates import candidates, in_nodes, read_auto
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 
 Mode = str | SearchOptions | Plan
+End = TypeVar("End", Input, Output)
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,18 @@ class Request:
 
     @property
     def laid(self) -> Signature:
-        """The signature on ``mesh``: parts of the batch lie over its batch axes."""
+        """The signature on ``mesh``: specs in its axes, parts of the batch over its
+        batch axes."""
+        signature = self.signature
+        if self.mesh.is_refined:
+            signature = replace(
+                signature,
+                inputs=tuple(_lies(x, self.mesh) for x in signature.inputs),
+                outputs=tuple(_lies(x, self.mesh) for x in signature.outputs),
+            )
         if self.local is None:
-            return self.signature
-        return local_batch(self.signature, self.local, self.summands, self.mesh)
+            return signature
+        return local_batch(signature, self.local, self.summands, self.mesh)
 
     @property
     def label(self) -> str:
@@ -96,6 +106,11 @@ class Request:
     def on(self, mesh: Mesh) -> Request:
         """The request for one of ``meshes``."""
         return replace(self, mesh=mesh, meshes=())
+
+
+def _lies(end: End, mesh: Mesh) -> End:
+    """An input or output that rests in axes of a refined mesh."""
+    return end if end.rest is None else replace(end, rest=end.rest.refined(mesh))
 
 
 def local_batch(

@@ -1,8 +1,8 @@
-"""A graph as sharding sees it: values, ops with rules, inputs and outputs.
+"""The Program, a graph as sharding sees it: values, ops with rules, inputs and outputs.
 
-``read`` takes an ATen graph with global fake values (``meta["val"]``) and returns a
-Program; it never changes the graph. A value is one tensor: the result of a node, or one
-element of a tuple result (``getitem`` nodes are names for those, not ops).
+``read_program`` makes one of an ATen graph. A value is one tensor: the result of a
+node, or one element of a tuple result (``getitem`` nodes are names for those, not ops).
+Also what nodes say of themselves: the user's line, whether they are of the backward.
 """
 
 from __future__ import annotations
@@ -10,21 +10,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar import _torch
-from fxpar.errors import PlanError, RuleError
-from fxpar.sharding.body_rules import Inside, inside
 from fxpar.sharding.factors import Axes, Rule
-from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.manual import manual_axes, pinned
 from fxpar.sharding.rules.op_facts import op_facts_of
-from fxpar.sharding.rules.table import evaluate, tensors_of
+from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
 
 # Of a node of a graph at the sizes it was traced with: the node of the graph with open
@@ -203,202 +198,6 @@ def user_line(node: fx.Node) -> str | None:
     return found
 
 
-def _whole_rule(shapes: Sequence[Sequence[int]], operands: int) -> Rule:
-    dims = [
-        tuple((f"t{i}d{d}",) for d in range(len(shape)))
-        for i, shape in enumerate(shapes)
-    ]
-    sizes = tuple(
-        (f"t{i}d{d}", n) for i, shape in enumerate(shapes) for d, n in enumerate(shape)
-    )
-    return Rule(
-        tuple(dims[:operands]),
-        tuple(dims[operands:]),
-        sizes,
-        frozenset(name for name, _ in sizes),
-    )
-
-
-def _whole(node: fx.Node) -> Rule:
-    """The rule of a call of which nothing is split."""
-    tensors = [x.meta["val"] for x in tensor_nodes(node)]
-    shapes = [tuple(t.shape) for t in tensors + tensors_of(node.meta["val"])]
-    return _whole_rule(shapes, len(tensors))
-
-
-def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    """Hashable description of a call, tensors by shape and dtype."""
-
-    def freeze(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return ("T", tuple(x.shape), x.dtype, tuple(x.stride()))
-        if isinstance(x, (list, tuple)):
-            return tuple(freeze(y) for y in x)
-        if isinstance(x, dict):
-            return tuple((k, freeze(y)) for k, y in x.items())
-        return (type(x), x)
-
-    return target, freeze(args), freeze(kwargs)
-
-
-class RuleReader:
-    """Rules of calls, shared by calls of equal op, shapes and attributes."""
-
-    def __init__(self) -> None:
-        self._cache: dict[Any, tuple[Rule, bool]] = {}
-
-    def __call__(self, node: fx.Node) -> tuple[Rule, bool]:
-        """(rule, known). Raises RuleError naming the node if a row does not fit."""
-        if node.meta.get("fxpar_whole"):
-            return _whole(node), not _torch.aot.higher_order_name(node.target)
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: n.meta["val"]
-        )
-        key = _key(node.target, args, kwargs)
-        try:
-            if key in self._cache:
-                return self._cache[key]
-        except TypeError:
-            key = None
-        made = self._make(node, args, kwargs)
-        if key is not None:
-            self._cache[key] = made
-        return made
-
-    def _make(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Rule, bool]:
-        row, rule = row_of(node.target), None
-        if row is not None:
-            try:
-                rule = evaluate(row, args, dict(kwargs), node.meta["val"])
-            except RuleError as error:
-                raise RuleError(
-                    f"the rule of {node.target} does not fit: {error.what}",
-                    where=user_line(node),
-                    fix='correct the rule given to fxpar.rule("...")',
-                ) from error
-        if rule is not None:
-            return rule, True
-        bodies = inside(node.target, args, node.meta["val"], read_body)
-        if bodies is not None and bodies.rule is not None:
-            return bodies.rule, True
-        return _whole(node), False
-
-
-def read(graph: fx.Graph, signature: Signature) -> Program:
-    """The Program of an ATen graph with fake values on every node.
-
-    Raises RuleError if a rule does not fit its call, PlanError on a size that depends
-    on data.
-    """
-    values: list[Value] = []
-    ops: list[Op] = []
-    inputs: list[int | None] = []
-    outputs: list[int | None] = []
-    producers: dict[int, tuple[int, int]] = {}
-    uses: list[list[tuple[int, int]]] = []
-    value_of: dict[tuple[fx.Node, int], int] = {}
-    rules, manual = RuleReader(), manual_axes(graph)
-    taken = {node.name for node in graph.nodes if node.op != "placeholder"}
-
-    def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
-        index = len(values)
-        if _torch.fake.depends_on_data(tensor):
-            raise PlanError(
-                f"{name} ({node.target}) has a size that depends on data",
-                where=user_line(node),
-                fix="compute it outside of the compiled code",
-            )
-        shape = tuple(map(int, tensor.shape))
-        values.append(Value(index, name, shape, tensor.dtype, _open_shape(node, i)))
-        uses.append([])
-        value_of[node, i] = index
-        return index
-
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        if node.op == "placeholder":
-            name = signature.inputs[len(inputs)].name
-            while name in taken:
-                name += "'"
-            taken.add(name)
-            tensor = isinstance(val, torch.Tensor)
-            inputs.append(new_value(node, 0, val, name) if tensor else None)
-        elif node.op == "get_attr":
-            if isinstance(val, torch.Tensor):
-                new_value(node, 0, val, node.name)
-        elif node.op == "output":
-            results = node.args[0]
-            for arg in (results,) if isinstance(results, fx.Node) else results:
-                found = value_of.get((arg, 0)) if isinstance(arg, fx.Node) else None
-                outputs.append(found)
-        elif node.target is operator.getitem:
-            source = _element(node)
-            if source in value_of:
-                value_of[node, 0] = value_of[source]
-        else:
-            tensors = tensors_of(val)
-            if not tensors:
-                continue
-            rule, known = rules(node)
-            rule = pinned(rule, manual.get(node, {}))
-            operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
-            single = isinstance(val, torch.Tensor)
-            results = tuple(
-                new_value(node, i, t, node.name if single else f"{node.name}.{i}")
-                for i, t in enumerate(tensors)
-            )
-            op = Op(
-                len(ops), node.name, node.target, rule, operands, results, node, known
-            )
-            ops.append(op)
-            for position, v in enumerate(operands):
-                uses[v].append((op.index, position))
-            for position, v in enumerate(results):
-                producers[v] = (op.index, position)
-    marked = (n for n, i in value_of if i == 0 and n.meta.get("fxpar_reduce_here"))
-    reduce_here = frozenset(value_of[n, 0] for n in marked)
-    return Program(
-        values,
-        ops,
-        inputs,
-        outputs,
-        signature,
-        producers,
-        uses,
-        value_of,
-        reduce_here,
-    )
-
-
-def _open_shape(node: fx.Node, i: int) -> tuple[Any, ...]:
-    """Shape of a tensor that a node gives, where the node stands for one of a graph
-    with open sizes."""
-    if OPEN not in node.meta:
-        return ()
-    return tuple(tensors_of(node.meta[OPEN].meta["val"])[i].shape)
-
-
-def with_open_sizes(program: Program) -> Program:
-    """The program of a graph at its hints, of the nodes that those stand for."""
-    return replace(
-        program,
-        ops=[replace(op, node=op.node.meta[OPEN]) for op in program.ops],
-        value_of={(node.meta[OPEN], i): v for (node, i), v in program.value_of.items()},
-    )
-
-
-def read_body(body: fx.GraphModule) -> Program:
-    """The Program of a graph that an op runs: its inputs and outputs lie open."""
-    places = [node.name for node in body.graph.nodes if node.op == "placeholder"]
-    return read(body.graph, Signature(tuple(map(Input, places)), ()))
-
-
-def inside_of(node: fx.Node) -> Inside | None:
-    """The bodies of a call; None if it has none that are known."""
-    args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    return inside(node.target, args, node.meta["val"], read_body)
-
-
 def is_view(op: Op) -> bool:
     """Whether the op only looks at its operand in another way; some move elements
     where strides do not allow that."""
@@ -459,7 +258,7 @@ def values_by_node(program: Program) -> dict[fx.Node, int]:
         taken = [node for node in op.node.users if node.target is operator.getitem]
         for node in taken:
             taken += [user for user in node.users if user.target is operator.getitem]
-            place = _element(node)[1]
+            place = element_of(node)[1]
             if place >= 0:
                 out[node] = op.results[place]
     return out
@@ -478,7 +277,7 @@ def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _element(node: fx.Node) -> tuple[fx.Node, int]:
+def element_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The op whose result a getitem takes, and the place among its tensors; of a result
     that is no tensor, -1."""
     before, val = 0, node.meta.get("val")

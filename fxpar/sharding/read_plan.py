@@ -111,7 +111,7 @@ class Saved:
     def axis(self, mesh: Mesh) -> str:
         """The name of an axis of the mesh."""
         name = self.text()
-        if name not in mesh.sizes:
+        if not mesh.has(name):
             raise self.refuse(f"mesh {mesh} has no axis {name!r}")
         return name
 
@@ -119,7 +119,7 @@ class Saved:
         """A spec on the mesh, of a tensor of ``dims``."""
         spec = self.read(Spec.parse)
         for axis in spec.axes:
-            if axis not in mesh.sizes:
+            if not mesh.has(axis):
                 raise self.refuse(f"{spec} names axis {axis!r}, mesh {mesh} has none")
         if dims is not None and len(spec.dims) != dims:
             raise self.refuse(f"{spec} has {len(spec.dims)} dims, the tensor {dims}")

@@ -41,7 +41,7 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
     if [op.name for op in program.ops] != [node.name for node in plan.nodes]:
         raise PlanError("the plan is for another program: its ops differ", fix=_AGAIN)
     if program.signature.batch:
-        program = with_rests(program, _rests(program, plan))
+        program = with_rests(program, _rests(program, mesh, plan))
     mesh = replace(mesh, links=plan.mesh.links)
     strategies = [
         _strategy(op, node, mesh)
@@ -63,7 +63,8 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
 
 def _strategy(op: Op, node: NodePlan, mesh: Mesh) -> Strategy:
     """What the plan has the op do. Raises PlanError if the op cannot."""
-    strategy = Strategy(node.factors, node.passes)
+    factors = tuple((factor, mesh.parts(axes)) for factor, axes in node.factors)
+    strategy = Strategy(factors, node.passes)
     why = _misfit(op.rule, strategy, mesh) or _unlike(op, node)
     if why:
         raise PlanError(
@@ -124,11 +125,11 @@ def _settled(program: Program, mesh: Mesh, plan: Plan) -> list[Spec]:
             raise PlanError(
                 f"the plan does not fit value {value.name}: {error.what}", fix=_AGAIN
             ) from error
-        out.append(known[value.name])
+        out.append(known[value.name].refined(mesh))
     return out
 
 
-def _rests(program: Program, plan: Plan) -> list[Spec | None]:
+def _rests(program: Program, mesh: Mesh, plan: Plan) -> list[Spec | None]:
     """Where a plan's outputs rest, in the order of the program's. Raises PlanError if
     it has others."""
     ends = zip(program.signature.outputs, program.outputs, strict=True)
@@ -139,7 +140,8 @@ def _rests(program: Program, plan: Plan) -> list[Spec | None]:
             f"{kinds.count('output')}",
             fix=_AGAIN,
         )
-    outputs, gradients = iter(plan.outputs), dict(plan.gradients)
+    outputs = (spec.refined(mesh) for spec in plan.outputs)
+    gradients = {name: spec.refined(mesh) for name, spec in plan.gradients}
     return [
         None
         if kind is None

@@ -56,7 +56,7 @@ def may_split(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
         return True
     if rows < mesh.count(axes):
         return False
-    return any(rows % mesh.axis_size(axis) for axis in axes)
+    return any(rows % mesh.axis_size(axis) for axis in mesh.joined(axes))
 
 
 def idle(rows: int, mesh: Mesh, axes: Sequence[str]) -> float:

@@ -1,9 +1,10 @@
 """How one tensor lies on the mesh: per dim an ordered tuple of axes, plus partial axes.
 
 Written as JAX writes a PartitionSpec: ``Spec("dp", None, ("tp", "sp"))``. Axes on one
-dim go major to minor. A partial axis means that each rank along it holds a summand (or
-another unreduced operand) of the value. DTensor placements exist only at the border:
-``Spec.to_placements`` and ``Spec.from_placements``.
+dim go major to minor; ``"tp:2"`` is a part of one (``axis_parts``). A partial axis
+means that each rank along it holds a summand (or another unreduced operand) of the
+value. DTensor placements exist only at the border: ``Spec.to_placements`` and
+``Spec.from_placements``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cached_property
 
 from fxpar.errors import SpecError
 from fxpar.sharding import shard_sizes
+from fxpar.sharding.axis_parts import full_name, is_name, overlapping
 from fxpar.sharding.mesh import Mesh
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
@@ -26,8 +28,8 @@ def _entry(entry: Entry) -> tuple[str, ...]:
     if entry is None:
         return ()
     if isinstance(entry, str):
-        return (entry,)
-    return tuple(entry)
+        return (full_name(entry),)
+    return tuple(full_name(name) for name in entry)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -45,16 +47,20 @@ class Spec:
     ) -> None:
         pairs = partial.items() if isinstance(partial, Mapping) else partial
         object.__setattr__(self, "dims", tuple(_entry(entry) for entry in dims))
-        object.__setattr__(self, "partial", tuple(sorted(tuple(p) for p in pairs)))
+        named = sorted((full_name(axis), op) for axis, op in map(tuple, pairs))
+        object.__setattr__(self, "partial", tuple(named))
         # Not ``self.axes``: Dynamo, which traces this, has no cached properties.
         used = [axis for dim in self.dims for axis in dim]
         used += [axis for axis, _ in self.partial]
-        for axis in used:
-            if used.count(axis) > 1:
-                raise SpecError(
-                    f"axis {axis!r} is used twice in {self}",
-                    fix="an axis may split one dim only, or be partial",
-                )
+        twice = overlapping(used)
+        if twice is not None:
+            one, other = twice
+            raise SpecError(
+                f"axis {one!r} is used twice in {self}"
+                if one == other
+                else f"axes {one!r} and {other!r} overlap in {self}",
+                fix="an axis may split one dim only, or be partial",
+            )
         for _, op in self.partial:
             if op not in REDUCTIONS:
                 raise SpecError(f"unknown reduction {op!r}", fix=f"use {REDUCTIONS}")
@@ -97,12 +103,32 @@ class Spec:
             [[a for a in dim if a not in axes] for dim in self.dims], self.partial
         )
 
+    def refined(self, mesh: Mesh) -> Spec:
+        """The spec in axes of a refined mesh. Raises MeshError as ``mesh.parts``."""
+        if all(axis in mesh.sizes for axis in self.axes):
+            return self
+        partial = [
+            (part, op) for axis, op in self.partial for part in mesh.parts([axis])
+        ]
+        return Spec.of(map(mesh.parts, self.dims), partial)
+
+    def joined(self, mesh: Mesh) -> Spec:
+        """The spec as users write it: parts that make an axis are that axis. Inverse
+        of ``refined``."""
+        if not any(":" in axis for axis in self.axes):
+            return self
+        partial = []
+        for reduction in dict.fromkeys(op for _, op in self.partial):
+            axes = mesh.ordered([axis for axis, op in self.partial if op == reduction])
+            partial += [(axis, reduction) for axis in mesh.joined(axes)]
+        return Spec.of(map(mesh.joined, self.dims), partial)
+
     def check(self, mesh: Mesh, shape: Sequence[int]) -> None:
         """Raise SpecError unless the spec fits this mesh and the number of dims."""
         if len(self.dims) != len(shape):
             raise SpecError(f"{self} has {len(self.dims)} dims, tensor {list(shape)}")
         for axis in self.axes:
-            if axis not in mesh.sizes:
+            if not mesh.has(axis):
                 raise SpecError(
                     f"{self} names axis {axis!r}, which mesh {mesh} does not have",
                     fix=f"use one of {mesh.names}",
@@ -165,7 +191,7 @@ class Spec:
     @classmethod
     def parse(cls, text: str) -> Spec:
         """Read either form of ``format``. Raises SpecError on anything else."""
-        match = re.fullmatch(r"\s*\w*\[([^\]]*)\](?:\s*partial\(([^)]*)\))?\s*", text)
+        match = re.fullmatch(r"\s*\w*\[([^\]]*)\](?:\s*partial\((.*)\))?\s*", text)
         if not match:
             raise SpecError(f"cannot read spec {text!r}", fix="write [dp, _, tp+sp]")
         dims: list[tuple[str, ...]] = []
@@ -174,16 +200,14 @@ class Spec:
             size, at, names = entry.rpartition("@")
             whole = not at and (entry == "_" or entry.isdigit())
             axes = () if whole else tuple(names.split("+"))
-            if not all(axis.isidentifier() for axis in axes) or (
-                at and not size.isdigit()
-            ):
+            if not all(map(is_name, axes)) or (at and not size.isdigit()):
                 raise SpecError(f"cannot read {entry!r} in spec {text!r}")
             dims.append(axes)
         partial = {}
         for clause in match[2].split(",") if match[2] else []:
             op, _, names = clause.partition(":")
             for axis in names.strip().split("+"):
-                if not axis.isidentifier():
+                if not is_name(axis):
                     raise SpecError(f"cannot read {clause!r} in spec {text!r}")
                 partial[axis] = op.strip()
         return cls(*dims, partial=partial)
@@ -202,20 +226,22 @@ class Spec:
         DTensor splits a dim by mesh order, major first. Where this spec has an axis
         more major than the order of the mesh implies, the earlier mesh axis becomes a
         strided shard whose split factor is the number of shards the later, but more
-        major, axes make.
+        major, axes make. Of a spec with parts, ``mesh.refined(spec.axes)`` has the
+        axes. Raises MeshError if ``mesh`` has not.
         """
         from fxpar._torch.dtensor import Partial, Replicate, Shard, strided_shard
 
+        spec = self.refined(mesh)
         order = {name: i for i, name in enumerate(mesh.names)}
         where = {
-            axis: (d, i) for d, a in enumerate(self.dims) for i, axis in enumerate(a)
+            axis: (d, i) for d, a in enumerate(spec.dims) for i, axis in enumerate(a)
         }
-        reductions = dict(self.partial)
+        reductions = dict(spec.partial)
         out = []
         for axis in mesh.names:
             if axis in where:
                 dim, i = where[axis]
-                above = [a for a in self.dims[dim][:i] if order[a] > order[axis]]
+                above = [a for a in spec.dims[dim][:i] if order[a] > order[axis]]
                 split = mesh.count(above)
                 out.append(strided_shard(dim, split) if split > 1 else Shard(dim))
             elif axis in reductions:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.runtime import pipeline_steps
+from fxpar.runtime import lowering_steps
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.spawn import shared_pool
 
@@ -35,13 +35,13 @@ def losses(name: str, mesh: str, fuse: str, sharded: bool) -> tuple[list[float],
     compiled = torch.compile(model, backend="fxpar", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(5)
-    found, out, kept = [], [], pipeline_steps.fuse_graph
+    found, out, kept = [], [], lowering_steps.fuse_graph
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         found.append(kept(*args, **kwargs))
         return found[-1]
 
-    with mock.patch.object(pipeline_steps, "fuse_graph", counting):
+    with mock.patch.object(lowering_steps, "fuse_graph", counting):
         for _ in range(STEPS):
             loss = compiled(**batch)
             loss.backward()

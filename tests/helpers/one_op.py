@@ -30,7 +30,8 @@ from fxpar.sharding.factors import (
     result_spec,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Input, Output, Signature, read
+from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.needed import connect
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec

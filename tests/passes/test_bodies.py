@@ -22,7 +22,8 @@ from fxpar.errors import FxparWarning, PlanError
 from fxpar.passes import body_seeds, loop_steps
 from fxpar.passes.loop_steps import STEPS
 from fxpar.planning import TracedPlan
-from fxpar.sharding.program import Input, Signature, inside_of, read
+from fxpar.sharding.program import Input, Signature
+from fxpar.sharding.read_program import inside_of, read
 from tests.helpers.bodies import CONTROL, NOISY, UNKNOWN_LENGTH, attention
 
 BATCH = ("dp", None, None)

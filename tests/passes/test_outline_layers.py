@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxpar
 from fxpar import _torch
 from fxpar.passes.outline_layers import INVOKE, LEAST_CALLS, outline_layers
-from fxpar.runtime import pipeline_steps
+from fxpar.runtime import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 
@@ -224,7 +224,7 @@ def trained(layout: str, disable: str) -> tuple[list[list[float]], list[int]]:
     numbers = []
     for _ in range(2):
         ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
-        with mock.patch.object(pipeline_steps, "outline_layers", counted):
+        with mock.patch.object(lowering_steps, "outline_layers", counted):
             loss = step(input_ids=ids, labels=ids).loss
             loss.backward()
         grads = [p.grad for p in model.parameters()]

@@ -3,6 +3,7 @@ what they are told when that fails; which graphs are one text."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -19,9 +20,9 @@ from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
 from fxpar.passes.graph_bodies import all_nodes
 from fxpar.passes.outline_layers import INVOKE
-from fxpar.runtime import consensus, presence
+from fxpar.runtime import consensus, meeting, presence
 from fxpar.runtime.binding import bind
-from fxpar.runtime.compile_once import compile_once
+from fxpar.runtime.compile_once import compile_once, first_does
 from fxpar.runtime.plan_store import lines_of
 from tests.helpers.spawn import shared_pool
 
@@ -85,6 +86,41 @@ def disabled(_: str) -> tuple[float, float, str | None]:
 
     with config.patch(force_disable_caches=True):
         return in_turns([4, 4])
+
+
+def one_does(folders: list[str], fails: bool) -> bool:
+    """Whether this rank did what the first one does for all."""
+    meeting.current().store.set(
+        f"{meeting.current().prefix}/folder/{dist.get_rank()}",
+        folders[dist.get_rank()],
+    )
+    consensus.agree("start", "", "")
+    does: list[float] = []
+
+    def work() -> None:
+        does.append(time.monotonic())
+        time.sleep(0.2)
+        if fails:
+            raise ValueError("it cannot be done")
+
+    key = f"{folders} {fails}"
+    with contextlib.suppress(ValueError):
+        first_does("works", key, work)
+    ended = time.monotonic()
+    assert not does or ended >= does[0] + 0.2
+    return bool(does)
+
+
+@pytest.mark.multiprocess
+def test_the_first_rank_does_what_all_need() -> None:
+    pool = shared_pool(2)
+    pool.renew()
+    assert sorted(pool.run(one_does, ["a", "a"], False)) == [False, True]
+    # One that fails ends the wait of the others too.
+    assert sorted(pool.run(one_does, ["a", "a"], True)) == [False, True]
+    # Who sees other files does it too.
+    assert pool.run(one_does, ["a", "b"], False) == [True, True]
+    pool.renew()
 
 
 def one_fails(again: bool) -> tuple[str, str]:

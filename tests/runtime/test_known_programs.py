@@ -80,7 +80,10 @@ def kept(disk: Path) -> tuple[known_programs.KnownProgram, Path]:
     assert new is not None and new.plan is None
     results = {0: Spec("dp", None)}
     local = plan.result.local
-    known_programs.keep(new, plan.result.plan, results, ["all_reduce"], local)
+    record = known_programs.describe(
+        new, plan.result.plan, results, ["all_reduce"], local
+    )
+    known_programs.keep(new, record)
     (path,) = disk.glob("*.program.json")
     found = known_programs.look_up("a program", "tag")
     assert found is not None and found.plan is not None
@@ -221,16 +224,17 @@ def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
     warm = pool.run(started, folders[:1] * 2, timeout=600.0)
     for first, second in zip(cold, warm, strict=True):
         assert first["apart"] < 1e-12 and second["apart"] < 1e-12
-        assert first["planned"] == 1 and first["hits"] == 0
         assert second["planned"] == 0 and second["hits"] == 1 and second["traced"] == 0
         assert first["plan"] == second["plan"]
-    # One rank may read what the other has just left in their folder.
-    assert any(first["traced"] for first in cold)
+    # Rank 0 plans and compiles for both, and one of them traces.
+    assert [[each["planned"], each["hits"]] for each in cold] == [[1, 0], [0, 1]]
+    assert sum(bool(first["traced"]) for first in cold) == 1
     # A damaged file of rank 0 is made anew.
     for path in Path(folders[0], "fxpar").glob("*.json"):
         _cut(path)
     again = pool.run(started, folders[:1] * 2, timeout=600.0)
-    assert all(each["planned"] == 1 and each["apart"] < 1e-12 for each in again)
+    assert [[each["planned"], each["hits"]] for each in again] == [[1, 0], [0, 1]]
+    assert all(each["apart"] < 1e-12 for each in again)
 
 
 @pytest.mark.slow
@@ -251,3 +255,38 @@ def test_a_rank_whose_folder_is_lost_plans_what_the_others_found(
     shutil.rmtree(Path(folders[0], "fxpar"))
     after = pool.run(started, folders, timeout=600.0)
     assert all(each["planned"] == 1 and each["apart"] < 1e-12 for each in after)
+
+
+def led(fails: str) -> list[str]:
+    """What a call says where rank 0 fails to plan, or to compile, for both."""
+    options: dict[str, Any] = {"mesh": "dp=2", "plan": "propagate"}
+    if fails == "plan":
+        options["hints"] = {"x": ("dp", "dp")}
+    torch.compiler.reset()
+    program = torch.compile(lambda x: (x * 2).relu(), backend="fxpar", options=options)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("no compiler here")
+
+    bound = pipeline.bound
+    if fails == "compile" and dist.get_rank() == 0:
+        pipeline.bound = broken
+    try:
+        program(torch.ones(4, 4))
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    finally:
+        pipeline.bound = bound
+    return ["", ""]
+
+
+@pytest.mark.multiprocess
+def test_who_follows_hears_of_a_failure() -> None:
+    pool = shared_pool(2)
+    # What is wrong with the program, all ranks say by themselves.
+    for kind, text in pool.run(led, "plan"):
+        assert kind == "HintError" and "used twice" in text
+    (kind, _), (other, told) = pool.run(led, "compile")
+    assert kind == "ValueError" and other == "RankMismatchError"
+    assert "rank 0 failed" in told and "no compiler here" in told
+    assert pool.run(led, "") == [["", ""]] * 2

@@ -18,7 +18,7 @@ from fxpar import cache_files, pipeline
 from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
-from fxpar.runtime import consensus, pipeline_steps, plan_store
+from fxpar.runtime import consensus, lowering_steps, plan_store
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table
@@ -267,13 +267,13 @@ def test_a_schedule_is_chosen_once(
 ) -> None:
     """With its plan; not if another was asked for when the plan was kept."""
     chosen: list[Any] = []
-    choose = pipeline_steps.choose_or_warn
+    choose = lowering_steps.choose_or_warn
 
     def counted(*args: Any) -> Any:
         chosen.append(choose(*args))
         return chosen[-1]
 
-    monkeypatch.setattr(pipeline_steps, "choose_or_warn", counted)
+    monkeypatch.setattr(lowering_steps, "choose_or_warn", counted)
     monkeypatch.setattr("fxpar.fusion.choose_schedule._LEAST", -1.0)
 
     def asks(schedule: str) -> Callable[[Request], Request]:

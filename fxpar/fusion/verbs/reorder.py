@@ -21,7 +21,8 @@ from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import Cutter, Refused, SlicePart, results_of
 from fxpar.fusion.verbs.gathers import take_back
 from fxpar.passes import collective_nodes
-from fxpar.sharding.program import RuleReader, tensor_nodes
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.read_program import RuleReader
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ import fnmatch
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
 from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
+from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.hints import Entries, check, check_even, entries, load
+from fxpar.sharding.hints import Entries, axes_of, check, check_even, entries, load
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
@@ -92,7 +93,9 @@ def shard(
             "kwargs)), or name the axes of the mesh",
         )
     settle(ranks, ranks.mesh)
-    layout = _layout(model, ranks.mesh, table, uses, strict=hints is not None)
+    mesh = _with_parts(ranks.mesh, table, uses)
+    ranks = replace(ranks, mesh=mesh)
+    layout = _layout(model, mesh, table, uses, strict=hints is not None)
     check_same(
         [
             (name, "parameter", p.detach())
@@ -103,6 +106,20 @@ def shard(
     )
     _swap(model, ranks, layout)
     return model
+
+
+def _with_parts(mesh: Mesh, table: Mapping[str, Entries], uses: Uses) -> Mesh:
+    """The mesh of all parameters: of the axes, and those parts of axes, that hints and
+    the sample's plan name. Raises HintError for parts that the mesh does not have."""
+    for spec in uses.values():
+        mesh = mesh.refined(spec.axes)
+    for pattern, hint in table.items():
+        what = f"hint {pattern!r}"
+        try:
+            mesh = mesh.refined(parts_among(axes_of(hint, what)))
+        except MeshError as error:
+            raise HintError(f"{what}: {error.what}", fix=error.fix) from error
+    return mesh
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -242,6 +259,7 @@ def _layout(
         parameters[id(p)] = p
     used: set[str] = set()
     decided = _decided(table, uses, [name for n in named.values() for name in n])
+    decided = {*mesh.parts(filter(mesh.has, decided))}
     out = {}
     for key, names in named.items():
         shape = tuple(parameters[key].shape)
@@ -257,10 +275,11 @@ def _layout(
             what = f"hint {hit[-1][0]!r} on {names[0]}"
             dims, closed = entries(hit[-1][1], len(shape), what)
             check(dims, mesh, what)
+            dims = tuple(map(mesh.parts, dims))
             check_even(dims, shape, mesh, what)
         else:
             use = next((uses[name] for name in names if name in uses), None)
-            dims = use.dims if use is not None else ()
+            dims = use.refined(mesh).dims if use is not None else ()
         words = [
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
@@ -282,10 +301,7 @@ def _decided(
     found = {axis for spec in uses.values() for axis in spec.sharded_axes}
     for pattern, hint in table.items():
         if fnmatch.filter(names, pattern):
-            hint = Spec.parse(hint) if isinstance(hint, str) else hint
-            ndim = len(hint.dims) if isinstance(hint, Spec) else len(hint)
-            dims, _ = entries(hint, ndim, f"hint {pattern!r}")
-            found |= {axis for axes in dims for axis in axes}
+            found |= {*axes_of(hint, f"hint {pattern!r}")}
     return found
 
 
@@ -336,7 +352,9 @@ def _uses(
         ranks = settle(ranks, decision.mesh)
     program = decision.program
     uses = {
-        declared.name: decision.settled[v].evened(ranks.mesh, program.values[v].shape)
+        declared.name: decision.settled[v]
+        .evened(decision.mesh, program.values[v].shape)
+        .joined(decision.mesh)
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "parameter"
     }

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Link, Mesh
 
 
@@ -74,7 +75,7 @@ def seconds(kind: str, sizes: Sequence[int], links: Sequence[Link], nbytes: Any)
 
 @lru_cache(maxsize=1 << 14)
 def along(kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Curve:
-    """The curve of a collective along axes, or sub-axes, of a mesh.
+    """The curve of a collective along axes, or parts of axes, of a mesh.
 
     Cached: costs a look-up. Raises KeyError on an unknown kind, MeshError on an axis.
     """
@@ -105,14 +106,14 @@ def _levels(size: int, link: Link) -> Iterator[Stage]:
 
 
 def _part(mesh: Mesh, axis: str) -> Iterator[Stage]:
-    """The stages of an axis or sub-axis: some of those of the whole axis. Where a part
-    does not fit a node evenly, what is left over is taken to leave it."""
-    name, left = axis.partition(":")[0], mesh.axis_size(axis)
+    """The stages of an axis, or of a part: some of those of the axis. Where a part does
+    not fit a node evenly, what is left over is taken to leave it."""
+    name, left = axis_of(axis), mesh.axis_size(axis)
     if left == 1:
         return
-    # Neighbours on the sub-axis are so many ranks of the axis apart.
+    # Neighbours on the part are so many ranks of the axis apart.
     skip = mesh.group(0, [axis])[1] // mesh.group(0, [name])[1]
-    levels = list(_levels(mesh.sizes[name], mesh.link(axis)))
+    levels = list(_levels(mesh.axis_size(name), mesh.link(axis)))
     for i, stage in enumerate(levels):
         below = math.gcd(skip, stage.size)
         skip //= below

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.mesh import Link, Mesh
 
 FORMAT = "fxpar hardware 1"
@@ -168,13 +169,14 @@ class Hardware:
     def links(self, mesh: Mesh) -> tuple[Link, ...]:
         """The link of every axis: that of the node where groups stay inside, else that
         between nodes, of which every device has its share. Ranks are row-major, the
-        last axis fastest, and fill one node after the other.
+        last axis fastest, and fill one node after the other. A part of an axis has the
+        link of the axis.
         """
-        out, stride = [], 1
-        for _, size in reversed(mesh.axes):
-            out.append(self._link(size, stride, mesh.size))
+        out, stride = dict[str, Link](), 1
+        for axis, size in reversed(mesh.unrefined.axes):
+            out[axis] = self._link(size, stride, mesh.size)
             stride *= size
-        return tuple(reversed(out))
+        return tuple(out[axis_of(name)] for name in mesh.names)
 
     def on(self, mesh: Mesh) -> Mesh:
         """The mesh with this hardware's links."""

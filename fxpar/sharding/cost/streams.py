@@ -55,8 +55,9 @@ class Simulation:
         compiled: bool = True,
     ) -> None:
         n = len(tasks)
-        known = dict.fromkeys(_whole(axis) for task in tasks for axis in task.axes)
-        self.axes = tuple(known) if axes is None else tuple(axes)
+        if axes is None:
+            axes = [axis for task in tasks for axis in task.axes]
+        self.axes = tuple(dict.fromkeys(map(_whole, axes)))
         of = [-1 if t.of is None else t.of for t in tasks]
         kinds = [1 if t.axes else 2 if t.of is not None else 0 for t in tasks]
         width = len(self.axes)

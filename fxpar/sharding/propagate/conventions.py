@@ -12,31 +12,43 @@ axis is one, unless it is named as in ``MODEL``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
+from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, Value
-from fxpar.sharding.propagate.propagation import Propagation, Seed
+from fxpar.sharding.propagate.propagation import FIRST, Propagation, Seed
 from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
+EXPERTS = ("ep", "expert", "experts")
 SEQUENCE = ("cp", "sp", "seq")
-MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", *SEQUENCE)
+MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 
 def batch_axes(mesh: Mesh) -> Axes:
     """Axes that split the batch unless a hint uses them otherwise."""
-    named = tuple(axis for axis in mesh.names if axis.lower() in BATCH)
-    if named or mesh.names[0].lower() in MODEL:
+    kinds = (*BATCH, *EXPERTS)
+    named = tuple(axis for axis in mesh.names if axis_of(axis).lower() in kinds)
+    first = axis_of(mesh.names[0])
+    if named or first.lower() in MODEL:
         return named
-    return mesh.names[:1]
+    return mesh.parts([first])
+
+
+def expert_axes(mesh: Mesh) -> Axes:
+    """Axes that split experts; the batch as well, like ``batch_axes``."""
+    named = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
+    return tuple(axis for axis in named if mesh.sizes[axis] > 1)
 
 
 def sequence_axes(mesh: Mesh) -> Axes:
     """Axes that split sequences unless a hint uses them otherwise."""
     return tuple(
-        axis for axis in mesh.names if axis.lower() in SEQUENCE and mesh.sizes[axis] > 1
+        axis
+        for axis, size in mesh.axes
+        if axis_of(axis).lower() in SEQUENCE and size > 1
     )
 
 
@@ -130,17 +142,69 @@ def batch_seeds(
     return seeds
 
 
-def seed_weights(engine: Propagation, axis: str) -> None:
-    """Split weights over ``axis``, column by column, propagating after each."""
-    program = engine.program
-    roots = _parameter_roots(program)
+def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
+    """Seeds that split the weights of experts over the axes named for them."""
+    axes = expert_axes(mesh)
+    seeds = {}
     for op in program.ops:
-        seed = _column_seed(engine, op, roots, axis)
-        if seed is not None:
+        if axes and str(op.target) == "fxpar.expert_mm.default":
+            groups, v = op.node.args[-1], op.operands[1]
+            if groups == mesh.count(axes):
+                seeds[v] = Seed(
+                    v,
+                    (axes, (), ()),
+                    (False,) * 3,
+                    f"convention: experts of {program.values[v].name}",
+                    priority=FIRST,
+                    experts=True,
+                )
+    return list(seeds.values())
+
+
+def seed_weights(engine: Propagation, axis: str) -> None:
+    """Split weights over ``axis``, column by column, propagating after each. Heads that
+    it does not divide are split over the first of its parts, on a mesh that has some.
+    """
+    program, mesh = engine.program, engine.mesh
+    roots, parts = parameter_roots(program), engine.mesh.parts([axis])
+    # Heads wait for those of other weights that share them and take the whole axis.
+    waiting: list[tuple[Op, int]] = []
+    for op in program.ops:
+        heads = _heads(program, op, roots) if len(parts) > 1 else None
+        if heads is not None and not is_even(heads, mesh, parts):
+            waiting.append((op, heads))
+        elif _column_seed(engine, op, roots, parts, parts) is not None:
+            if heads is None:
+                _seed_heads(engine, waiting, roots, parts)
+            seed = _column_seed(engine, op, roots, parts, parts)
+            if seed is not None:
+                engine.seed([seed])
+    _seed_heads(engine, waiting, roots, parts)
+
+
+def _seed_heads(
+    engine: Propagation,
+    waiting: list[tuple[Op, int]],
+    roots: dict[int, int],
+    parts: Axes,
+) -> None:
+    """Split the weights that wait, and make so many heads, over the first of the parts,
+    as many as divide these. Empties ``waiting``."""
+    while waiting:
+        op, heads = waiting.pop(0)
+        fit = [n for n in range(len(parts)) if is_even(heads, engine.mesh, parts[:n])]
+        seed = _column_seed(engine, op, roots, parts, parts[: fit[-1]])
+        if seed is not None and fit[-1]:
             engine.seed([seed])
 
 
-def _parameter_roots(program: Program) -> dict[int, int]:
+def _heads(program: Program, op: Op, roots: dict[int, int]) -> int | None:
+    """How many heads the columns of a weight make, if any do."""
+    found = (heads_of(program, op, factor, roots) for factor in op.rule.free)
+    return next((heads for heads in found if heads is not None), None)
+
+
+def parameter_roots(program: Program) -> dict[int, int]:
     """Values that are a parameter up to casts and views -> the parameter's value."""
     roots = {
         v: v
@@ -156,24 +220,34 @@ def _parameter_roots(program: Program) -> dict[int, int]:
 
 
 def _column_seed(
-    engine: Propagation, op: Op, roots: dict[int, int], axis: str
+    engine: Propagation, op: Op, roots: dict[int, int], parts: Axes, axes: Axes
 ) -> Seed | None:
+    """The seed of the weight of an op that the ``parts`` of an axis do not touch yet,
+    over ``axes`` among them."""
     state, rule, program = engine.state, op.rule, engine.program
-    if not rule.contracted or len(op.results) != 1 or axis in rule.pin:
+    if (
+        not rule.contracted
+        or len(op.results) != 1
+        or not rule.pin.keys().isdisjoint(parts)
+    ):
         return None
     floating = [v for v in op.operands if program.values[v].dtype.is_floating_point]
     weights = [i for i, v in enumerate(op.operands) if v in roots]
     if len(floating) < 2 or not weights:
         return None
-    if any(axis in state.origins[v] for v in op.tensors):
+    if any(axis in state.origins[v] for v in op.tensors for axis in parts):
         return None
     i = weights[-1]
     v = op.operands[i]
-    if axis in state.origins[roots[v]]:
+    if not state.origins[roots[v]].keys().isdisjoint(parts):
         return None
 
     def is_split_evenly(factor: str) -> bool:
-        return is_even(rule.size[factor], engine.mesh, (axis,))
+        return is_even(rule.size[factor], engine.mesh, axes)
+
+    def keeps_heads(factor: str) -> bool:
+        heads = heads_of(program, op, factor, roots)
+        return axes == parts if heads is None else is_even(heads, engine.mesh, axes)
 
     columns = [
         (d, dim[0])
@@ -181,15 +255,18 @@ def _column_seed(
         if dim
         and dim[0] in rule.free
         and dim[0] not in rule.contracted
-        and _pays(rule.size[dim[0]], dim, engine.mesh, axis)
+        and _pays(rule.size[dim[0]], dim, engine.mesh, axes)
         and not state.dims[v][d]
+        and (len(parts) == 1 or keeps_heads(dim[0]))
     ]
     # Of a fused projection the heads, rather than its three parts.
     for d, factor in sorted(columns, key=lambda column: not is_split_evenly(column[1])):
-        if _is_residual(program, op, factor, roots):
+        # Norms of heads, too, reduce over what several products read.
+        heads = heads_of(program, op, factor, roots)
+        if heads is None and _is_residual(program, op, factor, roots):
             continue
         dims: list[Axes] = [()] * len(program.values[v].shape)
-        dims[d] = (axis,)
+        dims[d] = axes
         name = program.values[roots[v]].name
         return Seed(
             v, tuple(dims), (False,) * len(dims), f"convention: columns of {name}"
@@ -202,48 +279,94 @@ def _column_seed(
 _IDLE = 0.2
 
 
-def _pays(rows: int, dim: tuple[str, ...], mesh: Mesh, axis: str) -> bool:
-    """Whether an axis splits a weight along a factor of ``rows`` of a dim."""
-    if is_even(rows, mesh, (axis,)):
+def _pays(rows: int, dim: tuple[str, ...], mesh: Mesh, axes: Axes) -> bool:
+    """Whether axes split a weight along a factor of ``rows`` of a dim."""
+    if is_even(rows, mesh, axes):
         return True
-    small = idle(rows, mesh, (axis,)) < _IDLE
-    return len(dim) == 1 and small and may_split(rows, mesh, (axis,))
+    small = idle(rows, mesh, axes) < _IDLE
+    return len(dim) == 1 and small and may_split(rows, mesh, axes)
+
+
+def heads_of(
+    program: Program, op: Op, factor: str, roots: Mapping[int, int]
+) -> int | None:
+    """How many heads of attention a factor of a weight makes of an op's result: the
+    major part of that dim is then shared by two activations whose product is taken.
+    None of other columns."""
+    rule = op.rule
+    columns = [
+        name
+        for dims, v in zip(rule.operands, op.operands, strict=True)
+        for dim in dims
+        for name in dim
+        if v in roots and len(rule.where[name]) == 2 and name not in rule.contracted
+    ]
+    if factor not in columns:
+        return None
+    for reader, shared, heads in _readers(program, op, factor, set()):
+        have = sum(
+            len(dims) > 2 and any(shared in dim for dim in dims)
+            for dims in reader.rule.operands
+        )
+        product = reader.rule.contracted and shared not in reader.rule.contracted
+        of_weights = any(v in roots for v in reader.operands)
+        more = heads < rule.size[factor] or factor != columns[-1]
+        if product and have > 1 and more and not of_weights:
+            return heads
+    return None
+
+
+def _is_residual(
+    program: Program, op: Op, factor: str, roots: Mapping[int, int]
+) -> bool:
+    """Whether the dim that ``factor`` makes of an op's result feeds several products
+    with parameters and is also reduced over by something else, as by a norm."""
+    rows = reductions = 0
+    seen: set[tuple[int, int]] = set()
+    for reader, major, _ in _readers(program, op, factor, seen):
+        if _ends_at(reader, major):
+            with_weight = any(u in roots for u in reader.operands)
+            rows += with_weight
+            reductions += not with_weight
+    return len(seen) >= _FAR or (rows > 1 and reductions > 0)
+
+
+def _ends_at(reader: Op, factor: str) -> bool:
+    """Whether an op sums over a factor, or needs it whole."""
+    return factor in reader.rule.contracted or factor in reader.rule.whole
 
 
 # How many values a dim is followed through before it counts as widely read.
 _FAR = 200
 
 
-def _is_residual(program: Program, op: Op, factor: str, roots: dict[int, int]) -> bool:
-    """Whether the dim that ``factor`` makes of an op's result feeds several products
-    with parameters and is also reduced over by something else, as by a norm."""
-    rows = reductions = 0
+def _readers(
+    program: Program, op: Op, factor: str, seen: set[tuple[int, int]]
+) -> Iterator[tuple[Op, str, int]]:
+    """The ops of the forward that read the dim ``factor`` makes of an op's result,
+    wherever it is the major part of one, with the factor it is there, and of how many
+    rows a view left it. ``seen``: filled with (value, dim)."""
     tangents = {program.inputs[i] for i, _ in program.signature.tangents}
-    start = [
-        (v, d)
+    queue = [
+        (v, d, op.rule.size[factor])
         for dims, v in zip(op.rule.results, op.results, strict=True)
         for d, dim in enumerate(dims)
         if dim[:1] == (factor,)
     ]
-    seen, queue = set(start), list(start)
+    seen.update((v, d) for v, d, _ in queue)
     while queue and len(seen) < _FAR:
-        v, d = queue.pop(0)
+        v, d, rows = queue.pop(0)
+        rows = min(rows, program.values[v].shape[d])
         for index, position in program.uses[v]:
             reader = program.ops[index]
-            if tangents & set(reader.operands):
+            major = reader.rule.operands[position][d][:1]
+            if not major or tangents & set(reader.operands):
                 continue
-            rule = reader.rule
-            major = rule.operands[position][d][:1]
-            if not major:
+            yield reader, major[0], rows
+            if _ends_at(reader, major[0]):
                 continue
-            if major[0] in rule.contracted or major[0] in rule.whole:
-                with_weight = any(u in roots for u in reader.operands)
-                rows += with_weight
-                reductions += not with_weight
-                continue
-            for dims, u in zip(rule.results, reader.results, strict=True):
+            for dims, u in zip(reader.rule.results, reader.results, strict=True):
                 for e, dim in enumerate(dims):
                     if dim[:1] == major and (u, e) not in seen:
                         seen.add((u, e))
-                        queue.append((u, e))
-    return len(seen) >= _FAR or (rows > 1 and reductions > 0)
+                        queue.append((u, e, rows))

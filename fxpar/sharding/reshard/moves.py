@@ -115,7 +115,7 @@ def _move(
 
 
 def named(tokens: Sequence[Token], mesh: Mesh) -> tuple[str, ...]:
-    """Tokens as names of axes and sub-axes."""
+    """Tokens as names of axes and their parts."""
     return tuple(mesh.sub_axis(mesh.names[i], above, n) for i, above, n in tokens)
 
 

@@ -6,7 +6,7 @@ other step is one collective over the ranks that differ on its axes, priced as
 ``cost.collectives`` has it, and copies around it as ``mesh.Link`` says: kernels that
 read and write memory. A slice or mask is such a kernel where its reshard sends nothing;
 before and behind collectives it is taken to be part of others. What torch makes of a
-kind stands in ``passes.lower``, under the same names. Axes may be sub-axes (see
+kind stands in ``passes.lower``, under the same names. Axes may be parts (see
 ``mesh``). ``str(step)`` is what golden tests and explanations show.
 """
 

@@ -1,6 +1,6 @@
 """Axes on dims as plain tuples: the arithmetic under ``reshard``.
 
-A token ``(position, above, size)`` is the sub-axis ``(above)size`` of the mesh axis at
+A token ``(position, above, size)`` is the part ``(above)size`` of the mesh axis at
 ``position``; a whole axis is ``(position, 1, n)``. A layout has one tuple of tokens per
 dim, major to minor, with adjacent parts of an axis always joined.
 """

@@ -35,18 +35,25 @@ MaySplit = Callable[[SlidingWindow], bool]
 # Convolution
 
 
-def _channels(transposed: bool, groups: int) -> tuple[str, str, str, str]:
-    """Words of the channel dim of input and output, and of the weight's dims 0, 1."""
-    if groups == 1:
-        return ("ci", "co", "ci", "co") if transposed else ("ci", "co", "co", "ci")
+def _channels(transposed: bool, groups: int, k: int) -> tuple[str, str, list[str]]:
+    """Words of the channel dim of input and of output, and of the weight's dims."""
+    inside = [f"{word}!" for word in names(k, "k")]
     first, second = ("ci", "co") if transposed else ("co", "ci")
-    return "(g ci)", "(g co)", f"(g {first})", second
+    if groups == 1:
+        return "ci", "co", [first, second, *inside]
+    return "(g ci)", "(g co)", [f"(g {first})", second, *inside]
 
 
-def _sized(rule: str, groups: int, spatial: SpatialDims) -> Rule:
+def _sliding(
+    rule: str, spatial: SpatialDims, halos: tuple[Halo, ...] = (), groups: int = 1
+) -> Rule:
+    """The rule with the sizes and halos of its spatial dims."""
     sizes = (("g", groups),) if groups > 1 else ()
     return replace(
-        parse_rule(rule), sizes=(*sizes, *spatial.sizes), evenly=spatial.free
+        parse_rule(rule),
+        sizes=(*sizes, *spatial.sizes),
+        evenly=spatial.free,
+        halos=halos,
     )
 
 
@@ -64,7 +71,7 @@ def _convolution(
     if x.dim() != weight.dim():
         return None
     k = x.dim() - 2
-    ci, co, first, second = _channels(transposed, groups)
+    ci, co, kernel = _channels(transposed, groups, k)
     slid = windows(weight.shape[2:], stride, padding, dilation, k)
     rows = [int(n) for n in x.shape[2:]]
     if transposed:
@@ -79,27 +86,12 @@ def _convolution(
         made = [w.count(n) for n, w in zip(rows, slid, strict=True)]
         spatial = spatial_dims(slid, rows, made)
         given, result = spatial.many, spatial.few
-    rule = _sized(
-        text(
-            ["n", ci, *given],
-            [first, second, *_whole(k)],
-            *([["+", co]] if bias is not None else []),
-            results=[["n", co, *result]],
-        ),
-        groups,
-        spatial,
-    )
+    operands = [["n", ci, *given], kernel, *([["+", co]] if bias is not None else [])]
+    halos = spatial.halos(len(operands) if transposed else 0, 2)
+    words = text(*operands, results=[["n", co, *result]])
+    rule = _sliding(words, spatial, halos, groups)
     summed = (2,) if bias is not None else ()
-    return replace(
-        rule,
-        passages=(Passage((0, *summed)), Passage((1, *summed))),
-        halos=spatial.halos(len(rule.operands) if transposed else 0, 2),
-    )
-
-
-def _whole(k: int) -> list[str]:
-    """Words of the dims of a kernel."""
-    return [f"{w}!" for w in names(k, "k")]
+    return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
 
 
 def _convolution_backward(
@@ -120,7 +112,7 @@ def _convolution_backward(
     if x.dim() != weight.dim():
         return None
     k = x.dim() - 2
-    ci, co, first, second = _channels(transposed, groups)
+    ci, co, kernel = _channels(transposed, groups, k)
     slid = windows(weight.shape[2:], stride, padding, dilation, k)
     many, few = (grad, x) if transposed else (x, grad)
     spatial = spatial_dims(slid, many.shape[2:], few.shape[2:])
@@ -130,12 +122,11 @@ def _convolution_backward(
         at_grad, at_x = spatial.many, spatial.few
         halos = spatial.halos(0, 2) * (mask[0] or mask[1])
     given = ["n", ci, *at_x]
-    weights = [first, second, *_whole(k)]
     # The bias is not in the product, so a split of input channels leaves it complete.
-    results = [given, weights, [co, "~ci"]]
-    results = [words for words, wanted in zip(results, mask, strict=True) if wanted]
-    rule = text(["n", co, *at_grad], given, weights, results=results)
-    return replace(_sized(rule, groups, spatial), halos=halos)
+    made = zip([given, kernel, [co, "~ci"]], mask, strict=True)
+    results = [dims for dims, wanted in made if wanted]
+    words = text(["n", co, *at_grad], given, kernel, results=results)
+    return _sliding(words, spatial, halos, groups)
 
 
 # Windows
@@ -174,18 +165,14 @@ def _pooled(
 def _pool(
     x: torch.Tensor,
     slid: Sequence[SlidingWindow],
-    ceil: bool,
+    few: Sequence[int],
     may: MaySplit,
-    results: int,
+    results: int = 1,
 ) -> Rule:
-    """A pool: windows over the last dims. One that begins behind the padding would be
-    dropped of a shard, so with ``ceil`` none may end before its rows do."""
-    k = len(slid)
-    few = [w.count(int(n), ceil) for w, n in zip(slid, x.shape[-k:], strict=True)]
+    """A pool: windows over the last dims, ``few`` of them."""
     spatial, rows, made = _pooled(x, slid, few, may)
-    rule = parse_rule(text(rows, results=[made] * results))
-    halos = spatial.halos(0, x.dim() - k)
-    return _shared(rule, spatial, halos)
+    halos = spatial.halos(0, x.dim() - len(slid))
+    return _sliding(text(rows, results=[made] * results), spatial, halos)
 
 
 def _pool_backward(
@@ -193,20 +180,24 @@ def _pool_backward(
     slid: Sequence[SlidingWindow],
     few: Sequence[int],
     may: MaySplit,
-    n: int,
+    n: int = 1,
 ) -> Rule:
     """Its backward, which reads ``n`` tensors that have windows, ``x`` the second."""
     spatial, rows, made = _pooled(x, slid, few, may)
-    rule = parse_rule(text(made, rows, *[made] * (n - 1), results=[rows]))
     halos = spatial.halos(n + 1, x.dim() - len(slid))
-    return _shared(rule, spatial, halos)
+    words = text(made, rows, *[made] * (n - 1), results=[rows])
+    return _sliding(words, spatial, halos)
 
 
-def _shared(rule: Rule, dims: SpatialDims, halos: tuple[Halo, ...] = ()) -> Rule:
-    return replace(rule, sizes=dims.sizes, evenly=dims.free, halos=halos)
+def _counts(x: torch.Tensor, slid: Sequence[SlidingWindow], ceil: bool) -> list[int]:
+    """So many windows of each of the last dims."""
+    rows = x.shape[-len(slid) :]
+    return [w.count(int(n), ceil) for w, n in zip(slid, rows, strict=True)]
 
 
 def _even(ceil: bool) -> MaySplit:
+    """A window that begins behind the padding would be dropped of a shard, so with
+    ``ceil`` none may end before its rows do."""
     return lambda window: not ceil or window.behind >= 0
 
 
@@ -220,7 +211,7 @@ def _max_pool(k: int) -> Callable[..., Rule]:
         ceil: bool = False,
     ) -> Rule:
         slid = windows(kernel, stride, padding, dilation, k)
-        return _pool(x, slid, ceil, _even(ceil), 2)
+        return _pool(x, slid, _counts(x, slid, ceil), _even(ceil), 2)
 
     return factors
 
@@ -259,7 +250,8 @@ def _avg_pool(k: int) -> Callable[..., Rule]:
         divisor: int | None = None,
     ) -> Rule:
         slid = windows(kernel, stride, padding, 1, k)
-        return _pool(x, slid, ceil, _counted(ceil, count_padding, divisor), 1)
+        may = _counted(ceil, count_padding, divisor)
+        return _pool(x, slid, _counts(x, slid, ceil), may)
 
     return factors
 
@@ -277,7 +269,7 @@ def _avg_pool_backward(k: int) -> Callable[..., Rule]:
     ) -> Rule:
         slid, few = windows(kernel, stride, padding, 1, k), grad.shape[-k:]
         may = _counted(ceil, count_padding, divisor)
-        return _pool_backward(x, slid, few, may, 1)
+        return _pool_backward(x, slid, few, may)
 
     return factors
 
@@ -292,18 +284,15 @@ def _shares(x: torch.Tensor, few: Sequence[int]) -> list[SlidingWindow]:
 def _adaptive_pool(k: int) -> Callable[..., Rule]:
     def factors(x: torch.Tensor, few: Numbers) -> Rule:
         sizes = each(few, k)
-        spatial, rows, made = _pooled(x, _shares(x, sizes), sizes, _even(False))
-        return _shared(parse_rule(text(rows, results=[made])), spatial)
+        return _pool(x, _shares(x, sizes), sizes, _even(False))
 
     return factors
 
 
 def _adaptive_pool_backward(k: int) -> Callable[..., Rule]:
     def factors(grad: torch.Tensor, x: torch.Tensor) -> Rule:
-        few = [int(n) for n in grad.shape[-k:]]
-        spatial, rows, made = _pooled(x, _shares(x, few), few, _even(False))
-        rule = parse_rule(text(made, rows, results=[rows]))
-        return _shared(rule, spatial)
+        few = grad.shape[-k:]
+        return _pool_backward(x, _shares(x, few), few, _even(False))
 
     return factors
 

@@ -1,9 +1,8 @@
-"""From a Program to the pairwise problem that the solver solves, and back.
+"""From a Program to the pairwise problem that the solver solves.
 
 In: a Program, a Mesh with links, Hardware, seeds (hints) and a memory limit. Out:
 ``Formulation``: a ``solver.Problem`` with a node per op, per input, per output and per
-value that is read more than once, and ``decode``, which reads a choice of the solver as
-a strategy per op and a spec per value.
+value that is read more than once.
 
 A value read once costs one reshard, from the spec its op makes to the one its reader
 needs. A value read more often is a node of its own: it settles in one spec, which each
@@ -18,27 +17,18 @@ that replicated heavy work is forbidden; partial results are specs like others.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fxpar.sharding.cost import fused_work
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.liveness import lifetimes
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Output, Program, backward_ops
-from fxpar.sharding.propagate.at_rest import gathered_again
-from fxpar.sharding.propagate.propagation import Seed
-from fxpar.sharding.reshard import all_pairs
-from fxpar.sharding.reshard.steps import ALONE, Alone
-from fxpar.sharding.search import search_space
+from fxpar.sharding.program import Output, Program
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
-from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
-from fxpar.sharding.shift_messages import messages_of
+from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
+from fxpar.sharding.search.search_space import EdgeEnd, Node
 from fxpar.sharding.solver import Edge, Live, Problem
 from fxpar.sharding.spec import Spec
 
@@ -59,171 +49,6 @@ class Formulation:
     launches: float = 0.0  # seconds that no choice changes
 
 
-@dataclass(frozen=True)
-class FixedFacts:
-    """What holds whatever is chosen: seeds per value, where parameters may lie."""
-
-    seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
-    keep_gathered: bool = False
-
-
-class _ProblemBuilder:
-    """Nodes first, then the edges between them; tables are shared by what they say."""
-
-    def __init__(
-        self, program: Program, mesh: Mesh, hardware: Hardware, facts: FixedFacts
-    ) -> None:
-        self.program, self.mesh, self.hardware = program, mesh, hardware
-        self.facts = facts
-        self.backward = backward_ops(program)
-        self.regions = fused_work.Regions(program, self.backward)
-        self.pool = Pool()
-        self.nodes: list[Node] = []
-        self.costs: list[np.ndarray] = []
-        self.edges: list[Edge] = []
-        self.tables: list[np.ndarray] = []
-        self.table_of: dict[Any, int] = {}
-        self.columns: dict[Any, tuple[tuple[Strategy, ...], np.ndarray]] = {}
-        self.matrices: dict[Any, np.ndarray] = {}
-        self.prices: dict[Any, np.ndarray] = {}
-        self.settling: dict[int, tuple[int, int]] = {}
-        self.resting: dict[int, EdgeEnd] = {}  # gradients
-        # Values that forward and backward bring, each for itself, to what they read.
-        self.apart: set[int] = set()
-        if not facts.keep_gathered:
-            self.apart = gathered_again(program)
-
-    def node(
-        self,
-        kind: str,
-        of: int,
-        specs: np.ndarray,
-        costs: np.ndarray | None = None,
-        strategies: tuple[Strategy, ...] = (),
-        copies: np.ndarray | None = None,
-    ) -> int:
-        self.nodes.append(Node(kind, of, specs, strategies, copies))
-        self.costs.append(np.zeros(len(specs)) if costs is None else costs)
-        return len(self.nodes) - 1
-
-    def op_nodes(self) -> list[int]:
-        out = []
-        for op in self.program.ops:
-            key = (op.rule,)
-            if key not in self.columns:
-                found = search_space.strategies(op.rule, self.mesh)
-                rows = [
-                    [self.pool.number(s) for s in search_space.specs(op.rule, strategy)]
-                    for strategy in found
-                ]
-                self.columns[key] = found, np.array(rows).reshape(len(found), -1)
-            found, numbers = self.columns[key]
-            out.append(
-                self.node("op", op.index, numbers, self._seconds(op.index), found)
-            )
-        return out
-
-    def _seconds(self, index: int) -> np.ndarray:
-        """Seconds of an op under each of its strategies; shared among equals."""
-        op, mine = self.program.ops[index], self.regions.works[index]
-        key = (op.rule, mine, messages_of(op))
-        if key not in self.prices:
-            found = search_space.strategies(op.rule, self.mesh)
-            self.prices[key] = np.array(
-                [
-                    fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
-                    for strategy in found
-                ]
-            )
-        return self.prices[key]
-
-    def lying(self, v: int) -> list[Spec]:
-        """Every way a value may lie with nothing partial, in each order of axes."""
-        return lying(self.program.values[v].shape, self.mesh)
-
-    def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
-        """Those that keep to the hints on a value; if none does, any that do. Raises
-        HintError if hints on the value contradict each other."""
-        seeds = self.facts.seeds.get(v, ())
-        return allowed(self.program.values[v], seeds, specs, self.mesh)
-
-    def like(self, v: int) -> tuple[Any, ...]:
-        """What prices of resharding a value depend on."""
-        value = self.program.values[v]
-        return tuple(math.gcd(n, self.mesh.size) for n in value.shape), value.nbytes
-
-    def edge(self, v: int, a: EdgeEnd, b: EdgeEnd) -> None:
-        """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
-        have = self.nodes[a.node].specs[:, a.column]
-        need = self.nodes[b.node].specs[:, b.column]
-        alone = self.alone(v, a, b)
-        inside = self.regions.base[v] not in self.regions.written
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, inside)
-        if key not in self.table_of:
-            self.table_of[key] = len(self.tables)
-            table = self.between(v, have, need, alone)
-            if inside:
-                table = table + self.in_memory(v, have, need) * (table > 0)
-            self.tables.append(table)
-        self.edges.append(Edge(a.node, b.node, self.table_of[key]))
-
-    def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
-        """Whether copies of a value before and behind its collectives are kernels of
-        their own: no light op makes it, or reads it."""
-        regions, kind = self.regions, self.nodes[b.node].kind
-        made = self.nodes[a.node].kind == "op" and regions.light_made(v)
-        read = kind == "value" and regions.read_by_light[v]
-        if kind == "op":
-            read = regions.reads_lightly(self.nodes[b.node].of)
-        return not made, not read
-
-    def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
-        """Seconds that a collective takes from the region around it: what one kernel
-        would never write is written, and read again by another."""
-        value, on = self.program.values[v], self.hardware
-        before, after = (
-            [value.nbytes / self.mesh.count(pool[n].sharded_axes) for n in numbers]
-            for pool, numbers in ((self.pool.specs, have), (self.pool.specs, need))
-        )
-        return on.launch + np.add.outer(before, after) / on.bandwidth
-
-    def between(
-        self, v: int, have: np.ndarray, need: np.ndarray, alone: Alone = ALONE
-    ) -> np.ndarray:
-        """Seconds from each spec to each other of a value."""
-        value, pool = self.program.values[v], self.pool.specs
-        sources, i = np.unique(have, return_inverse=True)
-        targets, j = np.unique(need, return_inverse=True)
-        key = (
-            sources.tobytes(),
-            targets.tobytes(),
-            value.shape,
-            value.dtype.itemsize,
-            alone,
-        )
-        if key not in self.matrices:
-            self.matrices[key] = all_pairs.matrix(
-                [pool[n] for n in sources],
-                [pool[n] for n in targets],
-                self.mesh,
-                value.shape,
-                value.dtype.itemsize,
-                alone,
-            )
-        return self.matrices[key][i][:, j]
-
-    def same(self, a: EdgeEnd, b: EdgeEnd) -> None:
-        """Both must have the same spec."""
-        have = self.nodes[a.node].specs[:, a.column]
-        need = self.nodes[b.node].specs[:, b.column]
-        key = ("same", have.tobytes(), need.tobytes())
-        if key not in self.table_of:
-            self.table_of[key] = len(self.tables)
-            equal = have[:, None] == need[None, :]
-            self.tables.append(np.where(equal, 0.0, np.inf))
-        self.edges.append(Edge(a.node, b.node, self.table_of[key]))
-
-
 def formulate(
     program: Program,
     mesh: Mesh,
@@ -232,7 +57,7 @@ def formulate(
     limit: float | None = None,
 ) -> Formulation:
     """The problem of a program. ``mesh`` carries the hardware's links."""
-    build = _ProblemBuilder(program, mesh, hardware, facts)
+    build = ProblemBuilder(program, mesh, hardware, facts)
     ops = build.op_nodes()
     makers: dict[int, EdgeEnd] = {}
     for op in program.ops:
@@ -271,7 +96,7 @@ def formulate(
     )
 
 
-def _inputs(build: _ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
+def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
     """A node per input: the spec it rests in, or any its hint allows. Tangents of
     outputs wait for these."""
     program = build.program
@@ -291,7 +116,7 @@ def _inputs(build: _ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
 
 
 def _outputs(
-    build: _ProblemBuilder,
+    build: ProblemBuilder,
     makers: dict[int, EdgeEnd],
     readers: list[list[tuple[int, EdgeEnd]]],
 ) -> None:
@@ -333,7 +158,7 @@ def _leader(program: Program, out: Output, v: int) -> int | None:
     return given if given != v else None
 
 
-def _may_rest(build: _ProblemBuilder, out: Output, v: int) -> list[Spec]:
+def _may_rest(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
     whole = Spec.whole(len(build.program.values[v].shape))
     if out.rest is not None:
         return [out.rest]
@@ -348,7 +173,7 @@ def _may_rest(build: _ProblemBuilder, out: Output, v: int) -> list[Spec]:
     return [whole]
 
 
-def _constants(build: _ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
+def _constants(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
     """A node per tensor of the graph itself, whole everywhere."""
     for value in build.program.values:
         if value.index not in makers:
@@ -358,7 +183,7 @@ def _constants(build: _ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
 
 
 def _values(
-    build: _ProblemBuilder,
+    build: ProblemBuilder,
     makers: dict[int, EdgeEnd],
     readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
 ) -> None:
@@ -384,19 +209,19 @@ def _values(
         build.settling[v] = forward, settled.get(1, forward)
 
 
-def is_fixed(build: _ProblemBuilder, end: EdgeEnd) -> bool:
+def is_fixed(build: ProblemBuilder, end: EdgeEnd) -> bool:
     """Whether a node has one spec only."""
     return len(build.nodes[end.node].specs) == 1
 
 
-def _is_parameter(build: _ProblemBuilder, end: EdgeEnd) -> bool:
+def _is_parameter(build: ProblemBuilder, end: EdgeEnd) -> bool:
     node = build.nodes[end.node]
     inputs = build.program.signature.inputs
     return node.kind == "input" and inputs[node.of].kind == "parameter"
 
 
 def _settle(
-    build: _ProblemBuilder, v: int, maker: EdgeEnd, ends: Sequence[EdgeEnd]
+    build: ProblemBuilder, v: int, maker: EdgeEnd, ends: Sequence[EdgeEnd]
 ) -> int:
     pool = build.pool.specs
     have = build.nodes[maker.node].specs[:, maker.column]
@@ -418,7 +243,7 @@ def _settle(
 
 
 def _settle_or_copy(
-    build: _ProblemBuilder, v: int, maker: EdgeEnd, specs: np.ndarray
+    build: ProblemBuilder, v: int, maker: EdgeEnd, specs: np.ndarray
 ) -> int:
     """Where a parameter may rest as the plan wants, each spec stands twice: as it
     rests, and as a copy of what rests otherwise, which takes memory of its own."""
@@ -438,7 +263,7 @@ def _settle_or_copy(
 
 
 def _memory(
-    build: _ProblemBuilder,
+    build: ProblemBuilder,
     live: Sequence[Entry],
     makers: dict[int, EdgeEnd],
     readers: Sequence[Sequence[tuple[int, EdgeEnd]]],

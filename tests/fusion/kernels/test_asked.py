@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar import fusion
 from fxpar.fusion.kernels import fuse_regions
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
-from fxpar.runtime import compiled_graph, pipeline_steps
+from fxpar.runtime import compiled_graph, lowering_steps
 from fxpar.sharding.plan import Plan
 from tests.helpers.kernels.fused_graphs import (
     GROUP,
@@ -125,19 +125,19 @@ def run(schedule: str) -> tuple[torch.Tensor, list[list[str]], str]:
     options: dict[str, Any] = {"mesh": "tp=2", "hints": HINTS, "codegen": "eager"}
     options |= {"schedule": schedule}
     found: list[list[str]] = []
-    kept = pipeline_steps.fuse_graph
+    kept = lowering_steps.fuse_graph
 
     def counting(*args: Any, **kwargs: Any) -> Fused:
         made = kept(*args, **kwargs)
         found.extend(lines(made))
         return made
 
-    pipeline_steps.fuse_graph = counting
+    lowering_steps.fuse_graph = counting
     try:
         compiled = torch.compile(model, backend="fxpar", options=options)
         compiled(x).square().sum().backward()
     finally:
-        pipeline_steps.fuse_graph = kept
+        lowering_steps.fuse_graph = kept
     assert model.up.weight.grad is not None
     plan = compiled_graph.plans()[-1]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -195,7 +195,7 @@ def regions(disable: list[str]) -> list[list[str]]:
         found.extend(lines(made))
         return made
 
-    with mock.patch.object(pipeline_steps, "fuse_graph", counting):
+    with mock.patch.object(lowering_steps, "fuse_graph", counting):
         compiled = torch.compile(model, backend="fxpar", options=options)
         compiled(x.requires_grad_()).square().sum().backward()
     return found

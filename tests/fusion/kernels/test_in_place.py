@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.runtime import pipeline_steps
+from fxpar.runtime import lowering_steps
 from tests.helpers.spawn import shared_pool
 
 
@@ -33,7 +33,7 @@ def steps(codegen: str, fuse: str) -> tuple[torch.Tensor, list[torch.Tensor], in
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options: dict[str, Any] = {"mesh": "dp=2", "codegen": codegen, "fuse": fuse}
     options["inputs"] = "local"  # each rank reads its own batch
-    writes, kept = 0, pipeline_steps.fuse_graph
+    writes, kept = 0, lowering_steps.fuse_graph
 
     def counting(graph: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal writes
@@ -45,7 +45,7 @@ def steps(codegen: str, fuse: str) -> tuple[torch.Tensor, list[torch.Tensor], in
         return made
 
     weight = model.weight
-    with mock.patch.object(pipeline_steps, "fuse_graph", counting):
+    with mock.patch.object(lowering_steps, "fuse_graph", counting):
         step = fxpar.train_step(model, loss_of, optimizer, options=options)
         for _ in range(3):
             step(torch.randn(64, 64))

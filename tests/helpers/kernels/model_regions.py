@@ -31,7 +31,7 @@ from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
-from fxpar.runtime import pipeline_steps
+from fxpar.runtime import lowering_steps
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels import collective_cases as cases
@@ -52,7 +52,7 @@ def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
     model, batch = build_loss(name)
     options = {"mesh": mesh, "codegen": "eager", "fuse": "interpret"}
     with (
-        mock.patch.object(pipeline_steps, "say", keep),
+        mock.patch.object(lowering_steps, "say", keep),
         mock.patch.object(backend.consensus, "agree"),
         mock.patch.object(backend.inputs.Checks, "run"),
     ):
@@ -89,8 +89,8 @@ def fused_step(name: str) -> list[tuple[str, Fused]]:
     options: dict[str, Any] = {"mesh": "dp=2", "codegen": "eager", "fuse": "interpret"}
     options |= {"inputs": "local", "disable": "bucket"}
     with (
-        mock.patch.object(pipeline_steps, "say", keep),
-        mock.patch.object(pipeline_steps, "fuse_graph", asked),
+        mock.patch.object(lowering_steps, "say", keep),
+        mock.patch.object(lowering_steps, "fuse_graph", asked),
         mock.patch.object(backend.consensus, "agree"),
         mock.patch.object(backend.inputs.Checks, "run"),
     ):

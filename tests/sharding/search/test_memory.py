@@ -23,8 +23,9 @@ from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import at_rest
-from fxpar.sharding.search.formulate import FixedFacts, Formulation, formulate
+from fxpar.sharding.search.formulate import Formulation, formulate
 from fxpar.sharding.search.memory_constraints import MOMENTS
+from fxpar.sharding.search.problem_builder import FixedFacts
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.solutions import cost_of
 from fxpar.sharding.solver import evaluate

@@ -26,6 +26,7 @@ from fxpar.sharding.reshard.needed import connect
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, evaluate
+from tests.helpers.mixed_programs import MixedProgram
 
 
 def test_no_gather_widens_a_small_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +145,37 @@ def test_plans_of_one_program_are_ordered_alike(
     assert statistics.correlation(ranking(counted), ranking(simulated)) >= least
 
 
+def small(rng: random.Random) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """One of ``PROGRAMS`` of random sizes."""
+    fn, shapes = rng.choice(PROGRAMS)
+    sizes = [rng.choice([16, 32, 64, 128, 256, 512, 1024, 2048]) for _ in range(3)]
+    dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
+    args = [torch.empty(s, dtype=dtype, device="meta") for s in shapes(*sizes)]
+    return fn, args
+
+
+def mixed(rng: random.Random) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """A program of views, reductions, pointwise ops and products."""
+    program = MixedProgram(rng.randrange(1 << 16))
+    return program, program.arguments
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("draw", "count"), [(small, 40), (mixed, 60)])
 @pytest.mark.parametrize("machine", ["h100", "a100", "cpu"])
 def test_the_search_and_the_prediction_agree_in_order(
-    machine: str, monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    draw: Callable[[random.Random], Any],
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 160 random plans of 40 programs: the search's own count and the
+    """Of four random plans each of so many programs: the search's own count and the
     simulation of what is lowered rank them alike."""
     monkeypatch.setenv("FXPAR_HARDWARE", machine)
     rng = random.Random(0)
     counted, simulated = [], []
-    for _ in range(40):
-        fn, shapes = rng.choice(PROGRAMS)
-        sizes = [rng.choice([16, 32, 64, 128, 256, 512, 1024, 2048]) for _ in range(3)]
-        dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
-        args = [torch.empty(s, dtype=dtype, device="meta") for s in shapes(*sizes)]
+    for _ in range(count):
+        fn, args = draw(rng)
         mesh = rng.choice(["dp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=4"])
         plan = fxpar.plan(fn, *args, mesh=mesh, mode="search", schedule="none")
         found = plan.result.decision.found

@@ -30,8 +30,9 @@ from fxpar.sharding.reshard.route import price
 from fxpar.sharding.reshard.steps import duration
 from fxpar.sharding.search import run_search
 from fxpar.sharding.search.alternatives import alternatives
-from fxpar.sharding.search.formulate import FixedFacts, formulate
+from fxpar.sharding.search.formulate import formulate
 from fxpar.sharding.search.layers import repeated
+from fxpar.sharding.search.problem_builder import FixedFacts
 from fxpar.sharding.search.rank_candidates import taken
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.simulate_choice import Overlap

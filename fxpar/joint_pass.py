@@ -1,0 +1,410 @@
+"""The pass hung on the joint graph of AOTAutograd: traced in, one rank's graph out.
+
+In: a ``CompileJob``, all that is known of one graph to compile but the graph itself.
+``JointPass`` runs ``fxpar.pipeline`` on the joint graph, then on forward and backward
+by themselves, and keeps what it gave: the plan, specs of results, what is launched. No
+algorithms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch, pipeline
+from fxpar.config import Options
+from fxpar.errors import (
+    FxparError,
+    FxparWarning,
+    InputMismatchError,
+    RankMismatchError,
+)
+from fxpar.explain import status_line
+from fxpar.explain.dump import report, show_seconds
+from fxpar.passes import size_nodes
+from fxpar.passes.boundaries import absorb
+from fxpar.passes.graph_bodies import hold
+from fxpar.passes.launches import crossings
+from fxpar.passes.signature import read_signature
+from fxpar.runtime import consensus, known_programs, presence
+from fxpar.runtime.binding import is_of_all
+from fxpar.runtime.call_sizes import UNLIKE, Together
+from fxpar.runtime.compile_once import CompileGraph, compile_once
+from fxpar.runtime.groups import Ranks, settle
+from fxpar.runtime.known_programs import KnownProgram
+from fxpar.runtime.local_results import LocalResults
+from fxpar.runtime.open_sizes import (
+    DivisorsAsked,
+    OpenProgram,
+    SizeRange,
+)
+from fxpar.runtime.program_identity import Named
+from fxpar.runtime.stage_times import table as stage_table
+from fxpar.runtime.train_step.forward import StepInput
+from fxpar.runtime.train_step.step_writes import lift_writes
+from fxpar.runtime.verify import feeds_of, verify
+from fxpar.sharding.hints import load
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    known_machine,
+    named_machine,
+    plan_mode,
+)
+from fxpar.sharding.program import Input, Output, Signature
+from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """One graph to compile: everything but the graph itself."""
+
+    options: Options
+    ranks: Ranks
+    named: Sequence[Named]
+    # Positions of the inputs that hold one rank's part of the batch.
+    local: frozenset[int]
+    # How ranks' sizes go together.
+    together: Together
+    # How results leave that hold, or scale with, the batch.
+    results: LocalResults = field(default_factory=LocalResults)
+    # Specs that results must have, by position.
+    rests: Mapping[int, Spec] = field(default_factory=dict)
+    # Inputs are written, and lie as before.
+    writes: bool = False
+    # The graph takes its open sizes as symbols.
+    open: OpenProgram | None = None
+    # A plan to follow; None: one is made.
+    recalled: Plan | None = None
+    # What the plan says of how it came about.
+    notes: tuple[str, ...] = ()
+
+
+def _fed(job: CompileJob) -> tuple[str, ...] | None:
+    """Names of the inputs that hold one rank's part of the batch; None if every input
+    is global."""
+    if job.options.inputs != "local":
+        return None
+    return tuple(job.named[i].name for i in job.local)
+
+
+class JointPass:
+    """The pass hung on the joint graph: traced in, this rank's bound graph out."""
+
+    def __init__(
+        self,
+        job: CompileJob,
+        number: int,
+        broken_at: str | None,
+        known: KnownProgram | None = None,
+        *,
+        leads: bool = False,
+    ) -> None:
+        self.job, self.number, self.broken_at = job, number, broken_at
+        self.known = known
+        # The other ranks wait for what this one plans and compiles, and take it over.
+        self.leads = leads
+        self.has_told = False  # the others its plan
+        self.is_shared = False  # what is compiled serves all ranks
+        self.ranks = job.ranks  # on the mesh that was chosen, once one is
+        self.places: list[int | None] = []  # of graph inputs among the arguments
+        self.declared: list[Input] = []
+        self.root = torch.nn.Module()  # holds the graph's constants
+        # What is asked of the pipeline, and what it gives.
+        options = job.options
+        self.request = Request(
+            job.ranks.mesh,
+            Signature((), ()),
+            local=_fed(job),
+            summands=frozenset(job.results.own),
+            strict=options.strict,
+            disable=options.disable,
+            keep_gathered=not options.reshard_after_forward,
+            microbatches=options.microbatches,
+            schedule=options.schedule,
+            tune=options.tune,
+            cached=options.cache_plans,
+            fuse=options.fuse,
+            step=job.writes,
+            name=f"graph{number}",
+            rank=job.ranks.rank,
+            debug=options.debug,
+            dump=options.dump,
+        )
+        self.result: pipeline.Result | None = None
+        self.regions: list[str] = []
+        self.launches: list[str] = []  # collectives in order, forward then backward
+        self.is_taken = False  # from AOTAutograd's cache: there is no result
+        self.sizes: SizeRange | None = None  # that it holds for, where sizes are open
+        self.is_agreed = False  # all ranks have the plan
+
+    @property
+    def plan(self) -> Any:
+        if self.result is None:
+            return self.known.plan if self.known and self.is_taken else None
+        return self.result.plan
+
+    @property
+    def compiled_plan(self) -> Any:
+        """With what is known once forward and backward are compiled."""
+        notes = self.job.notes
+        if self.sizes is not None:
+            notes = (*notes, f"holds for {self.sizes.text}")
+        return self.plan and replace(
+            self.plan,
+            regions=tuple(self.regions),
+            notes=(*self.plan.notes, *notes),
+        )
+
+    def __call__(self, gm: fx.GraphModule) -> fx.Graph | None:
+        """The graph to compile instead of ``gm``'s; None leaves it (a subgraph)."""
+        options, ranks = self.job.options, self.ranks
+        first = next(iter(gm.graph.nodes))
+        if "desc" not in first.meta:
+            return None
+        fake_mode = (
+            _torch.fake.fake_mode_of(
+                [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+            )
+            or _torch.fake.new_fake_mode()
+        )
+        _torch.inductor.replace_random(gm, fake_mode)
+        self.root = gm
+        if self.job.open is not None:
+            size_nodes.lift_sizes(gm.graph)
+        name = self.request.name
+        written = lift_writes(gm.graph) if self.job.writes else []
+        boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
+        signature = read_signature(gm.graph, self._input, self._output)
+        request = self.request = self._request(boundaries.declare(signature))
+        with said_by_rank_0(ranks.rank):
+            plan = pipeline.searched if self.leads else pipeline.planned
+            self.result = plan(gm.graph, fake_mode, request)
+        if self.job.open is not None and (asked := self.job.open.divisors_asked()):
+            raise DivisorsAsked(asked, self.plan)
+        planned_before = self.known is not None and self.known.plan is not None
+        if not planned_before:
+            parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
+            said = self.job.results.said(self.results(), parts)
+            self.result = self.result.noted(*said)
+        if ranks.open:
+            ranks = self.ranks = settle(ranks, self.plan.mesh)
+        inductor = options.codegen == "inductor"
+        if options.tune:
+            self.result = pipeline.tuned(
+                self.result, request, fake_mode, ranks, gm, inductor=inductor
+            )
+        if self.leads:
+            known_programs.tell_plan(name, self._record())
+            self.has_told = True
+        elif self.job.together.kind != UNLIKE and not planned_before:
+            consensus.agree(name, self.plan.hash, str(self.plan))
+        report(self.plan, options, ranks.rank, name, self.broken_at)
+        ends = [out.of for out in signature.outputs if out.kind == "mutation"]
+        bound = pipeline.bound(
+            self.result,
+            request,
+            fake_mode,
+            ranks,
+            inductor=inductor,
+            written=written,
+            copied=[of for of in ends if of is not None],
+        )
+        self.is_shared = self.leads and is_of_all(bound)
+        hold(gm, bound)
+        return bound
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Inside, a rank that leads plans and compiles; the others hear of its plan,
+        or that there is none, and of its end."""
+        if not self.leads:
+            yield
+            return
+        name = self.request.name
+        with presence.works(f"compiles {name} for all ranks"):
+            try:
+                yield
+            except Exception:
+                if not self.has_told:
+                    known_programs.tell_plan(name, None)
+                raise
+        if self.has_told:
+            known_programs.tell_compiled(
+                name, shared=self.is_shared, launches=self.launches
+            )
+        else:
+            known_programs.tell_plan(name, None)
+
+    def _request(self, signature: Signature) -> Request:
+        """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
+        options, ranks = self.job.options, self.ranks
+        known = self.known.plan if self.known else self.job.recalled
+        mode = known or plan_mode(options.plan, options, self.request.name)
+        local = options.inputs == "local"
+        return replace(
+            self.request,
+            signature=signature,
+            hints=load(options.hints),
+            mode=mode,
+            meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
+            hardware=known_machine(options),
+            named_hardware=named_machine(options),
+        )
+
+    def take_known(self) -> None:
+        """The plan of a program that was taken from AOTAutograd's cache as it is."""
+        known, options = self.known, self.job.options
+        if self.result is None and known is not None and known.plan is not None:
+            self.is_taken, self.launches = True, list(known.launches)
+            name = self.request.name
+            report(known.plan, options, self.ranks.rank, name, self.broken_at)
+
+    def keep(self) -> None:
+        """Leave the program on disk for the next start, if it is a new one. What has
+        generated kernels is not kept: they are made when it is compiled."""
+        known, result = self.known, self.result
+        if known is None or known.plan is not None or result is None or self.regions:
+            return
+        if self.ranks.rank == 0:
+            known_programs.keep(known, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        """What is known of the program by now."""
+        assert self.known is not None
+        assert self.result is not None
+        return known_programs.describe(
+            self.known,
+            self.compiled_plan,
+            self.results(),
+            self.launches,
+            self.result.local,
+            shared=self.is_shared,
+        )
+
+    def schedule(self, graph: fx.Graph, backward: bool) -> None:
+        """What is done to a forward or a backward by itself."""
+        result, inductor = self.result, self.job.options.codegen == "inductor"
+        self.regions += pipeline.scheduled(
+            graph, self.request, result, backward=backward, inductor=inductor
+        )
+        even = result is None or result.decision.is_even
+        self.launches += crossings(graph, even=even)
+        status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
+
+    def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:
+        """What Inductor makes of a forward or a backward, by one rank for all."""
+
+        def compile_here(text: str | None) -> Any:
+            status_line.rename(f"Inductor, {which}")
+            return call(text)
+
+        status_line.rename(f"waiting for the rank that compiles the {which}")
+        made = compile_once(graph, f"{self.request.name}/{which}", compile_here)
+        if which == "backward":
+            self.say_seconds(which)
+        return made
+
+    def say_seconds(self, which: str) -> None:
+        """Where the seconds until a forward or a backward was compiled went."""
+        options, ranks = self.job.options, self.ranks
+        show_seconds(self.request.name, which, stage_table(), options, ranks.rank)
+
+    def agree_on_launches(self) -> None:
+        """Return once all ranks have compiled what launches the same collectives.
+
+        Raises RankMismatchError if they do not; InputMismatchError where that comes
+        from sizes that differ.
+        """
+        text, mismatch = "\n".join(self.launches), self.job.together.mismatch
+        what, fix = "the collectives they launch", None
+        error: type[FxparError] = RankMismatchError
+        if self.job.together.kind == UNLIKE and mismatch is not None:
+            what = f"what crosses between them: {mismatch.what}; more than sums do"
+            error, fix = InputMismatchError, mismatch.fix
+        consensus.agree(
+            f"graph{self.number} is compiled",
+            consensus.digest_of(text),
+            text,
+            what=what,
+            fix=fix,
+            error=error,
+        )
+
+    def written(self) -> set[int]:
+        """Positions of the arguments that the program writes to."""
+        signature = self.request.signature
+        places = (
+            self.places[out.of]
+            for out in signature.outputs
+            if out.kind == "mutation" and out.of is not None
+        )
+        return {i for i in places if i is not None}
+
+    def results(self) -> dict[int, Spec]:
+        """Specs of the results, by position among the graph's own results."""
+        if self.result is None:
+            return dict(self.known.results) if self.known and self.is_taken else {}
+        decision = self.result.decision
+        outputs = decision.program.signature.outputs
+        pairs = zip(outputs, decision.edges.outputs, strict=True)
+        return {
+            int(out.name.removeprefix("output_")): spec.joined(decision.mesh)
+            for out, spec in pairs
+            if out.kind == "output" and spec is not None
+        }
+
+    def verify(self, args: Sequence[Any]) -> None:
+        """``FXPAR_VERIFY``, with the arguments of the first call."""
+        if self.result is None:
+            return
+        local, normalized = self.result.local, self.result.normalized
+        feeds = feeds_of(normalized, args, self.places)
+        verify(local, normalized, self.result.decision, self.root, feeds)
+
+    def _input(self, kind: str, payload: Any, node: fx.Node) -> Input:
+        self.places.append(payload if kind == "input" else None)
+        self.declared.append(self._declare(kind, payload, node))
+        return self.declared[-1]
+
+    def _declare(self, kind: str, payload: Any, node: fx.Node) -> Input:
+        whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
+        if kind == "input":
+            named = self.job.named[payload]
+            if isinstance(named, StepInput):
+                return Input(named.name, named.kind, named.rest or whole, named.use)
+            return Input(named.name, named.kind, whole)
+        rest = None if kind == "tangent" else whole
+        return Input(f"{kind}_{node.name}", kind, rest)
+
+    def _output(self, kind: str, name: str, of: int | None) -> Output:
+        if self.job.writes and kind == "mutation" and of is not None:
+            return Output(name, kind, of, self.declared[of].rest)
+        rest = None
+        if kind == "output":
+            rest = self.job.rests.get(int(name.removeprefix("output_")))
+        open_ended = self.job.options.outputs == "dtensor" and kind == "output"
+        return Output(name, kind, of, rest, "even" if open_ended else "whole")
+
+
+@contextlib.contextmanager
+def said_by_rank_0(rank: int) -> Iterator[None]:
+    """What planning warns of is the same on every rank: said once per job."""
+    if rank == 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxparWarning)
+        yield
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

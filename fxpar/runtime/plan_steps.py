@@ -1,0 +1,285 @@
+"""Steps of the pipeline from the traced graph to its plan, and the plan as data.
+
+In: a ``JointState``. Out: the same state, its graph normalized, a decision in it, and
+at the end the ``Plan``. Every rank does the same but in ``look_up_plan`` and
+``keep_plan``, which know a disk. The order is ``fxpar.pipeline``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.passes import graph_bodies, manual_regions, normalize, size_nodes
+from fxpar.passes.body_seeds import refuse_draws
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.keep_batch_apart import keep_batch_apart
+from fxpar.passes.loop_steps import count_steps
+from fxpar.passes.normalize_experts import experts_in_place
+from fxpar.passes.peak_memory import by_kind
+from fxpar.passes.step_collectives import facts_of as facts_of_step
+from fxpar.runtime import plan_store
+from fxpar.runtime.pipeline_state import JointState
+from fxpar.runtime.stage_times import PLAN, SEARCH, stage
+from fxpar.sharding import plan_facts, shard_sizes
+from fxpar.sharding.choose_mesh import decide_on, fastest
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import OPEN, Program
+from fxpar.sharding.propagate.conventions import (
+    batch_axes,
+    expert_axes,
+    sequence_axes,
+)
+from fxpar.sharding.read_program import read
+from fxpar.sharding.recall_plan import recall
+from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.reshard.all_pairs import MOST
+from fxpar.sharding.rules.unknown_ops import report_unknown
+from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
+
+log = logging.getLogger("fxpar")
+
+
+def absorb_regions(state: JointState) -> None:
+    """Manual regions are checked, their collectives named."""
+    request = state.request
+    if state.open and any(n.target in manual_regions.EDGES for n in state.graph.nodes):
+        raise PlanError("the sizes in manual regions are known")
+    manual_regions.absorb_regions(
+        state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
+    )
+
+
+def show_bodies(state: JointState) -> None:
+    graph_bodies.show_bodies(state.graph, state.graph.owning_module)
+    if state.open and any(map(graph_bodies.body_of, state.graph.nodes)):
+        raise PlanError("the sizes in branches and loops are known")
+
+
+def refuse_body_draws(state: JointState) -> None:
+    """Bodies draw what seeds say, which they take as operands."""
+    refuse_draws(state.graph)
+
+
+def count_loop_steps(state: JointState) -> None:
+    """Loops whose number of steps depends on data get a nominal one."""
+    count_steps(state.graph, state.fake_mode)
+
+
+def split_batch(state: JointState) -> None:
+    """A batch that its axes do not divide, or whose sequence is split, stays a dim of
+    its own."""
+    if state.open:  # they divide those that a plan may split
+        return
+    mesh = state.request.mesh
+    axes, along = batch_axes(mesh), sequence_axes(mesh)
+
+    def splits(rows: int, behind: int) -> bool:
+        if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
+            return True
+        even = shard_sizes.is_even(rows, mesh, axes)
+        return not even and shard_sizes.may_split(rows, mesh, axes)
+
+    keep_batch_apart(state.graph, state.rewriter, splits)
+
+
+def place_experts(state: JointState) -> None:
+    """Tokens sorted by expert are computed where they lie."""
+    mesh, notes = state.request.mesh, []
+    axes = expert_axes(mesh)
+
+    def groups(experts: int) -> int:
+        count = mesh.count(axes)
+        if experts % count:
+            notes.append(
+                f"{experts} experts are not split over {'+'.join(axes)} ({count} "
+                "ranks): each rank has all of them"
+            )
+        return 1 if experts % count else count
+
+    notes += experts_in_place(state.graph, state.rewriter, groups)
+    state.notes += tuple(dict.fromkeys(notes))
+
+
+def drop_dead(state: JointState) -> None:
+    state.graph.eliminate_dead_code()
+    state.graph.lint()
+
+
+def look_up_plan(state: JointState) -> None:
+    """The plan of the request, or of the disk, if there is one."""
+    request = state.request = _searchable(state.request)
+    asked = request.mode
+    state.program = _program(state)
+    if not isinstance(asked, Plan) and not request.meshes:
+        request = _on(state, refine(state.program, request))
+        asked = request.mode
+    if isinstance(asked, Plan):
+        state.recalled = state.known = asked
+    elif _is_kept(state):
+        assert isinstance(asked, SearchOptions)
+        state.key = plan_store.key_of(state.program, state.graph, request)
+        found = plan_store.load(state.key, asked.seconds)
+        if found is not None:
+            state.recalled, chosen = found
+            state.known = state.recalled if chosen and not request.tune else None
+            note = state.recalled.notes[-1]
+            log.info("a plan found before, nothing is searched: %s", note)
+    plan, meshes = state.recalled, request.meshes or (request.mesh,)
+    known = [mesh.unrefined.axes for mesh in meshes]
+    if plan and not (request.meshes or plan.mesh.is_refined):
+        return
+    if plan and plan.mesh.unrefined.axes in known:
+        _on(state, plan.mesh)
+
+
+def _on(state: JointState, mesh: Mesh) -> Request:
+    """The request of the state, now for a mesh, where it was for another one."""
+    if mesh is not state.request.mesh:
+        state.request = _searchable(state.request.on(mesh))
+        signature = state.request.laid
+        state.program = replace(state.program, signature=signature)
+    return state.request
+
+
+def _is_kept(state: JointState) -> bool:
+    """Whether its plan is looked for on disk; where sizes are open, it is not."""
+    kept = state.request.cached and plan_store.allowed() and not state.open
+    return kept and isinstance(state.request.mode, SearchOptions)
+
+
+def _searchable(request: Request) -> Request:
+    """The request; to propagate, where its mesh has too many axes for a search."""
+    if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
+        request.mesh
+    ):
+        return request
+    what = f"a search takes at most {MOST} axes of more than one rank: the plan"
+    fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
+    text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
+    return replace(request, mode="propagate")
+
+
+def _program(state: JointState) -> Program:
+    """The program of the graph, where sizes are open at those it was traced with."""
+    graph = state.graph
+    if state.open:
+        graph = size_nodes.at_hints(graph, state.fake_mode)
+    return read(graph, state.request.laid)
+
+
+def expand_moments(state: JointState) -> None:
+    """Before a search all: it would not split what their rules keep whole. Else those
+    of which a first decision splits what must be whole."""
+    request, program = state.request, state.program
+    moments = normalize.moments_of(program)
+    if not moments or state.recalled or (request.meshes and not _searches(request)):
+        return
+    if not _searches(request):
+        state.decision = decide_on(program, request)
+        moments = normalize.split_moments(state.decision)
+    _expand(state, moments)
+
+
+def join_pool_gradients(state: JointState) -> None:
+    """Of pools whose rows or columns are split where nothing is searched, or hints say
+    so: a search does not begin with a form that only such a plan takes."""
+    request = state.request
+    nodes = normalize.pool_gradients_of(state.graph)
+    if not nodes or state.recalled or request.meshes:
+        return
+    first = decide_on(state.program, replace(request, mode="propagate"))
+    _join(state, normalize.split_pool_gradients(first))
+
+
+def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
+    if nodes:
+        normalize.join_pool_gradients(nodes, state.rewriter)
+        state.graph.eliminate_dead_code()
+        state.program = read(state.graph, state.request.laid)
+        state.decision = None
+
+
+def _searches(request: Request) -> bool:
+    return isinstance(request.mode, SearchOptions)
+
+
+def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
+    if moments:
+        moments = [node.meta.get(OPEN, node) for node in moments]
+        normalize.expand_moments(moments, state.rewriter)
+        state.graph.eliminate_dead_code()
+        state.program = _program(state)
+        state.decision = None
+
+
+def make_plan(state: JointState) -> None:
+    """Recall, search or propagate."""
+    request, plan = state.request, state.recalled
+    if plan is not None:
+        # Moments that the plan does not contain were expanded before it was made.
+        known = {node.name for node in plan.nodes}
+        pools = normalize.pool_gradients_of(state.graph)
+        _join(state, [node for node in pools if node.name not in known])
+        moments = normalize.moments_of(state.program)
+        _expand(state, [node for node in moments if node.name not in known])
+        state.decision = recall(_program(state), request.mesh, plan)
+    elif request.meshes or state.decision is None:
+        with stage(SEARCH if _searches(request) else PLAN):
+            choose = fastest if request.meshes else decide_on
+            state.decision = choose(state.program, request)
+        if request.meshes:
+            state.request = request.on(state.decision.mesh)
+    mesh = state.decision.mesh
+    report_unknown(state.decision.program, mesh, request.strict)
+
+
+def describe(state: JointState) -> None:
+    """The plan as data, facts of its step read off the graph."""
+    hardware, mesh = state.request.named_hardware, state.decided.mesh
+    if hardware is not None:
+        mesh = hardware.on(mesh)
+    sent, done = facts_of_step(_at_hints(state))
+    held, notes = _memory(state)
+    plan = plan_facts.describe(state.decided, sent, done, held, mesh)
+    state.plan = replace(
+        plan,
+        schedule=str(state.schedule),
+        near=state.near,
+        notes=(*plan.notes, *state.notes, *notes),
+    )
+
+
+def _at_hints(state: JointState) -> fx.Graph:
+    """The graph, where sizes are open at those it was traced with."""
+    if not state.open:
+        return state.graph
+    return size_nodes.at_hints(state.graph, state.fake_mode)
+
+
+def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
+    settings, disable = state.schedule.settings, state.request.disable
+    graph = as_run(_at_hints(state), disable=disable, settings=settings)
+    try:
+        return by_kind(graph, state.decided.program.signature), ()
+    except PlanError as error:  # of the user's own collectives
+        return (), (f"memory is not known: {error.what}",)
+
+
+def keep_plan(state: JointState) -> None:
+    """Leave a plan that was searched on disk."""
+    searched, asked = state.decided.found, state.request.mode
+    if state.key and searched is not None and isinstance(asked, SearchOptions):
+        request = state.request
+        chosen = request.schedule == "auto" and "schedule" not in request.disable
+        chosen = chosen and request.hardware is not None and not request.tune
+        plan_store.save(state.key, state.plan, searched, asked.seconds, chosen=chosen)

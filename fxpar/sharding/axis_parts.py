@@ -1,0 +1,93 @@
+"""Parts of an axis: how they are named, and which of them go together.
+
+``"x:(m)k"`` is a part of axis x, as Shardy writes it: of its n ranks, seen as ``[m, k,
+n/(mk)]``, the middle one. ``"x:k"`` is short for the outermost, ``"x:(1)k"``. Here
+are names alone; how many ranks an axis has, a mesh knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+
+from fxpar.errors import MeshError
+
+_PART = re.compile(r"([A-Za-z_]\w*):(?:\(([1-9]\d*)\))?([1-9]\d*)")
+
+
+def split_name(name: str) -> tuple[str, int, int] | None:
+    """(axis, m, k) of a part; None of a whole axis, and of what is no name."""
+    match = _PART.fullmatch(name) if ":" in name else None
+    return (match[1], int(match[2] or 1), int(match[3])) if match else None
+
+
+def full_name(name: str) -> str:
+    """``"tp:(1)2"`` for ``"tp:2"``; any other name as it is."""
+    if ":" not in name:
+        return name
+    part = split_name(name)
+    return part_name(*part) if part else name
+
+
+def part_name(axis: str, above: int, size: int) -> str:
+    """Inverse of ``split_name``."""
+    return f"{axis}:({above}){size}"
+
+
+def axis_of(name: str) -> str:
+    """The axis that a name is, or is a part of."""
+    return name.partition(":")[0]
+
+
+def is_name(text: str) -> bool:
+    """Whether this may name an axis, or a part of one."""
+    return text.isidentifier() or split_name(text) is not None
+
+
+def parts_among(axes: Iterable[str]) -> list[str]:
+    """Those that are parts, each once."""
+    return [name for name in dict.fromkeys(axes) if ":" in name]
+
+
+def cut(n: int, names: Iterable[str]) -> list[int]:
+    """Sizes of the parts, major to minor, that an axis of ``n`` ranks is cut into so
+    that each of ``names``, parts of it, is some of them.
+
+    Raises MeshError if they do not nest.
+    """
+    ends = {1: "", n: ""}
+    for name in names:
+        _, above, size = split_name(name) or (name, 1, 1)
+        if size > 1:
+            ends.setdefault(above, name)
+            ends.setdefault(above * size, name)
+    pairs = list(itertools.pairwise(sorted(ends)))
+    for inner, outer in pairs:
+        if outer % inner:
+            raise MeshError(
+                f"parts {ends[inner]!r} and {ends[outer]!r} of one axis do not nest",
+                fix="cut an axis at sizes of which each divides the next",
+            )
+    return [outer // inner for inner, outer in pairs] or [n]
+
+
+def overlapping(axes: Sequence[str]) -> tuple[str, str] | None:
+    """The first two names that have ranks' coordinates in common: twice the same axis,
+    an axis and its part, two parts that reach into each other."""
+    for i, name in enumerate(axes):
+        for other in axes[:i]:
+            if name == other or (":" in name + other and _overlap(name, other)):
+                return other, name
+    return None
+
+
+def _overlap(one: str, other: str) -> bool:
+    if axis_of(one) != axis_of(other):
+        return False
+    first, second = sorted(
+        (split_name(one) or ("", 0, 0), split_name(other) or ("", 0, 0))
+    )
+    if not first[0]:  # a whole axis
+        return True
+    return 1 not in (first[2], second[2]) and first[1] * first[2] > second[1]
