@@ -54,16 +54,16 @@ class _SortedRows:
 
 
 def experts_in_place(
-    graph: fx.Graph, rewriter: Builder, groups: Callable[[int], int]
+    graph: fx.Graph, rewriter: Builder, groups: Callable[[int], int], room: float = 0.0
 ) -> list[str]:
     """Rewrite a graph in place; notes of what is left as it is. ``groups``: into how
-    many a number of experts is split."""
+    many a number of experts is split; ``room``: as ``expert_ops`` has it."""
     notes = []
     for node in list(graph.nodes):
         if node.target in SORTS and len(shape_of(node.args[0])) == 1:
             products = products_by(node)
             if products:
-                mixture = _Mixture(rewriter, node, products, groups)
+                mixture = _Mixture(rewriter, node, products, groups, room)
                 mixture.read(list(graph.nodes))
                 notes += mixture.write(graph)
     graph.eliminate_dead_code()
@@ -79,8 +79,10 @@ class _Mixture:
         sort: fx.Node,
         products: dict[fx.Node, int],
         groups: Callable[[int], int],
+        room: float,
     ) -> None:
         self.build, self.sort, self.products = build, sort, products
+        self.room = room
         self.key: Any = sort.args[0]
         self.rows, self.device = shape_of(self.key)[0], self.key.meta["val"].device
         self.experts = max(products.values())
@@ -279,7 +281,7 @@ class _Mixture:
 
     def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
-        call, key, groups = self.build.call, self.key, self.groups
+        call, key, how = self.build.call, self.key, (self.groups, self.room)
         mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
         if self.products[node] != self.experts:
             return None
@@ -291,16 +293,16 @@ class _Mixture:
                 return None
             weight = call(aten.permute.default, y, [0, 2, 1])
             self.results[node] = {
-                0: _SortedRows(0, each=call(mm, right, weight, key, groups)),
-                1: call(outer.default, left, right, key, count, groups),
+                0: _SortedRows(0, each=call(mm, right, weight, key, *how)),
+                1: call(outer.default, left, right, key, count, *how),
             }
             return None
         if y not in self.values and self.values[x].dim == 0:
-            return _SortedRows(0, each=call(mm, left, y, key, groups))
+            return _SortedRows(0, each=call(mm, left, y, key, *how))
         if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
             return None
         left = call(aten.permute.default, left, [1, 0])
-        return call(outer.default, left, right, key, count, groups)
+        return call(outer.default, left, right, key, count, *how)
 
     def _sort_again(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         """A sort of the order gives where in order each row is."""
