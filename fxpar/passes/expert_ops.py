@@ -140,7 +140,7 @@ def within(
     """``ends``, if ``most`` rows are no more than there is room for. Raises RoomError;
     on a GPU its kernel stops the program, and nothing waits for it."""
     if most.is_cuda:
-        torch._assert_async(most <= room, _FULL.format("more", room))
+        torch.ops.aten._assert_async.msg(most <= room, _FULL.format("more", room))
     elif int(most) > room:
         raise RoomError(_FULL.format(int(most), room), where=where, fix=_FIX)
     return ends.clone()
