@@ -309,7 +309,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes import normalize_experts
+    from fxpar.passes.group_copies import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]
@@ -318,7 +318,7 @@ def test_copies_of_other_groups_that_are_read_are_noticed(
 
     args = arguments()
     compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
-    monkeypatch.setattr(normalize_experts._Mixture, "_is_own", every)
+    monkeypatch.setattr(GroupCopies, "is_own", every)
     with pytest.raises(AssertionError, match="not close"):
         compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
 
