@@ -55,7 +55,7 @@ def page_data(plan: Plan, timeline: Any = None) -> dict[str, Any]:
     text = _Texts()
     return {
         "hash": plan.hash,
-        "mesh": plan.mesh.axes,
+        "mesh": plan.mesh.unrefined.axes,
         "ranks": plan.mesh.size,
         "traced": _decision(plan) is not None,
         "rows": [row.plain(text) for row in page.rows],

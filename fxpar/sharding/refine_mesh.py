@@ -22,6 +22,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import (
+    SEQUENCE,
     batch_axes,
     heads_of,
     parameter_roots,
@@ -30,7 +31,7 @@ from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 from fxpar.sharding.spec import Spec
 
 # Axes that by name split something else than heads.
-_NO_HEADS = ("sp", "cp", "seq", "ep", "expert")
+_NO_HEADS = (*SEQUENCE, "ep", "expert")
 
 
 def refine(program: Program, request: Request) -> Mesh:
@@ -39,27 +40,30 @@ def refine(program: Program, request: Request) -> Mesh:
     Raises HintError for parts that the mesh does not have, that do not nest, or that
     would cut an axis which is needed whole.
     """
-    mesh = request.mesh
+    mesh, asked = request.mesh, list(_asked(program, request))
     whole = _needed_whole(program, mesh)
-    for what, where, names in _asked(program, request):
+    for what, where, names in asked:
         try:
             mesh = mesh.refined(names)
         except MeshError as error:
             text = f"{what}: {error.what}"
             raise HintError(text, where=where, fix=error.fix) from error
-        for axis in (axis_of(name) for name in names):
-            if axis in whole and len(mesh.parts([axis])) > 1:
-                raise HintError(
-                    f"{what}: axis {axis!r} has no parts here: {whole[axis]}",
-                    where=where,
-                    fix="name the whole axis",
-                )
+    for axis in (axis for axis in whole if axis not in mesh.sizes):
+        what, where = next(
+            (found[:2] for found in asked if axis_of(axis) in map(axis_of, found[2])),
+            (f"mesh {mesh}", None),
+        )
+        raise HintError(
+            f"{what}: axis {axis!r} has no parts here: {whole[axis]}",
+            where=where,
+            fix="name the whole axis",
+        )
     if request.mode == "replicate":
         return mesh
     open_ = [
         axis
         for axis, size in mesh.unrefined.axes
-        if axis not in whole
+        if axis not in map(axis_of, whole)
         and axis not in map(axis_of, batch_axes(mesh))
         and axis.lower() not in _NO_HEADS
         and set(mesh.unrefined.speeds_of(axis)) == {1.0}
@@ -94,10 +98,10 @@ def _asked(
 
 
 def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
-    """Axes that cannot be cut, and why."""
+    """Axes, and parts of axes, that cannot be cut, and why."""
     out: dict[str, str] = {}
     for op in program.ops:
-        out |= {axis_of(axis): "a manual region is over it" for axis in op.rule.pin}
+        out |= dict.fromkeys(op.rule.pin, "a manual region is over it")
     signature = program.signature
     ends = [
         (end.name, end.rest, v)
@@ -110,9 +114,10 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
     for name, rest, v in ends:
         shape = program.values[v].shape if v is not None else ()
         for rows, axes in zip(shape, rest.dims if rest else (), strict=False):
-            if not shard_sizes.is_even(rows, mesh, axes):
+            known = all(map(mesh.has, axes))
+            if known and not shard_sizes.is_even(rows, mesh, axes):
                 why = f"{name} lies in shards of {rows} rows that are not alike"
-                out |= {axis_of(axis): why for axis in axes}
+                out |= dict.fromkeys(axes, why)
     return out
 
 

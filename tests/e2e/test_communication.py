@@ -240,6 +240,7 @@ def test_dp_sends_what_fsdp2_sends(ranks: int) -> None:
 # Against Megatron
 
 
+@pytest.mark.slow
 @ON_TWO_RANKS
 def test_tp_sends_what_megatron_sends(ranks: int) -> None:
     """Two sums of the hidden states a layer, forward and backward, nothing else."""

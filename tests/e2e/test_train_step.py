@@ -161,11 +161,8 @@ def _forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-QUICK = [
-    ("net", "adamw", "dp=2,tp=2", False),
-    ("net", "lamb", "dp=2", True),
-]
-SLOW = [("net", "lamb", "dp=4", True)] + [
+QUICK = [("net", "lamb", "dp=2", True)]
+SLOW = [("net", "lamb", "dp=4", True), ("net", "adamw", "dp=2,tp=2", False)] + [
     (kind, name, mesh, shard)
     for kind, name in (
         ("net", "adam"),

@@ -61,8 +61,8 @@ def check(case: Case) -> None:
         close({**case.buffers, **want.mutations}, buffers)
 
 
-def run(seed: int) -> None:
-    case = Case(seed)
+def run(seed: int, make: type[Case] = Case) -> None:
+    case = make(seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FxparWarning)  # dims that do not divide

@@ -379,6 +379,29 @@ class Case:
         return self.float(*sizes)
 
 
+class PartsCase(Case):
+    """A case on an axis of several parts, which its specs and hints name."""
+
+    def _mesh(self) -> str:
+        mesh = self.rng.choice(("tp=4", "tp=8", "dp=2,tp=4", "tp=6", "x=4,tp=2"))
+        axis, size = max(Mesh.parse(mesh).axes, key=lambda axis: axis[1])
+        self.axis, self.cut = axis, self.rng.choice([2, size // 2])
+        return mesh
+
+    def _entries(self, shape: Sequence[int]) -> list[tuple[str, ...]]:
+        size, cut = Mesh.parse(self.mesh).sizes[self.axis], self.cut
+        major, minor = f"{self.axis}:{cut}", f"{self.axis}:({cut}){size // cut}"
+        ways = ((self.axis,), (major,), (major,), (minor,), (minor, major))
+        return [
+            tuple(
+                name
+                for axis in axes
+                for name in (self.rng.choice(ways) if axis == self.axis else (axis,))
+            )
+            for axes in super()._entries(shape)
+        ]
+
+
 def _broadcasts(a: Sequence[int], b: Sequence[int]) -> bool:
     try:
         return math.prod(torch.broadcast_shapes(tuple(a), tuple(b))) <= ELEMENTS

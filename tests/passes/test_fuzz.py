@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fxpar.errors import HintError
 from fxpar.passes import lower
 from tests.helpers.check_random import run
-from tests.helpers.random_programs import Case
+from tests.helpers.random_programs import Case, PartsCase
 
 QUICK, ALL = 40, 2040
 
@@ -25,6 +26,29 @@ def test_random_program(seed: int) -> None:
 def test_many_random_programs(start: int) -> None:
     for seed in range(start, start + 100):
         run(seed)
+
+
+def on_parts(seeds: range) -> int:
+    """How many of the cases ran whose specs and hints name parts of an axis. Others
+    name them beside shards that are not alike."""
+    refused = 0
+    for seed in seeds:
+        try:
+            run(seed, PartsCase)
+        except HintError as error:
+            assert "has no parts here" in str(error)
+            refused += 1
+    return len(seeds) - refused
+
+
+def test_random_programs_on_parts_of_an_axis() -> None:
+    assert on_parts(range(8)) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(8, 408, 50))
+def test_many_random_programs_on_parts_of_an_axis(start: int) -> None:
+    assert on_parts(range(start, start + 50)) > 25
 
 
 @pytest.mark.parametrize("seed", range(0, QUICK, 10))

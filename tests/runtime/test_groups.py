@@ -73,13 +73,23 @@ def groups_along_axes() -> dict[str, list]:
         total = torch.ops._c10d_functional.wait_tensor(total)
         named["+".join(axes)] = [name, total.item()]
     padded = groups.group_of(Mesh.parse("dp=2,one=1,tp=2"), ["one", "tp"])
+    whole, parts = Mesh.parse("all=4"), Mesh.parse("all=2*2")
+    parted = [
+        groups.group_of(mesh, axes)
+        for mesh, axes in (
+            (whole, ["all:(2)2"]),
+            (parts, ["all:(2)2"]),
+            (parts, ["all:(1)2", "all:(2)2"]),
+        )
+    ]
     world = dist.group.WORLD.group_name
     part = torch.full((2, 3), float(ranks.rank))
     whole = ranks.dtensor(part, Spec("dp", "tp"))
     again = ranks.dtensor(part, Spec("dp", partial={"tp": "sum"}))
     same = whole.device_mesh is again.device_mesh
     shown = (list(whole.shape), whole.full_tensor()[::2, ::3].tolist())
-    return {**named, "world": world, "padded": padded, "dtensor": shown, "same": same}
+    found = {"world": world, "padded": padded, "parted": parted}
+    return {**named, **found, "dtensor": shown, "same": same}
 
 
 @pytest.mark.multiprocess
@@ -92,6 +102,8 @@ def test_groups_along_axes() -> None:
         assert result["tp+dp"][0] == result["world"]
         assert result["dtensor"] == ([4, 6], [[0.0, 1.0], [2.0, 3.0]])
         assert result["same"]
+        one, again, both = result["parted"]
+        assert one == again and both == result["world"]
     names = [result["tp"][0] for result in results]
     assert len(set(names)) == 1  # each rank's own group, by one name
 

@@ -19,6 +19,7 @@ from fxpar.planning import TracedPlan
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.spec import Spec
 from tests.helpers.grouped_heads import HEADS, WIDTH, batch, layer
+from tests.helpers.models import DoubleLoss, double
 
 
 def planned(model: nn.Module, mesh: str, **how: Any) -> TracedPlan:
@@ -253,3 +254,36 @@ def test_a_reduction_over_the_wrong_part_is_noticed() -> None:
         check(plan)
     first.args = right
     check(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=4"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_models_with_two_key_heads(family: str, mesh: str) -> None:
+    """As Hugging Face writes them: what is repeated for each query head, rotations,
+    norms of heads."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        head_dim=WIDTH // HEADS,
+        vocab_size=64,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = DoubleLoss(getattr(transformers, f"{family}ForCausalLM")(config))
+    ids = torch.randint(0, 64, (4, 8))
+    fed = {"input_ids": ids, "labels": ids}
+    with double():
+        plan = fxpar.plan(model, mesh=mesh, grad=True, mode="propagate", **fed)
+        got, want = plan.simulate(**fed), plan.reference(**fed)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    for name in ("k", "v"):
+        weight = f"model.model.layers.1.self_attn.{name}_proj.weight"
+        assert plan.spec(weight) == Spec("tp:(1)2", None)
+    assert not {"all_gather", "all_to_all"} & {c.kind for c in plan.collectives}

@@ -46,7 +46,9 @@ def expert_axes(mesh: Mesh) -> Axes:
 def sequence_axes(mesh: Mesh) -> Axes:
     """Axes that split sequences unless a hint uses them otherwise."""
     return tuple(
-        axis for axis in mesh.names if axis.lower() in SEQUENCE and mesh.sizes[axis] > 1
+        axis
+        for axis, size in mesh.axes
+        if axis_of(axis).lower() in SEQUENCE and size > 1
     )
 
 
@@ -259,7 +261,9 @@ def _column_seed(
     ]
     # Of a fused projection the heads, rather than its three parts.
     for d, factor in sorted(columns, key=lambda column: not is_split_evenly(column[1])):
-        if _is_residual(program, op, factor, roots):
+        # Norms of heads, too, reduce over what several products read.
+        heads = heads_of(program, op, factor, roots)
+        if heads is None and _is_residual(program, op, factor, roots):
             continue
         dims: list[Axes] = [()] * len(program.values[v].shape)
         dims[d] = axes

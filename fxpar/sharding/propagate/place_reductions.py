@@ -13,13 +13,16 @@ values and the ops that need them whole:
     v' -> result of w    w reads v; w on the whole side forces the reduction
     result of w -> v     w can pass v on only if v is partial
 
-Among cuts of equal price the earliest is taken. One cut per axis and reduction.
+Among cuts of equal price the earliest is taken. One cut per axis and reduction, parts
+of one axis one after the other: where a value is reduced over one of them, reducing it
+over the next as well costs what the larger collective costs more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from fxpar.sharding.axis_parts import axis_of, split_name
 from fxpar.sharding.factors import (
     Rule,
     Strategy,
@@ -34,6 +37,9 @@ from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
 
+# Of values, what they stay partial over.
+Kept = Mapping[int, Sequence[tuple[str, str]]]
+
 _TICKS = 1e12  # prices become whole picoseconds, so that cuts are exact
 _NEVER = 10**18  # more than any sum of prices
 
@@ -45,7 +51,7 @@ def place_reductions(
     chosen = list(strategies)
     kept: dict[int, list[tuple[str, str]]] = {}
     for axis in mesh.names:
-        for reduction, passing in _cuts(program, state, chosen, mesh, axis):
+        for reduction, passing in _cuts(program, state, chosen, mesh, axis, kept):
             for index, passage in passing.passages.items():
                 chosen[index] = _with_pass(chosen[index], axis, reduction, passage)
             for v in passing.kept:
@@ -117,6 +123,7 @@ def _cuts(
     strategies: Sequence[Strategy],
     mesh: Mesh,
     axis: str,
+    kept: Kept,
 ) -> Iterator[tuple[str, _Passing]]:
     """A cut per reduction, each with the strategies as the one before left them."""
     reductions = dict.fromkeys(
@@ -129,7 +136,12 @@ def _cuts(
     for reduction in reductions:
         region = _grow(program, strategies, mesh, axis, reduction)
         if region.via:
-            yield reduction, _cut(program, state, strategies, mesh, axis, region)
+            prices = {
+                v: _price(program, state, v, mesh, axis, beside)
+                for v in region.member
+                for beside in [_reduced_beside(program, strategies, v, axis, kept)]
+            }
+            yield reduction, _cut(program, axis, region, prices)
 
 
 def _grow(
@@ -207,13 +219,32 @@ def _possible(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     return len(kinds) == 1 and fits(rule, strategy.axes_of, mesh)
 
 
-def _cut(
+def _reduced_beside(
     program: Program,
-    state: State,
     strategies: Sequence[Strategy],
-    mesh: Mesh,
+    v: int,
     axis: str,
-    region: _Region,
+    kept: Kept,
+) -> list[str]:
+    """The parts of an axis before this one over which a value is made partial, and
+    reduced."""
+    place = split_name(axis)
+    if place is None or v not in program.producers:
+        return []
+    op, i = program.producers[v]
+    made = result_spec(program.ops[op].rule, strategies[op], i)
+    return [
+        part
+        for part, reduction in made.partial
+        if reduction == "sum"
+        and axis_of(part) == place[0]
+        and (split_name(part) or place) < place
+        and (part, reduction) not in kept.get(v, ())
+    ]
+
+
+def _cut(
+    program: Program, axis: str, region: _Region, prices: Mapping[int, int]
 ) -> _Passing:
     from networkx import DiGraph
     from networkx.algorithms.flow import preflow_push
@@ -224,7 +255,7 @@ def _cut(
     for v in region.sources:
         graph.add_edge("source", v)
     for v in region.member:
-        ticks = _NEVER if v in early else _price(program, state, v, mesh, axis)
+        ticks = _NEVER if v in early else prices[v]
         graph.add_edge(v, ("read", v), capacity=ticks)
         readers = program.uses[v]
         ends = v in outputs or v in program.reduce_here
@@ -284,11 +315,22 @@ def _read_cut(program: Program, region: _Region, residual) -> _Passing:
     return out
 
 
-def _price(program: Program, state: State, v: int, mesh: Mesh, axis: str) -> int:
-    """Ticks to reduce value ``v`` over ``axis`` into the spec it was given."""
-    value, target = program.values[v], state.spec(v)
-    dims = [tuple(a for a in dim if a != axis) for dim in target.dims]
-    source = Spec.of(dims, [(axis, "sum")])
-    return round(
-        price(source, target, mesh, value.shape, value.dtype.itemsize) * _TICKS
-    )
+def _price(
+    program: Program,
+    state: State,
+    v: int,
+    mesh: Mesh,
+    axis: str,
+    beside: Sequence[str] = (),
+) -> int:
+    """Ticks to reduce value ``v`` over ``axis`` into the spec it was given, beside
+    others over which it is reduced in any case."""
+
+    def ticks(axes: Sequence[str]) -> int:
+        value, target = program.values[v], state.spec(v)
+        dims = [tuple(a for a in dim if a not in axes) for dim in target.dims]
+        source = Spec.of(dims, [(a, "sum") for a in axes])
+        seconds = price(source, target, mesh, value.shape, value.dtype.itemsize)
+        return round(seconds * _TICKS)
+
+    return max(0, ticks([axis, *beside]) - (ticks(beside) if beside else 0))
