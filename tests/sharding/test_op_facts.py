@@ -35,6 +35,7 @@ FORMS = {
     "passes/normalize_experts.py",  # calls that put rows in order, and back
     "passes/body_seeds.py",  # how ops draw by index
     "passes/keep_batch_apart.py",  # operands of ops that hold the rows
+    "passes/local_order.py",  # how shards of a scan are put together
     "passes/local_reductions.py",
     "passes/own_shard.py",  # how ops take an offset that is known when they run
     "passes/loop_steps.py",  # calls that read a loop's steps and spell no size
