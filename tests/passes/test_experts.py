@@ -15,7 +15,7 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import OptionError, RoomError
-from fxpar.passes import local_experts
+from fxpar.passes import expert_ops, local_experts
 from fxpar.planning import TracedPlan
 from tests.helpers.models import MIXTURES, build_double, double
 
@@ -345,3 +345,21 @@ def test_models_of_hugging_face(name: str, mesh: str) -> None:
     sent = [c for c in plan.collectives if c.axes == ("ep",)]
     tokens = batch["input_ids"].numel() * 32 * 8
     assert all(c.bytes <= tokens for c in sent if c.kind != "all_reduce")
+
+
+def test_kernels_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has a kernel for groups it gives what a loop over them gives, and
+    zero for rows of no group."""
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 16).bfloat16(), torch.randn(24, 8).bfloat16()
+    weight = torch.randn(3, 8, 16).bfloat16().mT
+    ends = torch.tensor([5, 5, 17], dtype=torch.int32)
+    calls = [
+        lambda: torch.ops.fxpar.grouped_mm(x, weight, ends, 17),
+        lambda: torch.ops.fxpar.grouped_outer(x, y, ends, 17),
+    ]
+    by_loop = [call() for call in calls]
+    monkeypatch.setattr(expert_ops, "_fits_torch", lambda *_: True)
+    by_kernel = [call() for call in calls]
+    torch.testing.assert_close(by_kernel, by_loop)
+    assert not by_kernel[0][17:].any() and by_kernel[0][:17].any()
