@@ -102,6 +102,7 @@ def test_whole_steps_are_those_of_one_device(shard: bool, inputs: str) -> None:
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_is_cut_in_fewer_parts() -> None:
     options = {"mesh": "dp=2", "codegen": "eager", "microbatches": 4}
     want = steps(None, False, 6)

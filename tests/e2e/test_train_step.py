@@ -249,13 +249,9 @@ def test_options(shard: bool, options: dict[str, Any]) -> None:
         near(run[:2], (losses, state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "shard"),
-    [
-        ("dp=2", True),
-        pytest.param("dp=2,tp=2", True, marks=pytest.mark.slow),
-        pytest.param("dp=2,tp=2", False, marks=pytest.mark.slow),
-    ],
+    ("mesh", "shard"), [("dp=2", True), ("dp=2,tp=2", True), ("dp=2,tp=2", False)]
 )
 def test_each_rank_feeds_its_part(mesh: str, shard: bool) -> None:
     args = "net", "adamw", mesh, shard, {"inputs": "local"}
