@@ -16,10 +16,11 @@ import fxpar
 from tests.helpers.models import DRAWS_RANDOM, NAMES, Batch, build_double, double
 
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "dp=2,fsdp=2,tp=2")
-# Each model once, a mesh of three axes among them.
+# Attention, dropout, convolutions; a mesh of three axes.
 QUICK = {
     ("llama", "dp=2,fsdp=2,tp=2"),
-    *((name, "dp=2,tp=2") for name in ("gpt2", "bert", "vit", "resnet")),
+    ("bert", "dp=2,tp=2"),
+    ("resnet", "dp=2,tp=2"),
 }
 TOLERANCE = 1e-9
 FLOOR = (

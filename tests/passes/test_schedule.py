@@ -635,8 +635,17 @@ def _forget() -> Iterator[None]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("codegen", "sharded"),
+    [
+        pytest.param("eager", True, id="eager-sharded"),
+        pytest.param("eager", False, id="eager-replicated"),
+        pytest.param("inductor", True, id="inductor-sharded"),
+        pytest.param(
+            "inductor", False, id="inductor-replicated", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_no_compiled_graph_gathers_coalesced(codegen: str, sharded: bool) -> None:
     """``all_gather_into_tensor`` corrupts the heap on gloo: see ``give_outputs``."""
     model, x = masked()
