@@ -318,3 +318,18 @@ def test_a_ring_is_chosen_where_it_hides_what_is_sent(
         assert (kinds(plan) == {"permute"}) == rings
         if rings:
             assert plan.predicted.exposed < plan.predicted.hidden
+
+
+def test_shared_keys_are_gathered_before_they_are_repeated() -> None:
+    args = tensors(heads=2)
+
+    def fn(q, k, v):
+        k, v = (
+            x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for x in (k, v)
+        )
+        return causal(q, k, v)
+
+    plan = planned(fn, *args)
+    sent = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
+    assert sent == [args[1].numel() * 8] * 2
+    matches(plan, *args)
