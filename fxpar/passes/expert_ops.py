@@ -4,7 +4,8 @@
 rows lie as tokens do, in no order of experts; ``ids`` says whose each is. So rows are a
 factor that may be split like any other. Of ``groups`` > 1 each row comes once for each
 group of experts, ``[groups * rows, k]``, and counts in the group of its expert alone:
-a group is what one rank has of the experts.
+a group is what one rank has of the experts. ``room``: rows that a rank has room for, in
+multiples of its even share, or 0 for all: of one device's numbers no concern.
 
 ``fxpar::grouped_mm`` and ``fxpar::grouped_outer`` stand in local graphs: rows sorted by
 expert, and where each expert's end. Rows behind the last end belong to no expert; they
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from fxpar.errors import RoomError
+
 
 def _owned(
     ids: torch.Tensor, experts: int, groups: int
@@ -32,7 +35,7 @@ def _owned(
 
 @torch.library.custom_op("fxpar::expert_mm", mutates_args=())
 def expert_mm(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, room: float
 ) -> torch.Tensor:
     """``x[i] @ weight[ids[i]]``: [groups * rows, k], [experts, k, n], [rows] ->
     [groups * rows, n]. Zero where a row's expert is in another group, or none."""
@@ -43,13 +46,18 @@ def expert_mm(
 
 
 @expert_mm.register_fake
-def _(x, weight, ids, groups):
+def _(x, weight, ids, groups, room):
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
 @torch.library.custom_op("fxpar::expert_outer", mutates_args=())
 def expert_outer(
-    x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, experts: int, groups: int
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    groups: int,
+    room: float,
 ) -> torch.Tensor:
     """``x[rows].T @ y[rows]`` for the rows of each expert: [groups * rows, k],
     [groups * rows, n], [rows] -> [experts, k, n]."""
@@ -60,7 +68,7 @@ def expert_outer(
 
 
 @expert_outer.register_fake
-def _(x, y, ids, experts, groups):
+def _(x, y, ids, experts, groups, room):
     return x.new_empty(experts, x.shape[1], y.shape[1])
 
 
@@ -125,13 +133,35 @@ def _(x, y, offs, rows):
     return x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
 
 
+@torch.library.custom_op("fxpar::within", mutates_args=())
+def within(
+    ends: torch.Tensor, most: torch.Tensor, room: int, where: str
+) -> torch.Tensor:
+    """``ends``, if ``most`` rows are no more than there is room for. Raises RoomError;
+    on a GPU its kernel stops the program, and nothing waits for it."""
+    if most.is_cuda:
+        torch.ops.aten._assert_async.msg(most <= room, _FULL.format("more", room))
+    elif int(most) > room:
+        raise RoomError(_FULL.format(int(most), room), where=where, fix=_FIX)
+    return ends.clone()
+
+
+_FULL = "experts of one rank are chosen for {} rows, and expert_room leaves room for {}"
+_FIX = "raise expert_room (FXPAR_EXPERT_ROOM), or unset it: then there is room for all"
+
+
+@within.register_fake
+def _(ends, most, room, where):
+    return torch.empty_like(ends)
+
+
 @register_flop_formula(torch.ops.fxpar.expert_mm)
-def _(x, weight, ids, groups, **_) -> float:
+def _(x, weight, ids, groups, room, **_) -> float:
     return 2.0 * math.prod(ids) * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.fxpar.expert_outer)
-def _(x, y, ids, experts, groups, **_) -> float:
+def _(x, y, ids, experts, groups, room, **_) -> float:
     return 2.0 * math.prod(ids) * x[1] * y[1]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, shape_of
 from fxpar.passes.custom_ops import PLACES
 from fxpar.passes.row_wise import call_of, row_call, rows_read
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -50,18 +50,29 @@ def _order_of(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return None
     (order,) = node.args[1]
-    sort = order.args[0] if order.target is operator.getitem else None
-    sorts = isinstance(sort, fx.Node) and sort.target is aten.sort.stable
-    return order if sorts and order.args[1] == 1 else None
+    source, i = call_of(_whole(order))
+    return order if source.target is aten.sort.stable and i == 1 else None
 
 
-def _put_back(node: fx.Node, order: fx.Node) -> fx.Node | None:
-    """The rows in order that a node puts back where they lay."""
-    if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
+def _whole(order: fx.Node) -> Any:
+    """The order of all rows, of which there may be room for the first only."""
+    cut = order.target is aten.slice.Tensor and order.args[1:3] == (0, 0)
+    return order.args[0] if cut else order
+
+
+def _put_back(node: fx.Node, order: fx.Node) -> Any:
+    """The rows in order that a node puts back where they lay; None of any other."""
+    whole = _whole(order)
+    read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
+    if node.target is not (aten.where.self if read is not node else aten.index.Tensor):
         return None
-    (place,) = node.args[1]
-    back = place.target is aten.index_put.default and place.args[:2] == (order, [order])
-    return node.args[0] if back else None
+    if read.target is not aten.index.Tensor or len(read.args[1]) != 1:
+        return None
+    (place,) = read.args[1]
+    if read is not node and place.target is aten.clamp.default:
+        place = place.args[0]
+    back = place.target is aten.index_put.default and place.args[:2] == (whole, [whole])
+    return read.args[0] if back else None
 
 
 class _InOrder:
@@ -69,6 +80,8 @@ class _InOrder:
 
     def __init__(self, build: Builder, order: fx.Node) -> None:
         self.build, self.order = build, order
+        # How many there is room for; None: all.
+        self.rows = None if _whole(order) is order else shape_of(order)[0]
         self._near: dict[tuple[fx.Node, int], bool] = {}
         self._made: dict[tuple[fx.Node, int], fx.Node] = {}
 
@@ -116,7 +129,7 @@ class _InOrder:
             call = row_call(source, held)
             assert call is not None
             by = {x: self.of(x, d) for x, d in held.items()}
-            self._made[again] = call.again(self.build, by)
+            self._made[again] = call.again(self.build, by, self.rows)
         made = self._made[again]
         return made if source is node else self.build.call(operator.getitem, made, i)
 

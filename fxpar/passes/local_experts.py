@@ -8,6 +8,7 @@ between one product and the next.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import fx
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import value_of
 from fxpar.passes.local_call import LocalCall, Localizer
+from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
 
@@ -27,25 +29,39 @@ class _Sorted:
     """How rows are sorted by expert on one rank."""
 
     call: LocalCall
-    # Where the i-th row in order lies, and where in order each row is.
+    # Where the i-th row in order lies, of those that there is room for; and where in
+    # order each row is.
     order: fx.Node
     place: fx.Node
     # Behind the last row of each expert, in order.
     ends: fx.Node
     # How many rows are its own if all experts have alike many.
-    rows: Any
+    share: Any
+    # Rows that there is room for; None: for all.
+    room: int | None
 
     def take(self, x: fx.Node) -> fx.Node:
         """Rows in order."""
         return self.call.build.call(aten.index.Tensor, x, [self.order])
 
     def put_back(self, x: fx.Node) -> fx.Node:
-        """Rows that lie in order, where they lay before."""
-        return self.call.build.call(aten.index.Tensor, x, [self.place])
+        """Rows that lie in order, where they lay before; zero where there is none."""
+        call = self.call.build.call
+        if self.room is None:
+            return call(aten.index.Tensor, x, [self.place])
+        place = call(aten.clamp.default, self.place, None, self.room - 1)
+        taken = call(aten.lt.Scalar, self.place, self.room)
+        taken = call(aten.unsqueeze.default, taken, 1)
+        return self.call.where(taken, call(aten.index.Tensor, x, [place]), 0)
 
 
 def _sorted(
-    call: LocalCall, ids: fx.Node, of_rows: int, of_experts: int, groups: int
+    call: LocalCall,
+    ids: fx.Node,
+    of_rows: int,
+    of_experts: int,
+    groups: int,
+    room: float,
 ) -> _Sorted:
     """``of_rows``, ``of_experts``: the tensors of the call, operands first, whose dim 0
     is rows, and experts."""
@@ -69,26 +85,41 @@ def _sorted(
         aten.searchsorted.Tensor, ordered, wanted, right=True, out_int32=True
     )
     share = value_of(rows) // held * per * held // experts
-    return _Sorted(call, order, place, ends, share)
+    most = math.ceil(room * share) if room and held == 1 < groups else 0
+    if not 0 < most < value_of(rows):
+        return _Sorted(call, order, place, ends, share, None)
+    order = build.call(aten.slice.Tensor, order, 0, 0, most)
+    ends = _within(call, ends, ids, groups, per, most)
+    return _Sorted(call, order, place, ends, share, most)
+
+
+def _within(
+    call: LocalCall, ends: fx.Node, ids: fx.Node, groups: int, per: int, room: int
+) -> fx.Node:
+    """The ends, if no group of experts has more rows than there is room for: all ranks
+    that have these rows find the same."""
+    build = call.build
+    group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
+    each = build.iota(groups, ids.meta["val"].device)
+    each = build.call(aten.unsqueeze.default, each, 1)
+    chosen = build.call(aten.eq.Tensor, group, each)
+    most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
+    where = user_line(call.node) or ""
+    return build.call(torch.ops.fxpar.within.default, ends, most, room, where)
 
 
 def _expert_mm(
-    call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, groups: int
+    call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *how: Any
 ) -> fx.Node:
-    by = _sorted(call, ids, 0, 1, groups)
-    product = call.build.call(
-        torch.ops.fxpar.grouped_mm.default, by.take(x), weight, by.ends, by.rows
-    )
-    return by.put_back(product)
+    by, mm = _sorted(call, ids, 0, 1, *how), torch.ops.fxpar.grouped_mm.default
+    return by.put_back(call.build.call(mm, by.take(x), weight, by.ends, by.share))
 
 
 def _expert_outer(
-    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, experts: int, groups: int
+    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, _: int, *how: Any
 ) -> fx.Node:
-    by = _sorted(call, ids, 0, 3, groups)
-    return call.build.call(
-        torch.ops.fxpar.grouped_outer.default, by.take(x), by.take(y), by.ends, by.rows
-    )
+    by, outer = _sorted(call, ids, 0, 3, *how), torch.ops.fxpar.grouped_outer.default
+    return call.build.call(outer, by.take(x), by.take(y), by.ends, by.share)
 
 
 LOCAL: dict[Any, Localizer] = {

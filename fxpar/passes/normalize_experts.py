@@ -25,10 +25,10 @@ from torch import fx
 
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.group_copies import GroupCopies
 from fxpar.passes.row_wise import call_of, row_call
 from fxpar.passes.sorted_products import SORTS, products_by
 from fxpar.sharding.program import user_line
-from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -54,16 +54,16 @@ class _SortedRows:
 
 
 def experts_in_place(
-    graph: fx.Graph, rewriter: Builder, groups: Callable[[int], int]
+    graph: fx.Graph, rewriter: Builder, groups: Callable[[int], int], room: float = 0.0
 ) -> list[str]:
     """Rewrite a graph in place; notes of what is left as it is. ``groups``: into how
-    many a number of experts is split."""
+    many a number of experts is split; ``room``: as ``expert_ops`` has it."""
     notes = []
     for node in list(graph.nodes):
         if node.target in SORTS and len(shape_of(node.args[0])) == 1:
             products = products_by(node)
             if products:
-                mixture = _Mixture(rewriter, node, products, groups)
+                mixture = _Mixture(rewriter, node, products, groups, room)
                 mixture.read(list(graph.nodes))
                 notes += mixture.write(graph)
     graph.eliminate_dead_code()
@@ -79,12 +79,15 @@ class _Mixture:
         sort: fx.Node,
         products: dict[fx.Node, int],
         groups: Callable[[int], int],
+        room: float,
     ) -> None:
         self.build, self.sort, self.products = build, sort, products
+        self.room = room
         self.key: Any = sort.args[0]
-        self.rows, self.device = shape_of(self.key)[0], self.key.meta["val"].device
+        self.rows = shape_of(self.key)[0]
         self.experts = max(products.values())
         self.groups = groups(self.experts)
+        self.copies = GroupCopies(build, self.key, self.experts, self.groups)
         # Values in order of experts; and results of calls that give several.
         self.values: dict[fx.Node, _SortedRows] = {}
         self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
@@ -94,14 +97,11 @@ class _Mixture:
         self.inverse: set[fx.Node] = set()
         # What is not in order any more -> the same, computed in place.
         self.instead: dict[fx.Node, fx.Node] = {}
-        self.copies: dict[fx.Node, fx.Node] = {}
-        self.chosen: dict[fx.Node, fx.Node] = {}
-        self.own: fx.Node | None = None
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
         """Compute in place what is computed in order."""
         with self.build.before(self.sort.next):
-            rows = self.build.iota(self.rows, self.device)
+            rows = self.build.iota(self.rows, self.key.meta["val"].device)
         self.numbers[rows] = 1
         self.results[self.sort] = {0: _SortedRows(0, self.key), 1: _SortedRows(0, rows)}
         for node in nodes:
@@ -140,7 +140,7 @@ class _Mixture:
             return None
         if index in self.inverse:
             rows = self.values.get(x)
-            return self._choose(rows) if rows is not None and rows.dim == 0 else None
+            return self._in_place(rows) if rows is not None and rows.dim == 0 else None
         found = self._number(index)
         if found is None or x in self.values:
             return None
@@ -154,85 +154,23 @@ class _Mixture:
         if divided > 1:
             x = self.build.call(aten.unsqueeze.default, x, 1)
         elif whole:
-            return _SortedRows(0, each=self._copy(x))
+            return _SortedRows(0, each=self.copies.of(x))
         groups = self.groups if whole else 1
-        made = self._spread(x, full, rest, groups)
+        made = self.copies.spread(x, full, rest, groups)
         return _SortedRows(0, each=made) if whole else _SortedRows(0, one=made)
-
-    def _copy(self, x: fx.Node) -> fx.Node:
-        """Rows once for each group. What is expanded is expanded once."""
-        if self.groups == 1:
-            return x
-        if x not in self.copies:
-            source: Any = x
-            while (
-                op_facts_of(source.target).reshapes
-                or source.target is aten.clone.default
-            ):
-                source = source.args[0]
-            rest, full = list(shape_of(x)[1:]), list(shape_of(source))
-            lead = full[: len(full) - len(rest)]
-            if source.target is aten.expand.default and full == lead + rest:
-                source = source.args[0]
-            else:
-                source, lead = x, [self.rows]
-            self.copies[x] = self._spread(source, lead, rest, self.groups)
-        return self.copies[x]
-
-    def _spread(
-        self, x: fx.Node, lead: Sequence[int], rest: Sequence[int], groups: int
-    ) -> fx.Node:
-        """``x`` expanded to the dims ``lead``, which make the rows, and ``rest``; once
-        for each group."""
-        call, full = self.build.call, [*lead, *rest]
-        if groups > 1:
-            if len(shape_of(x)) == len(full):
-                x = call(aten.unsqueeze.default, x, 0)
-            full = [groups, *full]
-        if shape_of(x) != tuple(full):
-            x = call(aten.expand.default, x, full)
-        shape = [groups * self.rows, *rest]
-        return x if full == shape else call(aten.reshape.default, x, shape)
 
     def _each(self, x: fx.Node) -> fx.Node | None:
         """A value in order, as rows for each group along its dim."""
         rows = self.values.get(x)
         if rows is None or rows.each is not None:
             return rows and rows.each
-        return self._copy(rows.one) if rows.dim == 0 and rows.one else None
+        return self.copies.of(rows.one) if rows.dim == 0 and rows.one else None
 
-    def _choose(self, rows: _SortedRows) -> fx.Node | None:
-        """A value in order, put back in place: of each row the copy that counts."""
-        if rows.one is not None:
+    def _in_place(self, rows: _SortedRows) -> fx.Node | None:
+        """A value in order, put back in place."""
+        if rows.one is not None or rows.each is None:
             return rows.one
-        x: Any = rows.each
-        if self.groups == 1 or x in self.chosen:
-            return self.chosen.get(x, x)
-        value, call = x.meta["val"], self.build.call
-        if not value.dtype.is_floating_point:
-            return None
-        rest = value.shape[1:]
-        own = self._is_own()
-        for _ in rest:
-            own = call(aten.unsqueeze.default, own, -1)
-        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-        parts = call(aten.reshape.default, x, [self.groups, self.rows, *rest])
-        parts = call(aten.where.self, own, parts, zero)
-        self.chosen[x] = call(aten.sum.dim_IntList, parts, [0])
-        return self.chosen[x]
-
-    def _is_own(self) -> fx.Node:
-        """[groups, rows]: whether a row's expert is in a group."""
-        if self.own is None:
-            call, per = self.build.call, self.experts // self.groups
-            with self.build.before(self.sort.next):
-                first = self.build.iota(self.groups, self.device, per)
-                first = call(aten.unsqueeze.default, first, 1)
-                low = call(aten.ge.Tensor, self.key, first)
-                end = call(aten.add.Tensor, first, per)
-                high = call(aten.lt.Tensor, self.key, end)
-                self.own = call(aten.bitwise_and.Tensor, low, high)
-        return self.own
+        return self.copies.choose(rows.each)
 
     # Calls
 
@@ -243,13 +181,13 @@ class _Mixture:
         fills = not accumulate and shape_of(x)[0] == self.rows
         if index in self.inverse:
             fills = fills or (_is_zero(x) and shape_of(x)[0] == self.rows)
-            return _SortedRows(0, each=self._copy(values)) if fills else None
+            return _SortedRows(0, each=self.copies.of(values)) if fills else None
         found = self._number(index)
         if found is None:
             return None
         if fills and found[1] == 1:
             if values in self.values:
-                return self._choose(self.values[values])
+                return self._in_place(self.values[values])
             if _counts_up(values, self.rows):
                 self.inverse.add(node)
             return None
@@ -264,7 +202,7 @@ class _Mixture:
         found, rows = self._number(index), self.values.get(values)
         if found is None or rows is None or rows.dim != 0:
             return None
-        chosen, call = self._choose(rows), self.build.call
+        chosen, call = self._in_place(rows), self.build.call
         if chosen is None:
             return None
         one, divided = found
@@ -279,7 +217,7 @@ class _Mixture:
 
     def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
-        call, key, groups = self.build.call, self.key, self.groups
+        call, key, how = self.build.call, self.key, (self.groups, self.room)
         mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
         if self.products[node] != self.experts:
             return None
@@ -291,16 +229,16 @@ class _Mixture:
                 return None
             weight = call(aten.permute.default, y, [0, 2, 1])
             self.results[node] = {
-                0: _SortedRows(0, each=call(mm, right, weight, key, groups)),
-                1: call(outer.default, left, right, key, count, groups),
+                0: _SortedRows(0, each=call(mm, right, weight, key, *how)),
+                1: call(outer.default, left, right, key, count, *how),
             }
             return None
         if y not in self.values and self.values[x].dim == 0:
-            return _SortedRows(0, each=call(mm, left, y, key, groups))
+            return _SortedRows(0, each=call(mm, left, y, key, *how))
         if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
             return None
         left = call(aten.permute.default, left, [1, 0])
-        return call(outer.default, left, right, key, count, groups)
+        return call(outer.default, left, right, key, count, *how)
 
     def _sort_again(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         """A sort of the order gives where in order each row is."""
@@ -318,7 +256,7 @@ class _Mixture:
         over = dims if node.target is aten.sum.dim_IntList and dims else range(ndim)
         if rows.dim not in [d % ndim for d in over]:
             return self._by_row(node)
-        chosen = self._choose(rows) if rows.dim == 0 else None
+        chosen = self._in_place(rows) if rows.dim == 0 else None
         if chosen is None:
             return None
         target: Any = node.target

@@ -104,7 +104,8 @@ def place_experts(state: JointState) -> None:
             )
         return 1 if experts % count else count
 
-    notes += experts_in_place(state.graph, state.rewriter, groups)
+    room = state.request.expert_room or 0.0
+    notes += experts_in_place(state.graph, state.rewriter, groups, room)
     state.notes += tuple(dict.fromkeys(notes))
 
 

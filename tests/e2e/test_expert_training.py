@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import fxpar
 from tests.helpers.models import build_loss
 from tests.helpers.spawn import ranks_of
-from tests.helpers.training import Run, compare, one_device, train
+from tests.helpers.training import Run, compare, loop, one_device, part, train
 
 pytest.importorskip("transformers.integrations.moe")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -42,6 +43,18 @@ def check(name: str, mesh: str, codegen: str, rest: str) -> list[Any]:
     return [x for _, sent in runs for x in sent]
 
 
+def fed_parts(name: str, mesh: str) -> list[float]:
+    """Losses where each rank reads its own part of the batch."""
+    torch._dynamo.reset()
+    model, batch = build_loss(name)
+    model = fxpar.shard(model, mesh=mesh)
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate", "inputs": "local"}
+    compiled = torch.compile(model, backend="fxpar", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mine = part(batch, torch.distributed.get_world_size())
+    return loop(compiled, optimizer, [mine] * STEPS)[0]
+
+
 def of_weights(sent: list[Any]) -> list[Any]:
     return [x for x in sent if "gate_up_proj" in x[2] or "down_proj" in x[2]]
 
@@ -53,6 +66,13 @@ def test_experts_at_rest_on_their_ranks() -> None:
     assert {kind for kind, *_ in sent} >= {"all_gather", "reduce_scatter"}
     shares = ranks_of("ep=2").run(held, "mixtral", "ep=2")
     assert {n for share in shares for n in share.values()} == {0.5}
+
+
+def test_parts_of_the_batch() -> None:
+    """``ep`` splits the batch: each of its ranks feeds a part."""
+    want = one_device("mixtral", STEPS).losses
+    for losses in ranks_of("ep=2").run(fed_parts, "mixtral", "ep=2", timeout=900.0):
+        assert losses == pytest.approx(want, rel=1e-5)
 
 
 def test_whole_parameters() -> None:

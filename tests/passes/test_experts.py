@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 import fxpar
-from fxpar.passes import local_experts
+from fxpar.errors import OptionError, RoomError
+from fxpar.passes import expert_ops, local_experts
 from fxpar.planning import TracedPlan
 from tests.helpers.models import MIXTURES, build_double, double
 
@@ -223,6 +224,44 @@ def test_any_counts(case: str) -> None:
     compare(planned(mixture, args, "dp=2,ep=2"), args, torch.nn.functional.silu)
 
 
+def rows_in_order(plan: TracedPlan) -> set[int]:
+    """How many rows the products of a rank read."""
+    nodes = plan.result.local.nodes  # type: ignore[union-attr]
+    products = [n for n in nodes if "grouped_mm" in str(n.target)]
+    return {n.args[0].meta["val"].shape[0] for n in products}
+
+
+def test_room_for_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less memory, the same numbers, or an error that names the line."""
+    args = arguments()
+    assert rows_in_order(planned(mixture, args, "ep=2")) == {2 * TOKENS}
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1.5")
+    plan = planned(mixture, args, "ep=2")
+    assert rows_in_order(plan) == {3 * TOKENS // 2}
+    assert ops(plan.result.local)["aten.sort.stable"] == 1  # type: ignore[union-attr]
+    compare(plan, args, torch.nn.functional.silu)
+    with torch.no_grad():
+        args[1][:, :2] += 4.0  # both of them experts of the first rank
+    with pytest.raises(RoomError, match="32 rows.*room for 24") as raised:
+        plan.simulate(*args)
+    assert "test_experts.py" in str(raised.value)
+
+
+def test_room_without_groups_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1")
+    args = arguments()
+    plan = planned(mixture, args, "dp=2")
+    assert rows_in_order(plan) == {TOKENS}
+    compare(plan, args, torch.nn.functional.silu)
+
+
+@pytest.mark.parametrize("value", ["0.5", "all", "inf"])
+def test_room_that_cannot_be(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", value)
+    with pytest.raises(OptionError, match="from 1 on"):
+        planned(mixture, arguments(), "ep=2")
+
+
 def test_experts_that_the_axis_does_not_divide() -> None:
     args = arguments(experts=6)
     plan = planned(mixture, args, "ep=4")
@@ -270,7 +309,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes import normalize_experts
+    from fxpar.passes.group_copies import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]
@@ -279,7 +318,7 @@ def test_copies_of_other_groups_that_are_read_are_noticed(
 
     args = arguments()
     compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
-    monkeypatch.setattr(normalize_experts._Mixture, "_is_own", every)
+    monkeypatch.setattr(GroupCopies, "is_own", every)
     with pytest.raises(AssertionError, match="not close"):
         compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
 
@@ -306,3 +345,21 @@ def test_models_of_hugging_face(name: str, mesh: str) -> None:
     sent = [c for c in plan.collectives if c.axes == ("ep",)]
     tokens = batch["input_ids"].numel() * 32 * 8
     assert all(c.bytes <= tokens for c in sent if c.kind != "all_reduce")
+
+
+def test_kernels_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has a kernel for groups it gives what a loop over them gives, and
+    zero for rows of no group."""
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 16).bfloat16(), torch.randn(24, 8).bfloat16()
+    weight = torch.randn(3, 8, 16).bfloat16().mT
+    ends = torch.tensor([5, 5, 17], dtype=torch.int32)
+    calls = [
+        lambda: torch.ops.fxpar.grouped_mm(x, weight, ends, 17),
+        lambda: torch.ops.fxpar.grouped_outer(x, y, ends, 17),
+    ]
+    by_loop = [call() for call in calls]
+    monkeypatch.setattr(expert_ops, "_fits_torch", lambda *_: True)
+    by_kernel = [call() for call in calls]
+    torch.testing.assert_close(by_kernel, by_loop)
+    assert not by_kernel[0][17:].any() and by_kernel[0][:17].any()

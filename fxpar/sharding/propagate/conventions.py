@@ -148,7 +148,7 @@ def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     seeds = {}
     for op in program.ops:
         if axes and str(op.target) == "fxpar.expert_mm.default":
-            groups, v = op.node.args[-1], op.operands[1]
+            groups, v = op.node.args[3], op.operands[1]
             if groups == mesh.count(axes):
                 seeds[v] = Seed(
                     v,

@@ -253,14 +253,19 @@ def _expert_words(experts: int, rows: int, groups: int) -> tuple[Word, Word, Any
 
 
 def _expert_mm(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
 ) -> Rule:
     rows, experts, sizes = _expert_words(weight.shape[0], ids.shape[0], groups)
     return make([[rows, "k"], [experts, "k", "n"], ["s"]], [[rows, "n"]], sizes)
 
 
 def _expert_outer(
-    x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, count: int, groups: int
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    count: int,
+    groups: int,
+    _: float,
 ) -> Rule:
     rows, experts, sizes = _expert_words(count, ids.shape[0], groups)
     return make([[rows, "k"], [rows, "n"], ["s"]], [[experts, "k", "n"]], sizes)
