@@ -119,10 +119,11 @@ def predicted() -> list[dict[str, Any]]:
     import fxpar
 
     os.environ["FXPAR_HARDWARE"] = "h100"
+    torch.set_default_dtype(torch.bfloat16)
     rows = []
     for length, ranks in LONG:
         with FakeTensorMode():
-            model: Any = llama(1, scale="8b").to(torch.bfloat16)
+            model: Any = llama(1, scale="8b")
             ids = torch.zeros(8 // ranks, length, dtype=torch.int64)
         for schedule in ("none", "auto"):
             plan = fxpar.plan(

@@ -234,17 +234,33 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def test_a_ring_with_a_mask() -> None:
-    args, mask = tensors(), torch.randn(BATCH, 1, ROWS, ROWS, dtype=torch.float64)
+def masked(q, k, v, mask) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask)
 
-    def fn(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, mask)
 
+@pytest.mark.parametrize("schedule", ["none", "auto"])
+def test_a_mask_that_hides_all_of_a_part(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are whole: of what such queries see the kernel on CPU says nothing."""
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    args = tensors()
     specs = [*[SEQUENCE] * 3, (None, None, "cp", None)]
-    lines = ring_lines(fn, *args, mask, specs=specs)
-    plan = planned(fn, *args, mask, specs=specs, schedule="\n".join(lines))
-    assert kinds(plan) == {"permute"}
-    matches(plan, *args, mask)
+    for low in (-math.inf, torch.finfo(torch.float64).min):
+        mask = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64)
+        mask.masked_fill_(~seen(ROWS, ROWS, 0), low)
+        mask[0, :, 3] = low
+        plan = planned(masked, *args, mask, specs=specs, schedule=schedule)
+        assert {"all_gather", "reduce_scatter"} == kinds(plan)
+        matches(plan, *args, mask)
+
+
+def test_a_ring_with_a_mask_is_refused() -> None:
+    args, mask = tensors(), torch.randn(BATCH, 1, ROWS, ROWS, dtype=torch.float64)
+    specs = [*[SEQUENCE] * 3, (None, None, "cp", None)]
+    for line in ring_lines(masked, *args, mask, specs=specs):
+        with pytest.raises(ScheduleError, match="hide all of a part"):
+            planned(masked, *args, mask, specs=specs, schedule=line)
 
 
 def test_a_ring_without_weights_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +318,18 @@ def test_a_ring_is_chosen_where_it_hides_what_is_sent(
         assert (kinds(plan) == {"permute"}) == rings
         if rings:
             assert plan.predicted.exposed < plan.predicted.hidden
+
+
+def test_shared_keys_are_gathered_before_they_are_repeated() -> None:
+    args = tensors(heads=2)
+
+    def fn(q, k, v):
+        k, v = (
+            x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for x in (k, v)
+        )
+        return causal(q, k, v)
+
+    plan = planned(fn, *args)
+    sent = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
+    assert sent == [args[1].numel() * 8] * 2
+    matches(plan, *args)

@@ -48,40 +48,41 @@ class AttentionForm:
 
     # Of the keys; the queries stand before them, the values behind.
     keys: int
-    backward: bool
     # Of a causal mask by places: where queries begin.
     ahead: int | None
-    # Of a causal mask that begins at the first key.
-    causal: int | None
-    # Of a bias, by position or name.
-    bias: int | str | None
+    backward: bool
+    # Of all, in order; those by keyword too.
+    names: tuple[str, ...]
+
+    def given(self, node: fx.Node, *names: str) -> Any:
+        """What a call gives for the argument that has one of these names."""
+        for name in names:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            place = self.names.index(name) if name in self.names else len(node.args)
+            if place < len(node.args):
+                return node.args[place]
+        return None
+
+
+# What a mask or bias is called.
+_BIASES = ("attn_mask", "attn_bias", "bias")
 
 
 def form_of(target: Any) -> AttentionForm | None:
     """The form of an attention on [batch, heads, sequence, features], read off its
     schema; None of any other op."""
-    if not contracts(target) or "attention" not in str(target):
+    name, schema = str(target), _torch.objects.schema_of(target)
+    if schema is None or not contracts(target) or "attention" not in name:
         return None
-    schema = _torch.objects.schema_of(target)
-    if (
-        schema is None
-        or "_scaled_dot" not in str(target)
-        and "causal" not in str(target)
-    ):
+    if "_scaled_dot" not in name and "causal" not in name:
         return None
-    given = {a.name: i for i, a in enumerate(schema.arguments)}
-    named = {a.name for a in schema.arguments if a.kwarg_only}
-
-    def place(*names: str) -> Any:
-        found = next((name for name in names if name in given), None)
-        return found if found in named or found is None else given[found]
-
+    names = tuple(argument.name for argument in schema.arguments)
     return AttentionForm(
-        keys=place("k", "key"),
-        backward="backward" in str(target),
-        ahead=place("ahead"),
-        causal=place("is_causal"),
-        bias=place("attn_mask", "attn_bias"),
+        keys=names.index("k" if "k" in names else "key"),
+        ahead=names.index("ahead") if "ahead" in names else None,
+        backward="backward" in name,
+        names=names,
     )
 
 
@@ -91,7 +92,7 @@ def rings_of(graph: fx.Graph) -> Schedule:
     lines = []
     for node in graph.nodes:
         form = form_of(node.target)
-        if form is None:
+        if form is None or form.given(node, *_BIASES) is not None:
             continue
         found = [_gather_of(node.args[form.keys + i]) for i in range(2)]
         gathers = [gather for gather in found if gather is not None]
@@ -160,9 +161,12 @@ class _RingAttention:
         if chunks is not None or dim is not None or ring != 1:
             why = "goes in parts of the ranks, in one direction"
             raise refuse("overlap", node, why, fix="leave out chunks and dim, ring=1")
-        causal, queries = self.form.causal, node.args[self.form.keys - 1]
-        if causal is not None and len(node.args) > causal and node.args[causal]:
+        queries = node.args[self.form.keys - 1]
+        if self.form.given(node, "is_causal"):
             raise refuse("overlap", node, "counts places from its first key")
+        if self.form.given(node, *_BIASES) is not None:
+            # Of queries to which it hides a part's keys kernels say nothing.
+            raise refuse("overlap", node, "has a mask, which may hide all of a part")
         backward = self.form.backward
         lse = node.args[self.form.keys + 3] if backward else node
         value = lse.meta["val"] if backward else lse.meta["val"][1]
@@ -210,18 +214,7 @@ class _RingAttention:
             first = ring.parts[i] * size
             start = build.offset(self.axes, size, first, around=self.size)
             args[self.form.ahead] = build.compute(operator.sub, ahead, start)
-        kwargs = dict(self.node.kwargs)
-        place: Any = self.form.bias
-        held: Any = kwargs if isinstance(place, str) else args
-        if place in kwargs or isinstance(place, int) and place < len(args):
-            held[place] = self._bias(build, ring, i, held[place])
-        return build.call(self.node.target, *args, **kwargs)
-
-    def _bias(self, build: Builder, ring: Ring, i: int, bias: Any) -> Any:
-        """What of a bias is for the i-th part of the keys."""
-        if bias is None or bias.meta["val"].shape[-1] != self.size:
-            return bias
-        return ring.cut(build, bias, bias.meta["val"].dim() - 1, i)
+        return build.call(self.node.target, *args, **self.node.kwargs)
 
     def _forward(self) -> dict[int, fx.Node]:
         """Output and log-sum-exp over all keys, and what else is read."""

@@ -7,7 +7,8 @@ stay on whatever is computed from parameters alone (casts, weight norms) and on 
 computed from a gradient alone, so that a cast comes before its gather and a
 reduce-scatter is one step. No axis spreads from there to activations.
 ``lie_as_read``: an input that may lie anywhere lies as it is read.
-``gather_before_views``: what is only seen in another shape is gathered as it is stored.
+``gather_before_views``: what is only seen in another shape, or repeated, is gathered as
+it is stored.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation, State
+from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
 
 
@@ -91,11 +93,13 @@ def gather_before_views(
     program: Program, strategies: list[Strategy], settled: list[Spec], mesh: Mesh
 ) -> None:
     """Gather a parameter and view what was gathered, where a view of it is only read
-    gathered: so it is sent once, whatever it is seen as. Changes both lists."""
-    ours = derived(program, resting(program))
+    gathered: so it is sent once, whatever it is seen as. What is repeated (key heads,
+    for the query heads that share one) is gathered before, too. Changes both lists."""
+    ours, repeating = derived(program, resting(program)), _repeating(program)
     outputs = set(program.outputs)
     for op in reversed(program.ops):
-        if not (op.operands and op.operands[0] in ours and is_view(op)):
+        view = bool(op.operands) and op.operands[0] in ours and is_view(op)
+        if not view and op.index not in repeating:
             continue
         (result,) = op.results
         reads = {
@@ -114,6 +118,21 @@ def gather_before_views(
             and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
         ):
             strategies[op.index], settled[result] = after, need
+
+
+def _repeating(program: Program) -> set[int]:
+    """Ops that repeat a value, and those that copy or view what was repeated."""
+    values, repeated, out = program.values, set[int](), set[int]()
+    for op in program.ops:
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        (read,), (made,) = op.operands, op.results
+        facts = op_facts_of(op.target)
+        grows = facts.view and 1 < values[read].numel < values[made].numel
+        if grows or (read in repeated and (is_view(op) or facts.copies)):
+            repeated.add(made)
+            out.add(op.index)
+    return out
 
 
 def may_lie_as_read(program: Program, state: State) -> set[int]:

@@ -197,9 +197,17 @@ def _windowed(rest: dict[str, Any]) -> bool:
     )
 
 
+def _for_cpu(
+    q: torch.Tensor, k: torch.Tensor, mask: Maybe, is_causal: bool
+) -> Heads | None:
+    """Words of a kernel whose log-sum-exp says nothing of queries to which a mask hides
+    all keys, as it does where a rank has some."""
+    split = not (is_causal and mask is not None)
+    return heads_of(q, k, queries=split, keys=mask is None)
+
+
 def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    split = not (is_causal and attn_mask is not None)
-    words = heads_of(q, k, queries=split, keys=split)
+    words = _for_cpu(q, k, attn_mask, is_causal)
     if dropout_p or words is None:
         return None
     return words.forward(*words.inputs, *words.bias(attn_mask))
@@ -208,8 +216,7 @@ def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale
 def _flash_cpu_backward(
     grad, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
 ):
-    split = not (is_causal and attn_mask is not None)
-    words = heads_of(q, k, queries=split, keys=split)
+    words = _for_cpu(q, k, attn_mask, is_causal)
     if dropout_p or words is None:
         return None
     return words.rule(
