@@ -23,6 +23,7 @@ from fxpar.passes import (
     local_custom_ops,
     local_experts,
     local_indexing,
+    local_order,
     local_reductions,
     local_views,
     local_windows,
@@ -35,6 +36,7 @@ __all__ = ["LOCAL", "LocalCall", "Localizer", "local_form"]
 
 LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
+    **local_order.LOCAL,
     **local_reductions.LOCAL,
     **local_views.LOCAL,
     **local_windows.LOCAL,

@@ -45,13 +45,15 @@ _SUM = {
 }
 
 
-def _least(dtype: torch.dtype) -> int | float | bool:
+def least(dtype: torch.dtype) -> int | float | bool:
+    """What is never larger than another."""
     if dtype.is_floating_point:
         return -math.inf
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _most(dtype: torch.dtype) -> int | float | bool:
+def most(dtype: torch.dtype) -> int | float | bool:
+    """What is never smaller than another."""
     if dtype.is_floating_point:
         return math.inf
     return True if dtype == torch.bool else torch.iinfo(dtype).max
@@ -73,11 +75,11 @@ def _filled(call: LocalCall, x: fx.Node, identity: int | float | bool) -> fx.Nod
 
 
 def _largest(call: LocalCall, x: fx.Node, *rest: Any, **how: Any) -> fx.Node:
-    return call.same(_filled(call, x, _least(x.meta["val"].dtype)), *rest, **how)
+    return call.same(_filled(call, x, least(x.meta["val"].dtype)), *rest, **how)
 
 
 def _smallest(call: LocalCall, x: fx.Node, *rest: Any, **how: Any) -> fx.Node:
-    return call.same(_filled(call, x, _most(x.meta["val"].dtype)), *rest, **how)
+    return call.same(_filled(call, x, most(x.meta["val"].dtype)), *rest, **how)
 
 
 def _norm(call: LocalCall, x: fx.Node, order: Any = 2, *rest: Any, **how: Any):

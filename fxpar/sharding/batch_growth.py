@@ -220,7 +220,8 @@ class _Ruled:
     @property
     def _coupled(self) -> bool:
         """Whether samples of the batch meet other than in a sum."""
-        return any(self._size(f).power != 0.0 for f in self.rule.whole)
+        among = self.rule.whole | self.rule.exchanged
+        return any(self._size(f).power != 0.0 for f in among)
 
     def _size(self, factor: str) -> Growth:
         once, twice = self.rule.size.get(factor), self.doubled.size.get(factor)

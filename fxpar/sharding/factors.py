@@ -81,6 +81,19 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class GatheredRows:
+    """Rows that stand for a shard of a dim, which ranks gather of all shards: the total
+    of a scan, the candidates of a choice."""
+
+    # Of the tensor among ``Rule.tensors``.
+    position: int
+    dim: int
+    rows: int
+    # Bytes of an element, where it is not the tensor's.
+    itemsize: int = 0
+
+
+@dataclass(frozen=True)
 class Rule:
     """The factors of one op call. Operands and results are its tensors, in order."""
 
@@ -111,6 +124,10 @@ class Rule:
     halos: tuple[Halo, ...] = ()
     # Sums that are made of weighted summands, where their factor is split.
     merges: tuple[Merge, ...] = ()
+    # What ranks gather of shards of the dims named here.
+    gathered: tuple[GatheredRows, ...] = ()
+    # Dims of the first operand whose shards ranks exchange, the first for the last.
+    mirrored: tuple[int, ...] = ()
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -150,8 +167,11 @@ class Rule:
     def exchanged(self) -> frozenset[str]:
         """Factors whose shards are not computed apart: ranks send one another rows, or
         weights."""
+        places = [(halo.position, halo.dim) for halo in self.halos]
+        places += [(mark.position, mark.dim) for mark in self.gathered]
+        places += [(0, dim) for dim in self.mirrored]
         return frozenset(merge.factor for merge in self.merges).union(
-            f for halo in self.halos for f in self.tensors[halo.position][halo.dim]
+            f for position, dim in places for f in self.tensors[position][dim]
         )
 
     @cached_property

@@ -73,6 +73,8 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
     if shifted is not None:
         dim, by = shifted
         return _messages(op, 0, [(dim, by, by)], strategy, mesh)
+    if op.rule.mirrored:
+        return _mirrored(op, strategy, mesh)
     around: dict[int, list[tuple[int, int, int]]] = {}
     for halo in op.rule.halos:
         rows = halo.dim, -halo.before, halo.after
@@ -123,6 +125,32 @@ def _messages(
     return tuple(out)
 
 
+def _mirrored(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
+    """Those of shards that ranks exchange end to end, one dim after the other."""
+    spec = operand_spec(op.rule, strategy, 0)
+    value = tensor_nodes(op.node)[0].meta["val"]
+    shape = spec.local_shape(mesh, [int(k) for k in value.shape])
+    nbytes = math.prod(shape) * value.dtype.itemsize
+    split = [mesh.ordered(spec.dims[d]) for d in op.rule.mirrored]
+    return tuple((axes, nbytes) for axes in split if mesh.count(axes) > 1)
+
+
+def _gathered(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
+    """(axes, bytes on one rank) of each gather of rows (``Rule.gathered``)."""
+    out = []
+    for mark in op.rule.gathered:
+        spec = operand_spec(op.rule, strategy, mark.position)
+        axes = spec.dims[mark.dim]
+        if mesh.count(axes) == 1:
+            continue
+        value = tensor_nodes(op.node)[mark.position].meta["val"]
+        shape = list(spec.local_shape(mesh, [int(k) for k in value.shape]))
+        shape[mark.dim] = min(shape[mark.dim], mark.rows)
+        itemsize = mark.itemsize or value.dtype.itemsize
+        out.append((mesh.ordered(axes), math.prod(shape) * itemsize))
+    return tuple(out)
+
+
 def _weights(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]:
     """(axes, bytes on one rank) of each gather of weights (``Rule.merges``)."""
     out = []
@@ -152,6 +180,9 @@ def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
     )
     gathers = sum(
         along("all_gather", mesh, axes).seconds(float(nbytes))
-        for axes, nbytes in _weights(op, strategy, mesh)
+        for axes, nbytes in (
+            *_weights(op, strategy, mesh),
+            *_gathered(op, strategy, mesh),
+        )
     )
     return permutes + gathers

@@ -205,16 +205,7 @@ LIKE_DDP = {
     "sum outside, sum inside": (logits_and_sum, sum_outside),
     "across a graph break": (two_graphs, as_it_is),
 }
-QUICK = {
-    "mean",
-    "sum",
-    "sum over a count outside",
-    "sum over the count of all ranks",
-    "token mean by hand",
-    "several losses",
-    "learned weight",
-    "across a graph break",
-}
+QUICK = {"mean", "sum over a count outside", "several losses", "across a graph break"}
 
 
 def options(**more: str) -> dict[str, str]:

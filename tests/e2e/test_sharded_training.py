@@ -243,6 +243,11 @@ def test_no_sync_reduces_once() -> None:
     near(got, want)
     assert plans[0] == ["all_gather"], "gradients are left unreduced"
     assert "reduce_scatter" not in plans[-1] or len(plans) == 1
+
+
+@pytest.mark.slow
+def test_without_no_sync_every_backward_reduces() -> None:
+    want, _ = accumulated(None, True)
     got, plans = alike(accumulated, "dp=2", False)
     near(got, want)
     assert plans == [["all_gather", "reduce_scatter"]]

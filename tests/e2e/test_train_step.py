@@ -296,9 +296,8 @@ def saved_and_loaded(mesh: str, folder: str) -> tuple[list[float], list[float]]:
         return went_on, [step(*batch).item() for batch in data[2:]]
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 def test_a_checkpoint_of_a_sharded_run(mesh: str, tmp_path: Any) -> None:
     for went_on, loaded in ranks_of(mesh).run(saved_and_loaded, mesh, str(tmp_path)):
         assert loaded == went_on

@@ -12,7 +12,7 @@ import torch
 import torch._inductor.inductor_prims  # registers them
 
 import fxpar
-from fxpar.passes import custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes import custom_ops, expert_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.rules import FAMILIES
 from fxpar.sharding.rules.op_facts import (
     FACTS,
@@ -35,6 +35,7 @@ FORMS = {
     "passes/normalize_experts.py",  # calls that put rows in order, and back
     "passes/body_seeds.py",  # how ops draw by index
     "passes/keep_batch_apart.py",  # operands of ops that hold the rows
+    "passes/local_order.py",  # how shards of a scan are put together
     "passes/local_reductions.py",
     "passes/own_shard.py",  # how ops take an offset that is known when they run
     "passes/loop_steps.py",  # calls that read a loop's steps and spell no size

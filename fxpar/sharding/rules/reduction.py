@@ -1,8 +1,8 @@
-"""Rows of reductions, scans, sorts and softmax: ops along some dims of one tensor.
+"""Rows of reductions, sorts and softmax: ops along some dims of one tensor.
 
 A reduced dim that is split leaves the result partial with the op's own reduction, where
-there is one. Where shards cannot be combined by one of those (variance, argmax, scans,
-softmax) the touched dims are whole.
+there is one. Where shards cannot be combined by one of those (variance, sorts, softmax)
+the touched dims are whole. Scans and choices of rows are in ``order``.
 """
 
 from __future__ import annotations
@@ -149,13 +149,6 @@ def softmax_parts(x: torch.Tensor, dim: int) -> Rule:
     return _reduced(x, all_at(dim, x.ndim), True, results=2)
 
 
-def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
-    dim = at(dim, x.ndim)
-    words = words_of(x, {dim})
-    kept = ["_" if i == dim else w for i, w in enumerate(words)]
-    return make([words], [kept, kept])
-
-
 def spectrum(x: torch.Tensor, dims: Sequence[int], *_: Any) -> Rule:
     """Fourier transforms; the last dim may change its size."""
     words = words_of(x, all_at(dims, x.ndim))
@@ -274,9 +267,9 @@ ROWS = {
     **rows("all all.dim all.dims", truth("min"), reduce="min"),
     **rows("prod", over_all(**PRODUCT), reduce="product"),
     **rows("prod.dim_int", over(**PRODUCT), reduce="product"),
-    **rows("max.dim min.dim median.dim nanmedian.dim", over(results=2)),
+    **rows("median.dim nanmedian.dim", over(results=2)),
     **rows("aminmax", over(results=2)),
-    **rows("argmax argmin logsumexp", over()),
+    **rows("logsumexp", over()),
     **rows("var.correction std.correction", over()),
     **rows("var_mean.correction std_mean.correction", over(results=2)),
     **rows("median nanmedian", over_all()),
@@ -289,13 +282,11 @@ ROWS = {
     **rows("linalg_vector_norm norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", norm),
     **rows("norm.Scalar norm.ScalarOpt_dtype", norm),
     **rows("linalg__powsum", power_sum),
-    **rows("cumsum", along(), linear="0"),
-    **rows("cumprod logcumsumexp _softmax _log_softmax _safe_softmax", along()),
+    **rows("_softmax _log_softmax _safe_softmax", along()),
     **rows("cummax cummin sort", along(results=2)),
     **rows("argsort", along()),
     **rows("sort.stable", sort_stable),
     **rows("argsort.stable", argsort_stable),
-    **rows("topk", topk),
     **rows("hash_tensor", over()),
     **rows("trace", trace, linear="0"),
     **rows("_fft_c2c _fft_r2c _fft_c2r", spectrum, linear="0", empty="fill"),

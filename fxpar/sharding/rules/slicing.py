@@ -185,6 +185,15 @@ def unfold_backward(
     return replace(rule, operands=((*rule.operands[0], ()),))
 
 
+def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
+    """Rows in the other order. Along a dim that is split ranks exchange shards, which
+    are of one size then."""
+    turned = sorted(all_at(dims, x.ndim)) if dims and x.ndim else []
+    words = words_of(x)
+    evenly = frozenset(words[d] for d in turned) - {"_"}
+    return replace(make([words], [words]), evenly=evenly, mirrored=tuple(turned))
+
+
 def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
     words = words_of(x, {at(d, x.ndim) for d in dims})
     return make([words], [words])
@@ -252,7 +261,7 @@ ROWS = {
     **moves("tril triu", triangle),
     **moves("unfold unfold_copy", unfold),
     **rows("unfold_backward", unfold_backward, linear="0", shape=1),
-    **moves("flip", flip),
+    **moves("flip", mirror),
     **moves("roll", roll),
     **moves("rot90", rot90),
     **moves("repeat", repeat),
@@ -273,6 +282,6 @@ ROWS = {
         linear="0",
         empty="fill",
     ),
-    **moves("rev", flip, namespace="prims"),
+    **moves("rev", mirror, namespace="prims"),
     **moves("cat", cat, namespace="prims"),
 }

@@ -1,0 +1,81 @@
+"""Rows of ops that go by the order of rows along a dim: scans, and choices of some.
+
+Along the dim, too, they may be split: each rank scans its own rows, or chooses among
+them, and ranks gather what stands for a shard (``Rule.gathered``): the total of a scan,
+the candidates of a choice. Local forms are in ``passes.local_order``. What cannot be
+put together so (sorts, medians) needs the dim whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import GatheredRows, Rule
+from fxpar.sharding.rules.reduction import over
+from fxpar.sharding.rules.row_builders import at, make, rows, words_of
+
+# Bytes of an index.
+_INDEX = 8
+
+
+def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
+    """Ops called as ``(x, dim, ...)`` whose rows are of those up to each."""
+    words = words_of(x)
+    rule = make([words], [words])
+    if x.ndim == 0:
+        return rule
+    return replace(rule, gathered=(GatheredRows(0, at(dim, x.ndim), 1),))
+
+
+def choice(*, results: int = 1) -> Callable[..., Rule]:
+    """Ops called as ``(x, dim, keepdim=False)`` that give one row of each column, or
+    where it is."""
+
+    def made(
+        x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **_: Any
+    ) -> Rule:
+        if dim is None or x.ndim == 0:
+            return over(results=results)(x, dim, keepdim)
+        rows = 1 if keepdim else None
+        return _chosen(x, at(dim, x.ndim), rows, results)
+
+    return made
+
+
+def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
+    if x.ndim == 0:
+        return make([[]], [[], []])
+    dim = at(dim, x.ndim)
+    rule = _chosen(x, dim, k, 2)
+    return replace(rule, evenly=frozenset(rule.operands[0][dim]))
+
+
+def _chosen(x: torch.Tensor, dim: int, kept: int | None, results: int) -> Rule:
+    """``kept`` rows of a dim, or None where the results lack it. Every rank chooses
+    among the candidates of all."""
+    words = words_of(x)
+    mark = [f"~{words[dim]}"] if words[dim] != "_" else []
+    result = [
+        "_" if i == dim else word
+        for i, word in enumerate(words)
+        if i != dim or kept is not None
+    ]
+    made = make([words], [[*result, *mark]] * results)
+    candidates = (
+        GatheredRows(0, dim, kept or 1),
+        GatheredRows(0, dim, kept or 1, _INDEX),
+    )
+    return replace(made, gathered=candidates)
+
+
+ROWS = {
+    **rows("cumsum", scan, linear="0"),
+    **rows("cumprod logcumsumexp", scan),
+    **rows("argmax argmin", choice()),
+    **rows("max.dim min.dim", choice(results=2)),
+    **rows("topk", topk),
+}

@@ -1,0 +1,135 @@
+"""Scans and choices along a dim that is split: what ranks gather of one another, and
+that the ranks compute what one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fxpar
+from fxpar.passes import collective_nodes
+from fxpar.planning import TracedPlan
+
+ROWS, COLUMNS = 24, 16
+
+
+def cumsum(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(0)
+
+
+def cumprod(x: torch.Tensor) -> torch.Tensor:
+    return x.cumprod(0)
+
+
+def logcumsumexp(x: torch.Tensor) -> torch.Tensor:
+    return x.logcumsumexp(0)
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    return x.argmax(0)
+
+
+def largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.max(0))
+
+
+def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.topk(3, 0))
+
+
+def flipped(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+# What they send of the whole [24, 16] in float64 over four ranks.
+SENT: dict[Callable[..., Any], dict[str, int]] = {
+    cumsum: {"all_gather": 4 * COLUMNS * 8},
+    cumprod: {"all_gather": 4 * COLUMNS * 8},
+    logcumsumexp: {"all_gather": 4 * COLUMNS * 8},
+    argmax: {"all_gather": 2 * 4 * COLUMNS * 8},
+    largest: {"all_gather": 2 * 4 * COLUMNS * 8},
+    three: {"all_gather": 2 * 4 * 3 * COLUMNS * 8},
+    flipped: {"permute": ROWS // 4 * COLUMNS * 8},
+}
+
+
+def planned(fn: Callable[..., Any], x: torch.Tensor, **how: Any) -> TracedPlan:
+    return fxpar.plan(fn, x, mesh="tp=4", in_specs=[("tp", None)], **how)
+
+
+def operand(rows: int = ROWS, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(rows, COLUMNS, dtype=torch.float64)
+
+
+def sent(plan: TracedPlan) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for c in plan.collectives:
+        out[c.kind] = out.get(c.kind, 0) + c.bytes
+    return out
+
+
+@pytest.mark.parametrize("fn", SENT, ids=lambda fn: fn.__name__)
+def test_what_stands_for_a_shard_is_gathered(fn: Callable[..., Any]) -> None:
+    x = operand()
+    spec = ("tp", None) if fn not in (argmax, largest, three) else None
+    results = 2 if fn in (largest, three) else 1
+    plan = planned(fn, x, mode="propagate", out_specs=[spec] * results)
+    torch.testing.assert_close(plan.simulate(x), fn(x), rtol=1e-12, atol=1e-12)
+    assert sent(plan) == SENT[fn]
+
+
+def test_the_gradient_of_a_scan_gathers_totals_too() -> None:
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return (x.cumsum(0) * x).sum(1)
+
+    x = operand()
+    x.requires_grad_()
+    plan = planned(weighted, x, grad=True, mode="propagate", out_specs=[("tp",)])
+    got, want = plan.simulate(x), plan.reference(x)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    shard = ROWS // 4 * COLUMNS * 8
+    assert max(c.bytes for c in plan.collectives) <= shard
+
+
+@pytest.mark.parametrize("rows", [3, 5, 7])
+@pytest.mark.parametrize("fn", [cumsum, argmax, largest])
+def test_shards_that_are_not_alike(fn: Callable[..., Any], rows: int) -> None:
+    """And empty ones: no row at all is never chosen, however small the others are."""
+    for x in (operand(rows), torch.full((rows, COLUMNS), -torch.inf).double()):
+        plan = planned(fn, x, mode="propagate")
+        torch.testing.assert_close(plan.simulate(x), fn(x))
+
+
+def test_ties_and_nans_are_chosen_as_on_one_device() -> None:
+    x = torch.ones(ROWS, COLUMNS)
+    x[5:, 3], x[7, 4], x[13, 4] = 2.0, torch.nan, torch.nan
+    for fn in (argmax, largest):
+        plan = planned(fn, x, mode="propagate")
+        got, want = plan.simulate(x), fn(x)
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_a_batch_that_is_scanned_is_not_cut_in_time() -> None:
+    """Samples meet in a scan along them: parts of a batch have another sum each."""
+    x = operand()
+    whole = fxpar.plan(cumsum, x, mesh="dp=2", mode="propagate")
+    torch.testing.assert_close(whole.simulate(x), x.cumsum(0))
+
+
+def test_a_total_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxpar.passes import local_order
+
+    def own(call: Any, x: Any, dim: int, axes: Any) -> Any:
+        step = collective_nodes.step
+        zeros = call.build.call(torch.ops.aten.zeros_like.default, x)
+        return step(call.build, collective_nodes.all_gather, zeros, dim, axes)
+
+    x = operand()
+    monkeypatch.setattr(local_order, "_gather", own)
+    plan = planned(cumsum, x, mode="propagate", out_specs=[("tp", None)])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(plan.simulate(x), cumsum(x))
