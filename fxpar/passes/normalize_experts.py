@@ -176,12 +176,15 @@ class _Mixture:
 
     def _put(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, (index, *more), values, accumulate = _arguments(node, 4)
-        if more:
+        if more or x in self.values:
             return None
-        fills = not accumulate and shape_of(x)[0] == self.rows
+        all_rows = shape_of(x)[0] == self.rows
         if index in self.inverse:
-            fills = fills or (_is_zero(x) and shape_of(x)[0] == self.rows)
-            return _SortedRows(0, each=self.copies.of(values)) if fills else None
+            fills = all_rows and (not accumulate or _is_zero(x))
+            if not fills or values in self.values or shape_of(values) != shape_of(x):
+                return None
+            return _SortedRows(0, each=self.copies.of(values))
+        fills = all_rows and not accumulate
         found = self._number(index)
         if found is None:
             return None
@@ -200,7 +203,7 @@ class _Mixture:
     def _sum_up(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
         """Rows in order added to those of ``x`` that an index names."""
         found, rows = self._number(index), self.values.get(values)
-        if found is None or rows is None or rows.dim != 0:
+        if found is None or rows is None or rows.dim != 0 or x in self.values:
             return None
         chosen, call = self._in_place(rows), self.build.call
         if chosen is None:

@@ -87,3 +87,22 @@ def test_four_ranks() -> None:
 
 def test_generated_kernels() -> None:
     check("mixtral", "ep=2", "inductor", "sharded")
+
+
+def of_any_length(mesh: str) -> list[tuple[float, float]]:
+    """Losses of two lengths, compiled for any, beside those computed as they are."""
+    torch._dynamo.reset()
+    model, batch = build_loss("mixtral/1")
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    compiled = torch.compile(model, backend="fxpar", dynamic=True, options=options)
+    out = []
+    for length in (8, 6, 5):
+        cut = {k: v[:, :length].contiguous() for k, v in batch.items()}
+        out.append((float(compiled(**cut)), float(model(**cut))))
+    return out
+
+
+def test_sizes_that_are_open() -> None:
+    for pairs in ranks_of("ep=2").run(of_any_length, "ep=2", timeout=900.0):
+        for got, want in pairs:
+            assert got == pytest.approx(want, rel=1e-5)
