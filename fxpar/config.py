@@ -8,6 +8,7 @@ An empty variable, and an entry that is None, count as not given.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,7 @@ PREFIX = "FXPAR_"
 PASSES = (
     "random_by_index",
     "find_shifts",
+    "experts_in_place",
     "undo_views_around_matmul",
     "keep_batch_apart",
     "split_fused_projections",
@@ -31,6 +33,7 @@ PASSES = (
     "clone_constants",
     "join_pool_gradients",
     "expand_moments",
+    "keep_sorted",
     "schedule",
     "sink_waits",
     "bucket",
@@ -124,6 +127,16 @@ def _count(value: Any) -> int:
     return int(text)
 
 
+def _share(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 1 <= number < math.inf:
+        raise ValueError("use a number from 1 on, or leave it out for all rows")
+    return number
+
+
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -212,6 +225,13 @@ class Options:
         1,
         "1, 2, ...",
         "parts that a rank cuts its batch into and computes one after the other",
+    )
+    expert_room: float | None = _option(
+        _share,
+        None,
+        "1.5, ...",
+        "rows of experts that a rank has room for, in multiples of its even share; "
+        "more are an error; unset: all rows of its group of ranks",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),

@@ -84,6 +84,10 @@ class RankMismatchError(FxparError):
     """Ranks disagree about the program or the plan, or one did not answer."""
 
 
+class RoomError(FxparError):
+    """More rows for the experts of a rank than it was told to have room for."""
+
+
 class DeviceError(FxparError):
     """Ranks and accelerators do not fit together."""
 

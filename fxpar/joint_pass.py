@@ -129,6 +129,7 @@ class JointPass:
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
             microbatches=options.microbatches,
+            expert_room=options.expert_room,
             schedule=options.schedule,
             tune=options.tune,
             cached=options.cache_plans,

@@ -313,6 +313,7 @@ def plan(
         disable=options.disable,
         meshes=choices(mesh, chosen) if auto else (),
         microbatches=options.microbatches,
+        expert_room=options.expert_room,
         schedule=options.schedule,
         hardware=known_machine(options),
         debug=options.debug,

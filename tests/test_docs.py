@@ -86,7 +86,13 @@ MARKED = re.compile(
 )
 RUNNABLE = [page for page in PAGES if MARKED.search(page.read_text())]
 # With several scripts of several ranks.
-SLOW = ("migrating.md", "parameters_at_rest.md", "checkpointing.md", "debugging.md")
+SLOW = (
+    "migrating.md",
+    "parameters_at_rest.md",
+    "checkpointing.md",
+    "debugging.md",
+    "training-step.md",
+)
 
 
 def runnable() -> Iterator[Any]:

@@ -29,6 +29,7 @@ from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate, improved
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
+from fxpar.fusion.verbs.ring_attention import rings_of
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.simulate_step import Timeline, simulate
@@ -122,6 +123,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         before = state.now
         cases, split = _sliced(state)
         if len(graph.nodes) <= _LARGE:
+            cases = _with_rings(state, cases)
             _overlapped(state, cases, split)
             _by_phase(state)
     return Chosen(
@@ -230,6 +232,17 @@ def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
         few = sorted(found, key=lambda case: found[case].seconds)[:_CASES]
         cases = list(dict.fromkeys([state.schedule, *few, Schedule()]))
     return cases, split
+
+
+def _with_rings(state: _Search, cases: list[Schedule]) -> list[Schedule]:
+    """The cases, and the best so far with a ring for each attention that reads gathered
+    keys."""
+    rings = rings_of(state.graph(state.schedule))
+    if not rings:
+        return cases
+    schedule = state.schedule + rings
+    then = state.attempt(schedule, f"{len(rings.lines)} rings of keys and values")
+    return cases if then is None else [schedule, *cases]
 
 
 def _overlapped(

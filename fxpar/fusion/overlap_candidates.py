@@ -23,14 +23,7 @@ from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    contracts,
-    flops_of,
-    is_view,
-    least_of,
-    tensors_in,
-)
+from fxpar.sharding.cost.op import bytes_of, contracts, is_view, kernel_seconds
 from fxpar.sharding.mesh import Mesh
 
 # In so many chunks a product may run.
@@ -85,16 +78,10 @@ class Machine:
 
     def work(self, node: fx.Node, parts: int = 1) -> float:
         """Seconds, at least, of one of equal parts of an op."""
-        values = tensors_in(node.meta.get("val"))
-        if is_view(node) or collective_nodes.is_step(node) or not values:
+        if collective_nodes.is_step(node):
             return 0.0
-        size = bytes_of(node) / parts
-        if contracts(node.target):
-            flops, least = flops_of(node) / parts, least_of(node)
-            taken = self.hardware.seconds(size, flops, least, values[0].dtype)
-            return float(taken)
-        moved = size + sum(map(bytes_of, node.all_input_nodes)) / parts
-        return float(self.hardware.streaming(moved))
+        launch = self.hardware.launch if contracts(node.target) else 0.0
+        return launch + kernel_seconds(node, self.hardware, 1 / parts)
 
     def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
         """Seconds of one of equal parts of each collective of a region."""

@@ -38,7 +38,7 @@ from fxpar.fusion.varying_axes import varying
 from fxpar.passes import collective_nodes
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.op import bytes_of, flops_of, is_view, tensors_in
+from fxpar.sharding.cost.op import bytes_of, kernel_seconds
 from fxpar.sharding.mesh import Mesh
 
 # Seconds become whole ticks, so that cuts are exact; none is more than a few hundred
@@ -263,11 +263,9 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
             size = bytes_of(read)
             curve = along(op.target.__name__, mesh, collective_nodes.axes_of(op))
             return float(curve.seconds(size * share))
-        if is_view(op) or collective_nodes.is_step(op):
+        if collective_nodes.is_step(op):
             return 0.0
-        dtype = tensors_in(op.meta["val"])[0].dtype
-        seconds = hardware.seconds(bytes_of(op), flops_of(op), dtype=dtype)
-        return float(seconds - hardware.launch) * share
+        return kernel_seconds(op, hardware, share)
 
     return work
 

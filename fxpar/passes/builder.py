@@ -225,6 +225,18 @@ class Builder:
             out = size if out == 1 else self.compute(operator.mul, out, size)
         return out
 
+    def iota(self, n: Size, device: torch.device, step: int = 1) -> fx.Node:
+        """``n`` whole numbers from 0, a step apart."""
+        return self.call(
+            torch.ops.prims.iota.default,
+            n,
+            start=0,
+            step=step,
+            dtype=torch.int64,
+            device=device,
+            requires_grad=False,
+        )
+
     def wait(self, collective: fx.Node) -> fx.Node:
         """The finished result of a functional collective."""
         return self.call(torch.ops._c10d_functional.wait_tensor.default, collective)

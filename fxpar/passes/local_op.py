@@ -43,6 +43,8 @@ _OWN = (
     torch.ops.fxpar.leave_region.default,
     torch.ops.fxpar.collective.default,
     torch.ops.fxpar.axis_index.default,
+    torch.ops.fxpar.expert_mm.default,
+    torch.ops.fxpar.expert_outer.default,
 )
 
 

@@ -21,6 +21,7 @@ from fxpar import _torch
 from fxpar.passes import (
     local_attention,
     local_custom_ops,
+    local_experts,
     local_indexing,
     local_order,
     local_reductions,
@@ -40,6 +41,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
+    **local_experts.LOCAL,
     **local_attention.LOCAL,
 }
 

@@ -28,10 +28,5 @@ def regather(graph: fx.Graph) -> None:
         read = node.all_input_nodes
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
             tagged.add(node)
-            leave_to_backward(node)
-
-
-def leave_to_backward(node: fx.Node) -> None:
-    """Tag a value that the backward computes for itself, if it reads it."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = _REGION
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _REGION

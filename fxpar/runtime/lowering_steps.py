@@ -24,7 +24,8 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes import reshard_after_forward
-from fxpar.passes.builder import copy_of
+from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes.keep_sorted import keep_sorted as keep_rows_sorted
 from fxpar.passes.localize import partition
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.microbatches import cut_microbatches
@@ -50,6 +51,12 @@ def localize(state: JointState) -> None:
     state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
     if not state.decided.is_even:
         state.schedule = _UNEVEN
+
+
+def keep_sorted(state: JointState) -> None:
+    """Rows stay sorted by expert between products."""
+    build = Builder(state.graph, state.fake_mode, state.decided.mesh)
+    keep_rows_sorted(state.graph, build)
 
 
 def _open_decision(state: JointState) -> Decision:

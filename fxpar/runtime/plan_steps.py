@@ -20,6 +20,7 @@ from fxpar.passes.body_seeds import refuse_draws
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.loop_steps import count_steps
+from fxpar.passes.normalize_experts import experts_in_place
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
@@ -31,7 +32,11 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program
-from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
+from fxpar.sharding.propagate.conventions import (
+    batch_axes,
+    expert_axes,
+    sequence_axes,
+)
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import refine
@@ -83,6 +88,25 @@ def split_batch(state: JointState) -> None:
         return not even and shard_sizes.may_split(rows, mesh, axes)
 
     keep_batch_apart(state.graph, state.rewriter, splits)
+
+
+def place_experts(state: JointState) -> None:
+    """Tokens sorted by expert are computed where they lie."""
+    mesh, notes = state.request.mesh, []
+    axes = expert_axes(mesh)
+
+    def groups(experts: int) -> int:
+        count = mesh.count(axes)
+        if experts % count:
+            notes.append(
+                f"{experts} experts are not split over {'+'.join(axes)} ({count} "
+                "ranks): each rank has all of them"
+            )
+        return 1 if experts % count else count
+
+    room = state.request.expert_room or 0.0
+    notes += experts_in_place(state.graph, state.rewriter, groups, room)
+    state.notes += tuple(dict.fromkeys(notes))
 
 
 def drop_dead(state: JointState) -> None:

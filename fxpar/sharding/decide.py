@@ -256,7 +256,8 @@ def _seed_all(
         axis for axis in conventions.sequence_axes(mesh) if axis not in (*batch, *named)
     )
     extra += conventions.sequence_seeds(program, mesh, along, notes) if along else []
-    engine.seed(seeds + [seed for seed in extra if seed.value not in taken])
+    split = conventions.expert_seeds(program, mesh)
+    engine.seed(seeds + split + [seed for seed in extra if seed.value not in taken])
     held = {axis_of(axis) for axis in (*batch, *named, *_named(extra))}
     for axis in dict.fromkeys(map(axis_of, axes)):
         if axis not in held:

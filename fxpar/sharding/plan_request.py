@@ -55,6 +55,9 @@ class Request:
     keep_gathered: bool = False
     # Parts that a rank cuts its batch into.
     microbatches: int = 1
+    # Rows of experts that a rank has room for, in multiples of its even share; None:
+    # all.
+    expert_room: float | None = None
     # "auto", "none", a schedule's text, or the file that holds it.
     schedule: str = "none"
     # What "auto" is priced on; None: it chooses no schedule.

@@ -101,7 +101,7 @@ def check(
     return runs[0][1]
 
 
-SLOW = ("detector", "efficientnet", "mobilenet", "swin", "unet")
+SLOW = ("dit", "detector", "efficientnet", "mobilenet", "swin", "unet")
 APART = ("lstm", "gru", "packed", "graph_net", "mixture", "moco", "mixup")
 
 

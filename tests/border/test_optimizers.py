@@ -120,7 +120,7 @@ CASES = [
     pytest.param("adafactor", "step", marks=pytest.mark.slow),
     pytest.param("adafactor", "plain step", marks=pytest.mark.slow),
     pytest.param("shampoo", "step", marks=pytest.mark.slow),
-    ("shampoo", "plain step"),
+    pytest.param("shampoo", "plain step", marks=pytest.mark.slow),
 ]
 MESHES = [
     ("dp=2", 2),

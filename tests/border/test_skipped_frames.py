@@ -211,12 +211,12 @@ def slow(*values: Any) -> Any:
     ("name", "how", "by"),
     [
         ("lstm", PLAIN, "module"),
-        ("lstm", PLAIN, "method"),
+        slow("lstm", PLAIN, "method"),
         slow("lstm", PLAIN, "function"),
         ("nonzero", PLAIN, "module"),
-        ("item", PLAIN, "module"),
-        ("disabled", PLAIN, "module"),
-        ("tied", PLAIN, "module"),
+        slow("item", PLAIN, "module"),
+        slow("disabled", PLAIN, "module"),
+        slow("tied", PLAIN, "module"),
         ("all disabled", PLAIN, "module"),
         slow("all disabled", PLAIN, "function"),
         ("whole", {"penalty": True}, "module"),
@@ -254,7 +254,9 @@ def sharded(name: str, inputs: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("inputs", [slow("global"), "local"])
-@pytest.mark.parametrize("name", ["lstm", slow("gru"), "tied", slow("all disabled")])
+@pytest.mark.parametrize(
+    "name", ["lstm", slow("gru"), slow("tied"), slow("all disabled")]
+)
 def test_sharded_parameters_train_as_on_one_device(name: str, inputs: str) -> None:
     for got, want in shared_pool(RANKS).run(sharded, name, inputs):
         assert got.keys() == want.keys()

@@ -205,16 +205,7 @@ LIKE_DDP = {
     "sum outside, sum inside": (logits_and_sum, sum_outside),
     "across a graph break": (two_graphs, as_it_is),
 }
-QUICK = {
-    "mean",
-    "sum",
-    "sum over a count outside",
-    "sum over the count of all ranks",
-    "token mean by hand",
-    "several losses",
-    "learned weight",
-    "across a graph break",
-}
+QUICK = {"mean", "sum over a count outside", "several losses", "across a graph break"}
 
 
 def options(**more: str) -> dict[str, str]:
@@ -364,7 +355,7 @@ def on_batch_and_features(net, x, y, w):
 @pytest.mark.parametrize(
     ("inside", "plan", "like"),
     [
-        (on_batch_and_features, "propagate", "ddp"),
+        pytest.param(on_batch_and_features, "propagate", "ddp", marks=pytest.mark.slow),
         pytest.param(on_batch_and_features, "search", "ddp", marks=pytest.mark.slow),
         (learned_and_count, "propagate", "fxpar"),
         pytest.param(learned_and_count, "search", "fxpar", marks=pytest.mark.slow),
@@ -526,7 +517,9 @@ def doors(how: str) -> Any:
     return steps(how, penalized), trained("ddp", penalized, as_it_is)
 
 
-@pytest.mark.parametrize("how", ["train_step", "shard"])
+@pytest.mark.parametrize(
+    "how", ["train_step", pytest.param("shard", marks=pytest.mark.slow)]
+)
 def test_a_whole_step_and_sharded_parameters_mean_the_same(how: str) -> None:
     for (losses, got, notes), (want, like) in shared_pool(RANKS).run(doors, how):
         assert losses == pytest.approx(want, rel=1e-9)

@@ -52,6 +52,7 @@ def compare(
     return runs[0][1]
 
 
+@pytest.mark.slow
 def test_a_short_log_is_that_of_ddp(tmp_path: Path) -> None:
     wrapper = compare("local", {"count": 8}, tmp_path)
     assert wrapper == "DistributedDataParallel"

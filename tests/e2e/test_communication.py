@@ -217,12 +217,8 @@ def fsdp2(ranks: int) -> Kinds:
     return profiled(step)
 
 
-ON_TWO_RANKS = pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)]
-)
-
-
-@ON_TWO_RANKS
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_dp_sends_what_fsdp2_sends(ranks: int) -> None:
     """Save that FSDP2, told to reshard its root too, gathers for the backward also the
     embedding, which no gradient needs, and the head, which the forward read last. The
@@ -240,7 +236,7 @@ def test_dp_sends_what_fsdp2_sends(ranks: int) -> None:
 # Against Megatron
 
 
-@ON_TWO_RANKS
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tp_sends_what_megatron_sends(ranks: int) -> None:
     """Two sums of the hidden states a layer, forward and backward, nothing else."""
     ours = measured(f"tp={ranks}", HINTS)

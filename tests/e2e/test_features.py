@@ -326,7 +326,9 @@ def gathered_bools(codegen: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_bools_are_gathered_as_they_are(codegen: str) -> None:
     bools, count = on_ranks(gathered_bools, codegen)
     assert bools.dtype == torch.bool and count.dtype == torch.int64
@@ -463,6 +465,7 @@ def planned(path: str | None) -> list[Any]:
     return [out, grads, plan.hash]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_plan_of_an_earlier_run(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")

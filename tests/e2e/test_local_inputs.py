@@ -65,6 +65,7 @@ def test_loss_in_the_graph_is_the_global_mean(mesh) -> None:
         close(grads, gradients)
 
 
+@pytest.mark.slow
 def test_loss_outside_the_graph_gives_the_gradients_of_the_mean() -> None:
     loss, gradients = loss_outside("llama/1", None)
     runs = shared_pool(2).run(loss_outside, "llama/1", "dp=2", timeout=200.0)

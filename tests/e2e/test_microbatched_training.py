@@ -81,8 +81,15 @@ def steps(options: dict[str, Any] | None, shard: bool, size: int) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("inputs", ["global", "local"])
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    ("shard", "inputs"),
+    [
+        (True, "local"),
+        pytest.param(False, "global", marks=pytest.mark.slow),
+        pytest.param(False, "local", marks=pytest.mark.slow),
+        pytest.param(True, "global", marks=pytest.mark.slow),
+    ],
+)
 def test_whole_steps_are_those_of_one_device(shard: bool, inputs: str) -> None:
     options = {"mesh": "dp=2", "codegen": "eager", "microbatches": 2, "inputs": inputs}
     options["plan"] = "propagate"

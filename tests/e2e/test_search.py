@@ -99,6 +99,7 @@ def laid_out(mesh: str, hardware: str) -> tuple[dict[str, str], float]:
     return rests, loss.item()
 
 
+@pytest.mark.slow
 def test_a_sample_lays_parameters_out(tmp_path: Path) -> None:
     machine().save(tmp_path / "slow.json")
     path = str(tmp_path / "slow.json")

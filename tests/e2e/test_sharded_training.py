@@ -243,11 +243,17 @@ def test_no_sync_reduces_once() -> None:
     near(got, want)
     assert plans[0] == ["all_gather"], "gradients are left unreduced"
     assert "reduce_scatter" not in plans[-1] or len(plans) == 1
+
+
+@pytest.mark.slow
+def test_without_no_sync_every_backward_reduces() -> None:
+    want, _ = accumulated(None, True)
     got, plans = alike(accumulated, "dp=2", False)
     near(got, want)
     assert plans == [["all_gather", "reduce_scatter"]]
 
 
+@pytest.mark.slow
 def test_no_sync_without_batch_axes() -> None:
     want, _ = accumulated(None, True)
     got, _ = alike(accumulated, "tp=2", True)
@@ -415,7 +421,7 @@ CHANGES: dict[str, Change] = {
     "adapters": adapt,
 }
 
-QUICK_CHANGES = ("shared", "weight_norm")
+QUICK_CHANGES = ("shared",)
 
 
 def changed(mesh: str | None, names: list[str]) -> dict[str, Any]:
@@ -436,6 +442,7 @@ def trained(model: nn.Module) -> list[str]:
     ("change", "mesh"),
     [
         *((name, "dp=2") for name in QUICK_CHANGES),
+        pytest.param("weight_norm", "dp=2", marks=pytest.mark.slow),
         *(pytest.param(name, "dp=2,tp=2", marks=pytest.mark.slow) for name in CHANGES),
     ],
 )
@@ -590,6 +597,7 @@ def with_hints(mesh: str) -> list[Any]:
     return [steps(model, compiled(model, mesh), optimizer, 2), lies]
 
 
+@pytest.mark.slow
 def test_hints_lay_out_parameters() -> None:
     out, lies = alike(with_hints, "dp=2,tp=2")
     near(out, of_one_device(2), rtol=1e-4)

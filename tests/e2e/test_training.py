@@ -22,14 +22,11 @@ MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "a=2,b=1,c=2")
 
 
 # The rest of the table is behind the marker slow.
-QUICK = [
-    ("llama/1", "dp=2,tp=2"),
-    ("resnet", "dp=2"),
-]
+QUICK = [("llama/1", "dp=2,tp=2")]
 
 
 def cases() -> Iterator[object]:
-    for name, mesh in (*QUICK, *itertools.product(NAMES, MESHES)):
+    for name, mesh in (*QUICK, ("resnet", "dp=2"), *itertools.product(NAMES, MESHES)):
         marks = () if (name, mesh) in QUICK else pytest.mark.slow
         yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=marks)
 

@@ -54,16 +54,9 @@ def test_no_line_is_better() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["h100", "slow"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_no_schedule_of_two_lines_is_better(name: str, network: str) -> None:
-    held_against_every(name, network, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", ["h100", "slow"])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_no_third_line_on_the_best_two_is_better(name: str, network: str) -> None:
-    """All third lines on top of the 32 fastest schedules of two lines: all schedules of
-    three are some hundred thousand a block."""
+def test_no_schedule_of_three_lines_is_better(name: str, network: str) -> None:
+    """All schedules of two lines, and all third lines on top of the 32 fastest of them:
+    all schedules of three are some hundred thousand a block."""
     held_against_every(name, network, 3, kept=32)
 
 

@@ -26,7 +26,7 @@ from tests.helpers.machines import machine
 from tests.helpers.random_programs import Case
 from tests.helpers.toys import form_of
 
-QUICK, ALL = 20, 1000
+QUICK, ALL = 10, 1000
 
 HOW = ("chunks=2", "chunks=2", "ring=1", "ring=2", "fused=1")
 

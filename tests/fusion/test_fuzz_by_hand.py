@@ -29,7 +29,7 @@ from tests.helpers.toys import (
     reduce_scatter,
 )
 
-QUICK, ALL = 80, 2000
+QUICK, ALL = 40, 2000
 TRIES = 20
 
 # ``share`` is for stages.
@@ -311,7 +311,11 @@ def _compare(toy: Toy, after: fx.Graph, sliced: dict[int, Spec]) -> None:
 
 
 def test_random_schedules() -> None:
-    done = sum((check(seed) for seed in range(QUICK)), Counter())
+    done: Counter[str] = Counter()
+    for seed in range(ALL):
+        if seed >= QUICK and set(done) >= ALONE:
+            break
+        done += check(seed)
     assert set(done) >= ALONE, ALONE - set(done)
 
 

@@ -1,4 +1,4 @@
-"""Five Hugging Face models, small, with random weights from fixed seeds.
+"""Hugging Face models, small, with random weights from fixed seeds.
 
 ``build(name)`` gives ``(model, batch)`` for ``model(**batch).loss``, in training mode.
 Every dim that a mesh of four may split divides by four.
@@ -104,6 +104,43 @@ def _resnet(layers: int) -> nn.Module:
     return ResNetForImageClassification(config)
 
 
+def _mixtral(layers: int) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **_MIXTURE,
+        num_hidden_layers=layers,
+        num_local_experts=4,
+        intermediate_size=16,
+    )
+    return MixtralForCausalLM(config)
+
+
+def _qwen3_moe(layers: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **_MIXTURE,
+        num_hidden_layers=layers,
+        head_dim=8,
+        num_experts=8,
+        moe_intermediate_size=16,
+        intermediate_size=WIDTH,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+_MIXTURE: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 2 * LENGTH,
+    "use_cache": False,
+}
+
+
 def _text(size: int) -> Batch:
     ids = torch.randint(0, WORDS, (size, LENGTH))
     return {"input_ids": ids, "labels": ids}
@@ -134,6 +171,9 @@ _MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Batch]]] = 
 }
 
 NAMES = tuple(_MODELS)
+# Of experts: four of which two are taken, and eight.
+MIXTURES = ("mixtral", "qwen3_moe")
+_MODELS |= {"mixtral": (_mixtral, _text), "qwen3_moe": (_qwen3_moe, _text)}
 DRAWS_RANDOM = frozenset({"bert"})
 
 

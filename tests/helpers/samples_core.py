@@ -321,6 +321,19 @@ for _counts in (_COUNTS.long(), _COUNTS // 2):
         namespace="transformers",
     )
 
+# By expert, rows as they come: one of the experts has none, one most; a row has none at
+# all. In groups each row comes once for each.
+
+_IDS = torch.tensor([3, 0, 3, 3, 4, 3, 0, 3, 2, 3, 3, 2, 0, 3, 3, 3])
+for _groups in (1, 2, 4):
+    _tokens = _f(16 * _groups, 8)
+    _add("expert_mm", _s(_tokens, _f(4, 8, 12), _IDS, _groups, 0.0), namespace="fxpar")
+    _add(
+        "expert_outer",
+        _s(_tokens, _f(16 * _groups, 12), _IDS, 4, _groups, 0.0),
+        namespace="fxpar",
+    )
+
 # Reductions
 
 _T = _f(2, 4, 8)

@@ -271,3 +271,34 @@ def test_what_no_ring_does_is_refused(line: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         planned(causal, *args, schedule=line.replace("ATTENTION", name))
     assert REFUSED[line] in str(caught.value)
+
+
+def test_heads_instead_of_queries() -> None:
+    """Two all-to-alls: Ulysses."""
+    args = tensors()
+
+    def fn(q, k, v):
+        heads = [fxpar.constrain(x, None, "cp", None, None) for x in (q, k, v)]
+        return causal(*heads)
+
+    specs = {"in_specs": [SEQUENCE] * 3, "out_specs": [SEQUENCE]}
+    plan = fxpar.plan(fn, *args, mesh="cp=4", mode="propagate", grad=True, **specs)
+    assert kinds(plan) == {"all_to_all"}
+    matches(plan, *args)
+
+
+def test_a_ring_is_chosen_where_it_hides_what_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    for rows, rings in ((1 << 17, True), (1 << 12, False)):
+        shape = (1, 32, rows, 128)
+        args = [
+            torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for _ in range(3)
+        ]
+        options = {"mesh": "cp=8", "out_specs": [SEQUENCE], "schedule": "auto"}
+        plan = planned(causal, *args, **options)
+        assert (kinds(plan) == {"permute"}) == rings
+        if rings:
+            assert plan.predicted.exposed < plan.predicted.hidden

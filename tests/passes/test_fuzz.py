@@ -13,7 +13,7 @@ from fxpar.passes import lower
 from tests.helpers.check_random import run
 from tests.helpers.random_programs import Case, PartsCase
 
-QUICK, ALL = 40, 2040
+QUICK, ALL = 24, 2024
 
 
 @pytest.mark.parametrize("seed", range(QUICK))

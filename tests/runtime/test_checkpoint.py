@@ -142,7 +142,7 @@ MESHES = [
     ("dp=2,tp=2", "dp=4"),
     ("dp=2,tp=2", None),
 ]
-QUICK = [("gpt2", MESHES[0]), ("gpt2", MESHES[2]), ("resnet", MESHES[4])]
+QUICK = [("gpt2", MESHES[2]), ("resnet", MESHES[4])]
 
 
 def cases() -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,13 @@ def hugging_face(name: str, mesh: str | None) -> dict[str, torch.Tensor]:
     return whole(state_of(model))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("gpt2", "resnet") else pytest.mark.slow)
+        for name in NAMES
+    ],
+)
 def test_hugging_face_init(name: str) -> None:
     """BERT's padding row apart: DTensor writes of one row go to a copy."""
     want = hugging_face(name, None)
@@ -249,9 +256,18 @@ def read(path: str, tied: bool, mesh: str) -> tuple[dict, dict, dict]:
     return whole(state_of(model)), reader.read, parts
 
 
-@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("files", ["1", "several"])
+QUICK_FILES = [("1", True, "dp=2,tp=2"), ("several", False, "dp=4")]
+
+
+@pytest.mark.parametrize(
+    ("files", "tied", "mesh"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_FILES else pytest.mark.slow)
+        for case in itertools.product(
+            ("1", "several"), (True, False), ("dp=4", "dp=2,tp=2")
+        )
+    ],
+)
 def test_hugging_face_files_are_read_by_part(
     tmp_path: Path, tied: bool, files: str, mesh: str
 ) -> None:

@@ -90,7 +90,7 @@ def compare(
     return len(fxpar.plans()) - before
 
 
-QUICK = ("nesterov", "dampening", "adam", "lamb", "counts")
+QUICK = ("nesterov", "lamb", "counts")
 
 
 @pytest.mark.parametrize(

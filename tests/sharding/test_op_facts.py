@@ -12,7 +12,7 @@ import torch
 import torch._inductor.inductor_prims  # registers them
 
 import fxpar
-from fxpar.passes import custom_ops  # noqa: F401  (registers fxpar's ops)
+from fxpar.passes import custom_ops, expert_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.rules import FAMILIES
 from fxpar.sharding.rules.op_facts import (
     FACTS,
@@ -32,6 +32,7 @@ FORMS = {
     "passes/local_indexing.py",
     "passes/local_views.py",
     "passes/normalize_shifts.py",
+    "passes/normalize_experts.py",  # calls that put rows in order, and back
     "passes/body_seeds.py",  # how ops draw by index
     "passes/keep_batch_apart.py",  # operands of ops that hold the rows
     "passes/local_order.py",  # how shards of a scan are put together
@@ -93,6 +94,9 @@ def test_every_row_is_of_an_op() -> None:
         (aten.index_put.default, "scatters", aten.slice_scatter.default),
         (aten.full.default, "constant", aten.bernoulli.p),
         (aten.sort.stable, "alone", aten.cumsum.default),
+        (aten.split.Tensor, "by_row", aten.flip.default),
+        (aten.mul.Tensor, "by_row", aten.bernoulli.p),
+        (aten.topk.default, "places", aten.cumsum.default),
         (aten.copy_.default, "mutates", aten.copy.default),
         (aten.randn.default, "draws", torch.ops.fxpar.random.default),
         (torch.ops.fxpar.random.default, "random", aten.full.default),

@@ -42,6 +42,19 @@ def test_every_axis_goes_on_one_dim(shape, mesh, want) -> None:
     assert str(at_rest(shape, mesh)) == want
 
 
+@pytest.mark.parametrize(
+    ("shape", "mesh", "want"),
+    [
+        ((8, 6, 4), "dp=2,ep=2", "[ep+dp, _, _]"),
+        ((4, 8, 4), "dp=4,ep=2", "[ep, dp, _]"),  # experts stay where they are used
+        ((3, 8, 4), "dp=2,ep=2", "[_, dp+ep, _]"),
+        ((8, 6), "dp=2,ep=2", "[dp+ep, _]"),
+    ],
+)
+def test_stacked_matrices_of_experts(shape, mesh, want) -> None:
+    assert str(at_rest(shape, Mesh.parse(mesh))) == want
+
+
 def test_the_order_of_a_mesh_does_not_make_batch_axes_major() -> None:
     for text in ("dp=2,tp=2", "tp=2,dp=2"):
         assert str(at_rest((8,), Mesh.parse(text))) == "[tp+dp]"

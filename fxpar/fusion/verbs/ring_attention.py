@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.node_legality import arrange
+from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import SlicePart
 from fxpar.fusion.verbs import overlap as chunked
@@ -31,7 +32,6 @@ from fxpar.passes import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.local_attention import laid_out, weighted
-from fxpar.passes.reshard_after_forward import leave_to_backward
 from fxpar.sharding.cost.op import contracts
 
 aten = torch.ops.aten
@@ -83,6 +83,31 @@ def form_of(target: Any) -> AttentionForm | None:
         causal=place("is_causal"),
         bias=place("attn_mask", "attn_bias"),
     )
+
+
+def rings_of(graph: fx.Graph) -> Schedule:
+    """A line for each attention of a local graph with steps whose keys and values are
+    gathered for it."""
+    lines = []
+    for node in graph.nodes:
+        form = form_of(node.target)
+        if form is None:
+            continue
+        found = [_gather_of(node.args[form.keys + i]) for i in range(2)]
+        gathers = [gather for gather in found if gather is not None]
+        names = tuple(dict.fromkeys(gather.name for gather in gathers))
+        if len(gathers) == 2 and len({gather.args[1:] for gather in gathers}) == 1:
+            lines.append(Line("overlap", (names, node.name), (("ring", 1),)))
+    return Schedule(tuple(lines))
+
+
+def _gather_of(x: Any) -> fx.Node | None:
+    """The gather from which alone a value is made."""
+    while x.target is not collective_nodes.all_gather:
+        if len(x.all_input_nodes) != 1:
+            return None
+        (x,) = x.all_input_nodes
+    return x
 
 
 def overlap(
@@ -227,13 +252,19 @@ class _RingAttention:
         whole = self.node.meta["val"]
         with self.edit.before(max([self.node, *scatters])) as build:
             ring, own = self._ring(), [gather.args[0] for gather in self.gathers]
-            coming, queries = _far_first(build, ring, own), list[fx.Node]()
+            coming, sums = (
+                _far_first(build, ring, own, self.node.args[0]),
+                list[fx.Node](),
+            )
             shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 
             def summands(i: int) -> fx.Node:
                 made = self._on_part(build, ring, i, next(coming))
                 item = build.call(operator.getitem, made, 0)
-                queries.append(_cast(build, item, _exact(whole[0].dtype)))
+                item = _cast(build, item, _exact(whole[0].dtype))
+                sums.append(
+                    build.call(aten.add.Tensor, sums.pop(), item) if sums else item
+                )
                 parts = [
                     self._part(build, made, k, end, ring, i)
                     for k, end in enumerate(ends, 1)
@@ -241,10 +272,7 @@ class _RingAttention:
                 return _packed(build, parts)
 
             kept = ring.reduced(build, summands, "sum")
-            total = queries[0]
-            for more in queries[1:]:
-                total = build.call(aten.add.Tensor, total, more)
-            total = laid_out(build, _cast(build, total, whole[0].dtype), whole[0])
+            total = laid_out(build, _cast(build, sums[0], whole[0].dtype), whole[0])
             given = _unpacked(build, kept, shapes)
         for scatter, part in zip(scatters, given, strict=True):
             scatter.replace_all_uses_with(part)
@@ -342,20 +370,16 @@ def _near_first(
 
 
 def _far_first(
-    build: Builder, ring: Ring, own: Sequence[fx.Node]
+    build: Builder, ring: Ring, own: Sequence[fx.Node], grad: fx.Node
 ) -> Iterator[list[fx.Node]]:
-    """Parts of all ranks, a rank's own at last. They are sent in the backward, and in
-    another order than in the forward: the same messages would be sent once, and kept.
-    """
-    shapes = [list(x.meta["val"].shape) for x in reversed(own)]
-    packed = _packed(build, own[::-1])
-    message = ring.passed(build, packed, 1)
-    for node in (packed, message):
-        leave_to_backward(node)
+    """Parts of all ranks, a rank's own at last. A message holds nothing of the gradient
+    but reads it: the forward's messages, which say the same, would else be kept."""
+    shapes = [list(x.meta["val"].shape) for x in own]
+    nothing = build.call(aten.slice.Tensor, grad, 0, 0, 0)
+    message = ring.passed(build, _packed(build, [*own, nothing]), 1)
     for i in range(ring.chunks - 1):
         last = i == ring.chunks - 2
         coming = message if last else ring.passed(build, message, 1)
-        leave_to_backward(coming)
-        yield _unpacked(build, message, shapes)[::-1]
+        yield _unpacked(build, message, shapes)
         message = coming
     yield list(own)

@@ -6,7 +6,9 @@ that only light ops of one region read is never written: it costs nothing. A reg
 launched once, by its first op, however its ops are split; so work that is not split is
 never free for want of a floor (where the floor is per op, replicated work is).
 
-A light op is any that multiplies no matrices. Views cost nothing.
+A light op is any that multiplies no matrices. Views cost nothing. ``cost.op`` says what
+is what, here and for the launches of a lowered graph, where the order of ops and
+the sizes of their loops are known and part regions further (``passes.simulate_step``).
 """
 
 from __future__ import annotations

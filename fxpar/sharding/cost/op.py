@@ -3,7 +3,8 @@ a view, whether it can be fused.
 
 In: a node with fake values (``meta["val"]``), of a graph in global shapes or in local
 ones. Out: numbers and yes or no. Reads the op's facts, arguments and shapes alone;
-never changes a node. The roofline that these numbers enter is ``Hardware.seconds``.
+never changes a node. And what such a call takes by itself (``kernel_seconds``), by the
+roofline of ``Hardware``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpar import _torch
 from fxpar._torch.symbols import hint_shape
+from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
@@ -237,6 +239,23 @@ def is_unordered(node: fx.Node) -> bool:
 @cache
 def _name(target: Any) -> str:
     return str(target)
+
+
+def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
+    """Seconds of a share of a call, as a kernel of its own but for its launch: 0 of a
+    view. What multiplies no matrices is bound by memory, which it reads and writes."""
+    made = tensors_in(node.meta.get("val"))
+    if not made or is_view(node):
+        return 0.0
+    operands = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
+    moved = sum(map(nbytes_of, (*operands, *made))) * share
+    flops = flops_of(node)
+    if not flops:
+        return on.streaming(moved)
+    floating = (x.dtype for x in operands if x.dtype.is_floating_point)
+    dtype, family = next(floating, made[0].dtype), family_of(node.target)
+    work = on.arithmetic(flops * share, least_of(node), dtype, family=family)
+    return max(work, on.streaming(moved))
 
 
 @dataclass(frozen=True)

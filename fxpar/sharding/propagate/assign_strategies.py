@@ -3,9 +3,10 @@
 In: the propagated State. Out: one Strategy per op. Where all tensors of an op agree
 there is nothing to decide. Where an axis is wanted by several factors, every assignment
 is priced: resharding the operands, resharding the result to its value's spec, and the
-op's own work, which an unused axis leaves undivided. One rule stands before the price:
-an axis that came from a batch dim stays on the factor it splits there, so data
-parallelism gathers parameters and never the batch (ZeRO; GSPMD section 5).
+op's own work, which an unused axis leaves undivided. Two rules stand before the price:
+an axis that came from the dim of experts stays on the factor it splits there, so rows
+go to their experts; else one that came from a batch dim does, so data parallelism
+gathers parameters and never the batch (ZeRO; GSPMD section 5).
 """
 
 from __future__ import annotations
@@ -50,18 +51,22 @@ def choose(
     cache: dict = {}
     out = []
     for op in program.ops:
-        batch = frozenset(
-            (i, axis)
-            for i, v in enumerate(op.tensors)
-            for axis, origin in state.origins[v].items()
-            if origin.batch
+        batch, experts = (
+            frozenset(
+                (i, axis)
+                for i, v in enumerate(op.tensors)
+                for axis, origin in state.origins[v].items()
+                if getattr(origin, kind)
+            )
+            for kind in ("batch", "experts")
         )
         rests = tuple(v in weights for v in op.operands)
         free = tuple(v in open_ for v in op.operands)
         lie = tuple(specs[v] for v in op.tensors)
-        key = (op.rule, lie, batch, rests, free, op.target, messages_of(op))
+        key = (op.rule, lie, batch, experts, rests, free, op.target, messages_of(op))
         if key not in cache:
-            made = _Choice(program, op, specs, batch, rests, free, mesh, hardware)
+            held = (experts, batch)
+            made = _Choice(program, op, specs, held, rests, free, mesh, hardware)
             cache[key] = made.strategy()
         out.append(cache[key])
     return out
@@ -75,7 +80,7 @@ class _Choice:
         program: Program,
         op: Op,
         specs: list[Spec],
-        batch: frozenset[tuple[int, str]],
+        held: tuple[frozenset[tuple[int, str]], ...],
         rests: tuple[bool, ...],
         free: tuple[bool, ...],
         mesh: Mesh,
@@ -88,12 +93,13 @@ class _Choice:
             project(dims, spec, op.rule.size, mesh, even=op.rule.even_factors)
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
-        self.batch = batch
+        # (tensor, axis): axes that stay on their factors, the first kind before others.
+        self.held = held
         self.free = free  # operands that lie, or are made, as they are read
-        held = {axis for _, axis in batch}
+        experts, batch = ({axis for _, axis in kind} for kind in held)
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
-            spec.without(held) if ours else spec
+            spec.without(batch - experts) if ours else spec
             for spec, ours in zip(self.specs, rests, strict=False)
         ]
 
@@ -118,17 +124,23 @@ class _Choice:
         for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
             if axis in pin:
                 continue
-            factors: dict[str, bool] = {}
+            factors: dict[str, int] = {}
             for i, view in enumerate(self.views):
                 for factor, axes in view.items():
                     if axis in axes and factor not in whole:
-                        held = factors.get(factor, False)
-                        factors[factor] = held or (i, axis) in self.batch
-            if any(factors.values()):
-                factors = {f: held for f, held in factors.items() if held}
+                        rank = factors.get(factor, len(self.held))
+                        factors[factor] = min(rank, self._rank(i, axis))
+            first = min(factors.values(), default=0)
             if factors:
-                found[axis] = tuple(factors)
+                found[axis] = tuple(f for f, rank in factors.items() if rank == first)
         return found
+
+    def _rank(self, tensor: int, axis: str) -> int:
+        """How firmly a tensor's axis stays on its factor; 0 is the firmest."""
+        for rank, kind in enumerate(self.held):
+            if (tensor, axis) in kind:
+                return rank
+        return len(self.held)
 
     def _build(self, chosen: dict[str, str | None]) -> Strategy | None:
         """The strategy of an axis -> factor assignment; None if it is not expressible.

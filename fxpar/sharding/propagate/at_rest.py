@@ -25,7 +25,7 @@ from fxpar.sharding.factors import (
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops, is_view
-from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation, State
 from fxpar.sharding.spec import Spec
 
@@ -42,13 +42,17 @@ def at_rest(
     ``dims``: axes that are decided; ``closed``: dims that take no more; ``decided``:
     axes that go nowhere else. The other axes go together on one open dim, the first
     that they divide, else as many as fit, and none where none does (a parameter without
-    dims lies whole).
+    dims lies whole). An axis for experts first splits dim 0 of stacked matrices.
     """
     ndim = len(shape)
     given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
     shut = [*closed, *[False] * (ndim - len(closed))]
     used = {*decided, *(axis for axes in given for axis in axes)}
-    batch = batch_axes(mesh)
+    batch, experts = batch_axes(mesh), expert_axes(mesh)
+    open_ = ndim == 3 and not (shut[0] or given[0] or used.intersection(experts))
+    if open_ and shape[0] % mesh.count(experts) == 0:
+        given[0] = experts
+        used.update(experts)
     # Batch axes are gathered at each use: minor, so that what is left is one block.
     left = [
         axis

@@ -18,21 +18,29 @@ from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program, Value
-from fxpar.sharding.propagate.propagation import Propagation, Seed
+from fxpar.sharding.propagate.propagation import FIRST, Propagation, Seed
 from fxpar.sharding.shard_sizes import idle, is_even, may_split
 
 BATCH = ("dp", "ddp", "data", "batch", "fsdp", "hsdp", "zero", "replica")
+EXPERTS = ("ep", "expert", "experts")
 SEQUENCE = ("cp", "sp", "seq")
-MODEL = ("tp", "mp", "model", "tensor", "heads", "ep", "expert", *SEQUENCE)
+MODEL = ("tp", "mp", "model", "tensor", "heads", *SEQUENCE)
 
 
 def batch_axes(mesh: Mesh) -> Axes:
     """Axes that split the batch unless a hint uses them otherwise."""
-    named = tuple(axis for axis in mesh.names if axis_of(axis).lower() in BATCH)
+    kinds = (*BATCH, *EXPERTS)
+    named = tuple(axis for axis in mesh.names if axis_of(axis).lower() in kinds)
     first = axis_of(mesh.names[0])
     if named or first.lower() in MODEL:
         return named
     return mesh.parts([first])
+
+
+def expert_axes(mesh: Mesh) -> Axes:
+    """Axes that split experts; the batch as well, like ``batch_axes``."""
+    named = [axis for axis in mesh.names if axis_of(axis).lower() in EXPERTS]
+    return tuple(axis for axis in named if mesh.sizes[axis] > 1)
 
 
 def sequence_axes(mesh: Mesh) -> Axes:
@@ -132,6 +140,25 @@ def batch_seeds(
                 )
             )
     return seeds
+
+
+def expert_seeds(program: Program, mesh: Mesh) -> list[Seed]:
+    """Seeds that split the weights of experts over the axes named for them."""
+    axes = expert_axes(mesh)
+    seeds = {}
+    for op in program.ops:
+        if axes and str(op.target) == "fxpar.expert_mm.default":
+            groups, v = op.node.args[3], op.operands[1]
+            if groups == mesh.count(axes):
+                seeds[v] = Seed(
+                    v,
+                    (axes, (), ()),
+                    (False,) * 3,
+                    f"convention: experts of {program.values[v].name}",
+                    priority=FIRST,
+                    experts=True,
+                )
+    return list(seeds.values())
 
 
 def seed_weights(engine: Propagation, axis: str) -> None:

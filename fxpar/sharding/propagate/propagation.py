@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fxpar.sharding.factors import Axes, Dims, expressible, project
 from fxpar.sharding.mesh import Mesh
@@ -35,6 +35,9 @@ from fxpar.sharding.spec import Spec
 LEVELS = 4
 PASS, KEPT, ALL, RESOLVE = range(LEVELS)
 
+# The priority of seeds before all that are given.
+FIRST = -1
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -43,6 +46,8 @@ class Origin:
     seed: str
     # The seed split dim 0 of an input, so this axis is data parallel.
     batch: bool = False
+    # The seed split experts: rows go to where theirs are.
+    experts: bool = False
     op: str | None = None  # the op that brought it here
     source: int | None = None  # the value it came from
 
@@ -57,6 +62,8 @@ class Seed:
     origin: str
     priority: int = 0
     batch: bool = False
+    # It splits experts.
+    experts: bool = False
 
 
 @dataclass
@@ -123,9 +130,13 @@ class Propagation:
         stands."""
         state, v = self.state, seed.value
         for d, axes in enumerate(seed.dims):
+            if seed.experts and axes and state.dims[v][d] == axes:
+                for axis in axes:
+                    origin = state.origins[v][axis]
+                    state.origins[v][axis] = replace(origin, experts=True)
             if state.dims[v][d] or state.closed[v][d]:
                 continue
-            origin = Origin(seed.origin, seed.batch and d == 0)
+            origin = Origin(seed.origin, seed.batch and d == 0, seed.experts)
             for axis in axes:
                 if axis in state.origins[v]:
                     break
@@ -198,7 +209,7 @@ class Propagation:
                 state.indivisible.setdefault((v, d, axis), origin)
                 break
             state.dims[v][d] = (*state.dims[v][d], axis)
-            state.origins[v][axis] = Origin(origin.seed, origin.batch, op, source)
+            state.origins[v][axis] = replace(origin, op=op, source=source)
             added = True
         return added
 

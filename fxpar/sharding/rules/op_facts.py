@@ -42,6 +42,10 @@ class OpFacts:
     scales: bool = False
     # Each element of the result is made of one element of each operand.
     pointwise: bool = False
+    # Along a free factor of its rule it makes rows one by one, wherever they lie.
+    by_row: bool = False
+    # Which of its results counts places along a dim.
+    places: int | None = None
     # Of all that an operand holds it reads as much as it gives.
     gathers: bool = False
     # Its threads write at indices, in any order.
@@ -128,6 +132,17 @@ _ROWS: tuple[dict[str, dict], ...] = (
         "_embedding_bag_dense_backward",
         scatters=True,
     ),
+    # Row by row.
+    _each(
+        "view _unsafe_view reshape expand unsqueeze squeeze permute transpose t slice "
+        "select split split_with_sizes cat clone alias slice_backward slice_scatter "
+        "mean amax amin mm _softmax _softmax_backward_data",
+        by_row=True,
+    ),
+    _each("view.dtype", by_row=False),
+    _each("sum.dim_IntList", by_row=True),
+    _each("argmax argmin", places=0),
+    _each("topk sort max.dim min.dim", places=1),
     # Constants.
     _each(
         "full zeros ones empty empty_permuted empty_strided _efficientzerotensor "
@@ -177,6 +192,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("inductor_random", "prims", work="draw"),
     # Products.
     _each("mm bmm _scaled_mm", product=0),
+    _each("expert_mm expert_outer grouped_mm grouped_outer", "fxpar", product=0),
     _each("addmm baddbmm", product=1),
     _each("mm.default addmm.default", equation="m k, k n -> m n"),
     _each("bmm.default baddbmm.default", equation="b m k, b k n -> b m n"),
@@ -207,11 +223,12 @@ def op_facts_of(target: Any) -> OpFacts:
     tags, schema = target.tags, _torch.objects.schema_of(target)
     draws = torch.Tag.nondeterministic_seeded in tags
     view = bool(getattr(target, "is_view", False))
+    single = not view and (torch.Tag.pointwise in tags or target in pointwise.ROWS)
     derived: dict[str, Any] = {
         "view": view,
         "moves": view,
-        "pointwise": not view
-        and (torch.Tag.pointwise in tags or target in pointwise.ROWS),
+        "pointwise": single,
+        "by_row": single and not draws,
         "random": draws,
         "draws": draws,
         "mutates": schema.is_mutable,

@@ -1,0 +1,175 @@
+"""Products of rows with the weights of their experts: ops of graphs, and their kernels.
+
+``fxpar::expert_mm`` and ``fxpar::expert_outer`` stand in graphs of global shapes. Their
+rows lie as tokens do, in no order of experts; ``ids`` says whose each is. So rows are a
+factor that may be split like any other. Of ``groups`` > 1 each row comes once for each
+group of experts, ``[groups * rows, k]``, and counts in the group of its expert alone:
+a group is what one rank has of the experts. ``room``: rows that a rank has room for, in
+multiples of its even share, or 0 for all: of one device's numbers no concern.
+
+``fxpar::grouped_mm`` and ``fxpar::grouped_outer`` stand in local graphs: rows sorted by
+expert, and where each expert's end. Rows behind the last end belong to no expert; they
+are zero in results. ``rows``: how many count as they are priced, if experts get alike
+many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fxpar.errors import RoomError
+
+
+def _owned(
+    ids: torch.Tensor, experts: int, groups: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(expert, its rows of ``[groups * rows]``) for each expert."""
+    for expert in range(experts):
+        first = expert // (experts // groups) * ids.shape[0]
+        yield expert, (ids == expert).nonzero().flatten() + first
+
+
+@torch.library.custom_op("fxpar::expert_mm", mutates_args=())
+def expert_mm(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, room: float
+) -> torch.Tensor:
+    """``x[i] @ weight[ids[i]]``: [groups * rows, k], [experts, k, n], [rows] ->
+    [groups * rows, n]. Zero where a row's expert is in another group, or none."""
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    for expert, rows in _owned(ids, weight.shape[0], groups):
+        out[rows] = x[rows] @ weight[expert]
+    return out
+
+
+@expert_mm.register_fake
+def _(x, weight, ids, groups, room):
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("fxpar::expert_outer", mutates_args=())
+def expert_outer(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    groups: int,
+    room: float,
+) -> torch.Tensor:
+    """``x[rows].T @ y[rows]`` for the rows of each expert: [groups * rows, k],
+    [groups * rows, n], [rows] -> [experts, k, n]."""
+    out = x.new_zeros(experts, x.shape[1], y.shape[1])
+    for expert, rows in _owned(ids, experts, groups):
+        out[expert] = x[rows].T @ y[rows]
+    return out
+
+
+@expert_outer.register_fake
+def _(x, y, ids, experts, groups, room):
+    return x.new_empty(experts, x.shape[1], y.shape[1])
+
+
+def _fits_torch(*operands: torch.Tensor) -> bool:
+    """Whether torch's own kernel takes them: bfloat16, in rows of 16 bytes."""
+    sizes = [n for x in operands for n in x.shape[-2:]]
+    return (
+        operands[0].is_cuda
+        and all(x.dtype == torch.bfloat16 for x in operands)
+        and not any(n % 8 for n in sizes)
+    )
+
+
+def _ends(offs: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """(group, its rows), of groups that have some."""
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = max(start, end)
+
+
+@torch.library.custom_op("fxpar::grouped_mm", mutates_args=())
+def grouped_mm(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """``x[i] @ weight[g]`` for rows in groups that end at ``offs``: [m, k], [g, k, n],
+    [g] -> [m, n]."""
+    if _fits_torch(x, weight):
+        made = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
+        places = torch.arange(x.shape[0], device=x.device)
+        return made.masked_fill_((places >= offs[-1])[:, None], 0)
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    for group, own in _ends(offs):
+        torch.mm(x[own], weight[group], out=out[own])
+    return out
+
+
+@grouped_mm.register_fake
+def _(x, weight, offs, rows):
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("fxpar::grouped_outer", mutates_args=())
+def grouped_outer(
+    x: torch.Tensor, y: torch.Tensor, offs: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """``x[rows].T @ y[rows]`` for rows in groups that end at ``offs``: [m, k], [m, n],
+    [g] -> [g, k, n]."""
+    if _fits_torch(x, y) and not x.shape[0] % 8:
+        return torch.ops.aten._grouped_mm.default(
+            x.contiguous().T, y.contiguous(), offs
+        )
+    out = x.new_zeros(offs.shape[0], x.shape[1], y.shape[1])
+    for group, own in _ends(offs):
+        torch.mm(x[own].T, y[own], out=out[group])
+    return out
+
+
+@grouped_outer.register_fake
+def _(x, y, offs, rows):
+    return x.new_empty(offs.shape[0], x.shape[1], y.shape[1])
+
+
+@torch.library.custom_op("fxpar::within", mutates_args=())
+def within(
+    ends: torch.Tensor, most: torch.Tensor, room: int, where: str
+) -> torch.Tensor:
+    """``ends``, if ``most`` rows are no more than there is room for. Raises RoomError;
+    on a GPU its kernel stops the program, and nothing waits for it."""
+    if most.is_cuda:
+        torch.ops.aten._assert_async.msg(most <= room, _FULL.format("more", room))
+    elif int(most) > room:
+        raise RoomError(_FULL.format(int(most), room), where=where, fix=_FIX)
+    return ends.clone()
+
+
+_FULL = "experts of one rank are chosen for {} rows, and expert_room leaves room for {}"
+_FIX = "raise expert_room (FXPAR_EXPERT_ROOM), or unset it: then there is room for all"
+
+
+@within.register_fake
+def _(ends, most, room, where):
+    return torch.empty_like(ends)
+
+
+@register_flop_formula(torch.ops.fxpar.expert_mm)
+def _(x, weight, ids, groups, room, **_) -> float:
+    return 2.0 * math.prod(ids) * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.fxpar.expert_outer)
+def _(x, y, ids, experts, groups, room, **_) -> float:
+    return 2.0 * math.prod(ids) * x[1] * y[1]
+
+
+@register_flop_formula(torch.ops.fxpar.grouped_mm)
+def _(x, weight, offs, rows, **_) -> float:
+    return 2.0 * rows * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.fxpar.grouped_outer)
+def _(x, y, offs, rows, **_) -> float:
+    return 2.0 * rows * x[1] * y[1]

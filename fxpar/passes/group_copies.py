@@ -1,0 +1,97 @@
+"""Rows of tokens once for each group of experts, and back.
+
+Of ``groups`` > 1 a value of ``rows`` rows comes once for each group, ``[groups * rows,
+...]``; of the copies of a row that of the group counts which has the row's expert
+(``expert_ops``). In: a graph in global shapes. Out: nodes appended where the builder
+stands, each made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+
+
+class GroupCopies:
+    """Copies of rows for groups of experts. ``key``: the expert of each row."""
+
+    def __init__(self, build: Builder, key: fx.Node, experts: int, groups: int) -> None:
+        self.build, self.key = build, key
+        self.experts, self.groups = experts, groups
+        self.rows, self.device = shape_of(key)[0], key.meta["val"].device
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._chosen: dict[fx.Node, fx.Node] = {}
+        self._own: fx.Node | None = None
+
+    def of(self, x: fx.Node) -> fx.Node:
+        """Rows once for each group. What is expanded is expanded once."""
+        if self.groups == 1:
+            return x
+        if x not in self._copies:
+            source: Any = x
+            while (
+                op_facts_of(source.target).reshapes
+                or source.target is aten.clone.default
+            ):
+                source = source.args[0]
+            rest, full = list(shape_of(x)[1:]), list(shape_of(source))
+            lead = full[: len(full) - len(rest)]
+            if source.target is aten.expand.default and full == lead + rest:
+                source = source.args[0]
+            else:
+                source, lead = x, [self.rows]
+            self._copies[x] = self.spread(source, lead, rest, self.groups)
+        return self._copies[x]
+
+    def spread(
+        self, x: fx.Node, lead: Sequence[int], rest: Sequence[int], groups: int
+    ) -> fx.Node:
+        """``x`` expanded to the dims ``lead``, which make the rows, and ``rest``; once
+        for each group."""
+        call, full = self.build.call, [*lead, *rest]
+        if groups > 1:
+            if len(shape_of(x)) == len(full):
+                x = call(aten.unsqueeze.default, x, 0)
+            full = [groups, *full]
+        if shape_of(x) != tuple(full):
+            x = call(aten.expand.default, x, full)
+        shape = [groups * self.rows, *rest]
+        return x if full == shape else call(aten.reshape.default, x, shape)
+
+    def choose(self, x: fx.Node) -> fx.Node | None:
+        """Of each row the copy that counts; None of what cannot be added up."""
+        if self.groups == 1 or x in self._chosen:
+            return self._chosen.get(x, x)
+        value, call = x.meta["val"], self.build.call
+        if not value.dtype.is_floating_point:
+            return None
+        rest = value.shape[1:]
+        own = self.is_own()
+        for _ in rest:
+            own = call(aten.unsqueeze.default, own, -1)
+        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+        parts = call(aten.reshape.default, x, [self.groups, self.rows, *rest])
+        parts = call(aten.where.self, own, parts, zero)
+        self._chosen[x] = call(aten.sum.dim_IntList, parts, [0])
+        return self._chosen[x]
+
+    def is_own(self) -> fx.Node:
+        """[groups, rows]: whether a row's expert is in a group."""
+        if self._own is None:
+            call, per = self.build.call, self.experts // self.groups
+            with self.build.before(self.key.next):
+                first = self.build.iota(self.groups, self.device, per)
+                first = call(aten.unsqueeze.default, first, 1)
+                low = call(aten.ge.Tensor, self.key, first)
+                end = call(aten.add.Tensor, first, per)
+                high = call(aten.lt.Tensor, self.key, end)
+                self._own = call(aten.bitwise_and.Tensor, low, high)
+        return self._own

@@ -1,0 +1,128 @@
+"""Local forms of products by expert: rows are sorted by expert, then multiplied.
+
+A rank has some rows and some experts. Its key of a row is the expert counted from its
+own first; of a row whose expert another rank has, one more than it has experts: such
+rows come last, where products give zero. ``keep_sorted`` then leaves rows in that order
+between one product and the next.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.builder import value_of
+from fxpar.passes.local_call import LocalCall, Localizer
+from fxpar.sharding.program import user_line
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """How rows are sorted by expert on one rank."""
+
+    call: LocalCall
+    # Where the i-th row in order lies, of those that there is room for; and where in
+    # order each row is.
+    order: fx.Node
+    place: fx.Node
+    # Behind the last row of each expert, in order.
+    ends: fx.Node
+    # How many rows are its own if all experts have alike many.
+    share: Any
+    # Rows that there is room for; None: for all.
+    room: int | None
+
+    def take(self, x: fx.Node) -> fx.Node:
+        """Rows in order."""
+        return self.call.build.call(aten.index.Tensor, x, [self.order])
+
+    def put_back(self, x: fx.Node) -> fx.Node:
+        """Rows that lie in order, where they lay before; zero where there is none."""
+        call = self.call.build.call
+        if self.room is None:
+            return call(aten.index.Tensor, x, [self.place])
+        place = call(aten.clamp.default, self.place, None, self.room - 1)
+        taken = call(aten.lt.Scalar, self.place, self.room)
+        taken = call(aten.unsqueeze.default, taken, 1)
+        return self.call.where(taken, call(aten.index.Tensor, x, [place]), 0)
+
+
+def _sorted(
+    call: LocalCall,
+    ids: fx.Node,
+    of_rows: int,
+    of_experts: int,
+    groups: int,
+    room: float,
+) -> _Sorted:
+    """``of_rows``, ``of_experts``: the tensors of the call, operands first, whose dim 0
+    is rows, and experts."""
+    build = call.build
+    specs, device = (*call.operands, *call.results), ids.meta["val"].device
+    experts, axes = call.shapes[of_experts][0], specs[of_experts].dims[0]
+    per = experts // groups
+    held = groups // build.mesh.count(axes)
+    rows = build.own_size(call.shapes[of_rows][0], specs[of_rows].dims[0])
+    own = build.call(aten.sub.Tensor, ids, build.own_start(experts, axes))
+    group = build.call(aten.div.Tensor_mode, own, per, rounding_mode="floor")
+    each = build.call(aten.unsqueeze.default, build.iota(held, device), 1)
+    mine = build.call(aten.eq.Tensor, group, each)
+    key = build.call(aten.reshape.default, call.where(mine, own, per * held), [rows])
+    sort = build.call(aten.sort.stable, key, stable=True, dim=0, descending=False)
+    ordered, order = (build.call(operator.getitem, sort, i) for i in (0, 1))
+    counted = build.iota(rows, device)
+    place = build.call(aten.index_put.default, order, [order], counted)
+    wanted = build.iota(per * held, device)
+    ends = build.call(
+        aten.searchsorted.Tensor, ordered, wanted, right=True, out_int32=True
+    )
+    share = value_of(rows) // held * per * held // experts
+    most = math.ceil(room * share) if room and held == 1 < groups else 0
+    if not 0 < most < value_of(rows):
+        return _Sorted(call, order, place, ends, share, None)
+    order = build.call(aten.slice.Tensor, order, 0, 0, most)
+    ends = _within(call, ends, ids, groups, per, most)
+    return _Sorted(call, order, place, ends, share, most)
+
+
+def _within(
+    call: LocalCall, ends: fx.Node, ids: fx.Node, groups: int, per: int, room: int
+) -> fx.Node:
+    """The ends, if no group of experts has more rows than there is room for: all ranks
+    that have these rows find the same."""
+    build = call.build
+    group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
+    each = build.iota(groups, ids.meta["val"].device)
+    each = build.call(aten.unsqueeze.default, each, 1)
+    chosen = build.call(aten.eq.Tensor, group, each)
+    most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
+    where = user_line(call.node) or ""
+    return build.call(torch.ops.fxpar.within.default, ends, most, room, where)
+
+
+def _expert_mm(
+    call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *how: Any
+) -> fx.Node:
+    by, mm = _sorted(call, ids, 0, 1, *how), torch.ops.fxpar.grouped_mm.default
+    return by.put_back(call.build.call(mm, by.take(x), weight, by.ends, by.share))
+
+
+def _expert_outer(
+    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, _: int, *how: Any
+) -> fx.Node:
+    by, outer = _sorted(call, ids, 0, 3, *how), torch.ops.fxpar.grouped_outer.default
+    return call.build.call(outer, by.take(x), by.take(y), by.ends, by.share)
+
+
+LOCAL: dict[Any, Localizer] = {
+    "fxpar::expert_mm": _expert_mm,
+    "fxpar::expert_outer": _expert_outer,
+}

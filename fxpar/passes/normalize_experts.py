@@ -1,0 +1,369 @@
+"""traced -> normalized: rows sorted by expert are computed where their tokens lie.
+
+A mixture of experts sorts the tokens by expert, multiplies the rows of each with its
+weights and brings the results back. The sort mixes the samples of all ranks, so nothing
+behind it could be split as they are. In: an ATen graph with such a sort. Out: the same
+graph without it: products are ``fxpar::expert_mm`` and ``fxpar::expert_outer``, which
+take rows in any order and the expert of each; what stands between makes rows one by one
+(``row_wise``), and whatever reads them in another way reads them where they lay. For a
+mesh with an axis for experts, rows come once for each group of experts that a rank has
+(``fxpar/passes/expert_ops.py``): of a copy the rows of other groups are not read again.
+
+What it never does: rewrite a part. Where something reads the sorted rows in a way that
+is not known here, the graph stays as it is, and why is told.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.group_copies import GroupCopies
+from fxpar.passes.row_wise import call_of, row_call
+from fxpar.passes.sorted_products import SORTS, products_by
+from fxpar.sharding.program import user_line
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+# What adds up rows in any order.
+_SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
+
+
+@dataclass(frozen=True)
+class _SortedRows:
+    """A value whose rows along a dim are sorted by expert, as one that is not sorted.
+
+    Row i of the value is row ``order[i]`` of ``one``; or, of ``each``, row ``order[i]``
+    of the copy for the group that has its expert.
+    """
+
+    dim: int
+    # [rows]: of whole numbers, the same for every group.
+    one: fx.Node | None = None
+    # [groups * rows, ...].
+    each: fx.Node | None = None
+
+
+def experts_in_place(
+    graph: fx.Graph, rewriter: Builder, groups: Callable[[int], int], room: float = 0.0
+) -> list[str]:
+    """Rewrite a graph in place; notes of what is left as it is. ``groups``: into how
+    many a number of experts is split; ``room``: as ``expert_ops`` has it."""
+    notes = []
+    for node in list(graph.nodes):
+        if node.target in SORTS and len(shape_of(node.args[0])) == 1:
+            products = products_by(node)
+            if products:
+                mixture = _Mixture(rewriter, node, products, groups, room)
+                mixture.read(list(graph.nodes))
+                notes += mixture.write(graph)
+    graph.eliminate_dead_code()
+    return notes
+
+
+class _Mixture:
+    """The rows that one sort puts in order, and what is computed of them."""
+
+    def __init__(
+        self,
+        build: Builder,
+        sort: fx.Node,
+        products: dict[fx.Node, int],
+        groups: Callable[[int], int],
+        room: float,
+    ) -> None:
+        self.build, self.sort, self.products = build, sort, products
+        self.room = room
+        self.key: Any = sort.args[0]
+        self.rows = shape_of(self.key)[0]
+        self.experts = max(products.values())
+        self.groups = groups(self.experts)
+        self.copies = GroupCopies(build, self.key, self.experts, self.groups)
+        # Values in order of experts; and results of calls that give several.
+        self.values: dict[fx.Node, _SortedRows] = {}
+        self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
+        # Of an index of rows: the row's own number, divided by this.
+        self.numbers: dict[fx.Node, int] = {}
+        # Where in order each row is.
+        self.inverse: set[fx.Node] = set()
+        # What is not in order any more -> the same, computed in place.
+        self.instead: dict[fx.Node, fx.Node] = {}
+
+    def read(self, nodes: Sequence[fx.Node]) -> None:
+        """Compute in place what is computed in order."""
+        with self.build.before(self.sort.next):
+            rows = self.build.iota(self.rows, self.key.meta["val"].device)
+        self.numbers[rows] = 1
+        self.results[self.sort] = {0: _SortedRows(0, self.key), 1: _SortedRows(0, rows)}
+        for node in nodes:
+            known = any(
+                x in self.values or x in self.results or x in self.inverse
+                for x in node.all_input_nodes
+            )
+            if known and node.op == "call_function":
+                with self.build.before(node):
+                    self._read(node)
+
+    def _read(self, node: fx.Node) -> None:
+        read = _Mixture._product if node in self.products else _READS.get(node.target)
+        made = (read or _Mixture._by_row)(self, node)
+        if isinstance(made, _SortedRows):
+            self.values[node] = made
+        elif isinstance(made, fx.Node):
+            self.instead[node] = made
+
+    # Into order and out of it
+
+    def _number(self, index: Any) -> tuple[fx.Node, int | None] | None:
+        """(rows that an index in order reads, by how much row numbers were divided)."""
+        rows = self.values.get(index)
+        if rows is None or rows.one is None or len(shape_of(rows.one)) != 1:
+            return None
+        return rows.one, self.numbers.get(rows.one)
+
+    def _item_of(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        source, i = call_of(node)
+        return self.results.get(source, {}).get(i)
+
+    def _index(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        x, (index, *more) = _arguments(node, 2)
+        if more:
+            return None
+        if index in self.inverse:
+            rows = self.values.get(x)
+            return self._in_place(rows) if rows is not None and rows.dim == 0 else None
+        found = self._number(index)
+        if found is None or x in self.values:
+            return None
+        one, divided = found
+        tokens, *rest = shape_of(x)
+        if divided is None or tokens * divided != self.rows:
+            x = self.build.call(aten.index.Tensor, x, [one])
+            divided = 1
+        whole = x.meta["val"].dtype.is_floating_point or rest
+        full = [tokens, divided] if divided > 1 else [self.rows]
+        if divided > 1:
+            x = self.build.call(aten.unsqueeze.default, x, 1)
+        elif whole:
+            return _SortedRows(0, each=self.copies.of(x))
+        groups = self.groups if whole else 1
+        made = self.copies.spread(x, full, rest, groups)
+        return _SortedRows(0, each=made) if whole else _SortedRows(0, one=made)
+
+    def _each(self, x: fx.Node) -> fx.Node | None:
+        """A value in order, as rows for each group along its dim."""
+        rows = self.values.get(x)
+        if rows is None or rows.each is not None:
+            return rows and rows.each
+        return self.copies.of(rows.one) if rows.dim == 0 and rows.one else None
+
+    def _in_place(self, rows: _SortedRows) -> fx.Node | None:
+        """A value in order, put back in place."""
+        if rows.one is not None or rows.each is None:
+            return rows.one
+        return self.copies.choose(rows.each)
+
+    # Calls
+
+    def _put(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        x, (index, *more), values, accumulate = _arguments(node, 4)
+        if more:
+            return None
+        fills = not accumulate and shape_of(x)[0] == self.rows
+        if index in self.inverse:
+            fills = fills or (_is_zero(x) and shape_of(x)[0] == self.rows)
+            return _SortedRows(0, each=self.copies.of(values)) if fills else None
+        found = self._number(index)
+        if found is None:
+            return None
+        if fills and found[1] == 1:
+            if values in self.values:
+                return self._in_place(self.values[values])
+            if _counts_up(values, self.rows):
+                self.inverse.add(node)
+            return None
+        return self._sum_up(x, index, values) if accumulate else None
+
+    def _add(self, node: fx.Node) -> fx.Node | None:
+        x, dim, index, values = _arguments(node, 4)
+        return None if dim or node.kwargs else self._sum_up(x, index, values)
+
+    def _sum_up(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
+        """Rows in order added to those of ``x`` that an index names."""
+        found, rows = self._number(index), self.values.get(values)
+        if found is None or rows is None or rows.dim != 0:
+            return None
+        chosen, call = self._in_place(rows), self.build.call
+        if chosen is None:
+            return None
+        one, divided = found
+        shape = shape_of(x)
+        if divided is None or shape[0] * divided != self.rows:
+            return call(aten.index_put.default, x, [one], chosen, True)
+        if divided > 1:
+            parts = [shape[0], divided, *shape[1:]]
+            chosen = call(aten.reshape.default, chosen, parts)
+            chosen = call(aten.sum.dim_IntList, chosen, [1])
+        return chosen if _is_zero(x) else call(aten.add.Tensor, x, chosen)
+
+    def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        x, y, _, grad = _arguments(node, 4)
+        call, key, how = self.build.call, self.key, (self.groups, self.room)
+        mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
+        if self.products[node] != self.experts:
+            return None
+        count, left, right = self.experts, self._each(x), self._each(grad or y)
+        if left is None:
+            return None
+        if grad is not None:
+            if right is None or y in self.values:
+                return None
+            weight = call(aten.permute.default, y, [0, 2, 1])
+            self.results[node] = {
+                0: _SortedRows(0, each=call(mm, right, weight, key, *how)),
+                1: call(outer.default, left, right, key, count, *how),
+            }
+            return None
+        if y not in self.values and self.values[x].dim == 0:
+            return _SortedRows(0, each=call(mm, left, y, key, *how))
+        if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
+            return None
+        left = call(aten.permute.default, left, [1, 0])
+        return call(outer.default, left, right, key, count, *how)
+
+    def _sort_again(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        """A sort of the order gives where in order each row is."""
+        found = self._number(node.args[0])
+        rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
+        if found is not None and found[1] == 1 and rising:
+            self.inverse |= {user for user in node.users if call_of(user) == (node, 1)}
+        return None
+
+    def _sum(self, node: fx.Node) -> fx.Node | _SortedRows | None:
+        x, dims, *_ = _arguments(node, 2)
+        rows, ndim = self.values.get(x), len(shape_of(x))
+        if rows is None:
+            return None
+        over = dims if node.target is aten.sum.dim_IntList and dims else range(ndim)
+        if rows.dim not in [d % ndim for d in over]:
+            return self._by_row(node)
+        chosen = self._in_place(rows) if rows.dim == 0 else None
+        if chosen is None:
+            return None
+        target: Any = node.target
+        return self.build.call(target, chosen, *node.args[1:], **node.kwargs)
+
+    def _by_row(self, node: fx.Node) -> _SortedRows | None:
+        """A call that makes rows one by one, of rows in place."""
+        held = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
+        call = row_call(node, {x: rows.dim for x, rows in held.items()})
+        if call is None:
+            return None
+        ones = {x: rows.one for x, rows in held.items() if rows.one is not None}
+        if len(ones) == len(held):
+            made = call.again(self.build, ones, self.rows)
+            self._divide(node, made, ones)
+        else:
+            pairs = [(x, self._each(x)) for x in held]
+            each = {x: made for x, made in pairs if made is not None}
+            if len(each) < len(held):
+                return None
+            made = call.again(self.build, each, self.groups * self.rows)
+        kind = "one" if len(ones) == len(held) else "each"
+        if isinstance(made.meta["val"], torch.Tensor):
+            return _SortedRows(call.result_dims[0], **{kind: made})
+        self.results[node] = {
+            i: _SortedRows(d, **{kind: self.build.call(operator.getitem, made, i)})
+            for i, d in enumerate(call.result_dims)
+        }
+        return None
+
+    def _divide(
+        self, node: fx.Node, made: fx.Node, ones: dict[fx.Node, fx.Node]
+    ) -> None:
+        """Note the number of rows divided by a whole number."""
+        x, by = _arguments(node, 2)
+        floor = node.kwargs.get("rounding_mode") == "floor"
+        if node.target is aten.div.Tensor_mode and floor and isinstance(by, int):
+            before = self.numbers.get(ones[x]) if x in ones else None
+            if before is not None and by > 0:
+                self.numbers[made] = before * by
+
+    def write(self, graph: fx.Graph) -> list[str]:
+        """Put what is computed in place instead of what was in order, if nothing is
+        left that needs the order; else a note of what does."""
+        live = set[fx.Node]()
+        stack = [
+            node for node in graph.nodes if node.op == "output" or node.is_impure()
+        ]
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack += [self.instead.get(x, x) for x in node.all_input_nodes]
+        if live & set(self.products):
+            known = {*self.values, *self.results}
+            readers = [
+                node
+                for node in graph.nodes
+                if node in live - known and known.intersection(node.all_input_nodes)
+            ]
+            return [_left(readers[0])] if readers else []
+        for node, made in self.instead.items():
+            node.replace_all_uses_with(made)
+        return []
+
+
+def _left(reader: fx.Node) -> str:
+    """A note of what needs rows sorted by expert."""
+    at = user_line(reader)
+    where = f" at {at}" if at else ""
+    return (
+        f"rows sorted by expert are read by {reader.target}{where} in an order that no "
+        "rule keeps: all tokens are sorted together, experts stay whole"
+    )
+
+
+# What is read in another way than row by row.
+_READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
+    operator.getitem: _Mixture._item_of,
+    aten.index.Tensor: _Mixture._index,
+    aten._unsafe_index.Tensor: _Mixture._index,
+    aten.index_put.default: _Mixture._put,
+    aten._unsafe_index_put.default: _Mixture._put,
+    aten.index_add.default: _Mixture._add,
+    **dict.fromkeys(SORTS, _Mixture._sort_again),
+    **dict.fromkeys(_SUMS, _Mixture._sum),
+}
+
+
+def _arguments(node: fx.Node, count: int) -> Any:
+    """So many arguments of a call; None for those that are left out."""
+    return [*node.args[:count], *[None] * (count - len(node.args))]
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a value is zero everywhere."""
+    return node.target is aten.full.default and node.args[1] == 0
+
+
+def _counts_up(node: fx.Node, rows: int) -> bool:
+    """Whether a value is the numbers from 0 up to ``rows``."""
+    if node.target is prims.iota.default:
+        given = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+        return (*node.args[:1], *given) == (rows, 0, 1)
+    if node.target is aten.arange.default:
+        return node.args == (rows,)
+    return node.target is aten.arange.start_step and node.args in (
+        (0, rows),
+        (0, rows, 1),
+    )

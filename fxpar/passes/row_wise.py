@@ -1,0 +1,140 @@
+"""Which ops treat the rows of a dim one by one, and such ops on other rows.
+
+Rows along a dim may be put in any order, or come more than once, before an op that
+makes each row of its results of the same row of its operands, and of nothing else that
+lies along that dim.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import RuleError
+from fxpar.passes.builder import Builder, value_of
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.rules import row_of, rule_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+
+
+def call_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """(the call that makes a value, which of its results it is)."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        return source, int(node.args[1])
+    return node, 0
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """A call that makes rows one by one."""
+
+    node: fx.Node
+    # Of each tensor that it reads, the dim that its rows lie along; None: of what is
+    # the same for every row.
+    operand_dims: tuple[int | None, ...]
+    # Of each tensor that it gives.
+    result_dims: tuple[int, ...]
+
+    def again(
+        self, build: Builder, by: Mapping[fx.Node, fx.Node], rows: int | None = None
+    ) -> fx.Node:
+        """The call on other operands, each of so many rows; None: as many."""
+        pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
+        constants = {
+            operand: _resized(build, operand, d, rows)
+            for operand, d in pairs
+            if rows is not None and d is not None and operand not in by
+        }
+        by = {**constants, **by}
+        args, kwargs = fx.node.map_arg(
+            (self.node.args, self.node.kwargs), lambda x: by.get(x, x)
+        )
+        row = row_of(self.node.target)
+        place = row.shape if row is not None else None
+        if rows is not None and place is not None:
+            shape, d = list(args[place]), self.result_dims[0]
+            shape[d] = rows if shape[d] != -1 else -1
+            args = (*args[:place], shape, *args[place + 1 :])
+        return build.call(self.node.target, *args, **kwargs)
+
+
+def row_call(node: fx.Node, held: Mapping[fx.Node, int]) -> RowCall | None:
+    """The call as one that makes rows one by one. ``held``: operand -> the dim of its
+    rows. None if it does not treat these dims so."""
+    rule = _rule(node)
+    if rule is None:
+        return None
+    pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
+    named = {dims[held[operand]] for operand, dims in pairs if operand in held}
+    if len(named) != 1:
+        return None
+    (dim,) = named
+    if len(dim) != 1 or dim[0] in rule.whole:
+        return None
+    where: list[int | None] = []
+    for operand, dims in pairs:
+        if operand in held:
+            if dims[held[operand]] != dim:
+                return None
+            where.append(held[operand])
+        elif any(dim[0] in part for part in dims):
+            if dim not in dims or operand.target is not aten.full.default:
+                return None
+            where.append(dims.index(dim))
+        else:
+            where.append(None)
+    if not all(dim in dims for dims in rule.results):
+        return None
+    made = tuple(dims.index(dim) for dims in rule.results)
+    return RowCall(node, tuple(where), made)
+
+
+def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | None:
+    """The operands of a call that the rows along a dim of a result are made of, and the
+    dims that theirs lie along. None if it does not make them one by one."""
+    rule = _rule(node)
+    if rule is None:
+        return None
+    factor = rule.results[result][dim]
+    if not factor:
+        return None
+    pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
+    held = {
+        operand: dims.index(factor)
+        for operand, dims in pairs
+        if factor in dims and operand.target is not aten.full.default
+    }
+    return held if held and row_call(node, held) is not None else None
+
+
+def _rule(node: fx.Node) -> Rule | None:
+    """The rule of a call whose free factors are treated one by one; None of others."""
+    facts = op_facts_of(node.target)
+    if not facts.by_row or facts.random or facts.mutates:
+        return None
+    try:
+        args, kwargs = value_of(node.args), value_of(node.kwargs)
+        rule = rule_of(node.target, args, kwargs, node.meta["val"])
+    except RuleError:
+        return None
+    if rule is None or rule.open or rule.halos:
+        return None
+    return rule if len(rule.operands) == len(tensor_nodes(node)) else None
+
+
+def _resized(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
+    """A constant of so many rows."""
+    if node.meta["val"].shape[dim] == rows:
+        return node
+    shape = list(node.args[0])
+    shape[dim] = rows
+    return build.call(node.target, shape, *node.args[1:], **node.kwargs)

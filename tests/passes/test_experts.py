@@ -1,0 +1,365 @@
+"""Mixtures of experts without capacity: rows are sorted by expert, whoever has it.
+
+Numbers are those of one device in float64, all ranks in lockstep; for models of Hugging
+Face those of its own loop over experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import fxpar
+from fxpar.errors import OptionError, RoomError
+from fxpar.passes import expert_ops, local_experts
+from fxpar.planning import TracedPlan
+from tests.helpers.models import MIXTURES, build_double, double
+
+pytest.importorskip("transformers.integrations.moe")
+
+TOKENS, WIDTH, EXPERTS = 16, 8, 4
+
+
+def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return torch.ops.transformers.grouped_mm_fallback(x, weight, offs=ends)
+
+
+def chosen(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two experts for each token, and what each counts."""
+    weights, ids = torch.topk(scores, 2, dim=-1)
+    return ids.reshape(-1), (weights / weights.sum(-1, keepdim=True)).reshape(-1)
+
+
+def ends_of(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    counts = torch.histc(ids.double(), experts, 0, experts - 1)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def mixture(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """As transformers and torchtitan dispatch: sort, products, the sort undone."""
+    ids, weights = chosen(scores)
+    key, order = torch.sort(ids)
+    ends = ends_of(key, up.shape[0])
+    rows = torch.nn.functional.silu(grouped(x[order // 2], up, ends))
+    rows = grouped(rows, down, ends) * weights[order][:, None]
+    place = torch.argsort(order)
+    return rows[place].view(-1, 2, x.shape[1]).sum(1)
+
+
+def added(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The results are added where their tokens are."""
+    ids, weights = chosen(scores)
+    _, order = torch.sort(ids, stable=True)
+    ends = ends_of(ids, up.shape[0])
+    rows = grouped(torch.relu(grouped(x[order // 2], up, ends)), down, ends)
+    return torch.zeros_like(x).index_add(0, order // 2, rows * weights[order, None])
+
+
+def lifted(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """What stands between products is not zero where its operands are."""
+    ids, weights = chosen(scores)
+    _, order = torch.sort(ids)
+    ends = ends_of(ids, up.shape[0])
+    rows = grouped(torch.relu(grouped(x[order // 2], up, ends)), down, ends) + 1.0
+    return torch.zeros_like(x).index_add(0, order // 2, rows * weights[order, None])
+
+
+def dense(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    act: Any,
+) -> torch.Tensor:
+    """Every expert on every token."""
+    weights, ids = torch.topk(scores, 2, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    each = torch.einsum("tk,ekn->ten", x, up)
+    each = torch.einsum("ten,enk->tek", act(each), down)
+    hot = torch.zeros_like(scores).scatter(1, ids, weights)
+    return torch.einsum("te,tek->tk", hot, each)
+
+
+def arguments(experts: int = EXPERTS, tokens: int = TOKENS) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = (
+        (tokens, WIDTH),
+        (tokens, experts),
+        (experts, WIDTH, 12),
+        (experts, 12, WIDTH),
+    )
+    args = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    args[1] = args[1].softmax(-1)
+    return [x.requires_grad_() for x in args]
+
+
+def planned(fn: Any, args: list[torch.Tensor], mesh: str, **more: Any) -> TracedPlan:
+    return fxpar.plan(fn, *args, mesh=mesh, mode="propagate", grad=True, **more)
+
+
+def compare(
+    plan: TracedPlan, args: list[torch.Tensor], act: Any, more: float = 0.0
+) -> None:
+    """The results and gradients of a plan with those of all experts on all tokens."""
+    result, gradients = plan.simulate(*args)
+    want = dense(*args, act) + more  # type: ignore[arg-type]
+    grads = torch.autograd.grad(want.sum(), args)
+    torch.testing.assert_close(result, want, rtol=1e-11, atol=1e-12)
+    for got, grad in zip(gradients.values(), grads, strict=True):
+        torch.testing.assert_close(got, grad, rtol=1e-11, atol=1e-12)
+
+
+def ops(graph: fx.Graph) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.nodes)
+
+
+PROGRAMS = {mixture: torch.nn.functional.silu, added: torch.relu}
+
+
+def slow(*cases: Any) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp=2,ep=2", *slow("ep=2", "ep=4", "dp=4", "ep=2,tp=2")]
+)
+@pytest.mark.parametrize("program", PROGRAMS, ids=["sorted back", "added"])
+def test_rows_go_to_their_experts(program: Any, mesh: str) -> None:
+    args = arguments()
+    plan = planned(program, args, mesh)
+    compare(plan, args, PROGRAMS[program])
+    made = ops(plan.result.normalized)  # type: ignore[union-attr]
+    assert made["fxpar.expert_mm.default"] == 4
+    assert not made["aten.sort.default"]
+    if "ep" in mesh:
+        assert plan.inputs[2].dims[0] == plan.inputs[3].dims[0] == ("ep",)
+        assert plan.inputs[0].dims[0][-1] == "ep"
+
+
+def test_rows_stay_sorted_between_products() -> None:
+    made = ops(planned(mixture, arguments(), "ep=2").result.local)  # type: ignore
+    assert made["aten.sort.stable"] == 1
+    # The tokens and their gradients into order, and both out of it.
+    assert made["aten.index.Tensor"] <= 5
+
+
+def scanned(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+):
+    """As ``mixture``; each row is added to those before it in order."""
+    ids, _ = chosen(scores)
+    key, order = torch.sort(ids)
+    rows = grouped(x[order // 2], up, ends_of(key, up.shape[0]))
+    return grouped(rows, down, ends_of(key, up.shape[0])).cumsum(0)
+
+
+def of_another(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """As ``mixture``, with the ends of groups that were not sorted by."""
+    ids, _ = chosen(scores)
+    _, order = torch.sort(ids)
+    ends = ends_of(ids.view(-1, 2).flip(0)[:, :1].reshape(-1), up.shape[0])
+    return grouped(grouped(x[order // 2], up, ends), down, ends)
+
+
+def backwards(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """As ``mixture``, the last expert first: groups are not those that are counted."""
+    ids, _ = chosen(scores)
+    key, order = torch.sort(ids, descending=True)
+    ends = ends_of(key, up.shape[0])
+    return grouped(grouped(x[order // 2], up, ends), down, ends)
+
+
+def negative(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """As ``mixture``; some rows may come before those of the first expert."""
+    ids = (scores * 8).long().flatten() - 1
+    key, order = torch.sort(ids)
+    ends = ends_of(key, up.shape[0])
+    rows = grouped(grouped(x[order // 4], up, ends), down, ends)
+    return torch.zeros_like(x).index_add(0, order // 4, rows)
+
+
+@pytest.mark.parametrize("program", [scanned, of_another, *slow(backwards, negative)])
+def test_what_needs_the_order_keeps_it(program: Any) -> None:
+    args = arguments()
+    plan = planned(program, args, "ep=2")
+    made = ops(plan.result.normalized)  # type: ignore[union-attr]
+    assert made["aten.sort.default"] + made["aten.sort.stable"] == 1
+    assert not made["fxpar.expert_mm.default"]
+    assert ("cumsum" in str(plan.notes)) == (program is scanned)
+    result, gradients = plan.simulate(*args)
+    want = program(*args)
+    torch.testing.assert_close(result, want)
+    grads = torch.autograd.grad(want.sum(), [args[0], *args[2:]])
+    got = [gradients[name] for name in ("x", "up", "down")]
+    torch.testing.assert_close(got, list(grads))
+
+
+@pytest.mark.parametrize("case", ["one has all", *slow("one has none", "uneven")])
+def test_any_counts(case: str) -> None:
+    args = arguments()
+    with torch.no_grad():
+        if case == "one has all":
+            args[1][:, 0] += 4.0
+            args[1][:, 3] += 2.0
+        elif case == "one has none":
+            args[1][:, 1] = 0.0
+        else:
+            args[1][:5, 2:] += 4.0
+    compare(planned(mixture, args, "dp=2,ep=2"), args, torch.nn.functional.silu)
+
+
+def rows_in_order(plan: TracedPlan) -> set[int]:
+    """How many rows the products of a rank read."""
+    nodes = plan.result.local.nodes  # type: ignore[union-attr]
+    products = [n for n in nodes if "grouped_mm" in str(n.target)]
+    return {n.args[0].meta["val"].shape[0] for n in products}
+
+
+def test_room_for_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less memory, the same numbers, or an error that names the line."""
+    args = arguments()
+    assert rows_in_order(planned(mixture, args, "ep=2")) == {2 * TOKENS}
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1.5")
+    plan = planned(mixture, args, "ep=2")
+    assert rows_in_order(plan) == {3 * TOKENS // 2}
+    assert ops(plan.result.local)["aten.sort.stable"] == 1  # type: ignore[union-attr]
+    compare(plan, args, torch.nn.functional.silu)
+    with torch.no_grad():
+        args[1][:, :2] += 4.0  # both of them experts of the first rank
+    with pytest.raises(RoomError, match="32 rows.*room for 24") as raised:
+        plan.simulate(*args)
+    assert "test_experts.py" in str(raised.value)
+
+
+def test_room_without_groups_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1")
+    args = arguments()
+    plan = planned(mixture, args, "dp=2")
+    assert rows_in_order(plan) == {TOKENS}
+    compare(plan, args, torch.nn.functional.silu)
+
+
+@pytest.mark.parametrize("value", ["0.5", "all", "inf"])
+def test_room_that_cannot_be(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", value)
+    with pytest.raises(OptionError, match="from 1 on"):
+        planned(mixture, arguments(), "ep=2")
+
+
+def test_experts_that_the_axis_does_not_divide() -> None:
+    args = arguments(experts=6)
+    plan = planned(mixture, args, "ep=4")
+    assert "6 experts are not split over ep (4 ranks)" in str(plan.notes)
+    assert plan.inputs[2].dims[0] == ()
+    compare(plan, args, torch.nn.functional.silu)
+
+
+@pytest.mark.slow
+def test_a_hint_keeps_experts_whole() -> None:
+    args = arguments()
+    hints = {"up": (None, None, None), "down": (None, None, None)}
+    plan = planned(mixture, args, "ep=2", hints=hints)
+    assert plan.inputs[2].is_whole
+    compare(plan, args, torch.nn.functional.silu)
+
+
+def test_a_hint_may_name_the_axis() -> None:
+    """As the convention: rows go to their experts."""
+    args = arguments()
+    hints = {"up": ("ep", None, None)}
+    plan = planned(mixture, args, "ep=2", hints=hints)
+    assert plan.inputs[2].dims[0] == plan.inputs[3].dims[0] == ("ep",)
+    compare(plan, args, torch.nn.functional.silu)
+    assert all(c.bytes <= TOKENS * WIDTH * 8 for c in plan.collectives)
+
+
+def test_experts_counted_from_the_first_of_all_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a rank that takes the first experts' rows for its own."""
+    args, sorted_by = arguments(), local_experts._sorted
+
+    def unshifted(call: Any, *rest: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(call.build), "own_start", lambda *_: 0)
+            return sorted_by(call, *rest)
+
+    monkeypatch.setattr(local_experts, "_sorted", unshifted)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(planned(mixture, args, "ep=2"), args, torch.nn.functional.silu)
+
+
+@pytest.mark.slow
+def test_copies_of_other_groups_that_are_read_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fxpar.passes.group_copies import GroupCopies
+
+    def every(self: Any) -> fx.Node:
+        like = self.key.meta["val"]
+        shape = [self.groups, *like.shape]
+        return self.build.call(torch.ops.aten.full.default, shape, True)
+
+    args = arguments()
+    compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
+    monkeypatch.setattr(GroupCopies, "is_own", every)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
+
+
+MESHES = ["ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2", "dp=2"]
+
+
+@pytest.mark.parametrize("mesh", slow(*MESHES))
+@pytest.mark.parametrize("name", MIXTURES)
+def test_models_of_hugging_face(name: str, mesh: str) -> None:
+    with double():
+        model, batch = build_double(name)
+        plan = fxpar.plan(model, mesh=mesh, mode="propagate", grad=True, **batch)
+        assert plan.unknown == ()
+        got = plan.outcome(**batch)
+        model.model.set_experts_implementation("eager")
+        loss = model(**batch)
+        loss.backward()
+    torch.testing.assert_close(got.result, loss.detach(), rtol=1e-10, atol=0.0)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(got.gradients[key], p.grad, rtol=1e-8, atol=1e-10)
+        if "experts" in key and "ep" in mesh:
+            assert plan.spec(key).dims[0] == ("ep",)
+    sent = [c for c in plan.collectives if c.axes == ("ep",)]
+    tokens = batch["input_ids"].numel() * 32 * 8
+    assert all(c.bytes <= tokens for c in sent if c.kind != "all_reduce")
+
+
+def test_kernels_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has a kernel for groups it gives what a loop over them gives, and
+    zero for rows of no group."""
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 16).bfloat16(), torch.randn(24, 8).bfloat16()
+    weight = torch.randn(3, 8, 16).bfloat16().mT
+    ends = torch.tensor([5, 5, 17], dtype=torch.int32)
+    calls = [
+        lambda: torch.ops.fxpar.grouped_mm(x, weight, ends, 17),
+        lambda: torch.ops.fxpar.grouped_outer(x, y, ends, 17),
+    ]
+    by_loop = [call() for call in calls]
+    monkeypatch.setattr(expert_ops, "_fits_torch", lambda *_: True)
+    by_kernel = [call() for call in calls]
+    torch.testing.assert_close(by_kernel, by_loop)
+    assert not by_kernel[0][17:].any() and by_kernel[0][:17].any()
