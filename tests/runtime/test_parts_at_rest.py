@@ -61,7 +61,9 @@ def as_one_device(hints: Any, mesh: str, codegen: str = "eager") -> None:
     torch.testing.assert_close(trained(model, run), want, rtol=1e-9, atol=1e-9)
     plan = fxpar.plans()[-1]
     assert str(plan.mesh).endswith("tp=2*2")
-    assert "all_to_all" not in {c.kind for c in plan.collectives}
+    # What rests split for memory alone may be used split along another dim.
+    if hints != {}:
+        assert "all_to_all" not in {c.kind for c in plan.collectives}
 
 
 def rested() -> None:
@@ -121,6 +123,7 @@ def between_meshes(folder: str) -> None:
             dcp.save(states.get_model_state_dict(made), checkpoint_id=f"{folder}/{to}")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_parts(tmp_path: Path) -> None:
     shared_pool(4).run(between_meshes, str(tmp_path))
 
