@@ -54,6 +54,9 @@ _LARGE = 10_000
 # So many ways to slice are kept for what comes after, besides the best and the plain.
 _CASES = 3
 
+# Of so many kinds of collectives, the largest, a later start is tried.
+_SUNK = 4
+
 # A step that takes no longer than this share of what its windows say is as said.
 _AS_SAID = 1.005
 
@@ -125,6 +128,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         if len(graph.nodes) <= _LARGE:
             cases = _with_rings(state, cases)
             _overlapped(state, cases, split)
+            _sunk(state)
             _by_phase(state)
     return Chosen(
         state.schedule,
@@ -268,6 +272,31 @@ def _overlapped(
             then = state.attempt(schedule + group.lines, group.said)
             if then is not None and then.seconds < before:
                 schedule += group.lines
+
+
+def _sunk(state: _Search) -> None:
+    """Collectives right before their first readers, where others that are waited for
+    stand between and then have the network first."""
+    exposed = _exposed(state.now)
+    alike: dict[Any, list[fx.Node]] = {}
+    for node in state.graph(state.schedule).nodes:
+        if node.target in collective_nodes.COLLECTIVE and any(
+            exposed.get(_key(other), 0.0) > _TRIED * state.now.seconds
+            for other in _before_readers(node)
+        ):
+            alike.setdefault(_key(node), []).append(node)
+    for kind, nodes in sorted(alike.items(), key=lambda one: -one[0][-1])[:_SUNK]:
+        lines = Schedule.of("\n".join(f"sink({node.name})" for node in nodes))
+        what = f"{len(nodes)} of {kind[0]} right before what reads them"
+        state.attempt(state.schedule + lines, what)
+
+
+def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The collectives between a node and its first reader."""
+    first = min(node.users, default=node)
+    while (node := node.next) < first:
+        if node.target in collective_nodes.COLLECTIVE:
+            yield node
 
 
 @dataclass(frozen=True)
