@@ -94,6 +94,7 @@ def test_what_is_chosen_changes_no_number(name: str, network: str) -> None:
         ("gathered", "h100", ["ring=2", "chunks="]),
         ("twice", "h100", ["hierarchical(", "overlap("]),
         ("gradients", "h100", ["split(", "mm_2, all_reduce_2], gather", "ring=2"]),
+        ("gradients", "h100", ["sink(all_reduce)"]),
     ],
 )
 def test_rings_and_longer_chunks_are_found(
