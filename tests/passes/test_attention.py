@@ -13,7 +13,8 @@ import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs import ring_attention
 from fxpar.passes import causal_attention, local_attention
-from fxpar.passes.forward_backward import as_run, phases
+from fxpar.passes.forward_backward import as_run
+from fxpar.sharding.cost.recompute import phases
 
 ours = torch.ops.fxpar
 
