@@ -447,8 +447,9 @@ def expressible(
                 return False
             may_differ, rows = _may_differ(even, factor), size[factor]
             alone = may_differ and _is_alone(dim, factor, size)
-            cuts = shard_sizes.divides if may_differ else shard_sizes.is_even
-            if not alone and not cuts(rows, mesh, axes):
+            if not alone and not shard_sizes.divides(rows, mesh, axes):
+                return False
+            if not may_differ and not shard_sizes.is_even(rows, mesh, axes):
                 return False
             complete = complete and mesh.count(axes) == rows
     return True
