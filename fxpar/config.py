@@ -25,6 +25,7 @@ PREFIX = "FXPAR_"
 PASSES = (
     "share_by_speed",
     "random_by_index",
+    "causal_masks",
     "find_shifts",
     "experts_in_place",
     "undo_views_around_matmul",

@@ -24,9 +24,9 @@ import numpy as np
 from fxpar.sharding.cost import fused_work
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import backward_ops
 from fxpar.sharding.reshard.needed import Reshard
 
 Axes = frozenset[str]
@@ -225,7 +225,7 @@ def step_of(
     """What a step of a decision is made of."""
     program, mesh = decision.program, hardware.on(decision.mesh)
     unlike = frozenset(mesh.unlike)
-    works = fused_work.Regions(program, backward_ops(program)).works
+    works = kernels_of(program).works
     computing: dict[Axes, float] = defaultdict(float)
     for op, mine, strategy in zip(program.ops, works, decision.strategies, strict=True):
         split = frozenset(a for _, axes in strategy.factors for a in axes) & unlike
