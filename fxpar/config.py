@@ -23,6 +23,7 @@ PREFIX = "FXPAR_"
 # run: first those before planning, then those of the local graph, then those of a
 # forward or backward parted.
 PASSES = (
+    "share_by_speed",
     "random_by_index",
     "causal_masks",
     "find_shifts",
