@@ -24,6 +24,7 @@ PREFIX = "FXPAR_"
 # forward or backward parted.
 PASSES = (
     "random_by_index",
+    "causal_masks",
     "find_shifts",
     "experts_in_place",
     "undo_views_around_matmul",

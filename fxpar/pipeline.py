@@ -24,6 +24,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize, size_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.normalize_masks import causal_masks
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
 from fxpar.passes.order_collectives import (
@@ -107,6 +108,7 @@ JOINT = (
     _always("refuse_body_draws", plan_steps.refuse_body_draws),
     _always("count_loop_steps", plan_steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
+    _may("causal_masks", _rewrite(causal_masks)),
     _may("find_shifts", _rewrite(find_shifts)),
     _may("experts_in_place", plan_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import fxpar
+from fxpar.errors import RoomError
 from tests.helpers.models import build_loss
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import Run, compare, loop, one_device, part, train
@@ -87,6 +89,49 @@ def test_four_ranks() -> None:
 
 def test_generated_kernels() -> None:
     check("mixtral", "ep=2", "inductor", "sharded")
+
+
+def mixture(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    weights, ids = torch.topk(scores, 1, dim=-1)
+    key, order = torch.sort(ids.view(-1))
+    counts = torch.histc(key.double(), up.shape[0], 0, up.shape[0] - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    rows = torch.ops.transformers.grouped_mm_fallback(x[order], up, offs=ends)
+    rows = torch.ops.transformers.grouped_mm_fallback(rows, down, offs=ends)
+    return torch.zeros_like(x).index_add(0, order, rows * weights[order])
+
+
+def one_group_overflows(mesh: str) -> tuple[float, str, bool]:
+    """(seconds until the error, the error, whether the next call is right)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, up, down = (torch.randn(*n) for n in ((16, 8), (4, 8, 8), (4, 8, 8)))
+    up.requires_grad_()
+    even = torch.eye(4).repeat(4, 1)
+    uneven = even.clone()
+    uneven[:8] = torch.eye(4)[0]  # rows of the first ranks along dp
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    options["expert_room"] = 1.5
+    compiled = torch.compile(mixture, backend="fxpar", options=options)
+    compiled(x, even, up, down).sum().backward()
+    begun = time.monotonic()
+    try:
+        compiled(x, uneven, up, down).sum().backward()
+    except RoomError as error:
+        took, said = time.monotonic() - begun, str(error)
+    again = compiled(x, even, up, down)
+    return took, said, torch.allclose(again, mixture(x, even, up, down), atol=1e-5)
+
+
+def test_all_ranks_are_told_of_an_overflow() -> None:
+    """Also those of a group that has room."""
+    mesh = "dp=2,ep=2"
+    for took, said, right in ranks_of(mesh).run(one_group_overflows, mesh):
+        assert took < 20.0
+        assert "8 rows" in said and "room for 6" in said
+        assert right
 
 
 def of_any_length(mesh: str) -> list[tuple[float, float]]:

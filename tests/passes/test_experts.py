@@ -247,6 +247,18 @@ def test_room_for_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "test_experts.py" in str(raised.value)
 
 
+def test_ranks_tell_each_other_of_rows_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Along ``ep`` all see the same rows; along ``dp`` one number says how many."""
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1.5")
+    args = arguments()
+    for mesh, told in (("ep=2", []), ("dp=2,ep=2", [("dp",)])):
+        plan = planned(mixture, args, mesh)
+        sent = [c for c in plan.collectives if c.kind == "all_reduce" and c.bytes == 8]
+        assert [c.axes for c in sent] == told
+
+
 def test_room_without_groups_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1")
     args = arguments()
