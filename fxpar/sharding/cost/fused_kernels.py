@@ -172,10 +172,10 @@ class KernelReader:
         """The next node, at its place in the order."""
         self.at = at
         if node.op in ("placeholder", "get_attr"):
-            self._input(node)
+            self.given(node)
             return
         if node.op == "output":
-            self._results(node.args[0])
+            self.returned(node.args[0])
             return
         if backward and not self.backward:
             self._close_all()
@@ -189,7 +189,7 @@ class KernelReader:
         kept.sort(key=lambda launch: launch.order)
         return Launches(kept, self.inputs, self.outputs)
 
-    def _input(self, node: fx.Node) -> None:
+    def given(self, node: fx.Node) -> None:
         """What the graph is given; a part of a graph may be given an op's results."""
 
         def buffered(value: Any) -> TensorView | None:
@@ -203,7 +203,7 @@ class KernelReader:
         values = value if isinstance(value, (list, tuple)) else [value]
         self.values[node] = [buffered(each) for each in values]
 
-    def _results(self, results: Any) -> None:
+    def returned(self, results: Any) -> None:
         """What the graph returns."""
         for result in results if isinstance(results, (list, tuple)) else [results]:
             values = self.values[result] if isinstance(result, fx.Node) else []
