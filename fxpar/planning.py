@@ -323,6 +323,7 @@ def plan(
         meshes=choices(mesh, chosen) if auto else (),
         microbatches=options.microbatches,
         expert_room=options.expert_room,
+        expert_exchange=options.expert_exchange,
         schedule=options.schedule,
         hardware=known_machine(options),
         debug=options.debug,
