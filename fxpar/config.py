@@ -36,6 +36,7 @@ PASSES = (
     "join_pool_gradients",
     "expand_moments",
     "keep_sorted",
+    "pair_reductions",
     "schedule",
     "sink_waits",
     "bucket",
