@@ -104,6 +104,7 @@ def _of_phase(row: PhasePass, stage: str = "") -> PipelineStep:
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", plan_steps.show_bodies),
+    _may("share_by_speed", plan_steps.share_by_speed),
     _always("absorb_regions", plan_steps.absorb_regions),
     _always("refuse_body_draws", plan_steps.refuse_body_draws),
     _always("count_loop_steps", plan_steps.count_loop_steps),
@@ -375,6 +376,9 @@ def bound(
 ) -> fx.Graph:
     """The graph of one rank. ``written``: positions of the inputs that results are
     written to; ``copied``: of those whose written values are copied."""
+    shares = dict(zip(result.plan.mesh.names, result.plan.mesh.shares, strict=True))
+    cut = {axis: shares[axis] for axis in ranks.mesh.names if axis in shares}
+    ranks = replace(ranks, mesh=ranks.mesh.with_shares(cut))
     state = RankState(
         graph=result.local,
         request=request,

@@ -68,10 +68,27 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
-    """By how much less the rank of the largest shard has to do."""
+    """By how much less the rank has to do that takes longest, than the slowest takes
+    for all."""
+    if shard_sizes.has_shares(mesh, axes):
+        return rows / (_slowest_rows(rows, mesh, axes) or 1)
     if shard_sizes.is_even(rows, mesh, axes):
         return mesh.count(axes)
     return rows / shard_sizes.largest(rows, mesh, axes)
+
+
+def _slowest_rows(rows: int, mesh: Mesh, axes: Axes) -> float:
+    """So many rows the slowest rank would do in the time of the one that takes longest
+    for its own."""
+    if not axes:
+        return rows
+    speeds = mesh.speeds_of(axes[0])
+    return max(
+        _slowest_rows(shard_sizes.piece(rows, mesh, axes[0], i)[1], mesh, axes[1:])
+        * min(speeds)
+        / speed
+        for i, speed in enumerate(speeds)
+    )
 
 
 def work_alone(op: Op, values: Sequence[Value]) -> Work:

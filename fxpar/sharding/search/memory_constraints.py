@@ -196,7 +196,7 @@ def rows(
     live: Sequence[Entry], places: Places, pool: Sequence[Spec], mesh: Mesh
 ) -> list[Live]:
     """One per entry, at most, with those that need nothing left out."""
-    share = np.array([1 / mesh.count(spec.sharded_axes) for spec in pool])
+    share = np.array([mesh.largest_share(spec.sharded_axes) for spec in pool])
     partial = np.array([bool(spec.partial) for spec in pool])
     out = []
     for entry in live:
