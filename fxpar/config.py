@@ -37,6 +37,7 @@ PASSES = (
     "join_pool_gradients",
     "expand_moments",
     "keep_sorted",
+    "pair_reductions",
     "schedule",
     "sink_waits",
     "bucket",
@@ -235,6 +236,14 @@ class Options:
         "1.5, ...",
         "rows of experts that a rank has room for, in multiples of its even share; "
         "more are an error; unset: all rows of its group of ranks",
+    )
+    expert_exchange: str = _option(
+        _choice("auto", "gather", "all_to_all"),
+        "auto",
+        "auto, gather, all_to_all",
+        "how tokens come to the experts of other ranks: all of them are gathered, or "
+        "each is sent where it is needed, into slots; auto: as is faster, gathered "
+        "without expert_room",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),

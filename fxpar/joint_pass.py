@@ -130,6 +130,7 @@ class JointPass:
             keep_gathered=not options.reshard_after_forward,
             microbatches=options.microbatches,
             expert_room=options.expert_room,
+            expert_exchange=options.expert_exchange,
             schedule=options.schedule,
             tune=options.tune,
             cached=options.cache_plans,

@@ -127,6 +127,7 @@ JOINT = (
     _always("localize", lowering_steps.localize),
     _may("keep_sorted", lowering_steps.keep_sorted),
     _always("cut_batch", lowering_steps.cut_batch),
+    _may("pair_reductions", lowering_steps.pair_reductions),
     _may("schedule", lowering_steps.apply_schedule, "rewritten"),
     _always("lower", lowering_steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),

@@ -7,6 +7,7 @@ ops are collectives and waits, and which lines ranks must have alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,8 +43,33 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     reader = _LocalReader(fused)
     late = backward_of(graph)
     for i, node in enumerate(graph.nodes):
+        if node.target in KINDS and not _group_of(node).startswith(GROUP_PREFIX):
+            raise PlanError(
+                f"{node.name} runs on group {_group_of(node)!r}, which names no mesh "
+                "axes",
+                fix="simulate the local graph, before it is bound to process groups",
+            )
         reader.step(node, float(i), node in late)
     return reader.launches()
+
+
+def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Launches:
+    """The launches of some nodes of one phase, in order, if these alone were compiled,
+    to return ``results``. The graph may be bound."""
+    reader, inside = _LocalReader(), set(nodes)
+    reads = (read for node in nodes for read in node.all_input_nodes)
+    for node in dict.fromkeys(reads):
+        if node not in inside:
+            reader.given(node)
+    for i, node in enumerate(nodes):
+        reader.step(node, float(i), False)
+    reader.returned(results)
+    return reader.launches()
+
+
+def _group_of(node: fx.Node) -> str:
+    """The process group of a collective."""
+    return str(node.kwargs.get("group_name", node.args[-1]))
 
 
 class _LocalReader(KernelReader):
@@ -68,14 +94,11 @@ class _LocalReader(KernelReader):
         return source
 
     def _collective(self, node: fx.Node) -> list[TensorView | None]:
-        group = node.kwargs.get("group_name", node.args[-1])
-        if not str(group).startswith(GROUP_PREFIX):
-            raise PlanError(
-                f"{node.name} runs on group {group!r}, which names no mesh axes",
-                fix="simulate the local graph, before it is bound to process groups",
-            )
+        group = _group_of(node)
         launch = self.alone_launch(node, KINDS[node.target])
-        launch.axes = group_axes(group)
+        launch.axes = (group,)
+        if group.startswith(GROUP_PREFIX):
+            launch.axes = group_axes(group)
         launch.before = sum(self.read(launch, v) for v in self.operands(node))
         made = self.make(node, launch)
         launch.after = sum(buffer.nbytes for buffer in launch.makes)

@@ -79,6 +79,12 @@ def _sorted(
     own = build.call(aten.sub.Tensor, ids, build.own_start(experts, axes))
     group = build.call(aten.div.Tensor_mode, own, per, rounding_mode="floor")
     each = build.call(aten.unsqueeze.default, build.iota(held, device), 1)
+    by_row = groups > 1 and call.shapes[_IDS][0] == call.shapes[of_rows][0]
+    if by_row:
+        own, group = (
+            build.call(aten.reshape.default, x, [held, rows // held])
+            for x in (own, group)
+        )
     mine = build.call(aten.eq.Tensor, group, each)
     key = build.call(aten.reshape.default, call.where(mine, own, per * held), [rows])
     sort = build.call(aten.sort.stable, key, stable=True, dim=0, descending=False)
@@ -89,6 +95,9 @@ def _sorted(
     ends = build.call(
         aten.searchsorted.Tensor, ordered, wanted, right=True, out_int32=True
     )
+    if by_row:
+        share = int(value_of(rows) / room) if room else value_of(rows)
+        return _Sorted(call, order, place, ends, share, None)
     share = value_of(rows) // held * per * held // experts
     most = math.ceil(room * share) if room and held == 1 < groups else 0
     if not 0 < most < value_of(rows):

@@ -172,8 +172,10 @@ def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
         return call.same(x, dim)
     build = call.build
     values, places = _items(call, call.same(x, d))
-    end = [build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)]
-    totals, at = _candidates(call, *end, d, axes)
+    last, its_place = (
+        build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
+    )
+    totals, at = _candidates(call, last, its_place, d, axes)
     totals, winner = _items(call, call.same(totals, d))
     at = build.call(aten.gather.default, at, d, winner)
     device, shard = x.meta["val"].device, build.offset(axes, 1)

@@ -92,7 +92,7 @@ def _filled(at: int) -> PlaceRule:
 def _sum(sign: int) -> PlaceRule:
     def rule(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         one, other = ask(node.args[0]), ask(node.args[1])
-        times = node.kwargs.get("alpha", 1)
+        times = _argument(node, 2, "alpha", 1)
         if not isinstance(times, int) or _dtype(node) not in _EXACT:
             return None
         if not (isinstance(one, Affine) and isinstance(other, Affine)):
@@ -163,9 +163,14 @@ def _equal(same: bool) -> PlaceRule:
     return rule
 
 
+def _may_be_truth(*functions: PlaceFunction | None) -> bool:
+    """Whether none is a number that differs from place to place."""
+    return all(is_constant(f) or isinstance(f, TwoValued | None) for f in functions)
+
+
 def _and(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     one, other = ask(node.args[0]), ask(node.args[1])
-    if _dtype(node) is not torch.bool:
+    if _dtype(node) is not torch.bool or not _may_be_truth(one, other):
         return None
     for a, b in ((one, other), (other, one)):
         if is_constant(a):
@@ -179,7 +184,7 @@ def _and(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 def _or(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     """Of which one holds always or never."""
     one, other = ask(node.args[0]), ask(node.args[1])
-    if _dtype(node) is not torch.bool:
+    if _dtype(node) is not torch.bool or not _may_be_truth(one, other):
         return None
     for a, b in ((one, other), (other, one)):
         if is_constant(a):
@@ -317,7 +322,8 @@ def _index(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     x, given = ask(node.args[0]), node.args[1]
     if is_constant(x):
         return Affine((), x.constant)
-    if not isinstance(x, Affine) or len(given) != len(x.steps):
+    # Beside a dim that is taken as a whole, those of indices stand elsewhere.
+    if not isinstance(x, Affine) or len(given) != len(x.steps) or None in given:
         return None
     made = Affine((), x.constant)
     for step, index in zip(x.steps, given, strict=True):

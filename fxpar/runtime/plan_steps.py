@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -18,10 +19,11 @@ from torch import fx
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes import graph_bodies, manual_regions, normalize, size_nodes
 from fxpar.passes.body_seeds import refuse_draws
+from fxpar.passes.dispatch_ops import room_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.loop_steps import count_steps
-from fxpar.passes.normalize_experts import experts_in_place
+from fxpar.passes.normalize_experts import ExpertWays, experts_in_place
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
@@ -29,6 +31,9 @@ from fxpar.runtime.pipeline_state import JointState
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import balanced, decide_on, fastest
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import UNNAMED
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
@@ -127,8 +132,28 @@ def place_experts(state: JointState) -> None:
         return 1 if experts % count else count
 
     room = state.request.expert_room or 0.0
-    notes += experts_in_place(state.graph, state.rewriter, groups, room)
+    sources = partial(_sources, state.request)
+    ways = ExpertWays(groups, room, sources)
+    notes += experts_in_place(state.graph, state.rewriter, ways)
     state.notes += tuple(dict.fromkeys(notes))
+
+
+def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int) -> int:
+    """Parts of the rows that are sent to groups of experts by themselves, where that
+    takes less time than to gather the tokens, or is asked for; 0: these are gathered.
+    """
+    mesh, asked, room = request.mesh, request.expert_exchange, request.expert_room
+    axes, parts = expert_axes(mesh), mesh.count(batch_axes(mesh))
+    split = rows // copies % parts == 0 and not sequence_axes(mesh)
+    if not split or asked == "gather" or (asked == "auto" and room is None):
+        return 0
+    priced = (request.named_hardware or lookup(UNNAMED)).on(mesh)
+    held = rows // copies // parts * nbytes
+    slots = room_of(rows, groups, parts, room or 0.0) * groups * nbytes
+    gathered = along("all_gather", priced, axes).seconds(held)
+    gathered += along("reduce_scatter", priced, axes).seconds(held * groups)
+    exchanged = 2 * along("all_to_all", priced, axes).seconds(slots)
+    return parts if asked == "all_to_all" or exchanged < gathered else 0
 
 
 def drop_dead(state: JointState) -> None:

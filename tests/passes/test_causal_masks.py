@@ -73,6 +73,13 @@ OTHER: dict[str, Mask] = {
     "by batch": lambda: (
         places(ROWS)[:, None] + places(BATCH)[:, None, None, None] >= places(ROWS)
     ),
+    "two more": lambda: torch.add(places(ROWS)[:, None], 1, alpha=2) >= places(ROWS),
+    "rows of a table": lambda: (
+        torch.ops.aten.index(
+            places(ROWS)[:, None].expand(-1, ROWS), [places(ROWS), None]
+        )
+        >= places(ROWS)
+    ),
     "around": lambda: places(ROWS)[places(ROWS) - 2][:, None] + 2 >= places(ROWS),
 }
 

@@ -12,7 +12,11 @@ import torch
 import torch._inductor.inductor_prims  # registers them
 
 import fxpar
-from fxpar.passes import custom_ops, expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes import (  # noqa: F401  (registers ops)
+    custom_ops,
+    dispatch_ops,
+    expert_ops,
+)
 from fxpar.sharding.rules import FAMILIES
 from fxpar.sharding.rules.op_facts import (
     FACTS,
