@@ -115,6 +115,7 @@ JOINT = (
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
     _may("keep_batch_apart", plan_steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
+    _may("stack_by_dim", _rewrite(normalize.stack_by_dim)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
     _always("drop_dead", plan_steps.drop_dead, "normalized"),
