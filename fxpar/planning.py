@@ -28,7 +28,7 @@ from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_lockstep, scatter
+from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
@@ -38,6 +38,7 @@ from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Request,
@@ -226,7 +227,7 @@ class TracedPlan(Plan):
         ]
         ranks = [[part[r] for part in parts] for r in range(self.mesh.size)]
         local = module_of(self.module, result.local)
-        outs = run_lockstep(local, self.mesh, ranks)
+        outs = run_ranks(local, self.mesh, ranks)
         merged = [
             outs[0][k]
             if spec is None
@@ -304,6 +305,7 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
+    mesh, pipeline = split_off(mesh, options.pipeline)
     request = Request(
         mesh,
         signature,
@@ -313,6 +315,7 @@ def plan(
         disable=options.disable,
         meshes=choices(mesh, chosen) if auto else (),
         microbatches=options.microbatches,
+        pipeline=pipeline,
         expert_room=options.expert_room,
         schedule=options.schedule,
         hardware=known_machine(options),

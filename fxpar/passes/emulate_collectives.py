@@ -36,6 +36,7 @@ class Post:
     def __init__(self) -> None:
         self.boxes: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         self.sent = 0
+        self.draws: dict[str, Ranks] = {}
 
     def send(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
         value, tag = env[node.args[0]], node.args[2]
@@ -43,6 +44,34 @@ class Post:
             self.boxes.setdefault(box, []).append((tag, value[i]))
         self.sent += 1
         return [value[0].new_empty(0)] * len(ends)
+
+    def start(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
+        """A message of ``fxpar::send``."""
+        values, tag = env[node.args[0]], node.args[-2]
+        for end, value in zip(ends, values, strict=True):
+            self.give([end], value, tag)
+        return [values[0].new_empty(0)] * len(ends)
+
+    def give(self, ends: Ends, value: torch.Tensor, tag: int = -1) -> None:
+        for end in ends:
+            self.boxes.setdefault(end, []).append((tag, value))
+        self.sent += 1
+
+    def arrived(self, node: fx.Node, ends: Ends) -> Ranks:
+        """What ``fxpar::receive`` gets."""
+        size, tag, out = node.args[1], node.args[-2], []
+        for end in ends:
+            sent, value = self.boxes[end].pop(0)
+            if sent != tag or list(value.shape) != list(size):
+                raise PlanError(f"{node.name} receives {list(value.shape)}, tag {sent}")
+            out.append(value)
+        return out
+
+    def drawn(self, name: str, draw: Callable[[], Ranks]) -> Ranks:
+        """What a node of this name drew, wherever it stands first."""
+        if name not in self.draws:
+            self.draws[name] = draw()
+        return self.draws[name]
 
     def is_there(self, ends: Ends) -> bool:
         return all(self.boxes.get(box) for box in ends)

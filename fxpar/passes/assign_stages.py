@@ -1,0 +1,407 @@
+"""The stage that each node of a local graph belongs to.
+
+In: a local graph with its steps, forward and backward in one, of a program that is cut
+along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node says of which
+``Home`` it is. What has none runs wherever it is read: what is computed of weights
+alone, of the batch alone, or of constants, and views. The forward is cut where it is
+cheapest (``sharding.cut_stages``), in its order: stages only read from stages before
+them. An op of the backward stands where the values and weights that it reads are, and
+never on a later stage than what it continues. The update, and what is drawn, are of all
+places.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes import collective_nodes as steps
+from fxpar.passes.builder import STAGE
+from fxpar.passes.bucket_collectives import phase_of
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.op import (
+    bytes_of,
+    flops_of,
+    is_view,
+    kernel_seconds,
+    tensors_in,
+)
+from fxpar.sharding.cut_stages import cut_chain
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import Pipeline, Stage
+from fxpar.sharding.program import Program, backward_of
+from fxpar.sharding.propagate.conventions import batch_inputs
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
+
+
+class Home(NamedTuple):
+    """Where a node runs."""
+
+    # FORWARD or BACKWARD of a stage; EVERYWHERE: at all places.
+    phase: str
+    stage: int
+
+
+ALL = Home(EVERYWHERE, -1)
+
+
+def home_of(node: fx.Node) -> Home | None:
+    """The home of a node; None: it runs wherever it is read."""
+    found: Home | None = node.meta.get(STAGE)
+    return found
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws numbers, the same ones on every rank."""
+    facts = op_facts_of(node.target)
+    drawn = facts.draws or (facts.random and not node.all_input_nodes)
+    return drawn and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_loose_view(node: fx.Node) -> bool:
+    """Whether a node only shows its operand, all of it, in another way."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if steps.is_step(node) or len(node.all_input_nodes) != 1 or not is_view(node):
+        return False
+    given = tensors_in(node.all_input_nodes[0].meta.get("val"))
+    made = tensors_in(node.meta.get("val"))
+    return len(made) == len(given) == 1 and made[0].numel() >= given[0].numel()
+
+
+def shown(node: fx.Node) -> fx.Node:
+    """What a chain of such views shows."""
+    while is_loose_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What stages are cut by."""
+
+    hardware: Hardware
+    # With the hardware's links.
+    mesh: Mesh
+    pipeline: Pipeline
+    microbatches: int
+
+    def seconds(self, node: fx.Node) -> float:
+        """Of one microbatch."""
+        if steps.is_step(node):
+            source: Any = node.args[0]
+            axes = steps.axes_of(node)
+            if node.target not in steps.COLLECTIVE:
+                return 0.0
+            curve = collectives.along(steps.kind_of(node), self.mesh, axes)
+            return curve.seconds(bytes_of(source) / self.microbatches)
+        return kernel_seconds(node, self.hardware, 1 / self.microbatches)
+
+    def crossing(self, nbytes: float) -> float:
+        """To send so many bytes of a batch to the next stage, a part at a time."""
+        link = self.mesh.link(self.pipeline.axis)
+        parts = nbytes / self.microbatches
+        return link.latency + link.overhead + parts / link.bandwidth
+
+
+def assign_stages(
+    graph: fx.Graph, program: Program, priced: Priced, places: Sequence[int]
+) -> tuple[Stage, ...]:
+    """Give nodes their homes, in place; what each stage has. ``places``: along the
+    pipeline axis, of each stage.
+
+    Raises PlanError if there is nothing to cut.
+    """
+    kinds = _Kinds(graph, program)
+    chain = [
+        n for n in graph.nodes if n in kinds.forward and n.target is not operator.getitem
+    ]
+    count = len(places)
+    if len(chain) < count:
+        axis, ops = priced.pipeline.axis, len(chain)
+        raise PlanError(
+            f"{axis}={priced.pipeline.places}: the program has {ops} ops on the batch, "
+            f"too few for {count} stages",
+            fix=f"leave {axis} out of the mesh, or give the ranks another axis",
+        )
+    late = {n for n in graph.nodes if n in kinds.backward}
+    share = 1.0 + (sum(map(priced.seconds, late)) / _total(chain, priced))
+    seconds = [priced.seconds(node) * share for node in chain]
+    trains = 2 if late else 1
+    crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
+    crossing = _between_ops(chain, crossing, count)
+    cuts = (*cut_chain(seconds, crossing, count, priced.microbatches), len(chain))
+    stage = 0
+    for i, node in enumerate(chain):
+        while i >= cuts[stage]:
+            stage += 1
+        node.meta[STAGE] = Home(FORWARD, stage)
+    for node in graph.nodes:
+        if node in kinds.everywhere:
+            node.meta[STAGE] = ALL
+        elif node in kinds.forward and node.target is operator.getitem:
+            node.meta[STAGE] = node.args[0].meta[STAGE]
+    _assign_backward(graph, kinds, count)
+    return _stages(graph, program, priced, places, kinds)
+
+
+def _total(nodes: Sequence[fx.Node], priced: Priced) -> float:
+    return sum(map(priced.seconds, nodes)) or 1.0
+
+
+class _Kinds:
+    """Of which kind nodes are: ``forward``, ``backward`` and ``everywhere``; all others
+    run where they are read."""
+
+    def __init__(self, graph: fx.Graph, program: Program) -> None:
+        self.graph, self.program = graph, program
+        self.inputs = graph.find_nodes(op="placeholder")
+        self.forward: set[fx.Node] = set()
+        self.backward: set[fx.Node] = set()
+        self.everywhere: set[fx.Node] = set()
+        tagged = backward_of(graph)
+        of_batch, of_weights = self._batch, set(self.weights)
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            read = node.all_input_nodes
+            of_batch.update([node] if not of_batch.isdisjoint(read) else [])
+            of_weights.update([node] if not of_weights.isdisjoint(read) else [])
+            staged = self._follows(node, tagged)
+            if staged is not None:
+                staged.add(node)
+            elif node in of_batch and (node in of_weights or flops_of(node)):
+                if not is_loose_view(node):
+                    self.forward.add(node)
+
+    def _follows(
+        self, node: fx.Node, tagged: Collection[fx.Node]
+    ) -> set[fx.Node] | None:
+        """The kind of a node that is not of the forward by what it is made of."""
+        if steps.is_step(node) or node.target is operator.getitem:
+            # As the value that it moves, or takes a part of.
+            source: Any = node.args[0]
+            base = shown(source)
+            kinds = (self.forward, self.backward, self.everywhere)
+            return next((kind for kind in kinds if base in kind), None)
+        if phase_of(node) == "update" or draws(node):
+            return self.everywhere
+        read = set(map(shown, node.all_input_nodes))
+        if is_loose_view(node):
+            return None
+        given = self.tangents | self.backward
+        if node in tagged and not (given | self.forward).isdisjoint(read):
+            return self.backward
+        return self.backward if not given.isdisjoint(read) else None
+
+    @cached_property
+    def tangents(self) -> set[fx.Node]:
+        """Gradients of results, which the graph is given."""
+        pairs = zip(self.inputs, self.program.signature.inputs, strict=True)
+        return {node for node, given in pairs if given.kind == "tangent"}
+
+    @cached_property
+    def _batch(self) -> set[fx.Node]:
+        held = set(batch_inputs(self.program))
+        pairs = zip(self.inputs, self.program.inputs, strict=True)
+        found = {node for node, v in pairs if v is not None and v in held}
+        return found or {
+            node
+            for node, declared in zip(
+                self.inputs, self.program.signature.inputs, strict=True
+            )
+            if declared.kind == "input"
+        }
+
+    @cached_property
+    def weights(self) -> dict[fx.Node, str]:
+        """Inputs that are weights, and their names."""
+        out = {}
+        declared = self.program.signature.inputs
+        for node, given in zip(self.inputs, declared, strict=True):
+            value = node.meta.get("val")
+            floating = tensors_in(value) and value.dtype.is_floating_point
+            plain = given.kind == "input" and node not in self._batch
+            if given.kind == "parameter" or (plain and floating):
+                out[node] = given.name
+        return out
+
+
+def _crossing_bytes(chain: Sequence[fx.Node], kinds: _Kinds) -> list[int]:
+    """Bytes that are sent if a stage begins at each op: of what is made before it and
+    read at it or behind it, in the forward."""
+    place = {node: i for i, node in enumerate(chain)}
+    for node in kinds.graph.nodes:
+        if node in kinds.forward and node.target is operator.getitem:
+            place[node] = place[node.args[0]]
+    last: dict[fx.Node, int] = {}
+    for node in reversed(list(kinds.graph.nodes)):
+        at = place.get(node, last.get(node, -1))
+        if node in place or is_loose_view(node):
+            for read in node.all_input_nodes:
+                last[read] = max(last.get(read, -1), at)
+    changes = [0] * (len(chain) + 1)
+    for node, i in place.items():
+        if last.get(node, -1) > i and _is_tensor(node):
+            changes[i + 1] += bytes_of(node)
+            changes[last[node] + 1] -= bytes_of(node)
+    out, total = [], 0
+    for i in range(len(chain)):
+        total += changes[i]
+        out.append(total)
+    return out
+
+
+def _between_ops(
+    chain: Sequence[fx.Node], crossing: list[float], count: int
+) -> list[float]:
+    """What crossing costs, if not inside of what was one op of the user's."""
+    numbers = [node.meta.get("seq_nr") for node in chain]
+    pairs = zip(crossing, numbers, [None, *numbers], strict=False)
+    out = [
+        math.inf if number is not None and number == before else cost
+        for cost, number, before in pairs
+    ]
+    return out if sum(map(math.isfinite, out[1:])) >= count - 1 else crossing
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, (tuple, list)) and bool(tensors_in(value))
+
+
+def _assign_backward(graph: fx.Graph, kinds: _Kinds, count: int) -> None:
+    every = frozenset(range(count))
+    there = _where_read(graph, kinds, every)
+    forward = _stage_of_op(kinds)
+    for node in graph.nodes:
+        if node in kinds.backward:
+            source: Any = node.args[0] if node.args else None
+            if node.target is operator.getitem or steps.is_step(node):
+                base = shown(source)
+                node.meta[STAGE] = base.meta[STAGE]
+                continue
+            limit, held = count - 1, every
+            for read in map(shown, node.all_input_nodes):
+                home = home_of(read)
+                if home is not None and home.phase == BACKWARD:
+                    limit = min(limit, home.stage)
+                else:
+                    held = held & there.get(read, every)
+            mine = forward.get(node.meta.get("seq_nr"))
+            fit = [stage for stage in held if stage <= limit]
+            found = max(fit, default=limit) if mine is None else min(mine, limit)
+            node.meta[STAGE] = Home(BACKWARD, found)
+
+
+def _stage_of_op(kinds: _Kinds) -> dict[Any, int]:
+    """The stage of each op of the user's forward, by the number that autograd gives it,
+    which what differentiates it has too."""
+    out: dict[Any, int] = {}
+    for node in kinds.graph.nodes:
+        home, number = home_of(node), node.meta.get("seq_nr")
+        if number is not None and home is not None and home.phase == FORWARD:
+            out.setdefault(number, home.stage)
+    return out
+
+
+def _where_read(
+    graph: fx.Graph, kinds: _Kinds, every: frozenset[int]
+) -> dict[fx.Node, frozenset[int]]:
+    """The stages at which a value is there in the forward: where it is made, or read.
+    Of what depends on weights where all of these are."""
+    read: dict[fx.Node, set[int]] = {}
+    for node in reversed(list(graph.nodes)):
+        home = home_of(node)
+        if node in kinds.backward or node in kinds.everywhere or node.op == "output":
+            continue
+        mine = {home.stage} if home is not None else read.get(node, set())
+        for operand in node.all_input_nodes:
+            read.setdefault(operand, set()).update(mine)
+    there: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        home = home_of(node)
+        if node in kinds.weights:
+            there[node] = frozenset(read.get(node, ())) or every
+        elif home is not None and home.phase == FORWARD:
+            there[node] = frozenset((home.stage, *read.get(node, ())))
+        elif node.op == "call_function" and home is None:
+            held = every
+            for operand in node.all_input_nodes:
+                held = held & there.get(operand, every)
+            there[node] = held
+    return there
+
+
+def _stages(
+    graph: fx.Graph,
+    program: Program,
+    priced: Priced,
+    places: Sequence[int],
+    kinds: _Kinds,
+) -> tuple[Stage, ...]:
+    ops: list[list[str]] = [[] for _ in places]
+    seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
+    read: list[dict[fx.Node, str]] = [{} for _ in places]
+    sent = [0] * len(places)
+    for node in graph.nodes:
+        home = home_of(node)
+        if home is None or home is ALL or home.phase == EVERYWHERE:
+            continue
+        ops[home.stage].append(node.name)
+        seconds[home.stage][home.phase] += priced.seconds(node)
+        for weight in _weights_of(node, kinds):
+            read[home.stage][weight] = kinds.weights[weight]
+        others = {at.stage for at in map(home_of, _readers(node, kinds)) if at}
+        others.discard(home.stage)
+        others.discard(ALL.stage)
+        sent[home.stage] += bytes_of(node) * len(others) // priced.microbatches
+    return tuple(
+        Stage(
+            i,
+            place,
+            tuple(ops[i]),
+            tuple(read[i].values()),
+            seconds[i][FORWARD],
+            seconds[i][BACKWARD],
+            sum(map(bytes_of, read[i])),
+            sent[i],
+        )
+        for i, place in enumerate(places)
+    )
+
+
+def _readers(node: fx.Node, kinds: _Kinds) -> list[fx.Node]:
+    """What reads a node, through views."""
+    out, rest = [], [node]
+    while rest:
+        for user in rest.pop().users:
+            (rest if is_loose_view(user) else out).append(user)
+    return out
+
+
+def _weights_of(node: fx.Node, kinds: _Kinds) -> list[fx.Node]:
+    """The weights that a node reads, through what is computed where it is read."""
+    out: dict[fx.Node, None] = {}
+    rest, seen = [*node.all_input_nodes], set[fx.Node]()
+    while rest:
+        read = rest.pop()
+        if read in seen or home_of(read) is not None:
+            continue
+        seen.add(read)
+        if read in kinds.weights:
+            out[read] = None
+        rest += read.all_input_nodes
+    return list(out)
+
