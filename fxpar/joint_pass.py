@@ -122,9 +122,9 @@ class JointPass:
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         options = job.options
-        mesh, pipeline = split_off(job.ranks.mesh, options.pipeline)
-        if pipeline is not None and not job.writes:
-            pipeline = replace(pipeline, schedule=AUTO_APART)
+        mesh, stages = split_off(job.ranks.mesh, options.pipeline)
+        if stages is not None and not job.writes:  # forward and backward are two calls
+            stages = replace(stages, schedule=AUTO_APART)
         self.request = Request(
             mesh,
             Signature((), ()),
@@ -134,7 +134,7 @@ class JointPass:
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
             microbatches=options.microbatches,
-            pipeline=pipeline,
+            pipeline=stages,
             expert_room=options.expert_room,
             schedule=options.schedule,
             tune=options.tune,

@@ -305,9 +305,9 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
-    mesh, pipeline = split_off(mesh, options.pipeline)
+    planned, pipeline = split_off(mesh, options.pipeline)
     request = Request(
-        mesh,
+        planned,
         signature,
         load(hints if hints is not None else options.hints),
         chosen,

@@ -47,14 +47,11 @@ def interleaved(places: int, parts: int, rounds: int) -> list[list[Action]]:
 
 
 def zero_bubble(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """Gradients of weights where a rank would wait (``ScheduleInterleavedZeroBubble``).
-    """
+    """Gradients of weights where it would wait (``ScheduleInterleavedZeroBubble``)."""
     return _rank_tables("ScheduleInterleavedZeroBubble", places, parts, rounds)
 
 
-def _rank_tables(
-    name: str, places: int, parts: int, rounds: int
-) -> list[list[Action]]:
+def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[Action]]:
     turns = max(1, parts // places)
     asked = SimpleNamespace(
         pp_group_size=places,

@@ -2,89 +2,44 @@
 
 In: a local graph with its steps, forward and backward in one, of a program that is cut
 along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node says of which
-``Home`` it is. What has none runs wherever it is read: what is computed of weights
-alone, of the batch alone, or of constants, and views. The forward is cut where it is
-cheapest (``sharding.cut_stages``), in its order: stages only read from stages before
-them. An op of the backward stands where the values and weights that it reads are, and
-never on a later stage than what it continues. The update, and what is drawn, are of all
-places.
+``Home`` it is, if it has one (``stage_kinds``). The forward is cut where it is cheapest
+(``sharding.cut_stages``), in its order: stages only read from stages before them. An op
+of the backward belongs to the stage of the op that it differentiates or, where autograd
+does not say, to where the values and weights that it reads are, and never to a later
+stage than what it continues.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes.builder import STAGE
-from fxpar.passes.bucket_collectives import phase_of
+from fxpar.passes.stage_kinds import (
+    ALL,
+    BACKWARD,
+    EVERYWHERE,
+    FORWARD,
+    Home,
+    Kinds,
+    home_of,
+    is_loose_view,
+    shown,
+)
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware
-from fxpar.sharding.cost.op import (
-    bytes_of,
-    flops_of,
-    is_view,
-    kernel_seconds,
-    tensors_in,
-)
+from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
 from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, Stage
-from fxpar.sharding.program import Program, backward_of
-from fxpar.sharding.propagate.conventions import batch_inputs
-from fxpar.sharding.rules.op_facts import op_facts_of
-
-FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
-
-
-class Home(NamedTuple):
-    """Where a node runs."""
-
-    # FORWARD or BACKWARD of a stage; EVERYWHERE: at all places.
-    phase: str
-    stage: int
-
-
-ALL = Home(EVERYWHERE, -1)
-
-
-def home_of(node: fx.Node) -> Home | None:
-    """The home of a node; None: it runs wherever it is read."""
-    found: Home | None = node.meta.get(STAGE)
-    return found
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws numbers, the same ones on every rank."""
-    facts = op_facts_of(node.target)
-    drawn = facts.draws or (facts.random and not node.all_input_nodes)
-    return drawn and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def is_loose_view(node: fx.Node) -> bool:
-    """Whether a node only shows its operand, all of it, in another way."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    if steps.is_step(node) or len(node.all_input_nodes) != 1 or not is_view(node):
-        return False
-    given = tensors_in(node.all_input_nodes[0].meta.get("val"))
-    made = tensors_in(node.meta.get("val"))
-    return len(made) == len(given) == 1 and made[0].numel() >= given[0].numel()
-
-
-def shown(node: fx.Node) -> fx.Node:
-    """What a chain of such views shows."""
-    while is_loose_view(node):
-        node = node.all_input_nodes[0]
-    return node
+from fxpar.sharding.program import Program
 
 
 @dataclass(frozen=True)
@@ -96,9 +51,13 @@ class Priced:
     mesh: Mesh
     pipeline: Pipeline
     microbatches: int
+    # What is sent once for all microbatches.
+    once: frozenset[fx.Node] = frozenset()
 
     def seconds(self, node: fx.Node) -> float:
         """Of one microbatch."""
+        if node in self.once:
+            return 0.0
         if steps.is_step(node):
             source: Any = node.args[0]
             axes = steps.axes_of(node)
@@ -123,9 +82,11 @@ def assign_stages(
 
     Raises PlanError if there is nothing to cut.
     """
-    kinds = _Kinds(graph, program)
+    kinds = Kinds(graph, program)
     chain = [
-        n for n in graph.nodes if n in kinds.forward and n.target is not operator.getitem
+        n
+        for n in graph.nodes
+        if n in kinds.forward and n.target is not operator.getitem
     ]
     count = len(places)
     if len(chain) < count:
@@ -135,7 +96,8 @@ def assign_stages(
             f"too few for {count} stages",
             fix=f"leave {axis} out of the mesh, or give the ranks another axis",
         )
-    late = {n for n in graph.nodes if n in kinds.backward}
+    priced = replace(priced, once=_once(graph, kinds))
+    late = [n for n in graph.nodes if n in kinds.backward]
     share = 1.0 + (sum(map(priced.seconds, late)) / _total(chain, priced))
     seconds = [priced.seconds(node) * share for node in chain]
     trains = 2 if late else 1
@@ -156,89 +118,26 @@ def assign_stages(
     return _stages(graph, program, priced, places, kinds)
 
 
+def _once(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
+    """Steps on gradients of weights: what is made of them is a result, or the update.
+    These are accumulated first."""
+    ends: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if node in kinds.backward or is_loose_view(node):
+            if all(x in ends or _ends(x, kinds) for x in node.users):
+                ends.add(node)
+    return frozenset(n for n in ends if steps.is_step(n))
+
+
+def _ends(node: fx.Node, kinds: Kinds) -> bool:
+    return node.op == "output" or node in kinds.everywhere
+
+
 def _total(nodes: Sequence[fx.Node], priced: Priced) -> float:
     return sum(map(priced.seconds, nodes)) or 1.0
 
 
-class _Kinds:
-    """Of which kind nodes are: ``forward``, ``backward`` and ``everywhere``; all others
-    run where they are read."""
-
-    def __init__(self, graph: fx.Graph, program: Program) -> None:
-        self.graph, self.program = graph, program
-        self.inputs = graph.find_nodes(op="placeholder")
-        self.forward: set[fx.Node] = set()
-        self.backward: set[fx.Node] = set()
-        self.everywhere: set[fx.Node] = set()
-        tagged = backward_of(graph)
-        of_batch, of_weights = self._batch, set(self.weights)
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            read = node.all_input_nodes
-            of_batch.update([node] if not of_batch.isdisjoint(read) else [])
-            of_weights.update([node] if not of_weights.isdisjoint(read) else [])
-            staged = self._follows(node, tagged)
-            if staged is not None:
-                staged.add(node)
-            elif node in of_batch and (node in of_weights or flops_of(node)):
-                if not is_loose_view(node):
-                    self.forward.add(node)
-
-    def _follows(
-        self, node: fx.Node, tagged: Collection[fx.Node]
-    ) -> set[fx.Node] | None:
-        """The kind of a node that is not of the forward by what it is made of."""
-        if steps.is_step(node) or node.target is operator.getitem:
-            # As the value that it moves, or takes a part of.
-            source: Any = node.args[0]
-            base = shown(source)
-            kinds = (self.forward, self.backward, self.everywhere)
-            return next((kind for kind in kinds if base in kind), None)
-        if phase_of(node) == "update" or draws(node):
-            return self.everywhere
-        read = set(map(shown, node.all_input_nodes))
-        if is_loose_view(node):
-            return None
-        given = self.tangents | self.backward
-        if node in tagged and not (given | self.forward).isdisjoint(read):
-            return self.backward
-        return self.backward if not given.isdisjoint(read) else None
-
-    @cached_property
-    def tangents(self) -> set[fx.Node]:
-        """Gradients of results, which the graph is given."""
-        pairs = zip(self.inputs, self.program.signature.inputs, strict=True)
-        return {node for node, given in pairs if given.kind == "tangent"}
-
-    @cached_property
-    def _batch(self) -> set[fx.Node]:
-        held = set(batch_inputs(self.program))
-        pairs = zip(self.inputs, self.program.inputs, strict=True)
-        found = {node for node, v in pairs if v is not None and v in held}
-        return found or {
-            node
-            for node, declared in zip(
-                self.inputs, self.program.signature.inputs, strict=True
-            )
-            if declared.kind == "input"
-        }
-
-    @cached_property
-    def weights(self) -> dict[fx.Node, str]:
-        """Inputs that are weights, and their names."""
-        out = {}
-        declared = self.program.signature.inputs
-        for node, given in zip(self.inputs, declared, strict=True):
-            value = node.meta.get("val")
-            floating = tensors_in(value) and value.dtype.is_floating_point
-            plain = given.kind == "input" and node not in self._batch
-            if given.kind == "parameter" or (plain and floating):
-                out[node] = given.name
-        return out
-
-
-def _crossing_bytes(chain: Sequence[fx.Node], kinds: _Kinds) -> list[int]:
+def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
     """Bytes that are sent if a stage begins at each op: of what is made before it and
     read at it or behind it, in the forward."""
     place = {node: i for i, node in enumerate(chain)}
@@ -281,7 +180,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return not isinstance(value, (tuple, list)) and bool(tensors_in(value))
 
 
-def _assign_backward(graph: fx.Graph, kinds: _Kinds, count: int) -> None:
+def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
     every = frozenset(range(count))
     there = _where_read(graph, kinds, every)
     forward = _stage_of_op(kinds)
@@ -305,7 +204,7 @@ def _assign_backward(graph: fx.Graph, kinds: _Kinds, count: int) -> None:
             node.meta[STAGE] = Home(BACKWARD, found)
 
 
-def _stage_of_op(kinds: _Kinds) -> dict[Any, int]:
+def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
     """The stage of each op of the user's forward, by the number that autograd gives it,
     which what differentiates it has too."""
     out: dict[Any, int] = {}
@@ -317,7 +216,7 @@ def _stage_of_op(kinds: _Kinds) -> dict[Any, int]:
 
 
 def _where_read(
-    graph: fx.Graph, kinds: _Kinds, every: frozenset[int]
+    graph: fx.Graph, kinds: Kinds, every: frozenset[int]
 ) -> dict[fx.Node, frozenset[int]]:
     """The stages at which a value is there in the forward: where it is made, or read.
     Of what depends on weights where all of these are."""
@@ -349,7 +248,7 @@ def _stages(
     program: Program,
     priced: Priced,
     places: Sequence[int],
-    kinds: _Kinds,
+    kinds: Kinds,
 ) -> tuple[Stage, ...]:
     ops: list[list[str]] = [[] for _ in places]
     seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
@@ -357,7 +256,7 @@ def _stages(
     sent = [0] * len(places)
     for node in graph.nodes:
         home = home_of(node)
-        if home is None or home is ALL or home.phase == EVERYWHERE:
+        if home is None or home.phase == EVERYWHERE:
             continue
         ops[home.stage].append(node.name)
         seconds[home.stage][home.phase] += priced.seconds(node)
@@ -382,16 +281,16 @@ def _stages(
     )
 
 
-def _readers(node: fx.Node, kinds: _Kinds) -> list[fx.Node]:
+def _readers(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """What reads a node, through views."""
-    out, rest = [], [node]
+    out, rest = list[fx.Node](), [node]
     while rest:
         for user in rest.pop().users:
             (rest if is_loose_view(user) else out).append(user)
     return out
 
 
-def _weights_of(node: fx.Node, kinds: _Kinds) -> list[fx.Node]:
+def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """The weights that a node reads, through what is computed where it is read."""
     out: dict[fx.Node, None] = {}
     rest, seen = [*node.all_input_nodes], set[fx.Node]()
@@ -404,4 +303,3 @@ def _weights_of(node: fx.Node, kinds: _Kinds) -> list[fx.Node]:
             out[read] = None
         rest += read.all_input_nodes
     return list(out)
-

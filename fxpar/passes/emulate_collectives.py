@@ -9,7 +9,7 @@ with these.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,35 @@ class Post:
                     f"{node.name} receives {list(value.shape)} with tag {tag}"
                 )
         return [value for _, value in got]
+
+
+def peers_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
+    """Each rank, and the peer that its message names."""
+    peer, _, name = node.args[-3:]
+    axes = custom_ops.group_axes(name)
+    return [(r, mesh.group(r, axes)[peer]) for r in ranks]
+
+
+def shared(
+    node: fx.Node,
+    env: Env,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    post: Post,
+) -> Generator[None, None, Ranks]:
+    """What one member of each group has, on all of them."""
+    values, source, axes = env[node.args[0]], node.args[2], node.args[3]
+    groups = [mesh.group(r, custom_ops.group_axes(axes)) for r in ranks]
+    for r, value, group in zip(ranks, values, groups, strict=True):
+        if group[source] == r:
+            post.give([(r, other) for other in group if other != r], value)
+    away = [
+        (g[source], r) for r, g in zip(ranks, groups, strict=True) if g[source] != r
+    ]
+    while not post.is_there(away):
+        yield
+    got = {r: post.boxes[source, r].pop(0)[1] for source, r in away}
+    return [got.get(r, value) for r, value in zip(ranks, values, strict=True)]
 
 
 def _gather_matmul(args: Ranks) -> Ranks:

@@ -7,9 +7,9 @@ node says at which place along the pipeline axis it runs, and where a value cros
 another place stands a ``fxpar::transfer``, where all need it a ``fxpar::spread``.
 
 Every rank runs the nodes of its place in the order of this one graph, in which a
-transfer stands behind what makes its value. A message is thus sent and received in one
-order, and nobody waits for what is sent behind what he sends: no ranks can wait for each
-other for ever, whatever the schedule.
+transfer stands behind what makes its value. Messages are thus sent and received in one
+order, and nobody waits for what is sent behind what he sends: no ranks can wait for
+each other for ever, whatever the schedule.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from torch import fx
 
 from fxpar.passes import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
-from fxpar.passes.assign_stages import (
+from fxpar.passes.builder import PART, PLACE, STAGE, Builder
+from fxpar.passes.custom_ops import group_name
+from fxpar.passes.microbatches import demand
+from fxpar.passes.stage_kinds import (
     BACKWARD,
     EVERYWHERE,
     Home,
     home_of,
 )
-from fxpar.passes.builder import PART, PLACE, STAGE, Builder
-from fxpar.passes.custom_ops import group_name
-from fxpar.passes.microbatches import demand
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
@@ -150,7 +150,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """What reads a node that has a home, through what has none."""
-    out, rest = [], [node]
+    out, rest = list[fx.Node](), [node]
     while rest:
         for user in rest.pop().users:
             (rest if home_of(user) is None and user.op != "output" else out).append(
@@ -177,10 +177,10 @@ def _follow(done: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
             home = home_of(user)
             shared = PART not in user.meta and user.op != "output"
             mine = home is None or home.phase != EVERYWHERE
-            if shared and mine and user not in order:
-                if all(read in order for read in user.all_input_nodes):
-                    order[user] = None
-                    rest.append(user)
+            ready = all(read in order for read in user.all_input_nodes)
+            if shared and mine and ready and user not in order:
+                order[user] = None
+                rest.append(user)
 
 
 # Places, and what crosses between them
@@ -262,9 +262,7 @@ class _Layout:
         value = self.made[node, source]
         with self.build.at(value):
             if target == EVERY:
-                there = self.build.call(
-                    ours.spread.default, value, source, self.group
-                )
+                there = self.build.call(ours.spread.default, value, source, self.group)
             else:
                 there = self.build.call(
                     ours.transfer.default, value, source, target, self.group

@@ -19,22 +19,23 @@ from torch import fx
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.passes import custom_ops
-from fxpar.passes.assign_stages import draws
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.emulate_collectives import (
     ON_DIMS,
     PRODUCTS,
-    Ends,
     Post,
     Ranks,
     ends_of,
+    peers_of,
     reduced,
+    shared,
 )
 from fxpar.passes.graph_bodies import body_of, bound_body, module_of
 from fxpar.passes.lay_out_stages import is_laid_out
 from fxpar.passes.local_custom_ops import op_by_op
 from fxpar.passes.lower import LOWERINGS
 from fxpar.passes.program_at_place import program_at
+from fxpar.passes.stage_kinds import draws
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.spec import Spec
@@ -67,8 +68,8 @@ def run_lockstep(
 def run_ranks(
     graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """As ``run_lockstep``; of a graph of stages (``lay_out_stages``) each rank runs what
-    its place does. Raises PlanError as ``run_stages``."""
+    """As ``run_lockstep``; of a graph of stages (``lay_out_stages``) each rank runs
+    what its place does. Raises PlanError as ``run_stages``."""
     module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
     nodes = graph.graph if isinstance(graph, fx.GraphModule) else graph
     axis = pipeline_axis(mesh)
@@ -191,18 +192,20 @@ def _steps(
                 yield
             env[node] = post.receive(node, env, ends)
         elif node.target is ours.send.default:
-            env[node] = post.start(node, env, _peers(node, mesh, ranks))
+            env[node] = post.start(node, env, peers_of(node, mesh, ranks))
         elif node.target is ours.receive.default:
-            ends = [(peer, r) for r, peer in _peers(node, mesh, ranks)]
+            ends = [(peer, r) for r, peer in peers_of(node, mesh, ranks)]
             while not post.is_there(ends):
                 yield
             env[node] = post.arrived(node, ends)
         elif node.target is ours.share.default:
-            env[node] = yield from _shared(node, env, mesh, ranks, post)
+            env[node] = yield from shared(node, env, mesh, ranks, post)
         elif node.target is ours.behind.default:
             env[node] = env[node.args[0]]
         elif draws(node):
-            env[node] = post.drawn(node.name, functools.partial(_compute, node, env, count))
+            env[node] = post.drawn(
+                node.name, functools.partial(_compute, node, env, count)
+            )
         elif node.target in REGION_OPS:
             env[node] = _in_region(node, env, mesh, ranks)
         elif node.target in PRODUCTS:
@@ -217,29 +220,6 @@ def _steps(
         for done in dead.get(node, ()):
             del env[done]
     raise PlanError("the graph has no output")
-
-
-def _peers(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
-    """Each rank, and the peer that its message names."""
-    peer, _, name = node.args[-3:]
-    axes = custom_ops.group_axes(name)
-    return [(r, mesh.group(r, axes)[peer]) for r in ranks]
-
-
-def _shared(
-    node: fx.Node, env: dict[fx.Node, Ranks], mesh: Mesh, ranks: Sequence[int], post: Post
-) -> Generator[None, None, Ranks]:
-    """What one member of each group has, on all of them."""
-    values, source, axes = env[node.args[0]], node.args[2], node.args[3]
-    groups = [mesh.group(r, custom_ops.group_axes(axes)) for r in ranks]
-    for r, value, group in zip(ranks, values, groups, strict=True):
-        if group[source] == r:
-            post.give([(r, other) for other in group if other != r], value)
-    away = [(g[source], r) for r, g in zip(ranks, groups, strict=True) if g[source] != r]
-    while not post.is_there(away):
-        yield
-    got = {r: post.boxes[source, r].pop(0)[1] for source, r in away}
-    return [got.get(r, value) for r, value in zip(ranks, values, strict=True)]
 
 
 def _last_uses(nodes: Any) -> dict[fx.Node, list[fx.Node]]:

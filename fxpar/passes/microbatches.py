@@ -26,13 +26,13 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes import custom_ops
-from fxpar.passes.assign_stages import shown
 from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local_call import LocalCall
 from fxpar.passes.local_ops import LOCAL
 from fxpar.passes.localize import partition
 from fxpar.passes.lower import contiguous
+from fxpar.passes.stage_kinds import shown
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Link, Mesh

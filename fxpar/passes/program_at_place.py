@@ -77,10 +77,16 @@ class _Program:
     def _chained(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         """A message behind the last; ``None`` among the arguments stands for that."""
         late = node in self.late
-        last = self.last[late] or self.last[False]
+        last = self.last[late] or (self._tangent() if late else None)
         made = self.build.call(target, *(last if a is None else a for a in args))
         self.last[late] = made
         return made
+
+    def _tangent(self) -> fx.Node:
+        """A gradient that the backward is given: what arrives at a place depends on
+        nothing else there, and may not be taken for a part of the forward."""
+        given = (n for n in self.graph.find_nodes(op="placeholder") if n in self.late)
+        return self.copies[next(given)]
 
     def _transfer(self, node: fx.Node, tag: int) -> None:
         value, source, target, group = node.args
@@ -127,9 +133,7 @@ class _Program:
         copy.meta = dict(node.meta)
 
 
-def _smallest(
-    results: Sequence[Any], late: set[fx.Node], wanted: bool
-) -> int | None:
+def _smallest(results: Sequence[Any], late: set[fx.Node], wanted: bool) -> int | None:
     """The smallest of the results of a forward, or of a backward."""
     sizes = {
         i: node.meta["val"].numel()

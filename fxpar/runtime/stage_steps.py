@@ -59,6 +59,12 @@ def find_stages(state: JointState) -> None:
         return
     if state.open:
         raise PlanError("stages are of sizes that are known")
+    if not decision.is_even:
+        raise PlanError(
+            "the program is cut into stages, and some shards of it are not alike",
+            fix="choose mesh sizes that divide the dims, or leave out the axis "
+            f"{request.pipeline.axis}",
+        )
     _refuse_schedule(request)
     hardware = request.hardware or lookup(UNNAMED)
     priced = Priced(

@@ -1,9 +1,9 @@
 """Where a chain of ops is cut into stages: dynamic programming on seconds. No graphs.
 
-A pipeline of ``m`` microbatches takes the sum of its stages' seconds and ``m - 1`` times
-the slowest (Alpa, arXiv 2201.12023, equation 2); what is sent runs beside, and is what
-is slowest where it takes longer. The slowest stage is made as fast as can be first;
-then, for some slower ones, the cuts across which least is sent are tried.
+A pipeline of ``m`` microbatches takes the sum of its stages' seconds and ``m - 1``
+times the slowest (Alpa, arXiv 2201.12023, equation 2); what is sent runs beside, and is
+what is slowest where it takes longer. The slowest stage is made as fast as can be
+first; then, for some slower ones, the cuts across which least is sent are tried.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _candidates(crossing: Sequence[float], stages: int) -> list[int]:
         if len(least) > most:
             order = [least[k * len(least) // most] for k in range(most)]
         else:
-            rest = [i for i in order[len(least) :]]
+            rest = order[len(least) :]
             room = most - len(least)
             step = max(1, len(rest) // max(room, 1))
             order = least + sorted(rest)[::step][:room]

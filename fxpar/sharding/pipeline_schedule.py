@@ -1,8 +1,8 @@
 """Schedules of a pipeline: which rank computes which microbatch of which stage when.
 
-In: a name, how many places and microbatches there are. Out: rows of ``Action``, torch's
-own (``torch.distributed.pipelining``), and the ``Slot`` of each: when it runs if a stage
-takes so long. All messages of a program follow one order, that of the slots.
+In: a name, how many places and microbatches there are. Out: rows of ``Action``,
+torch's own (``torch.distributed.pipelining``), and the ``Slot`` of each: when it runs
+if a stage takes so long. All messages of a program follow one order, that of the slots.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def timed(
                 slots.append(Slot(action, place, start, clock[place]))
                 ahead[place] += 1
         if len(slots) == before:
-            waits = [str(row[i]) for row, i in zip(rows, ahead, strict=True) if i < len(row)]
+            waits = [
+                str(row[i]) for row, i in zip(rows, ahead, strict=True) if i < len(row)
+            ]
             raise PlanError(f"actions of a pipeline wait for each other: {waits}")
     return sorted(slots, key=lambda slot: slot.start)
 
