@@ -23,7 +23,9 @@ PREFIX = "FXPAR_"
 # run: first those before planning, then those of the local graph, then those of a
 # forward or backward parted.
 PASSES = (
+    "share_by_speed",
     "random_by_index",
+    "causal_masks",
     "find_shifts",
     "experts_in_place",
     "undo_views_around_matmul",
@@ -240,6 +242,14 @@ class Options:
         "1.5, ...",
         "rows of experts that a rank has room for, in multiples of its even share; "
         "more are an error; unset: all rows of its group of ranks",
+    )
+    expert_exchange: str = _option(
+        _choice("auto", "gather", "all_to_all"),
+        "auto",
+        "auto, gather, all_to_all",
+        "how tokens come to the experts of other ranks: all of them are gathered, or "
+        "each is sent where it is needed, into slots; auto: as is faster, gathered "
+        "without expert_room",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),

@@ -136,6 +136,7 @@ class JointPass:
             microbatches=options.microbatches,
             pipeline=stages,
             expert_room=options.expert_room,
+            expert_exchange=options.expert_exchange,
             schedule=options.schedule,
             tune=options.tune,
             cached=options.cache_plans,

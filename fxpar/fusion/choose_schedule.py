@@ -25,7 +25,12 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
-from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate, improved
+from fxpar.fusion.overlap_candidates import (
+    Machine,
+    OverlapCandidate,
+    dims_of,
+    improved,
+)
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
@@ -56,6 +61,9 @@ _CASES = 3
 
 # Of so many kinds of collectives, the largest, a later start is tried.
 _SUNK = 4
+
+# So many times chunks of a collective may pass beside the one that reads it.
+_PAIRED = 2
 
 # A step that takes no longer than this share of what its windows say is as said.
 _AS_SAID = 1.005
@@ -129,6 +137,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
             cases = _with_rings(state, cases)
             _overlapped(state, cases, split)
             _sunk(state)
+            _hops_overlapped(state)
             _by_phase(state)
     return Chosen(
         state.schedule,
@@ -297,6 +306,39 @@ def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
     while (node := node.next) < first:
         if node.target in collective_nodes.COLLECTIVE:
             yield node
+
+
+def _hops_overlapped(state: _Search) -> None:
+    """Collectives in chunks beside those over other axes that read them: all of a kind,
+    or the last alone, behind which there is no compute to hide it."""
+    for _ in range(_PAIRED):
+        first, exposed = state.schedule, _exposed(state.now)
+        alike: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}
+        for node in state.graph(first).nodes:
+            before = _hop_before(node)
+            if before and exposed.get(_key(node), 0.0) > _TRIED * state.now.seconds:
+                kinds = _key(before), _key(node)
+                alike.setdefault(kinds, []).append((before, node))
+        for (kind, then), pairs in alike.items():
+            for some in (pairs, pairs[-1:])[: len(pairs)]:
+                for dim in dims_of(some[0][1], 2):
+                    how = f"chunks=2, dim={dim}"
+                    lines = (f"overlap({a.name}, {b.name}, {how})" for a, b in some)
+                    what = f"{len(some)} of {kind[0]} beside the {then[0]} behind"
+                    state.attempt(first + Schedule.of("\n".join(lines)), what)
+        if state.schedule == first:
+            return
+
+
+def _hop_before(node: fx.Node) -> fx.Node | None:
+    """The collective over other axes that a collective alone reads."""
+    if node.target not in collective_nodes.COLLECTIVE:
+        return None
+    before = node.all_input_nodes[0]
+    if before.target not in collective_nodes.COLLECTIVE or len(before.users) > 1:
+        return None
+    axes = collective_nodes.axes_of(node)
+    return before if set(axes).isdisjoint(collective_nodes.axes_of(before)) else None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes import (
+    dispatch_ops,
     local_attention,
     local_custom_ops,
     local_experts,
@@ -42,6 +43,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
     **local_experts.LOCAL,
+    **dispatch_ops.LOCAL,
     **local_attention.LOCAL,
 }
 

@@ -61,6 +61,8 @@ class Request:
     # Rows of experts that a rank has room for, in multiples of its even share; None:
     # all.
     expert_room: float | None = None
+    # "auto", "gather", or "all_to_all": how tokens come to their experts.
+    expert_exchange: str = "auto"
     # "auto", "none", a schedule's text, or the file that holds it.
     schedule: str = "none"
     # What "auto" is priced on; None: it chooses no schedule.

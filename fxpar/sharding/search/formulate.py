@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.cost.liveness import lifetimes
+from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
@@ -45,6 +45,7 @@ class Formulation:
     # forward, 1 backward; both the same unless it is a parameter at rest).
     pool: tuple[Spec, ...]
     settling: Mapping[int, tuple[int, int]]
+    kernels: ProgramKernels
     entries: Sequence[Entry] = ()
     launches: float = 0.0  # seconds that no choice changes
 
@@ -72,10 +73,9 @@ def formulate(
     _outputs(build, makers, readers)
     _constants(build, makers)
     _values(build, makers, readers)
-    lives = lifetimes(program, build.regions, build.backward, build.apart)
-    live = entries(program, build.regions, lives, build.backward, build.apart)
+    live = entries(program, build.kernels, build.backward, build.apart)
     memory = _memory(build, live, makers, readers)
-    launches = hardware.launch * sum(w.launches for w in build.regions.works)
+    launches = hardware.launch * sum(w.launches for w in build.kernels.works)
     problem = Problem(
         tuple(build.costs),
         tuple(build.edges),
@@ -91,6 +91,7 @@ def formulate(
         tuple(build.nodes),
         tuple(build.pool.specs),
         build.settling,
+        build.kernels,
         live,
         launches,
     )

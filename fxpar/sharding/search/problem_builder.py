@@ -16,6 +16,7 @@ import numpy as np
 
 from fxpar.sharding.cost import fused_work
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
@@ -47,7 +48,6 @@ class ProblemBuilder:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.facts = facts
         self.backward = backward_ops(program)
-        self.regions = fused_work.Regions(program, self.backward)
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -63,6 +63,7 @@ class ProblemBuilder:
         self.apart: set[int] = set()
         if not facts.keep_gathered:
             self.apart = gathered_again(program)
+        self.kernels = kernels_of(program, self.apart)
 
     def node(
         self,
@@ -96,7 +97,7 @@ class ProblemBuilder:
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
-        op, mine = self.program.ops[index], self.regions.works[index]
+        op, mine = self.program.ops[index], self.kernels.works[index]
         key = (op.rule, mine, messages_of(op))
         if key not in self.prices:
             found = search_space.strategies(op.rule, self.mesh)
@@ -128,7 +129,7 @@ class ProblemBuilder:
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
-        inside = self.regions.base[v] not in self.regions.written
+        inside = self.kernels.base[v] not in self.kernels.written
         key = (have.tobytes(), need.tobytes(), self.like(v), alone, inside)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
@@ -141,15 +142,15 @@ class ProblemBuilder:
     def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
         """Whether copies of a value before and behind its collectives are kernels of
         their own: no light op makes it, or reads it."""
-        regions, kind = self.regions, self.nodes[b.node].kind
-        made = self.nodes[a.node].kind == "op" and regions.light_made(v)
-        read = kind == "value" and regions.read_by_light[v]
+        kernels, kind = self.kernels, self.nodes[b.node].kind
+        made = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
+        read = kind == "value" and kernels.read_by_light[v]
         if kind == "op":
-            read = regions.reads_lightly(self.nodes[b.node].of)
+            read = kernels.reads_lightly(self.nodes[b.node].of)
         return not made, not read
 
     def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
-        """Seconds that a collective takes from the region around it: what one kernel
+        """Seconds that a collective takes from the kernel around it: what one kernel
         would never write is written, and read again by another."""
         value, on = self.program.values[v], self.hardware
         before, after = (

@@ -3,7 +3,7 @@
 In: a Formulation and a choice. Out: ``Overlap``: the seconds of the step; ``change``
 gives nodes other strategies. What ops and reshards cost is what they cost in the
 additive problem; what this adds is when they run (``tasks``, ``streams``). A kernel an
-op, no buckets, nothing computed again: ``passes.simulate`` of a lowered plan has them.
+op, no buckets: ``passes.simulate_step`` of a lowered plan has them.
 
 A change of strategies changes durations and axes of the tasks of its nodes and their
 edges, never the order, so a step is simulated again from the first of them on.
@@ -17,9 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fxpar.sharding.cost import collectives
-from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.streams import Simulation, Task
-from fxpar.sharding.program import backward_ops
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
@@ -64,8 +62,7 @@ class Overlap:
 
     def _launches(self) -> dict[int, float]:
         """Seconds that ops pay for starting their kernels, by node."""
-        program = self.found.program
-        works = Regions(program, backward_ops(program)).works
+        works = self.found.kernels.works
         each = self.found.launches / max(1, sum(work.launches for work in works))
         return {
             i: each * works[node.of].launches
