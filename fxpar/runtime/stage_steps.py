@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.passes.assign_stages import Priced, assign_stages
+from fxpar.passes.assign_stages import StageCosts, assign_stages
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lay_out_stages import is_laid_out, lay_out_stages
@@ -21,7 +21,7 @@ from fxpar.runtime.pipeline_state import JointState, RankState
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
-from fxpar.sharding.pipeline_axis import Pipeline, Stage, with_stages
+from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage, with_stages
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of
 
@@ -67,7 +67,7 @@ def find_stages(state: JointState) -> None:
         )
     _refuse_schedule(request)
     hardware = request.hardware or lookup(UNNAMED)
-    priced = Priced(
+    priced = StageCosts(
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
     )
     places = schedules.stage_places(schedule_of(request), request.pipeline.places)
@@ -106,7 +106,7 @@ def order_stages(state: JointState) -> None:
     state.notes = (*state.notes, text)
 
 
-def seconds_of(stages: tuple[Stage, ...], action: schedules.Action) -> float:
+def seconds_of(stages: tuple[PipelineStage, ...], action: schedules.Action) -> float:
     """Predicted, of an action."""
     stage = stages[action.stage]
     if action.kind == schedules.FORWARD:
