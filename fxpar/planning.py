@@ -31,6 +31,7 @@ from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
 from fxpar.passes.signature import read_signature
+from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result, parallelize
@@ -40,7 +41,7 @@ from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Request,
@@ -119,9 +120,13 @@ class TracedPlan(Plan):
         """
         result, _ = self._traced()
         settings, disable = result.schedule.settings, self.options.disable
-        graph = as_run(result.local, disable=disable, settings=settings)
         fused = self.options.codegen == "inductor"
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
+        axis = pipeline_axis(mesh)
+        if axis is not None:
+            whole = machine.on(mesh)
+            return simulate_pipeline(result.local, whole, axis, machine, fused=fused)
+        graph = as_run(result.local, disable=disable, settings=settings)
         if mesh.is_shared_equally:
             return simulate(graph, machine.on(mesh), machine, fused=fused)
         mode = fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])
