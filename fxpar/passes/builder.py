@@ -32,6 +32,10 @@ _NEUTRAL: dict[Any, int] = {
     operator.floordiv: 1,
 }
 
+# Of a program in stages: the stage of a node (``stage_kinds.StageHome``), the place it
+# runs at (``lay_out_stages``), and its part of the batch (``microbatches``).
+STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", "fxpar_part"
+
 # What a rewritten node keeps of the node it comes from.
 PROVENANCE = (
     "stack_trace",
@@ -48,6 +52,9 @@ PROVENANCE = (
     "from_node",
     "has_backward_hook",
     "quantization_tag",
+    STAGE,
+    PLACE,
+    PART,
 )
 
 # Of fxpar's own: the reshard, and what made it necessary; whether it is one of a
