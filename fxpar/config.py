@@ -23,17 +23,21 @@ PREFIX = "FXPAR_"
 # run: first those before planning, then those of the local graph, then those of a
 # forward or backward parted.
 PASSES = (
+    "share_by_speed",
     "random_by_index",
+    "causal_masks",
     "find_shifts",
     "experts_in_place",
     "undo_views_around_matmul",
     "keep_batch_apart",
     "split_fused_projections",
+    "stack_by_dim",
     "sum_one_hot",
     "clone_constants",
     "join_pool_gradients",
     "expand_moments",
     "keep_sorted",
+    "pair_reductions",
     "schedule",
     "sink_waits",
     "bucket",
@@ -220,11 +224,19 @@ class Options:
         "so are, on GPUs, the ways to run regions of `fuse`",
         env=False,
     )
-    microbatches: int = _option(
+    microbatches: int | None = _option(
         _count,
-        1,
+        None,
         "1, 2, ...",
-        "parts that a rank cuts its batch into and computes one after the other",
+        "parts that a rank cuts its batch into and computes one after the other; "
+        "unset: 1, with an axis of stages up to 4 for each",
+    )
+    pipeline: str = _option(
+        _choice("auto", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        "auto",
+        "auto, gpipe, 1f1b, interleaved, zero_bubble",
+        "in which order stages (mesh axis `pp`) compute microbatches; auto: `1f1b` in "
+        "a training step, else `gpipe`",
     )
     expert_room: float | None = _option(
         _share,
@@ -232,6 +244,14 @@ class Options:
         "1.5, ...",
         "rows of experts that a rank has room for, in multiples of its even share; "
         "more are an error; unset: all rows of its group of ranks",
+    )
+    expert_exchange: str = _option(
+        _choice("auto", "gather", "all_to_all"),
+        "auto",
+        "auto, gather, all_to_all",
+        "how tokens come to the experts of other ranks: all of them are gathered, or "
+        "each is sent where it is needed, into slots; auto: as is faster, gathered "
+        "without expert_room",
     )
     codegen: str = _option(
         _choice("inductor", "eager"),

@@ -5,7 +5,9 @@ rows lie as tokens do, in no order of experts; ``ids`` says whose each is. So ro
 factor that may be split like any other. Of ``groups`` > 1 each row comes once for each
 group of experts, ``[groups * rows, k]``, and counts in the group of its expert alone:
 a group is what one rank has of the experts. ``room``: rows that a rank has room for, in
-multiples of its even share, or 0 for all: of one device's numbers no concern.
+multiples of its even share, or 0 for all: of one device's numbers no concern. Where
+``ids`` has as many rows as ``x``, each group has rows of its own (``dispatch_ops``),
+``room`` times as many as count.
 
 ``fxpar::grouped_mm`` and ``fxpar::grouped_outer`` stand in local graphs: rows sorted by
 expert, and where each expert's end. Rows behind the last end belong to no expert; they
@@ -15,8 +17,8 @@ many.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -25,12 +27,14 @@ from fxpar.errors import RoomError
 
 
 def _owned(
-    ids: torch.Tensor, experts: int, groups: int
+    ids: torch.Tensor, rows: int, experts: int, groups: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(expert, its rows of ``[groups * rows]``) for each expert."""
+    shared = ids.shape[0] < rows
     for expert in range(experts):
-        first = expert // (experts // groups) * ids.shape[0]
-        yield expert, (ids == expert).nonzero().flatten() + first
+        group, count = expert // (experts // groups), rows // groups
+        chosen = ids if shared else ids[group * count : (group + 1) * count]
+        yield expert, (chosen == expert).nonzero().flatten() + group * count
 
 
 @torch.library.custom_op("fxpar::expert_mm", mutates_args=())
@@ -40,7 +44,7 @@ def expert_mm(
     """``x[i] @ weight[ids[i]]``: [groups * rows, k], [experts, k, n], [rows] ->
     [groups * rows, n]. Zero where a row's expert is in another group, or none."""
     out = x.new_zeros(x.shape[0], weight.shape[2])
-    for expert, rows in _owned(ids, weight.shape[0], groups):
+    for expert, rows in _owned(ids, len(x), weight.shape[0], groups):
         out[rows] = x[rows] @ weight[expert]
     return out
 
@@ -62,7 +66,7 @@ def expert_outer(
     """``x[rows].T @ y[rows]`` for the rows of each expert: [groups * rows, k],
     [groups * rows, n], [rows] -> [experts, k, n]."""
     out = x.new_zeros(experts, x.shape[1], y.shape[1])
-    for expert, rows in _owned(ids, experts, groups):
+    for expert, rows in _owned(ids, len(x), experts, groups):
         out[expert] = x[rows].T @ y[rows]
     return out
 
@@ -155,14 +159,19 @@ def _(ends, most, room, where):
     return torch.empty_like(ends)
 
 
+def _counting(x: Any, ids: Any, room: float) -> float:
+    """Rows that are multiplied, by the shapes of a product's operands."""
+    return float(ids[0] if ids[0] < x[0] or not room else ids[0] / room)
+
+
 @register_flop_formula(torch.ops.fxpar.expert_mm)
 def _(x, weight, ids, groups, room, **_) -> float:
-    return 2.0 * math.prod(ids) * weight[1] * weight[2]
+    return 2.0 * _counting(x, ids, room) * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.fxpar.expert_outer)
 def _(x, y, ids, experts, groups, room, **_) -> float:
-    return 2.0 * math.prod(ids) * x[1] * y[1]
+    return 2.0 * _counting(x, ids, room) * x[1] * y[1]
 
 
 @register_flop_formula(torch.ops.fxpar.grouped_mm)

@@ -8,6 +8,7 @@ stands, each made once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ class GroupCopies:
         self.build, self.key = build, key
         self.experts, self.groups = experts, groups
         self.rows, self.device = shape_of(key)[0], key.meta["val"].device
+        # Rows of all groups, and what a product takes as the experts of rows.
+        self.count, self.ids = groups * self.rows, key
         self._copies: dict[fx.Node, fx.Node] = {}
         self._chosen: dict[fx.Node, fx.Node] = {}
         self._own: fx.Node | None = None
@@ -36,35 +39,18 @@ class GroupCopies:
         if self.groups == 1:
             return x
         if x not in self._copies:
-            source: Any = x
-            while (
-                op_facts_of(source.target).reshapes
-                or source.target is aten.clone.default
-            ):
-                source = source.args[0]
-            rest, full = list(shape_of(x)[1:]), list(shape_of(source))
-            lead = full[: len(full) - len(rest)]
-            if source.target is aten.expand.default and full == lead + rest:
-                source = source.args[0]
-            else:
-                source, lead = x, [self.rows]
-            self._copies[x] = self.spread(source, lead, rest, self.groups)
+            source, lead = before_expand(x)
+            rest = shape_of(x)[1:]
+            self._copies[x] = spread(self.build, source, lead, rest, self.groups)
         return self._copies[x]
 
-    def spread(
-        self, x: fx.Node, lead: Sequence[int], rest: Sequence[int], groups: int
-    ) -> fx.Node:
-        """``x`` expanded to the dims ``lead``, which make the rows, and ``rest``; once
-        for each group."""
-        call, full = self.build.call, [*lead, *rest]
-        if groups > 1:
-            if len(shape_of(x)) == len(full):
-                x = call(aten.unsqueeze.default, x, 0)
-            full = [groups, *full]
-        if shape_of(x) != tuple(full):
-            x = call(aten.expand.default, x, full)
-        shape = [groups * self.rows, *rest]
-        return x if full == shape else call(aten.reshape.default, x, shape)
+    def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
+        """Rows once for each group, of tokens that each make so many ``copies``."""
+        if copies == 1:
+            return self.of(x)
+        tokens, *rest = shape_of(x)
+        x = self.build.call(aten.unsqueeze.default, x, 1)
+        return spread(self.build, x, [tokens, copies], rest, self.groups)
 
     def choose(self, x: fx.Node) -> fx.Node | None:
         """Of each row the copy that counts; None of what cannot be added up."""
@@ -95,3 +81,32 @@ class GroupCopies:
                 high = call(aten.lt.Tensor, self.key, end)
                 self._own = call(aten.bitwise_and.Tensor, low, high)
         return self._own
+
+
+def before_expand(x: fx.Node) -> tuple[Any, list[int]]:
+    """(what rows were expanded of, the dims that make the rows); the rows themselves if
+    they are not expanded."""
+    source: Any = x
+    while op_facts_of(source.target).reshapes or source.target is aten.clone.default:
+        source = source.args[0]
+    rest, full = list(shape_of(x)[1:]), list(shape_of(source))
+    lead = full[: len(full) - len(rest)]
+    if source.target is aten.expand.default and full == lead + rest:
+        return source.args[0], lead
+    return x, [shape_of(x)[0]]
+
+
+def spread(
+    build: Builder, x: fx.Node, lead: Sequence[int], rest: Sequence[int], groups: int
+) -> fx.Node:
+    """``x`` expanded to the dims ``lead``, which make the rows, and ``rest``; once for
+    each group."""
+    full = [*lead, *rest]
+    if groups > 1:
+        if len(shape_of(x)) == len(full):
+            x = build.call(aten.unsqueeze.default, x, 0)
+        full = [groups, *full]
+    if shape_of(x) != tuple(full):
+        x = build.call(aten.expand.default, x, full)
+    shape = [groups * math.prod(lead), *rest]
+    return x if full == shape else build.call(aten.reshape.default, x, shape)

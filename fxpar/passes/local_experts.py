@@ -18,10 +18,15 @@ from torch import fx
 
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import value_of
+from fxpar.passes.collective_nodes import all_reduce, step
 from fxpar.passes.local_call import LocalCall, Localizer
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line
 
 aten = torch.ops.aten
+
+# Which tensor of a product says the expert of each row.
+_IDS = 2
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,12 @@ def _sorted(
     own = build.call(aten.sub.Tensor, ids, build.own_start(experts, axes))
     group = build.call(aten.div.Tensor_mode, own, per, rounding_mode="floor")
     each = build.call(aten.unsqueeze.default, build.iota(held, device), 1)
+    by_row = groups > 1 and call.shapes[_IDS][0] == call.shapes[of_rows][0]
+    if by_row:
+        own, group = (
+            build.call(aten.reshape.default, x, [held, rows // held])
+            for x in (own, group)
+        )
     mine = build.call(aten.eq.Tensor, group, each)
     key = build.call(aten.reshape.default, call.where(mine, own, per * held), [rows])
     sort = build.call(aten.sort.stable, key, stable=True, dim=0, descending=False)
@@ -84,26 +95,39 @@ def _sorted(
     ends = build.call(
         aten.searchsorted.Tensor, ordered, wanted, right=True, out_int32=True
     )
+    if by_row:
+        share = int(value_of(rows) / room) if room else value_of(rows)
+        return _Sorted(call, order, place, ends, share, None)
     share = value_of(rows) // held * per * held // experts
     most = math.ceil(room * share) if room and held == 1 < groups else 0
     if not 0 < most < value_of(rows):
         return _Sorted(call, order, place, ends, share, None)
     order = build.call(aten.slice.Tensor, order, 0, 0, most)
-    ends = _within(call, ends, ids, groups, per, most)
+    axes = call.operands[_IDS].dims[0]
+    ends = _within(call, ends, ids, groups, per, most, axes)
     return _Sorted(call, order, place, ends, share, most)
 
 
 def _within(
-    call: LocalCall, ends: fx.Node, ids: fx.Node, groups: int, per: int, room: int
+    call: LocalCall,
+    ends: fx.Node,
+    ids: fx.Node,
+    groups: int,
+    per: int,
+    room: int,
+    axes: Axes,
 ) -> fx.Node:
-    """The ends, if no group of experts has more rows than there is room for: all ranks
-    that have these rows find the same."""
+    """The ends, if no group of experts has more rows than there is room for. ``axes``
+    split rows: their ranks tell each other how many there are, so that all of them find
+    the same, and none waits for one that has raised."""
     build = call.build
     group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
     each = build.iota(groups, ids.meta["val"].device)
     each = build.call(aten.unsqueeze.default, each, 1)
     chosen = build.call(aten.eq.Tensor, group, each)
     most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
+    if build.mesh.count(axes) > 1:
+        most = step(build, all_reduce, most, "max", axes)
     where = user_line(call.node) or ""
     return build.call(torch.ops.fxpar.within.default, ends, most, room, where)
 

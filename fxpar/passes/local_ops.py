@@ -19,12 +19,14 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes import (
+    dispatch_ops,
     local_attention,
     local_custom_ops,
     local_experts,
     local_indexing,
     local_order,
     local_reductions,
+    local_slices,
     local_views,
     local_windows,
 )
@@ -38,10 +40,12 @@ LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
     **local_order.LOCAL,
     **local_reductions.LOCAL,
+    **local_slices.LOCAL,
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,
     **local_experts.LOCAL,
+    **dispatch_ops.LOCAL,
     **local_attention.LOCAL,
 }
 

@@ -7,7 +7,8 @@ graph without it: products are ``fxpar::expert_mm`` and ``fxpar::expert_outer``,
 take rows in any order and the expert of each; what stands between makes rows one by one
 (``row_wise``), and whatever reads them in another way reads them where they lay. For a
 mesh with an axis for experts, rows come once for each group of experts that a rank has
-(``fxpar/passes/expert_ops.py``): of a copy the rows of other groups are not read again.
+(``group_copies``): of a copy the rows of other groups are not read again. Or each group
+has slots for the rows of each source (``dispatched_rows``).
 
 What it never does: rewrite a part. Where something reads the sorted rows in a way that
 is not known here, the graph stays as it is, and why is told.
@@ -25,10 +26,12 @@ from torch import fx
 
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder, shape_of
-from fxpar.passes.group_copies import GroupCopies
+from fxpar.passes.dispatched_rows import DispatchedRows
+from fxpar.passes.group_copies import GroupCopies, spread
 from fxpar.passes.row_wise import call_of, row_call
 from fxpar.passes.sorted_products import SORTS, products_by
 from fxpar.sharding.program import user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -53,17 +56,27 @@ class _SortedRows:
     each: fx.Node | None = None
 
 
-def experts_in_place(
-    graph: fx.Graph, rewriter: Builder, groups: Callable[[int], int], room: float = 0.0
-) -> list[str]:
-    """Rewrite a graph in place; notes of what is left as it is. ``groups``: into how
-    many a number of experts is split; ``room``: as ``expert_ops`` has it."""
+@dataclass(frozen=True)
+class ExpertWays:
+    """How rows come to experts on a mesh."""
+
+    # Into how many groups a number of experts is split.
+    groups: Callable[[int], int]
+    # As ``expert_ops`` has it.
+    room: float = 0.0
+    # (rows, rows of a token, bytes of a token, groups) -> parts of the rows that are
+    # sent to groups by themselves; 0: tokens are gathered.
+    sources: Callable[[int, int, int, int], int] = lambda *_: 0
+
+
+def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> list[str]:
+    """Rewrite a graph in place; notes of what is left as it is."""
     notes = []
     for node in list(graph.nodes):
         if node.target in SORTS and len(shape_of(node.args[0])) == 1:
             products = products_by(node)
             if products:
-                mixture = _Mixture(rewriter, node, products, groups, room)
+                mixture = _Mixture(rewriter, node, products, ways)
                 mixture.read(list(graph.nodes))
                 notes += mixture.write(graph)
     graph.eliminate_dead_code()
@@ -78,16 +91,24 @@ class _Mixture:
         build: Builder,
         sort: fx.Node,
         products: dict[fx.Node, int],
-        groups: Callable[[int], int],
-        room: float,
+        ways: ExpertWays,
     ) -> None:
         self.build, self.sort, self.products = build, sort, products
-        self.room = room
         self.key: Any = sort.args[0]
         self.rows = shape_of(self.key)[0]
         self.experts = max(products.values())
-        self.groups = groups(self.experts)
-        self.copies = GroupCopies(build, self.key, self.experts, self.groups)
+        self.groups = ways.groups(self.experts)
+        self.room = ways.room if self.groups > 1 else 0.0
+        self.copies: GroupCopies | DispatchedRows
+        sources = self._sources(ways)
+        if sources:
+            with build.before(sort):
+                self.copies = DispatchedRows(
+                    build, self.key, self.experts, self.groups, sources, self.room
+                )
+            self.room = self.room or float(self.groups)
+        else:
+            self.copies = GroupCopies(build, self.key, self.experts, self.groups)
         # Values in order of experts; and results of calls that give several.
         self.values: dict[fx.Node, _SortedRows] = {}
         self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
@@ -97,6 +118,17 @@ class _Mixture:
         self.inverse: set[fx.Node] = set()
         # What is not in order any more -> the same, computed in place.
         self.instead: dict[fx.Node, fx.Node] = {}
+
+    def _sources(self, ways: ExpertWays) -> int:
+        """Parts of the rows that are sent to experts by themselves; 0 if tokens are
+        gathered."""
+        if self.groups == 1 or not isinstance(self.rows, int):
+            return 0
+        chosen = self.key.args[0] if op_facts_of(self.key.target).reshapes else self.key
+        copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
+        first = next(iter(self.products)).args[0].meta["val"]
+        nbytes = first.shape[-1] * first.dtype.itemsize
+        return ways.sources(self.rows, copies, nbytes, self.groups)
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
         """Compute in place what is computed in order."""
@@ -150,14 +182,12 @@ class _Mixture:
             x = self.build.call(aten.index.Tensor, x, [one])
             divided = 1
         whole = x.meta["val"].dtype.is_floating_point or rest
-        full = [tokens, divided] if divided > 1 else [self.rows]
+        if whole:
+            return _SortedRows(0, each=self.copies.of_tokens(x, divided))
         if divided > 1:
             x = self.build.call(aten.unsqueeze.default, x, 1)
-        elif whole:
-            return _SortedRows(0, each=self.copies.of(x))
-        groups = self.groups if whole else 1
-        made = self.copies.spread(x, full, rest, groups)
-        return _SortedRows(0, each=made) if whole else _SortedRows(0, one=made)
+        full = [tokens, divided] if divided > 1 else [self.rows]
+        return _SortedRows(0, one=spread(self.build, x, full, rest, 1))
 
     def _each(self, x: fx.Node) -> fx.Node | None:
         """A value in order, as rows for each group along its dim."""
@@ -220,7 +250,7 @@ class _Mixture:
 
     def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
-        call, key, how = self.build.call, self.key, (self.groups, self.room)
+        call, key, how = self.build.call, self.copies.ids, (self.groups, self.room)
         mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
         if self.products[node] != self.experts:
             return None
@@ -280,7 +310,7 @@ class _Mixture:
             each = {x: made for x, made in pairs if made is not None}
             if len(each) < len(held):
                 return None
-            made = call.again(self.build, each, self.groups * self.rows)
+            made = call.again(self.build, each, self.copies.count)
         kind = "one" if len(ones) == len(held) else "each"
         if isinstance(made.meta["val"], torch.Tensor):
             return _SortedRows(call.result_dims[0], **{kind: made})

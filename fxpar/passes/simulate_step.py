@@ -4,7 +4,7 @@ In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tas
 gives what takes time in it, for a ``Simulation`` of a search that changes one duration
 after the other. Never runs and never changes the graph; linear in nodes.
 
-What is launched, and which ops are one kernel, says ``inductor_launches``; when it
+What is launched, and which ops are one kernel, says ``launches``; when it
 runs, with the streams of PyTorch and NCCL, ``sharding.cost.streams``. A kernel takes
 its launch and the larger of arithmetic and memory, as ``Hardware.seconds`` has it, a
 collective what ``sharding.cost.collectives`` says: of that the share
@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.passes.inductor_launches import launches_of
-from fxpar.passes.launches import Launch, Launches
+from fxpar.passes.launches import launches_of
 from fxpar.passes.peak_memory import Residency, residency
 from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.fused_kernels import Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.mesh import Mesh
@@ -40,6 +40,7 @@ __all__ = [
     "Task",
     "Timeline",
     "Traffic",
+    "launch_seconds",
     "simulate",
     "tasks_of",
 ]
@@ -187,6 +188,17 @@ def tasks_of(
     """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
     found = launches_of(graph, fused=fused)
     return _work(found, mesh, _machine(hardware, fused), tf32).tasks
+
+
+def launch_seconds(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, fused: bool = True
+) -> dict[str, float]:
+    """What each launch takes by itself, by the name of its last node; arguments and
+    errors as of ``simulate``."""
+    found = launches_of(graph, fused=fused)
+    work = _work(found, mesh, _machine(hardware, fused), False)
+    names = (launch.nodes[-1].name for launch in found.launches)
+    return {name: work.seconds(i) for i, name in enumerate(names)}
 
 
 def _machine(hardware: Hardware, fused: bool) -> Hardware:

@@ -19,6 +19,7 @@ from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.runtime.groups import Ranks
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
@@ -58,6 +59,10 @@ class JointState(PipelineState):
     # Whether sizes are symbols in it.
     open: bool = False
     program: Program = field(init=False)
+    # Rows of the batch, 0 if they are not known.
+    rows: int = 0
+    # Axes of unlike ranks whose shares a search may choose.
+    open_shares: tuple[str, ...] = ()
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
     # Of these that whose schedule stands, too, where one would be chosen.
@@ -72,6 +77,8 @@ class JointState(PipelineState):
     near: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    # Of a program that is cut into them.
+    stages: tuple[PipelineStage, ...] = ()
     plan: Plan = field(init=False)
 
     @property

@@ -11,23 +11,31 @@ import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import fx
 
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.passes import graph_bodies, manual_regions, normalize, size_nodes
 from fxpar.passes.body_seeds import refuse_draws
+from fxpar.passes.dispatch_ops import room_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.loop_steps import count_steps
-from fxpar.passes.normalize_experts import experts_in_place
+from fxpar.passes.normalize_experts import ExpertWays, experts_in_place
 from fxpar.passes.peak_memory import by_kind
+from fxpar.passes.program_at_place import program_at
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
 from fxpar.runtime.pipeline_state import JointState
+from fxpar.runtime.stage_steps import on_whole_mesh
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
-from fxpar.sharding.choose_mesh import decide_on, fastest
+from fxpar.sharding.choose_mesh import balanced, decide_on, fastest
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import UNNAMED
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
@@ -39,12 +47,32 @@ from fxpar.sharding.propagate.conventions import (
 )
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
-from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.refine_mesh import by_speed, refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 
 log = logging.getLogger("fxpar")
+
+
+def share_by_speed(state: JointState) -> None:
+    """Unlike ranks get shares of what the batch axes split."""
+    if state.request.meshes:
+        return
+    regions = any(n.target in manual_regions.EDGES for n in state.graph.nodes)
+    state.rows = 0 if state.open else _first_rows(state)
+    mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
+    state.request = state.request.on(mesh)
+
+
+def _first_rows(state: JointState) -> int:
+    """Rows of dim 0 of the first plain input that has some: the batch's."""
+    nodes = state.graph.find_nodes(op="placeholder")
+    for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
+        value = node.meta["val"]
+        if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
+            return int(value.shape[0])
+    return 0
 
 
 def absorb_regions(state: JointState) -> None:
@@ -79,13 +107,14 @@ def split_batch(state: JointState) -> None:
     if state.open:  # they divide those that a plan may split
         return
     mesh = state.request.mesh
-    axes, along = batch_axes(mesh), sequence_axes(mesh)
+    axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
 
     def splits(rows: int, behind: int) -> bool:
         if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
             return True
-        even = shard_sizes.is_even(rows, mesh, axes)
-        return not even and shard_sizes.may_split(rows, mesh, axes)
+        # Of unlike ranks a search may choose the shares.
+        cut = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
+        return not cut and shard_sizes.may_split(rows, mesh, axes)
 
     keep_batch_apart(state.graph, state.rewriter, splits)
 
@@ -105,8 +134,28 @@ def place_experts(state: JointState) -> None:
         return 1 if experts % count else count
 
     room = state.request.expert_room or 0.0
-    notes += experts_in_place(state.graph, state.rewriter, groups, room)
+    sources = partial(_sources, state.request)
+    ways = ExpertWays(groups, room, sources)
+    notes += experts_in_place(state.graph, state.rewriter, ways)
     state.notes += tuple(dict.fromkeys(notes))
+
+
+def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int) -> int:
+    """Parts of the rows that are sent to groups of experts by themselves, where that
+    takes less time than to gather the tokens, or is asked for; 0: these are gathered.
+    """
+    mesh, asked, room = request.mesh, request.expert_exchange, request.expert_room
+    axes, parts = expert_axes(mesh), mesh.count(batch_axes(mesh))
+    split = rows // copies % parts == 0 and not sequence_axes(mesh)
+    if not split or asked == "gather" or (asked == "auto" and room is None):
+        return 0
+    priced = (request.named_hardware or lookup(UNNAMED)).on(mesh)
+    held = rows // copies // parts * nbytes
+    slots = room_of(rows, groups, parts, room or 0.0) * groups * nbytes
+    gathered = along("all_gather", priced, axes).seconds(held)
+    gathered += along("reduce_scatter", priced, axes).seconds(held * groups)
+    exchanged = 2 * along("all_to_all", priced, axes).seconds(slots)
+    return parts if asked == "all_to_all" or exchanged < gathered else 0
 
 
 def drop_dead(state: JointState) -> None:
@@ -123,13 +172,13 @@ def look_up_plan(state: JointState) -> None:
         request = _on(state, refine(state.program, request))
         asked = request.mode
     if isinstance(asked, Plan):
-        state.recalled = state.known = asked
+        state.recalled = state.known = asked.of_one_stage()
     elif _is_kept(state):
         assert isinstance(asked, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         found = plan_store.load(state.key, asked.seconds)
         if found is not None:
-            state.recalled, chosen = found
+            state.recalled, chosen = found[0].of_one_stage(), found[1]
             state.known = state.recalled if chosen and not request.tune else None
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
@@ -237,10 +286,14 @@ def make_plan(state: JointState) -> None:
         with stage(SEARCH if _searches(request) else PLAN):
             choose = fastest if request.meshes else decide_on
             state.decision = choose(state.program, request)
-        if request.meshes:
+            if state.open_shares and _searches(request):
+                open_ = state.open_shares
+                state.decision = balanced(state.decision, request, open_, state.rows)
+        if request.meshes or state.open_shares:
             state.request = request.on(state.decision.mesh)
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)
+    state.decision = on_whole_mesh(state.decision, request.pipeline)
 
 
 def describe(state: JointState) -> None:
@@ -253,6 +306,7 @@ def describe(state: JointState) -> None:
     plan = plan_facts.describe(state.decided, sent, done, held, mesh)
     state.plan = replace(
         plan,
+        stages=state.stages,
         schedule=str(state.schedule),
         near=state.near,
         notes=(*plan.notes, *state.notes, *notes),
@@ -269,9 +323,15 @@ def _at_hints(state: JointState) -> fx.Graph:
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
     settings, disable = state.schedule.settings, state.request.disable
-    graph = as_run(_at_hints(state), disable=disable, settings=settings)
+    pipeline, held = state.request.pipeline, []
+    graphs = [_at_hints(state)]
+    if pipeline is not None:
+        graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
-        return by_kind(graph, state.decided.program.signature), ()
+        for graph in graphs:
+            graph = as_run(graph, disable=disable, settings=settings)
+            held.append(by_kind(graph, state.decided.program.signature))
+        return max(held, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
         return (), (f"memory is not known: {error.what}",)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import fxpar
+from fxpar.errors import RoomError
 from tests.helpers.models import build_loss
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import Run, compare, loop, one_device, part, train
@@ -35,9 +37,9 @@ def trained(name: str, options: dict[str, Any], rest: str) -> tuple[Run, list[An
     return run, sent
 
 
-def check(name: str, mesh: str, codegen: str, rest: str) -> list[Any]:
+def check(name: str, mesh: str, codegen: str, rest: str, **more: Any) -> list[Any]:
     """What a rank sends."""
-    options = {"mesh": mesh, "codegen": codegen, "plan": "propagate"}
+    options = {"mesh": mesh, "codegen": codegen, "plan": "propagate", **more}
     runs = ranks_of(mesh).run(trained, name, options, rest, timeout=900.0)
     compare([run for run, _ in runs], one_device(name, STEPS))
     return [x for _, sent in runs for x in sent]
@@ -87,6 +89,59 @@ def test_four_ranks() -> None:
 
 def test_generated_kernels() -> None:
     check("mixtral", "ep=2", "inductor", "sharded")
+
+
+def test_tokens_sent_in_slots() -> None:
+    """Nothing is gathered along the axis of experts but what rests split."""
+    exchange = {"expert_exchange": "all_to_all", "expert_room": 2.0}
+    sent = check("mixtral", "ep=2", "eager", "sharded", **exchange)
+    assert not of_weights(sent)
+    experts = [kind for kind, _, where in sent if "moe.py" in where]
+    assert "all_to_all" in experts and "all_gather" not in experts
+
+
+def mixture(
+    x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    weights, ids = torch.topk(scores, 1, dim=-1)
+    key, order = torch.sort(ids.view(-1))
+    counts = torch.histc(key.double(), up.shape[0], 0, up.shape[0] - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    rows = torch.ops.transformers.grouped_mm_fallback(x[order], up, offs=ends)
+    rows = torch.ops.transformers.grouped_mm_fallback(rows, down, offs=ends)
+    return torch.zeros_like(x).index_add(0, order, rows * weights[order])
+
+
+def one_group_overflows(mesh: str, exchange: str) -> tuple[float, str, bool]:
+    """(seconds until the error, the error, whether the next call is right)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, up, down = (torch.randn(*n) for n in ((16, 8), (4, 8, 8), (4, 8, 8)))
+    up.requires_grad_()
+    even = torch.eye(4).repeat(4, 1)  # each expert has as many rows, of every rank
+    uneven = even.clone()
+    uneven[:8] = torch.eye(4)[0]  # rows of the first ranks along dp
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    options |= {"expert_room": 1.5, "expert_exchange": exchange}
+    compiled = torch.compile(mixture, backend="fxpar", options=options)
+    compiled(x, even, up, down).sum().backward()
+    begun = time.monotonic()
+    try:
+        compiled(x, uneven, up, down).sum().backward()
+    except RoomError as error:
+        took, said = time.monotonic() - begun, str(error)
+    again = compiled(x, even, up, down)
+    return took, said, torch.allclose(again, mixture(x, even, up, down), atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+def test_all_ranks_are_told_of_an_overflow(exchange: str) -> None:
+    """Also those of a group that has room."""
+    mesh = "dp=2,ep=2"
+    for took, said, right in ranks_of(mesh).run(one_group_overflows, mesh, exchange):
+        assert took < 20.0
+        assert "rows, and expert_room leaves room for" in said
+        assert right
 
 
 def of_any_length(mesh: str) -> list[tuple[float, float]]:

@@ -334,6 +334,35 @@ for _groups in (1, 2, 4):
         namespace="fxpar",
     )
 
+# Rows of two or four parts in slots of two groups: not all of them hold a row.
+for _parts in (2, 4):
+    _room = 24 // _parts
+    _chosen = torch.stack([_IDS % 2, 3 - _IDS % 2]).T.flatten()
+    _add(
+        "dispatch_slots",
+        _s(_chosen, 4, 2, _parts, _room),
+        _s(_chosen, 4, 2, _parts, 2),
+        namespace="fxpar",
+    )
+    _taken = (torch.arange(2 * _parts * _room) % (32 // _parts + 1) - 1).reshape(
+        2, _parts, _room
+    )
+    _place = torch.arange(32) % (2 * _room + 1) - 1
+    _add(
+        "dispatch_rows",
+        _s(_f(32, 8), _taken, 1, 0),
+        _s(_f(16, 8), _taken, 2, 0),
+        _s(_i(32), _taken, 1, -1),
+        namespace="fxpar",
+    )
+    _add(
+        "combine_rows",
+        _s(_f(2, _parts, _room, 8), _place),
+        _s(_f(2, _parts, _room), _place),
+        namespace="fxpar",
+    )
+    _add("within", _s(_taken, torch.tensor(3), 4, ""), namespace="fxpar")
+
 # Reductions
 
 _T = _f(2, 4, 8)
@@ -432,6 +461,7 @@ _add("view_as_complex view_as_complex_copy", _s(_f(4, 8, 2)))
 _SLICES = [
     *[_s(_T, 2, 2, 6), _s(_T, 1, 0, 2), _s(_T, 2, 0, 9223372036854775807)],
     *[_s(_T, 2, 1, 8, 2), _s(_T, 1, -2, 4), _s(_T, 1, -4), _s(_T)],
+    *[_s(_T, 2, 3, 5), _s(_T, -1, -2, None), _s(_T, 2, 1, 7, 3), _s(_T, 1, 2, 2)],
 ]
 _add("slice.Tensor slice_copy.Tensor", *_SLICES)
 _add("slice_backward", _s(_f(2, 4, 4), [2, 4, 8], 2, 2, 6, 1))

@@ -247,6 +247,99 @@ def test_room_for_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "test_experts.py" in str(raised.value)
 
 
+def test_ranks_tell_each_other_of_rows_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Along ``ep`` all see the same rows; along ``dp`` one number says how many."""
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1.5")
+    args = arguments()
+    for mesh, told in (("ep=2", []), ("dp=2,ep=2", [("dp",)])):
+        plan = planned(mixture, args, mesh)
+        sent = [c for c in plan.collectives if c.kind == "all_reduce" and c.bytes == 8]
+        assert [c.axes for c in sent] == told
+
+
+def exchanged(fn: Any, args: list[torch.Tensor], mesh: str, **more: Any) -> TracedPlan:
+    """A plan in which rows are sent to the ranks of their experts."""
+    options = {"expert_exchange": "all_to_all", **more}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(f"FXPAR_{name.upper()}", str(value))
+        return planned(fn, args, mesh)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", *slow("ep=2", "ep=4", "ep=2,tp=2")])
+@pytest.mark.parametrize("program", [mixture, *slow(added, lifted)])
+def test_rows_are_sent_to_their_experts(program: Any, mesh: str) -> None:
+    """Nothing but rows in slots crosses ``ep``, the same numbers come of it."""
+    args = arguments()
+    plan = exchanged(program, args, mesh, expert_room=2)
+    act = torch.nn.functional.silu if program is mixture else torch.relu
+    compare(plan, args, act, 1.0 if program is lifted else 0.0)
+    sent = [c for c in plan.collectives if "ep" in c.axes]
+    told = [c for c in sent if c.kind == "all_reduce"]
+    assert {c.kind for c in sent} == {"all_to_all", "all_reduce"}
+    assert [c.bytes for c in told] == [8]
+    # Two rows of a token, as many slots as that twice, forward and backward.
+    held = TOKENS // plan.mesh.count(plan.inputs[0].dims[0])
+    slots = [c.bytes for c in sent if c.bytes == 2 * 2 * held * WIDTH * 8]
+    assert len(slots) == 4
+    assert ops(plan.result.local)["aten.sort.stable"] == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("case", ["one has none", *slow("one has all", "uneven")])
+def test_any_counts_are_sent(case: str) -> None:
+    """With slots for all rows nothing overflows, whatever is chosen."""
+    args = arguments()
+    with torch.no_grad():
+        if case == "one has all":
+            args[1][:, 0] += 4.0
+            args[1][:, 1] += 2.0
+        elif case == "one has none":
+            args[1][:, :2] = 0.0
+        else:
+            args[1][:5, 2:] += 4.0
+    compare(exchanged(mixture, args, "dp=2,ep=2"), args, torch.nn.functional.silu)
+
+
+def test_slots_that_do_not_suffice() -> None:
+    """Also where one rank alone sends too many rows."""
+    args = arguments()
+    with torch.no_grad():
+        args[1][:] = torch.tensor([0.4, 0.1, 0.4, 0.1])
+        args[1][:4] = torch.tensor([0.4, 0.4, 0.1, 0.1])
+    plan = exchanged(mixture, args, "dp=2,ep=2", expert_room=1.5)
+    with pytest.raises(RoomError, match="8 rows.*room for 6") as raised:
+        plan.simulate(*args)
+    assert "test_experts.py" in str(raised.value)
+    plan = exchanged(mixture, args, "dp=2,ep=2", expert_room=2)
+    compare(plan, args, torch.nn.functional.silu)
+
+
+@pytest.mark.parametrize(
+    "tokens, room, kinds",
+    [
+        (1 << 16, "1.2", {"all_to_all", "all_reduce"}),  # 2.4 rows for 4 tokens
+        pytest.param(
+            *(1 << 16, "2.4", {"all_gather", "reduce_scatter"}), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(1 << 16, "", {"all_gather", "reduce_scatter"}), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(30, "1.2", {"all_gather", "reduce_scatter"}), marks=pytest.mark.slow
+        ),  # no parts alike
+    ],
+)
+def test_what_takes_less_time_is_taken(
+    tokens: int, room: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_EXPERT_ROOM", room)
+    plan = planned(mixture, arguments(tokens=tokens), "ep=4")
+    sent = {c.kind for c in plan.collectives if c.axes == ("ep",)}
+    assert kinds <= sent and not {"all_to_all", "all_gather"} <= sent
+
+
 def test_room_without_groups_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXPAR_EXPERT_ROOM", "1")
     args = arguments()

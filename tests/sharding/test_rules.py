@@ -13,7 +13,12 @@ import torch
 import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
 
 from fxpar.errors import PlanError
-from fxpar.passes import custom_ops, expert_ops, random  # noqa: F401  (register fxpar's own)
+from fxpar.passes import (  # noqa: F401  (register fxpar's own)
+    custom_ops,
+    dispatch_ops,
+    expert_ops,
+    random,
+)
 from fxpar.passes.local_ops import LOCAL
 from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Passage, Rule, Strategy, parse_rule
@@ -174,6 +179,18 @@ def uneven_on_two_axes(one: OneOp, rule: Rule) -> Iterator[Case | None]:
         yield case(rule, {first: [("x", 3)], second: [("y", 2)]})
 
 
+def unequal(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One axis of unequal shares on one factor, the last rank with most of it."""
+    for factor in rule.free:
+        for shares in ((1.0, 2.0), (2.0, 1.0, 3.0)):
+            found = case(rule, {factor: [("x", len(shares))]})
+            mesh = Mesh((("x", len(shares)),), shares=(shares,))
+            strategy = Strategy(((factor, ("x",)),))
+            whole = found is None or len(found[0].axes) == 1
+            if whole and rule.size[factor] and is_expressible(rule, strategy, mesh):
+                yield mesh, strategy
+
+
 def try_row(key: Any, *kinds: Any) -> None:
     """Run the cases of every sample of a row. Raises with the call at hand."""
     generator = torch.Generator().manual_seed(0)
@@ -221,13 +238,13 @@ SOME = keys(
 
 @pytest.mark.parametrize("key", SOME, ids=name_of)
 def test_row_where_no_axis_divides(key: Any) -> None:
-    try_row(key, uneven)
+    try_row(key, uneven, unequal)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ROWS, ids=name_of)
 def test_every_row_where_no_axis_divides(key: Any) -> None:
-    try_row(key, uneven, uneven_on_two_axes)
+    try_row(key, uneven, uneven_on_two_axes, unequal)
 
 
 @pytest.mark.slow

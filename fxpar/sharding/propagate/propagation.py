@@ -244,13 +244,15 @@ class Propagation:
                 self._changed(v)
 
     def _note_lost(self, op: Op, views: list[dict[str, Axes]]) -> None:
-        """Remember axes that end at this op, since no factor of a dim takes them."""
+        """Remember axes that end at this op, since no factor takes them."""
+        taken = {axis for view in views for axes in view.values() for axis in axes}
         for dims, v, view in zip(op.rule.tensors, op.tensors, views, strict=True):
             if not view and not self.state.origins[v]:
                 continue
             for d, (dim, axes) in enumerate(zip(dims, self.state.dims[v], strict=True)):
                 dealt = sum(len(view.get(factor, ())) for factor in dim)
-                for axis in axes[dealt:] if len(dim) > 1 else ():
+                lost = axes[dealt:] if len(dim) > 1 else ()
+                for axis in () if taken.intersection(lost) else lost:
                     origin = self.state.origins[v][axis]
                     self.state.indivisible.setdefault((v, d, axis), origin)
 

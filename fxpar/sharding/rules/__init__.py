@@ -21,6 +21,7 @@ from fxpar.sharding.rules import (
     convolution,
     custom_op_rules,
     embedding,
+    experts,
     flex,
     indexing,
     linalg,
@@ -40,6 +41,7 @@ from fxpar.sharding.rules.table import Row, evaluate
 FAMILIES = (
     pointwise,
     matmul,
+    experts,
     linalg,
     reduction,
     order,

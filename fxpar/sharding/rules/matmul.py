@@ -240,37 +240,6 @@ def _grouped_mm(
     return make([left, right, ["_"]], [result], sizes)
 
 
-# By expert: of ``groups`` groups a rank has one or more, and the rows that count there
-# (``fxpar/passes/expert_ops.py``).
-
-
-def _expert_words(experts: int, rows: int, groups: int) -> tuple[Word, Word, Any]:
-    """(word of the rows, of the experts, sizes of their factors)."""
-    if groups == 1:
-        return "s", "e!", {"s": rows, "e": experts}
-    sizes = {"g": groups, "s": rows, "e": experts // groups}
-    return ("g", "s"), ("g", "e!"), sizes
-
-
-def _expert_mm(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
-) -> Rule:
-    rows, experts, sizes = _expert_words(weight.shape[0], ids.shape[0], groups)
-    return make([[rows, "k"], [experts, "k", "n"], ["s"]], [[rows, "n"]], sizes)
-
-
-def _expert_outer(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    ids: torch.Tensor,
-    count: int,
-    groups: int,
-    _: float,
-) -> Rule:
-    rows, experts, sizes = _expert_words(count, ids.shape[0], groups)
-    return make([[rows, "k"], [rows, "n"], ["s"]], [[experts, "k", "n"]], sizes)
-
-
 MM, BMM = "m k, k n -> m n", "b m k, b k n -> b m n"
 
 ROWS = {
@@ -298,6 +267,4 @@ ROWS = {
         "transformers",
         linear="3",
     ),
-    **rows("expert_mm", _expert_mm, "fxpar", linear="0|1"),
-    **rows("expert_outer", _expert_outer, "fxpar", linear="0|1"),
 }

@@ -1,0 +1,90 @@
+"""Rows of products by expert, and of what brings rows to their experts.
+
+Of ``groups`` groups of experts a rank has one or more, and the rows that count there
+(``fxpar/passes/expert_ops.py``, ``dispatch_ops.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpar.sharding.factors import Passage, Rule
+from fxpar.sharding.rules.row_builders import Word, make, rows, words_of
+
+
+def _words(
+    experts: int, count: int, ids: int, groups: int
+) -> tuple[Word, Word, Word, Any]:
+    """(word of the rows, of the experts, of the ids, sizes of their factors)."""
+    if groups == 1:
+        return "s", "e!", "s", {"s": count, "e": experts}
+    sizes = {"g": groups, "s": count // groups, "e": experts // groups}
+    by_row: Word = ("g", "s")
+    return by_row, ("g", "e!"), by_row if ids == count else "s", sizes
+
+
+def _expert_mm(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
+) -> Rule:
+    given = weight.shape[0], x.shape[0], ids.shape[0], groups
+    by_row, experts, chosen, sizes = _words(*given)
+    return make([[by_row, "k"], [experts, "k", "n"], [chosen]], [[by_row, "n"]], sizes)
+
+
+def _expert_outer(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    count: int,
+    groups: int,
+    _: float,
+) -> Rule:
+    given = count, x.shape[0], ids.shape[0], groups
+    by_row, experts, chosen, sizes = _words(*given)
+    return make([[by_row, "k"], [by_row, "n"], [chosen]], [[experts, "k", "n"]], sizes)
+
+
+def _dispatch_slots(
+    ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
+) -> Rule:
+    """The most of all parts is the largest of theirs."""
+    by_row: Word = ("s", "r!")
+    sizes = {"s": sources, "r": ids.shape[0] // sources}
+    results: list[list[Word]] = [["g!", "s", "c!"], [by_row], []]
+    rule = make([[by_row]], results, sizes, reductions={"s": "max"})
+    return replace(rule, evenly=frozenset("s"))
+
+
+def _dispatch_rows(x: torch.Tensor, taken: torch.Tensor, _: int, fill: int) -> Rule:
+    """Summands may be sent where slots without a row are zero."""
+    sources, rest = taken.shape[1], words_of(x)[1:]
+    sizes = {"s": sources, "t": x.shape[0] // sources}
+    given: list[list[Word]] = [[("s", "t!"), *rest], ["g!", "s", "c!"]]
+    sums = [Passage((0,))] if x.is_floating_point() and not fill else []
+    rule = make(given, [["g!", "s", "c!", *rest]], sizes, passages=sums)
+    return replace(rule, evenly=frozenset("s"))
+
+
+def _combine_rows(y: torch.Tensor, slots: torch.Tensor) -> Rule:
+    sources, rest = y.shape[1], words_of(y)[3:]
+    by_row: Word = ("s", "r!")
+    sizes = {"s": sources, "r": slots.shape[0] // sources}
+    rule = make([["g!", "s", "c!", *rest], [by_row]], [[by_row, *rest]], sizes)
+    return replace(rule, evenly=frozenset("s"))
+
+
+def _within(x: torch.Tensor, *_: Any) -> Rule:
+    return make([words_of(x), []], [words_of(x)])
+
+
+ROWS = {
+    **rows("expert_mm", _expert_mm, "fxpar", linear="0|1"),
+    **rows("expert_outer", _expert_outer, "fxpar", linear="0|1"),
+    **rows("dispatch_slots", _dispatch_slots, "fxpar"),
+    **rows("dispatch_rows", _dispatch_rows, "fxpar"),
+    **rows("combine_rows", _combine_rows, "fxpar", linear="0"),
+    **rows("within", _within, "fxpar"),
+}
