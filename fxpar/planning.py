@@ -53,7 +53,7 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.search.alternatives import alternatives, said
+from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
 from fxpar.sharding.spec import Spec
@@ -169,7 +169,7 @@ class TracedPlan(Plan):
         value = self.result.decision.program.named(name) if self.result else None
         if found is None or value is None:
             return text
-        return f"{text}\n{said(found, value, alternatives(found, value))}"
+        return f"{text}\n{alternatives_text(found, value, alternatives(found, value))}"
 
     def why_not(self, name: str, spec: Spec | Sequence[Any] | str) -> str:
         """What a searched plan would cost if ``name`` were made with ``spec``.
@@ -188,7 +188,7 @@ class TracedPlan(Plan):
         if not isinstance(spec, Spec):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
         spec = spec.refined(self.mesh)
-        return said(found, value, alternatives(found, value, spec=spec))
+        return alternatives_text(found, value, alternatives(found, value, spec=spec))
 
     def ratios(self) -> Ratios:
         """How the shards would best be cut by the speeds of the mesh

@@ -25,7 +25,13 @@ from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.steps import ALONE, Alone
 from fxpar.sharding.search import search_space
-from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
+from fxpar.sharding.search.search_space import (
+    EdgeEnd,
+    Node,
+    Pool,
+    allowed,
+    specs_of_shape,
+)
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.solver import Edge
 from fxpar.sharding.spec import Spec
@@ -83,15 +89,15 @@ class ProblemBuilder:
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
-                found = search_space.strategies(op.rule, self.mesh)
+                options = search_space.strategies(op.rule, self.mesh)
                 rows = [
                     [self.pool.number(s) for s in search_space.specs(op.rule, strategy)]
-                    for strategy in found
+                    for strategy in options
                 ]
-                self.columns[key] = found, np.array(rows).reshape(len(found), -1)
-            found, numbers = self.columns[key]
+                self.columns[key] = options, np.array(rows).reshape(len(options), -1)
+            options, numbers = self.columns[key]
             out.append(
-                self.node("op", op.index, numbers, self._seconds(op.index), found)
+                self.node("op", op.index, numbers, self._seconds(op.index), options)
             )
         return out
 
@@ -100,18 +106,18 @@ class ProblemBuilder:
         op, mine = self.program.ops[index], self.kernels.works[index]
         key = (op.rule, mine, messages_of(op))
         if key not in self.prices:
-            found = search_space.strategies(op.rule, self.mesh)
+            options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
                     fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
-                    for strategy in found
+                    for strategy in options
                 ]
             )
         return self.prices[key]
 
-    def lying(self, v: int) -> list[Spec]:
+    def specs_of_shape(self, v: int) -> list[Spec]:
         """Every way a value may lie with nothing partial, in each order of axes."""
-        return lying(self.program.values[v].shape, self.mesh)
+        return specs_of_shape(self.program.values[v].shape, self.mesh)
 
     def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
         """Those that keep to the hints on a value; if none does, any that do. Raises
@@ -143,11 +149,11 @@ class ProblemBuilder:
         """Whether copies of a value before and behind its collectives are kernels of
         their own: no light op makes it, or reads it."""
         kernels, kind = self.kernels, self.nodes[b.node].kind
-        made = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
+        light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
         read = kind == "value" and kernels.read_by_light[v]
         if kind == "op":
             read = kernels.reads_lightly(self.nodes[b.node].of)
-        return not made, not read
+        return not light_maker, not read
 
     def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
         """Seconds that a collective takes from the kernel around it: what one kernel
