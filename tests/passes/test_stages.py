@@ -215,6 +215,15 @@ def test_parameters_belong_to_the_stage_that_reads_them(
     assert len(first.parameters) + len(last.parameters) == 14
 
 
+def test_gradients_of_a_tied_weight_cross_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, "tied", "pp=2", 4)
+    weights = [n for n in crossings(plan) if n.meta["val"].shape == (20, WIDTH)]
+    assert len(weights) == 1
+    assert error_of(plan, ids()) < 1e-11
+
+
 def test_microbatches_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, "blocks", "pp=2")
     assert any("2 stages along pp, gpipe, 8 microbatches" in x for x in plan.notes)
