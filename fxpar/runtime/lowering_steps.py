@@ -30,9 +30,11 @@ from fxpar.passes.localize import partition
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.outline_layers import outline_layers
+from fxpar.passes.softmax_pairs import exchange_pairs
 from fxpar.runtime import binding
 from fxpar.runtime.groups import bandwidth_of
 from fxpar.runtime.pipeline_state import JointState, PhaseState, RankState
+from fxpar.runtime.stage_steps import parts_of
 from fxpar.runtime.train_step import step_writes
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
@@ -66,19 +68,28 @@ def _open_decision(state: JointState) -> Decision:
         return state.decided
     if not state.decided.is_even:
         raise PlanError("shards that are not alike have sizes that are known")
-    if state.request.microbatches > 1:
+    if (state.request.microbatches or 1) > 1:
         raise PlanError("parts of a batch have sizes that are known")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
 
 
 def cut_batch(state: JointState) -> None:
     """The rank's batch in parts, one after the other."""
-    parts = state.request.microbatches
+    parts, asked = parts_of(state.request), state.request.microbatches
     if parts > 1:
         state.graph, notes = cut_microbatches(
-            state.graph, state.decided, parts, state.fake_mode
+            state.graph, state.decided, parts, state.fake_mode, asked=asked is not None
         )
         state.notes = (*state.notes, *notes)
+
+
+def pair_reductions(state: JointState) -> None:
+    """What normalizes a softmax along a split dim is sent at once, where that pays."""
+    hardware, mesh = state.request.hardware, state.decided.mesh
+    if hardware is None or mesh.size == 1 or not state.decided.is_even:
+        return
+    build = Builder(state.graph, state.fake_mode, mesh)
+    exchange_pairs(state.graph, build, hardware.at_speed(mesh.slowest).on(mesh))
 
 
 def apply_schedule(state: JointState) -> None:
@@ -89,6 +100,8 @@ def apply_schedule(state: JointState) -> None:
         _leave_unscheduled(state)
         return
     saved = state.known
+    if request.pipeline is not None:
+        return
     if not state.decided.is_even:
         _refuse_uneven(request.schedule)
         return

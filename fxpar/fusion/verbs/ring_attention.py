@@ -36,6 +36,7 @@ from fxpar.passes.merge_attention import (
     BIASES,
     RunningAttention,
     aligned,
+    log_of_sum,
     of_visible,
     weighted,
 )
@@ -78,9 +79,9 @@ def form_of(target: Any) -> AttentionForm | None:
     name, schema = str(target), _torch.objects.schema_of(target)
     if schema is None or not contracts(target) or "attention" not in name:
         return None
-    if "_scaled_dot" not in name and "causal" not in name:
-        return None
     names = tuple(argument.name for argument in schema.arguments)
+    if "_scaled_dot" not in name and "ahead" not in names:
+        return None
     return AttentionForm(
         keys=names.index("k" if "k" in names else "key"),
         ahead=names.index("ahead") if "ahead" in names else None,
@@ -347,7 +348,8 @@ def _merged(build: Builder, made: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
     out, lse = (build.call(operator.getitem, made[0], k) for k in range(2))
     for node in made[1:]:
         seen, weight = (build.call(operator.getitem, node, k) for k in range(2))
-        total = build.call(aten.logaddexp.default, lse, weight)
+        both = [build.call(aten.unsqueeze.default, x, 0) for x in (lse, weight)]
+        total = log_of_sum(build, build.call(aten.cat.default, both))
         pairs = ((out, lse), (seen, weight))
         first, second = (weighted(build, o, w, total) for o, w in pairs)
         out, lse = build.call(aten.add.Tensor, first, second), total
