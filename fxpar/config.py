@@ -23,7 +23,9 @@ PREFIX = "FXPAR_"
 # run: first those before planning, then those of the local graph, then those of a
 # forward or backward parted.
 PASSES = (
+    "share_by_speed",
     "random_by_index",
+    "causal_masks",
     "find_shifts",
     "experts_in_place",
     "undo_views_around_matmul",
@@ -34,6 +36,7 @@ PASSES = (
     "join_pool_gradients",
     "expand_moments",
     "keep_sorted",
+    "pair_reductions",
     "schedule",
     "sink_waits",
     "bucket",

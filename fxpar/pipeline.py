@@ -26,6 +26,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize, size_nodes
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.normalize_masks import causal_masks
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
 from fxpar.passes.order_collectives import (
@@ -106,10 +107,12 @@ def _of_phase(row: PhasePass, stage: str = "") -> PipelineStep:
 # Forward and backward in one graph, the same on every rank: traced -> local.
 JOINT = (
     _always("show_bodies", plan_steps.show_bodies),
+    _may("share_by_speed", plan_steps.share_by_speed),
     _always("absorb_regions", plan_steps.absorb_regions),
     _always("refuse_body_draws", plan_steps.refuse_body_draws),
     _always("count_loop_steps", plan_steps.count_loop_steps),
     _may("random_by_index", _rewrite(normalize.random_by_index)),
+    _may("causal_masks", _rewrite(causal_masks)),
     _may("find_shifts", _rewrite(find_shifts)),
     _may("experts_in_place", plan_steps.place_experts),
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
@@ -126,6 +129,7 @@ JOINT = (
     _always("localize", lowering_steps.localize),
     _may("keep_sorted", lowering_steps.keep_sorted),
     _always("cut_batch", lowering_steps.cut_batch),
+    _may("pair_reductions", lowering_steps.pair_reductions),
     _may("schedule", lowering_steps.apply_schedule, "rewritten"),
     _always("lower", lowering_steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),
@@ -411,6 +415,9 @@ def bound(
 ) -> fx.Graph:
     """The graph of one rank. ``written``: positions of the inputs that results are
     written to; ``copied``: of those whose written values are copied."""
+    shares = dict(zip(result.plan.mesh.names, result.plan.mesh.shares, strict=True))
+    cut = {axis: shares[axis] for axis in ranks.mesh.names if axis in shares}
+    ranks = replace(ranks, mesh=ranks.mesh.with_shares(cut))
     state = RankState(
         graph=result.local,
         request=request,

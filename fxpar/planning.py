@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpar._torch.distributed import default_group
+from fxpar._torch.fake import fake_mode_of
 from fxpar.config import PREFIX, Options
 from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
@@ -33,6 +34,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result, parallelize
+from fxpar.runtime.binding import sized
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
@@ -49,9 +51,9 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.search.alternatives import alternatives, said
+from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
-from fxpar.sharding.search.unequal_shards import Ratios, ratios
+from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
 from fxpar.sharding.spec import Spec
 
 
@@ -107,7 +109,7 @@ class TracedPlan(Plan):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step of the slowest rank, simulated (``passes.simulate`` says how).
+        """One step of the slowest rank, simulated (``passes.simulate_step`` says how).
 
         What is simulated is the local graph, with forward and backward parted and
         scheduled as when compiled. Which values the backward computes again is decided
@@ -119,7 +121,14 @@ class TracedPlan(Plan):
         graph = as_run(result.local, disable=disable, settings=settings)
         fused = self.options.codegen == "inductor"
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
-        return simulate(graph, machine.on(mesh), machine, fused=fused)
+        if mesh.is_shared_equally:
+            return simulate(graph, machine.on(mesh), machine, fused=fused)
+        mode = fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])
+        lines = []
+        for rank, speed in unlike_ranks(mesh):
+            machine, own = self.hardware.at_speed(speed), sized(graph, mesh, rank, mode)
+            lines.append(simulate(own, machine.on(mesh), machine, fused=fused))
+        return max(lines, key=lambda line: line.seconds)
 
     @cached_property
     def predicted(self) -> Predicted:
@@ -154,7 +163,7 @@ class TracedPlan(Plan):
         value = self.result.decision.program.named(name) if self.result else None
         if found is None or value is None:
             return text
-        return f"{text}\n{said(found, value, alternatives(found, value))}"
+        return f"{text}\n{alternatives_text(found, value, alternatives(found, value))}"
 
     def why_not(self, name: str, spec: Spec | Sequence[Any] | str) -> str:
         """What a searched plan would cost if ``name`` were made with ``spec``.
@@ -173,14 +182,14 @@ class TracedPlan(Plan):
         if not isinstance(spec, Spec):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
         spec = spec.refined(self.mesh)
-        return said(found, value, alternatives(found, value, spec=spec))
+        return alternatives_text(found, value, alternatives(found, value, spec=spec))
 
     def ratios(self) -> Ratios:
-        """How the shards would be cut were they sized by the speeds of the mesh
-        (``FXPAR_MESH="dp=2{1.0,0.5}"``), and what a step would then take; printable.
+        """How the shards would best be cut by the speeds of the mesh
+        (``FXPAR_MESH="dp=2{1.0,0.5}"``), and what a step would then take, and with
+        equal ones; printable.
 
-        What runs has equal shards. Raises as ``hardware`` does, and PlanError for a
-        loaded plan.
+        Raises as ``hardware`` does, and PlanError for a loaded plan.
         """
         result, _ = self._traced()
         _, done = facts_of(result.local)

@@ -130,7 +130,7 @@ def test_another_name_is_an_error(name: str, near: str) -> None:
 def test_a_step_that_others_need_cannot_be_left_out() -> None:
     for step in STEPS:
         if not step.optional:
-            with pytest.raises(OptionError, match="passes are random_by_index"):
+            with pytest.raises(OptionError, match="passes are share_by_speed"):
                 Options.read({"disable": step.name}, {})
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.fake import fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
@@ -256,7 +257,12 @@ def compile_fx(
         settings["guess_tangent_strides_as_outputs"] = False
     if (symbolic or kept) and can_compile_backward():
         settings[_NOW] = True
-    with functorch_config.patch(settings), _views_recomputed(), calls_rewritten():
+    with (
+        functorch_config.patch(settings),
+        _views_recomputed(),
+        calls_rewritten(),
+        kernels_in_libraries(),
+    ):
         compiled = inductor(
             gm,
             examples if symbolic else _with_symbols(gm, examples),

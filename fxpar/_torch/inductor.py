@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxpar._torch.cpp_kernels import kernels_in_libraries
 from fxpar._torch.version import own_version
 
 
@@ -77,7 +78,8 @@ def _in_order(
 
     waits = any("::wait_" in _name(node.target) for node in gm.graph.nodes)
     names = ("reorder_for_locality", "reorder_for_peak_memory") if waits else ()
-    with config.patch(dict.fromkeys(names, False)), _keyed_by(text):
+    order = config.patch(dict.fromkeys(names, False))
+    with order, _keyed_by(text), kernels_in_libraries():
         return compile_fx_inner(gm, fakes, **how)
 
 

@@ -178,7 +178,7 @@ def _why_whole(plan: Plan) -> str:
 # Notes that begin so say what was chosen; all others are warnings.
 _NEWS = (
     *("search: ", "schedule: ", "mesh ", "found before", "result ", "in parts: "),
-    "uneven: ",
+    *("uneven: ", "shares: "),
 )
 
 

@@ -25,10 +25,16 @@ from fxpar import _torch
 from fxpar.errors import FxparWarning, ScheduleError, compose
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.collective_window import Window, shapes_of, window
-from fxpar.fusion.overlap_candidates import Machine, OverlapCandidate, improved
+from fxpar.fusion.overlap_candidates import (
+    Machine,
+    OverlapCandidate,
+    dims_of,
+    improved,
+)
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
+from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.ring_attention import rings_of
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
@@ -56,6 +62,9 @@ _CASES = 3
 
 # Of so many kinds of collectives, the largest, a later start is tried.
 _SUNK = 4
+
+# So many times chunks of a collective may pass beside the one that reads it.
+_PAIRED = 2
 
 # A step that takes no longer than this share of what its windows say is as said.
 _AS_SAID = 1.005
@@ -126,9 +135,10 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         before = state.now
         cases, split = _sliced(state)
         if len(graph.nodes) <= _LARGE:
-            cases = _with_rings(state, cases)
+            cases = _attended(state, cases)
             _overlapped(state, cases, split)
             _sunk(state)
+            _hops_overlapped(state)
             _by_phase(state)
     return Chosen(
         state.schedule,
@@ -238,15 +248,19 @@ def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
     return cases, split
 
 
-def _with_rings(state: _Search, cases: list[Schedule]) -> list[Schedule]:
+def _attended(state: _Search, cases: list[Schedule]) -> list[Schedule]:
     """The cases, and the best so far with a ring for each attention that reads gathered
-    keys."""
-    rings = rings_of(state.graph(state.schedule))
-    if not rings:
-        return cases
-    schedule = state.schedule + rings
-    then = state.attempt(schedule, f"{len(rings.lines)} rings of keys and values")
-    return cases if then is None else [schedule, *cases]
+    keys, and with queries that change places."""
+    graph, best = state.graph(state.schedule), state.schedule
+    ways = {
+        "rings of keys and values": rings_of(graph),
+        "attentions balanced": balances_of(graph, state.mesh),
+    }
+    for said, lines in ways.items():
+        if lines.lines:
+            then = state.attempt(best + lines, f"{len(lines.lines)} {said}")
+            cases = cases if then is None else [best + lines, *cases]
+    return cases
 
 
 def _overlapped(
@@ -297,6 +311,39 @@ def _before_readers(node: fx.Node) -> Iterator[fx.Node]:
     while (node := node.next) < first:
         if node.target in collective_nodes.COLLECTIVE:
             yield node
+
+
+def _hops_overlapped(state: _Search) -> None:
+    """Collectives in chunks beside those over other axes that read them: all of a kind,
+    or the last alone, behind which there is no compute to hide it."""
+    for _ in range(_PAIRED):
+        first, exposed = state.schedule, _exposed(state.now)
+        alike: dict[Any, list[tuple[fx.Node, fx.Node]]] = {}
+        for node in state.graph(first).nodes:
+            before = _hop_before(node)
+            if before and exposed.get(_key(node), 0.0) > _TRIED * state.now.seconds:
+                kinds = _key(before), _key(node)
+                alike.setdefault(kinds, []).append((before, node))
+        for (kind, then), pairs in alike.items():
+            for some in (pairs, pairs[-1:])[: len(pairs)]:
+                for dim in dims_of(some[0][1], 2):
+                    how = f"chunks=2, dim={dim}"
+                    lines = (f"overlap({a.name}, {b.name}, {how})" for a, b in some)
+                    what = f"{len(some)} of {kind[0]} beside the {then[0]} behind"
+                    state.attempt(first + Schedule.of("\n".join(lines)), what)
+        if state.schedule == first:
+            return
+
+
+def _hop_before(node: fx.Node) -> fx.Node | None:
+    """The collective over other axes that a collective alone reads."""
+    if node.target not in collective_nodes.COLLECTIVE:
+        return None
+    before = node.all_input_nodes[0]
+    if before.target not in collective_nodes.COLLECTIVE or len(before.users) > 1:
+        return None
+    axes = collective_nodes.axes_of(node)
+    return before if set(axes).isdisjoint(collective_nodes.axes_of(before)) else None
 
 
 @dataclass(frozen=True)

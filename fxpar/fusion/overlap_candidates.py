@@ -111,7 +111,7 @@ def improved(
     if not split:
         return found
     more = potential(node, machine)
-    for dim in _dims(node):
+    for dim in dims_of(node):
         if more - found.seconds <= least:
             break
         gives = "scattered", "gathered"
@@ -142,7 +142,7 @@ def _nested(
     starts = list(_starts(node))
     ways: list[tuple[float, Schedule]] = []
     for inner, outer in _halves(collective_nodes.axes_of(node)):
-        for dim in _dims(node, machine.mesh.count(inner)):
+        for dim in dims_of(node, machine.mesh.count(inner)):
             said = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
             gives = "scattered", "reduced", "gathered"
             options = (*said, ("dim", dim))
@@ -155,7 +155,7 @@ def _nested(
                 work = sum(machine.work(n) for n in region)
                 part = sum(machine.work(n, chunks) for n in region)
                 passes = max(max(hops), part) * (chunks - 1) + sum(hops) + part
-                for along_dim in _dims(node, chunks):
+                for along_dim in dims_of(node, chunks):
                     how = (("chunks", chunks), ("dim", along_dim))
                     second = Line("overlap", (start, "gathered"), how)
                     ways.append((now + work - passes, Schedule((first, second))))
@@ -254,7 +254,7 @@ def _in_parts(
     for chunks in CHUNKS:
         taken = machine.moved(kind, node, 1 / chunks)
         least = _at_least(region, machine, chunks, chunks, taken)
-        for dim in _dims(node, chunks):
+        for dim in dims_of(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
             yield OverlapWay(Line("overlap", arguments, options), least, now)
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
@@ -279,7 +279,7 @@ def _at_least(
     return max(alone + sum(others), parts * max(others, default=0.0) + work)
 
 
-def _dims(node: fx.Node, chunks: int = 1) -> list[int]:
+def dims_of(node: fx.Node, chunks: int = 1) -> list[int]:
     """The dims of a collective that so many chunks divide, on both of its sides."""
     sides = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     pairs = enumerate(zip(*sides, strict=True))

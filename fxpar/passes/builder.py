@@ -187,12 +187,39 @@ class Builder:
         start, size = self.own_start(rows, axes), self.own_size(rows, axes)
         return self.compute(operator.add, start, size)
 
+    def part_sizes(self, rows: int, axes: Sequence[str], axis: str) -> list[Size]:
+        """Rows that each rank along one more axis holds of what this rank and they hold
+        of a dim of ``rows``, split over axes."""
+        own, ranks = self.own_size(rows, axes), range(self.mesh.axis_size(axis))
+        if isinstance(own, fx.Node):
+            own = shard_sizes.largest(rows, self.mesh, axes)
+        else:
+            axes, rows = (), own
+        sizes = [shard_sizes.piece(own, self.mesh, axis, i)[1] for i in ranks]
+        if not axes:
+            return list(sizes)
+        part_size, place = custom_ops.part_size, self._place
+        return [place(part_size, axes, rows, n, axis, i) for i, n in enumerate(sizes)]
+
+    def largest_part(self, rows: int, axes: Sequence[str], axis: str) -> Size:
+        """The largest of ``part_sizes``."""
+        own = self.own_size(rows, axes)
+        if not isinstance(own, fx.Node):
+            return shard_sizes.largest(own, self.mesh, (axis,))
+        largest = shard_sizes.largest(rows, self.mesh, (*axes, axis))
+        return self._place(custom_ops.largest_part, axes, rows, largest, axis)
+
     def _place(
-        self, target: Callable[..., int], axes: Sequence[str], rows: int, value: int
+        self,
+        target: Callable[..., int],
+        axes: Sequence[str],
+        rows: int,
+        value: int,
+        *more: str | int,
     ) -> fx.Node:
         if not isinstance(rows, int):
             raise Inexpressible("shards of a size that is left open are not alike")
-        args = (str(self.mesh), tuple(axes), rows)
+        args = (str(self.mesh), tuple(axes), rows, *more)
         node = self.graph.call_function(target, args)
         node.meta["val"] = value
         return node

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import Builder
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import KINDS, Step, permutation
 from fxpar.sharding.spec import Spec
@@ -124,17 +125,41 @@ def axes_of(node: fx.Node) -> Axes:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a value is cut around a step: its global shape, the axes of each dim before
-    the step and after it."""
+    """How a value is cut around a step."""
 
+    # The global shape.
     shape: tuple[int, ...]
+    # The axes of each dim before the step, and after it.
     before: tuple[Axes, ...]
     after: tuple[Axes, ...]
+    # Dims of which each rank has as many rows, whatever the shares of axes.
+    alike: tuple[int, ...] = ()
 
     def is_even(self, mesh: Mesh) -> bool:
         """Whether all ranks hold as much, before and after."""
-        specs = Spec.of(self.before), Spec.of(self.after)
-        return all(spec.is_even(mesh, self.shape) for spec in specs)
+        return all(self.is_even_in(mesh, d) for d in range(len(self.shape)))
+
+    def is_even_in(self, mesh: Mesh, d: int) -> bool:
+        """Whether all ranks hold as much of a dim, before and after."""
+        pair = self.before[d], self.after[d]
+        return d in self.alike or all(
+            shard_sizes.is_even(self.shape[d], mesh, axes) for axes in pair
+        )
+
+    def largest(self, mesh: Mesh) -> list[int]:
+        """The shape of the largest shard after the step."""
+        return [
+            rows // mesh.count(axes)
+            if d in self.alike
+            else shard_sizes.largest(rows, mesh, axes)
+            for d, (rows, axes) in enumerate(zip(self.shape, self.after, strict=True))
+        ]
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """As the node of a step keeps it."""
+        fields = self.shape, self.before, self.after
+        return (*fields, self.alike) if self.alike else fields
 
 
 def cut_of(node: fx.Node) -> Cut | None:
@@ -153,11 +178,11 @@ def step(
     """Append one step, with its fake value. ``cut``: how the value is cut around it,
     kept where not all ranks hold as much."""
     uneven = cut is not None and not cut.is_even(build.mesh)
-    kept = {"cut": (cut.shape, cut.before, cut.after)} if cut and uneven else {}
+    kept = {"cut": cut.fields} if cut and uneven else {}
     node = build.graph.call_function(target, (x, *args), kept)
     value, shape = x.meta["val"], list(x.meta["val"].shape)
     if cut and uneven:
-        shape = list(Spec.of(cut.after).local_shape(build.mesh, cut.shape))
+        shape = cut.largest(build.mesh)
     elif target is send:
         shape = [0]
     elif target is not recv:

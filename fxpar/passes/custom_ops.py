@@ -65,10 +65,21 @@ def own_start(mesh: str, axes: Sequence[str], rows: int) -> int:
     return shard_sizes.shard(rows, Mesh.parse(mesh), axes, _RANK.get() or 0)[0]
 
 
+def part_size(mesh: str, axes: Sequence[str], rows: int, axis: str, i: int) -> int:
+    """Rows that rank ``i`` along one more axis has of what ``own_size`` counts."""
+    own = own_size(mesh, axes, rows)
+    return shard_sizes.piece(own, Mesh.parse(mesh), axis, i)[1]
+
+
+def largest_part(mesh: str, axes: Sequence[str], rows: int, axis: str) -> int:
+    """The largest ``part_size``."""
+    return shard_sizes.largest(own_size(mesh, axes, rows), Mesh.parse(mesh), (axis,))
+
+
 # Ints that depend on the rank; their second argument are the axes over which they vary.
-PLACES = (offset, own_size, own_start)
+PLACES = (offset, own_size, own_start, part_size, largest_part)
 # Of these, what a dim is cut into whose shards are not alike.
-SIZES = (own_size, own_start)
+SIZES = (own_size, own_start, part_size, largest_part)
 
 
 def place(target: Callable[..., int], args: Sequence[Any], rank: int) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
-from fxpar.sharding.cost.recompute import computed_again
+from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents
 
 
@@ -40,7 +40,7 @@ def as_run(
         of_step = any(map(phase_of, first))  # which has its backward inside
         schedule(whole, backward=of_step, disable=disable, settings=settings)
         return whole
-    given = _given(first, second)
+    given = given_of(first, second)
     early = [r for r in results if r not in late]
     grads = [r for r in results if r in late]
     forward = _graph(inputs, first, [*early, *given])
@@ -48,62 +48,6 @@ def as_run(
     schedule(forward, backward=False, disable=disable, settings=settings)
     schedule(backward, backward=True, disable=disable, settings=settings)
     return _joined(forward, backward, [r in late for r in results])
-
-
-def phases(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The calls of a local graph that the forward runs, and those that the backward
-    runs, each in order; what the backward computes again is in both. All are of the
-    forward in a graph that is not joint."""
-    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    late = depending_on_tangents(graph)
-    if not late:
-        return calls, []
-    second = _with_again(calls, late)
-    results = [r for r in graph.output_node().args[0] if isinstance(r, fx.Node)]
-    early = [r for r in results if r not in late]
-    ahead = _ancestors([*early, *_given(calls, second)])
-    return [n for n in calls if n in ahead], second
-
-
-def _given(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.Node]:
-    """What the backward reads of the forward."""
-    there, read = set(second), {r for n in second for r in n.all_input_nodes}
-    return [n for n in first if n in read and n not in there]
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all they are computed from."""
-    found, rest = set(nodes), list(nodes)
-    while rest:
-        for read in rest.pop().all_input_nodes:
-            if read not in found:
-                found.add(read)
-                rest.append(read)
-    return found
-
-
-def _with_again(calls: Sequence[fx.Node], late: Collection[fx.Node]) -> list[fx.Node]:
-    """The backward's nodes: those that are ``late``, and others that it computes for
-    itself, each before what reads it."""
-    again = computed_again(calls, late)
-    done: set[fx.Node] = set()
-    out: list[fx.Node] = []
-    for node in calls:
-        stack = [node] if node in late else []
-        while stack:
-            missing = [
-                read
-                for read in stack[-1].all_input_nodes
-                if read in again and read not in done
-            ]
-            if missing:
-                stack += reversed(missing)
-                continue
-            made = stack.pop()
-            if made not in done:
-                done.add(made)
-                out.append(made)
-    return out
 
 
 def _graph(

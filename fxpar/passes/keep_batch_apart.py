@@ -18,16 +18,9 @@ from torch import fx
 
 from fxpar.passes.builder import Builder, shape_of
 from fxpar.sharding.rules import pointwise
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 aten = torch.ops.aten
-prims = torch.ops.prims
-
-_VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    prims.reshape.default,
-}
 
 # Ops along one dim, or several, of all tensors that they read: position of that
 # argument. They keep each row of the dims they do not name.
@@ -82,7 +75,7 @@ def keep_batch_apart(
 
 def _parts(node: fx.Node, splits: Callable[[int, int], bool]) -> tuple[int, int] | None:
     """(b, s) of a value that merges its first two dims into one; None if none does."""
-    if node.target not in _VIEWS:
+    if not op_facts_of(node.target).reshapes:
         return None
     source: Any = node.args[0]
     before, after = shape_of(source), shape_of(node)
@@ -95,7 +88,7 @@ def _parts(node: fx.Node, splits: Callable[[int, int], bool]) -> tuple[int, int]
 def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
     """The node on values whose batch is apart, merged again behind it, if it can be."""
     shape = shape_of(node)
-    if node.target in _VIEWS:
+    if op_facts_of(node.target).reshapes:
         source: Any = node.args[0].args[0]
         if shape == shape_of(source):
             rewriter.replace(node, source)
@@ -127,7 +120,8 @@ def _apart(read: fx.Node, pair: tuple[int, int], rewriter: Builder) -> fx.Node:
     """What is read, its first dim in two."""
     shape = shape_of(read)
     source: Any = read.args[0] if read.args else None
-    if read.target in _VIEWS and shape_of(source) == (*pair, *shape[1:]):
+    reshapes = op_facts_of(read.target).reshapes
+    if reshapes and shape_of(source) == (*pair, *shape[1:]):
         return source
     if read.target is aten.full.default:
         return rewriter.call(

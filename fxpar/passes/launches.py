@@ -1,20 +1,23 @@
-"""What one rank launches to run a local graph, as data: kernels, collectives, waits.
+"""What one rank launches to run a local graph: kernels, collectives, waits, in order.
 
-``inductor_launches`` makes it of a graph, ``simulate_step`` times it. Also here: which
-ops are collectives and waits.
+In: a local graph. Out: ``Launches``, data that ``simulate_step`` times and
+``peak_memory`` adds up. What is one kernel says ``cost.fused_kernels``; here is which
+ops are collectives and waits, and which lines ranks must have alike.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpar.errors import PlanError
+from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lower import LOWERINGS
+from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
+from fxpar.sharding.program import backward_of
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
@@ -31,73 +34,77 @@ PRODUCTS = {
 WAITS = {c10d.wait_tensor.default, ours.wait_gather.default}
 
 
-@dataclass(eq=False)
-class Buffer:
-    """One tensor."""
+def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
+    """The launches of a local graph; ``fused=False``: a kernel for each op.
 
-    node: fx.Node
-    nbytes: int
-    # Whether it is in memory; what only its own kernel reads is not.
-    written: bool = True
-    # Place in the order from which on it can be read; None while its kernel grows.
-    ready: float | None = -1.0
-    # The collective to be waited for before.
-    late: Launch | None = None
-
-
-@dataclass(eq=False)
-class Launch:
-    """A kernel, a collective, or a wait."""
-
-    # "fused", "contraction" or "alone"; a collective's; or "wait".
-    kind: str
-    # What it computes.
-    nodes: list[fx.Node]
-    # Its place.
-    order: float
-    backward: bool
-    # Bytes of each buffer.
-    reads: dict[Buffer, int] = field(default_factory=dict)
-    makes: list[Buffer] = field(default_factory=list)
-    # Of a contraction.
-    flops: float = 0.0
-    least: float = math.inf
-    dtype: torch.dtype = torch.float32
-    family: str = ""
-    # Operations on elements, as ``Hardware.light`` counts.
-    light: Counter[str] = field(default_factory=Counter)
-    # Of a collective, and bytes on this rank before and after it.
-    axes: tuple[str, ...] = ()
-    before: int = 0
-    after: int = 0
-    # What a wait waits for.
-    of: Launch | None = None
-
-    @property
-    def name(self) -> str:
-        """That of its last op; unique."""
-        implied = self.kind == "wait" and self.nodes[-1].target not in WAITS
-        return self.nodes[-1].name + ("_wait" if implied else "")
-
-    @property
-    def writes(self) -> list[Buffer]:
-        """What it leaves in memory."""
-        return [buffer for buffer in self.makes if buffer.written]
-
-    @property
-    def moved(self) -> int:
-        """Bytes that pass between the device and its memory."""
-        return sum(self.reads.values()) + sum(b.nbytes for b in self.writes)
+    Raises PlanError on a collective it does not know, or of a group that is not named
+    by axes, as those of a bound graph are not.
+    """
+    reader = _LocalReader(fused)
+    late = backward_of(graph)
+    for i, node in enumerate(graph.nodes):
+        if node.target in KINDS and not _group_of(node).startswith(GROUP_PREFIX):
+            raise PlanError(
+                f"{node.name} runs on group {_group_of(node)!r}, which names no mesh "
+                "axes",
+                fix="simulate the local graph, before it is bound to process groups",
+            )
+        reader.step(node, float(i), node in late)
+    return reader.launches()
 
 
-@dataclass(frozen=True)
-class Launches:
-    """All of a graph, in order; what it is given and what it returns."""
+def launches_among(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> Launches:
+    """The launches of some nodes of one phase, in order, if these alone were compiled,
+    to return ``results``. The graph may be bound."""
+    reader, inside = _LocalReader(), set(nodes)
+    reads = (read for node in nodes for read in node.all_input_nodes)
+    for node in dict.fromkeys(reads):
+        if node not in inside:
+            reader.given(node)
+    for i, node in enumerate(nodes):
+        reader.step(node, float(i), False)
+    reader.returned(results)
+    return reader.launches()
 
-    launches: list[Launch]
-    inputs: list[Buffer]
-    # Of each result those of its tensors.
-    outputs: list[list[Buffer]]
+
+def _group_of(node: fx.Node) -> str:
+    """The process group of a collective."""
+    return str(node.kwargs.get("group_name", node.args[-1]))
+
+
+class _LocalReader(KernelReader):
+    """Reads the nodes of a local graph, collectives among them."""
+
+    def call(self, node: fx.Node) -> list[TensorView | None]:
+        if node.target in WAITS:
+            return self._wait(node)
+        if node.target in KINDS:
+            return self._collective(node)
+        if getattr(node.target, "namespace", "") == "_c10d_functional":
+            raise PlanError(f"cannot simulate {node.target} ({node.name})")
+        return super().call(node)
+
+    def _wait(self, node: fx.Node) -> list[TensorView | None]:
+        source = self.values[node.args[0]]
+        for value in source:
+            assert value is not None and value.buffer is not None
+            of = value.buffer.late
+            if of is not None:
+                self.settle(of, [node], self.at)
+        return source
+
+    def _collective(self, node: fx.Node) -> list[TensorView | None]:
+        group = _group_of(node)
+        launch = self.alone_launch(node, KINDS[node.target])
+        launch.axes = (group,)
+        if group.startswith(GROUP_PREFIX):
+            launch.axes = group_axes(group)
+        launch.before = sum(self.read(launch, v) for v in self.operands(node))
+        made = self.make(node, launch)
+        launch.after = sum(buffer.nbytes for buffer in launch.makes)
+        for buffer in launch.makes:
+            buffer.late = launch
+        return made
 
 
 def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:

@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes import causal_attention, collective_nodes
+from fxpar.passes import causal_attention, collective_nodes, merge_attention
 from fxpar.passes.builder import Builder, Size, value_of
 from fxpar.passes.local_call import LocalCall, Localizer
+from fxpar.passes.merge_attention import BIASES, weighted
 
 aten = torch.ops.aten
 ours = torch.ops.fxpar
@@ -72,7 +73,9 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             return laid_out(call.build, made[0], values)
         more = [_unread(call, made[0], x) for x in values[2:]]
     else:
-        node = call.same(*args, **kwargs)
+        if keys and given.get("attn_bias") is not None:
+            given["attn_bias"] = merge_attention.aligned(call.build, given["attn_bias"])
+        node = _called(call, given) if keys else call.same(*args, **kwargs)
         if isinstance(values, torch.Tensor):
             return node
         lse = node.meta["val"][1]
@@ -85,7 +88,7 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
         ][2:]
     out, lse = made[0], _per_query(call, made[1], call.local_shape(0)[_SEQUENCE])
     if keys:
-        out, lse = _merged(call, out, lse, call.operands[1].dims[_SEQUENCE])
+        out, lse = _merged(call, out, lse, _mask(given))
     out = laid_out(call.build, out, values[0])
     return (out, _as_kernel(call, lse, call.local_shape(1)), *more)
 
@@ -98,35 +101,37 @@ def _causal(call: LocalCall, given: dict[str, Any]) -> list[fx.Node]:
     return [_item(call, node, i) for i in range(2)]
 
 
+def _mask(given: dict[str, Any]) -> fx.Node | None:
+    """The mask or bias of a call."""
+    return next((given[n] for n in BIASES if given.get(n) is not None), None)
+
+
 def _merged(
-    call: LocalCall, out: fx.Node, lse: fx.Node, axes: Sequence[str]
+    call: LocalCall, out: fx.Node, lse: fx.Node, mask: fx.Node | None
 ) -> tuple[fx.Node, fx.Node]:
     """This rank's summand of the output over all keys, and their log-sum-exp."""
     build, dtype = call.build, out.meta["val"].dtype
+    axes = call.operands[1].dims[_SEQUENCE]
+    if mask is not None:
+        lse = merge_attention.of_visible(build, lse, mask)
     of_ranks = build.call(aten.unsqueeze.default, lse, 0)
     of_ranks = collective_nodes.step(
         build, collective_nodes.all_gather, of_ranks, 0, tuple(axes)
     )
-    total = build.call(aten.logsumexp.default, of_ranks, [0])
-    out = weighted(build, out, lse, total)
+    if mask is None:
+        total = build.call(aten.logsumexp.default, of_ranks, [0])
+        out = weighted(build, out, lse, total)
+    else:
+        out, total = merge_attention.of_ranks(build, out, lse, of_ranks)
     if out.meta["val"].dtype != dtype:
         out = build.call(aten._to_copy.default, out, dtype=dtype)
     return out, total
 
 
-def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
-    """An output over keys of this log-sum-exp as a summand of that over all keys."""
-    # A query that sees no key has no weight, but no number is infinitely less.
-    nothing = build.call(aten.eq.Scalar, total, -math.inf)
-    shift = build.call(aten.masked_fill.Scalar, total, nothing, 0)
-    weight = build.call(aten.exp.default, build.call(aten.sub.Tensor, lse, shift))
-    weight = build.call(aten.unsqueeze.default, weight, -1)
-    return build.call(aten.mul.Tensor, out, weight)
-
-
 def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(call.node.target, args, kwargs)
-    if not any(_is_split(call, 1)):
+    queries, keys = _is_split(call, 1)
+    if not (queries or keys):
         return call.same(*args, **kwargs)
     lse = next(name for name in ("logsumexp", "log_sumexp") if name in given)
     rows = call.operand_shape(1)[_SEQUENCE]
@@ -137,6 +142,8 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             return call.same(*args, **kwargs)
         more = causal_attention.padding(value_of(rows))
         given[lse] = _padded(call, weights, more)
+        if keys and given["attn_bias"] is not None:
+            given["attn_bias"] = merge_attention.aligned(call.build, given["attn_bias"])
         return _called(call, given)
     grad = next(given[name] for name in ("grad_out", "grad_out_") if name in given)
     tensors = (given[name] for name in ("query", "key", "value", "out"))

@@ -76,7 +76,7 @@ def _gather(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
     shape[dim] = call.build.mesh.count(axes) * x.meta["val"].shape[dim]
     before = tuple(split)
     split[dim] = ()
-    cut = collective_nodes.Cut(tuple(shape), before, tuple(split))
+    cut = collective_nodes.Cut(tuple(shape), before, tuple(split), (dim,))
     step = collective_nodes.all_gather
     return collective_nodes.step(call.build, step, x, dim, axes, cut=cut)
 

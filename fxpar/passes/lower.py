@@ -275,10 +275,11 @@ LOWERINGS: dict[str, Lowering] = {
 
 def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> fx.Node:
     """A step on shards that are not alike: what it gathers and what it splits is padded
-    to shards that are, and what it gives is cut to what this rank holds. Only the last
-    shards are short, so what is gathered begins with all that is valid."""
+    to shards that are, and what it gives is cut to what this rank holds. Unless an axis
+    has shares, only the last shards are short, so what is gathered begins with all that
+    is valid; else each is taken out by itself."""
     before, after = (
-        [build.own_size(n, axes) for n, axes in zip(cut.shape, dims, strict=True)]
+        [_own_size(build, cut, d, axes) for d, axes in enumerate(dims)]
         for dims in (cut.before, cut.after)
     )
     kind, changed = collective_nodes.kind_of(node), _changed(cut)
@@ -291,13 +292,25 @@ def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> 
             f"{Spec.of(cut.after)} would move parts of shards"
         )
     padded, short = list(before), {}
+    spread: dict[int, tuple[Size, list[Size]]] = {}
     for d in uneven:
-        count = build.mesh.count(collective_nodes.axes_of(node))
+        axes = collective_nodes.axes_of(node)
+        count = build.mesh.count(axes)
         fewer = min(cut.before[d], cut.after[d], key=len)
-        room = _room(build, build.own_size(cut.shape[d], fewer), count)
+        gathers = fewer == cut.after[d]
+        if shard_sizes.has_shares(build.mesh, axes):
+            room = build.largest_part(cut.shape[d], fewer, axes[0])
+            parts = build.part_sizes(cut.shape[d], fewer, axes[0])
+            if gathers:
+                spread[d] = room, parts
+            else:
+                x = _spread(build, x, d, room, parts)
+                before[d] = build.product((room, count))
+        else:
+            room = _room(build, build.own_size(cut.shape[d], fewer), count)
         whole = build.product((room, count))
-        padded[d], given = (room, whole) if fewer == cut.after[d] else (whole, room)
-        if given != after[d]:
+        padded[d], given = (room, whole) if gathers else (whole, room)
+        if given != after[d] and d not in spread:
             short[d] = after[d]
     pairs = zip(padded, before, strict=True)
     more = [build.missing(room, size) for room, size in pairs]
@@ -306,6 +319,8 @@ def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> 
     outer, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
     made = LOWERINGS[kind].lower(build, x, *args)
     x.meta[_SHAPE] = outer
+    for d, (room, parts) in spread.items():
+        made = _collected(build, made, d, room, parts)
     for d, size in short.items():
         made = build.call(aten.slice.Tensor, made, d, 0, size)
     if short:
@@ -324,8 +339,14 @@ def _changed(cut: Cut) -> list[int]:
 
 def _is_even(mesh: Mesh, cut: Cut, d: int) -> bool:
     """Whether all ranks hold as much of a dim, before and after."""
-    pair = cut.before[d], cut.after[d]
-    return all(shard_sizes.is_even(cut.shape[d], mesh, axes) for axes in pair)
+    return cut.is_even_in(mesh, d)
+
+
+def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:
+    """Rows of a dim that this rank holds, split over axes."""
+    if d in cut.alike:
+        return cut.shape[d] // build.mesh.count(axes)
+    return build.own_size(cut.shape[d], axes)
 
 
 def _is_far(cut: Cut, d: int) -> bool:
@@ -338,6 +359,33 @@ def _room(build: Builder, rows: Size, count: int) -> Size:
     """Rows of the first chunk of so many of ``rows``."""
     rows = build.compute(operator.add, rows, count - 1)
     return build.compute(operator.floordiv, rows, count)
+
+
+def _spread(
+    build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
+) -> fx.Node:
+    """``x`` with each of the parts of a dim padded to as much room."""
+    blocks, start = [], 0
+    for size in parts:
+        end = build.compute(operator.add, start, size)
+        block = build.call(aten.slice.Tensor, x, d, start, end)
+        more: list[Size] = [0] * block.meta["val"].dim()
+        more[d] = build.missing(room, size)
+        blocks.append(block if more[d] == 0 else build.pad(block, more))
+        start = end
+    return build.call(aten.cat.default, blocks, d)
+
+
+def _collected(
+    build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
+) -> fx.Node:
+    """Inverse of ``_spread``."""
+    blocks = []
+    for i, size in enumerate(parts):
+        start = build.product((room, i)) if i else 0
+        end = build.compute(operator.add, start, size)
+        blocks.append(build.call(aten.slice.Tensor, x, d, start, end))
+    return build.call(aten.cat.default, blocks, d)
 
 
 def _own_slice(build: Builder, x: fx.Node, cut: Cut, dims: Sequence[int]) -> fx.Node:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.passes.inductor_launches import launches_of
-from fxpar.passes.launches import Buffer, Launch, Launches
+from fxpar.passes.launches import launches_of
+from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
 from fxpar.sharding.cost.op import bytes_of, tensors_in
 from fxpar.sharding.program import Signature
 from fxpar.sharding.search.memory_constraints import MOMENTS

@@ -4,7 +4,7 @@ In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tas
 gives what takes time in it, for a ``Simulation`` of a search that changes one duration
 after the other. Never runs and never changes the graph; linear in nodes.
 
-What is launched, and which ops are one kernel, says ``inductor_launches``; when it
+What is launched, and which ops are one kernel, says ``launches``; when it
 runs, with the streams of PyTorch and NCCL, ``sharding.cost.streams``. A kernel takes
 its launch and the larger of arithmetic and memory, as ``Hardware.seconds`` has it, a
 collective what ``sharding.cost.collectives`` says: of that the share
@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.passes.inductor_launches import launches_of
-from fxpar.passes.launches import Launch, Launches
+from fxpar.passes.launches import launches_of
 from fxpar.passes.peak_memory import Residency, residency
 from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.fused_kernels import Launch, Launches
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.streams import Simulation, Task
 from fxpar.sharding.mesh import Mesh

@@ -13,9 +13,9 @@ from collections import defaultdict
 from torch import fx
 
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
-from fxpar.passes.forward_backward import phases
 from fxpar.passes.launches import KINDS, PRODUCTS
 from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
+from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.plan import Collective
 from fxpar.sharding.program import user_line
 from fxpar.sharding.reshard.needed import Reshard

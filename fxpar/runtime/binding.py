@@ -140,6 +140,25 @@ def bind(
     return new
 
 
+def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
+    """The local graph with numbers and fake values of one rank, and all else as it is:
+    what a simulation of that rank reads."""
+    new, done = fx.Graph(), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        if node.target in custom_ops.PLACES:
+            at = custom_ops.place(node.target, value_of(node.args), rank)
+            done[node] = size_nodes.as_nodes(new, at)
+            continue
+        args = fx.node.map_arg(node.args, done.__getitem__)
+        if _is_size(node) and all(isinstance(x, int) for x in args):
+            done[node] = node.target(*args)
+            continue
+        copy = done[node] = new.node_copy(node, done.__getitem__)
+        copy.meta = dict(node.meta)
+        _restate(copy, node, done, mesh, rank, fake_mode)
+    return new
+
+
 def is_of_all(bound: fx.Graph) -> bool:
     """Whether a bound graph is that of every rank, as it stands."""
     return not any(node.meta.get(OF_RANK) for node in bound.nodes)

@@ -58,6 +58,10 @@ class JointState(PipelineState):
     # Whether sizes are symbols in it.
     open: bool = False
     program: Program = field(init=False)
+    # Rows of the batch, 0 if they are not known.
+    rows: int = 0
+    # Axes of unlike ranks whose shares a search may choose.
+    open_shares: tuple[str, ...] = ()
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
     # Of these that whose schedule stands, too, where one would be chosen.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import fx
 
 from fxpar.errors import FxparWarning, PlanError, compose
@@ -29,7 +30,7 @@ from fxpar.runtime import plan_store
 from fxpar.runtime.pipeline_state import JointState
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
-from fxpar.sharding.choose_mesh import decide_on, fastest
+from fxpar.sharding.choose_mesh import balanced, decide_on, fastest
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -40,12 +41,32 @@ from fxpar.sharding.program import OPEN, Program
 from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
-from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.refine_mesh import by_speed, refine
 from fxpar.sharding.reshard.all_pairs import MOST
 from fxpar.sharding.rules.unknown_ops import report_unknown
 from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
 
 log = logging.getLogger("fxpar")
+
+
+def share_by_speed(state: JointState) -> None:
+    """Unlike ranks get shares of what the batch axes split."""
+    if state.request.meshes:
+        return
+    regions = any(n.target in manual_regions.EDGES for n in state.graph.nodes)
+    state.rows = 0 if state.open else _first_rows(state)
+    mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
+    state.request = state.request.on(mesh)
+
+
+def _first_rows(state: JointState) -> int:
+    """Rows of dim 0 of the first plain input that has some: the batch's."""
+    nodes = state.graph.find_nodes(op="placeholder")
+    for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
+        value = node.meta["val"]
+        if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
+            return int(value.shape[0])
+    return 0
 
 
 def absorb_regions(state: JointState) -> None:
@@ -80,13 +101,14 @@ def split_batch(state: JointState) -> None:
     if state.open:  # they divide those that a plan may split
         return
     mesh = state.request.mesh
-    axes, along = batch_axes(mesh), sequence_axes(mesh)
+    axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
 
     def splits(rows: int, behind: int) -> bool:
         if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
             return True
-        even = shard_sizes.is_even(rows, mesh, axes)
-        return not even and shard_sizes.may_split(rows, mesh, axes)
+        # Of unlike ranks a search may choose the shares.
+        cut = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
+        return not cut and shard_sizes.may_split(rows, mesh, axes)
 
     keep_batch_apart(state.graph, state.rewriter, splits)
 
@@ -260,7 +282,10 @@ def make_plan(state: JointState) -> None:
         with stage(SEARCH if _searches(request) else PLAN):
             choose = fastest if request.meshes else decide_on
             state.decision = choose(state.program, request)
-        if request.meshes:
+            if state.open_shares and _searches(request):
+                open_ = state.open_shares
+                state.decision = balanced(state.decision, request, open_, state.rows)
+        if request.meshes or state.open_shares:
             state.request = request.on(state.decision.mesh)
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)

@@ -19,9 +19,10 @@ from fxpar.sharding.decide import Decision, decide, searched
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
-from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.refine_mesh import refine, rounded
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from fxpar.sharding.search.unequal_shards import best_shares
 from fxpar.sharding.solver.message_passing import warm
 
 # Plans of so nearly the same time are alike: then fewer axes are better.
@@ -54,6 +55,24 @@ def decide_on(
     assert isinstance(mode, str)
     hardware = request.named_hardware
     return decide(program, mesh, hints, constraints, mode=mode, hardware=hardware)
+
+
+def balanced(
+    decision: Decision, request: Request, axes: Sequence[str], rows: int
+) -> Decision:
+    """A searched decision on unlike ranks, or one with the shares along ``axes`` with
+    which its ranks would finish together, if that is faster. ``rows``: of the batch.
+    """
+    mesh, mode, before = decision.mesh, request.mode, decision.found
+    assert isinstance(mode, SearchOptions) and before is not None
+    best = best_shares(decision, mode.hardware)
+    shares = {axis: best[axis] for axis in axes if axis in best}
+    here = rounded(mesh.unrefined.with_shares(shares), axes, rows)
+    if all(here.weights_of(axis) == mesh.weights_of(axis) for axis in axes):
+        return decision
+    other = decide_on(decision.program, request.on(here.refined(mesh.names)))
+    assert other.found is not None
+    return other if other.found.predicted < before.predicted else decision
 
 
 def _constraints(program: Program) -> list[tuple[int, list[str]]]:

@@ -312,7 +312,8 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     out: dict[tuple[int, Axes], str] = {}
     for value, spec in zip(program.values, edges.made, strict=True):
         for rows, axes in zip(value.shape, spec.dims, strict=True):
-            if shard_sizes.is_even(rows, mesh, axes):
+            shared = shard_sizes.has_shares(mesh, axes)
+            if shared or shard_sizes.is_even(rows, mesh, axes):
                 continue
             largest, idle = (
                 f(rows, mesh, axes) for f in (shard_sizes.largest, shard_sizes.idle)

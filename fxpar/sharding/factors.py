@@ -387,8 +387,8 @@ def project(
         for factor in dim:
             left, taken = size[factor], []
             alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
-            while rest and (alone or left % mesh.sizes[rest[0]] == 0):
-                left = -(-left // mesh.sizes[rest[0]])
+            while rest and (alone or shard_sizes.divides(left, mesh, rest[:1])):
+                left = shard_sizes.largest(left, mesh, rest[:1])
                 taken.append(rest.pop(0))
             if taken:
                 out[factor] = tuple(taken)
@@ -445,9 +445,11 @@ def expressible(
             axes = axes_of.get(factor, ())
             if axes and not complete:
                 return False
-            count = mesh.count(axes)
-            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
-            if size[factor] % count and not alone:
+            may_differ, rows = _may_differ(even, factor), size[factor]
+            alone = may_differ and _is_alone(dim, factor, size)
+            if not alone and not shard_sizes.divides(rows, mesh, axes):
                 return False
-            complete = complete and count == size[factor]
+            if not may_differ and not shard_sizes.is_even(rows, mesh, axes):
+                return False
+            complete = complete and mesh.count(axes) == rows
     return True

@@ -15,20 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from fxpar.errors import MeshError
 from fxpar.sharding.axis_parts import axis_of, cut, part_name, split_name
-
-_AXIS = re.compile(r"^\s*([A-Za-z_]\w*)\s*=\s*(\d+(?:\*\d+)*)\s*(?:\{([^{}]*)\}\s*)?$")
-_BETWEEN = re.compile(r",(?![^{]*\})")  # a comma, but not one of {1.0,0.5}
-_FORM = 'write axes as name=size, separated by commas: FXPAR_MESH="dp=2,tp=4"'
-_SPEEDS = (
-    'write one positive number for each rank of the axis: FXPAR_MESH="dp=2{1.0,0.5}"'
-)
+from fxpar.sharding.mesh_text import FORM, SHARES, SPEEDS, read_axes, written
 
 
 @dataclass(frozen=True)
@@ -69,21 +63,25 @@ class Mesh:
     # or None where all compute alike. A rank has the product of those of its
     # coordinates.
     speeds: tuple[tuple[float, ...] | None, ...] = ()
+    # For each axis what its ranks get of a dim that it splits, up to a factor, or None
+    # where nothing is said: equal shards.
+    shares: tuple[tuple[float, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         for name in names:
             if names.count(name) > 1:
-                raise MeshError(f"mesh axis {name!r} appears twice", fix=_FORM)
+                raise MeshError(f"mesh axis {name!r} appears twice", fix=FORM)
         for name, size in self.axes:
             if size < 1:
-                raise MeshError(f"mesh axis {name!r} has size {size}", fix=_FORM)
+                raise MeshError(f"mesh axis {name!r} has size {size}", fix=FORM)
         if not self.links:
             object.__setattr__(self, "links", (Link(),) * len(self.axes))
         if len(self.links) != len(self.axes):
             raise MeshError(f"{len(self.links)} links for {len(self.axes)} axes")
         self._check_parts()
-        self._check_speeds()
+        for what, fix in (("speeds", SPEEDS), ("shares", SHARES)):
+            self._check_numbers(what, fix)
 
     def _check_parts(self) -> None:
         """Raise MeshError unless the parts of an axis follow each other."""
@@ -101,26 +99,30 @@ class Mesh:
             done.append(axis)
             before, end = axis, end * size
 
-    def _check_speeds(self) -> None:
-        if not self.speeds:
-            object.__setattr__(self, "speeds", (None,) * len(self.axes))
-        if len(self.speeds) != len(self.axes):
+    def _check_numbers(self, what: str, fix: str) -> None:
+        """Raise MeshError unless ``speeds`` or ``shares`` are positive numbers, one for
+        each rank of an axis."""
+        if not getattr(self, what):
+            object.__setattr__(self, what, (None,) * len(self.axes))
+        given = getattr(self, what)
+        if len(given) != len(self.axes):
             raise MeshError(
-                f"speeds of {len(self.speeds)} axes for {len(self.axes)} axes",
+                f"{what} of {len(given)} axes for {len(self.axes)} axes",
                 fix="give a tuple or None for each axis",
             )
-        for (name, size), speeds in zip(self.axes, self.speeds, strict=True):
-            if speeds is None:
+        for (name, size), numbers in zip(self.axes, given, strict=True):
+            if numbers is None:
                 continue
-            if len(speeds) != size:
+            if len(numbers) != size:
                 raise MeshError(
-                    f"mesh axis {name!r} has {len(speeds)} speeds for {size} ranks",
-                    fix=_SPEEDS,
+                    f"mesh axis {name!r} has {len(numbers)} {what} for {size} ranks",
+                    fix=fix,
                 )
-            for speed in speeds:
-                if not 0 < speed < math.inf:
+            for number in numbers:
+                if not 0 < number < math.inf:
                     raise MeshError(
-                        f"mesh axis {name!r} has a rank of speed {speed}", fix=_SPEEDS
+                        f"mesh axis {name!r} has a rank of {what[:-1]} {number}",
+                        fix=fix,
                     )
 
     def __hash__(self) -> int:
@@ -129,7 +131,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str | Mesh) -> Mesh:
-        """Read ``"dp=2,tp=4"``, or ``"dp=2{1.0,0.5},tp=4"`` with speeds.
+        """Read ``"dp=2,tp=4"``; with speeds and shares ``"dp=2{1.0,0.5}[2,1],tp=4"``.
 
         Raises MeshError naming the malformed part.
         """
@@ -137,17 +139,15 @@ class Mesh:
             return text
         axes: list[tuple[str, int]] = []
         speeds: list[tuple[float, ...] | None] = []
-        for part in _BETWEEN.split(text):
-            match = _AXIS.match(part)
-            if not match:
-                raise MeshError(f"cannot read mesh {text!r}: {part!r}", fix=_FORM)
-            parts = _axes(match[1], [int(n) for n in match[2].split("*")])
+        shares: list[tuple[float, ...] | None] = []
+        for axis in read_axes(text):
+            parts = _axes(axis.name, axis.sizes)
             axes += parts
-            given = None if match[3] is None else _numbers(match[1], match[3])
-            speeds += [given] if len(parts) == 1 else [None] * len(parts)
-            if given is not None and len(parts) > 1:
-                raise _uncut(match[1])
-        return cls(tuple(axes), speeds=tuple(speeds))
+            for numbers, given in ((speeds, axis.speeds), (shares, axis.shares)):
+                numbers += [given] if len(parts) == 1 else [None] * len(parts)
+                if given is not None and len(parts) > 1:
+                    raise _uncut(axis.name)
+        return cls(tuple(axes), speeds=tuple(speeds), shares=tuple(shares))
 
     @classmethod
     def from_device_mesh(cls, device_mesh) -> Mesh:
@@ -215,6 +215,7 @@ class Mesh:
             tuple(self._whole.items()),
             tuple(self.links[first[axis]] for axis in self._whole),
             tuple(self.speeds[first[axis]] for axis in self._whole),
+            tuple(self.shares[first[axis]] for axis in self._whole),
         )
 
     def refined(self, names: Iterable[str]) -> Mesh:
@@ -231,17 +232,20 @@ class Mesh:
         axes: list[tuple[str, int]] = []
         for axis, n in self._whole.items():
             sizes = cut(n, asked[axis])
-            if len(sizes) > 1 and any(self.speeds[self._find(axis)[0]] or ()):
+            i = self._find(axis)[0]
+            if len(sizes) > 1 and (self.speeds[i] or self.shares[i]):
                 raise _uncut(axis)
             axes += _axes(axis, sizes)
         if tuple(axes) == self.axes:
             return self
         links = tuple(self.link(axis_of(name)) for name, _ in axes)
-        speeds = tuple(
-            None if ":" in name else self.speeds[self._find(name)[0]]
-            for name, _ in axes
+        speeds, shares = (
+            tuple(
+                None if ":" in name else given[self._find(name)[0]] for name, _ in axes
+            )
+            for given in (self.speeds, self.shares)
         )
-        return Mesh(tuple(axes), links, speeds)
+        return Mesh(tuple(axes), links, speeds, shares)
 
     def has(self, axis: str) -> bool:
         """Whether this names an axis, or a part of one."""
@@ -318,6 +322,47 @@ class Mesh:
         i, size, _ = self._find(axis)
         return self.speeds[i] or (1.0,) * size
 
+    @cached_property
+    def _weights(self) -> dict[str, tuple[int, ...]]:
+        """Whole numbers that are to each other as the shares of an axis, where these
+        are not alike."""
+        out = {}
+        for name, shares in zip(self.names, self.shares, strict=True):
+            if shares and len(set(shares)) > 1:
+                exact = [Fraction(share) for share in shares]
+                scale = math.lcm(*(share.denominator for share in exact))
+                out[name] = tuple(int(share * scale) for share in exact)
+        return out
+
+    @property
+    def is_shared_equally(self) -> bool:
+        """Whether every axis cuts dims into equal shards."""
+        return not self._weights
+
+    @cached_property
+    def shared_equally(self) -> Mesh:
+        """The mesh with equal shares."""
+        return replace(self, shares=())
+
+    def weights_of(self, axis: str) -> tuple[int, ...] | None:
+        """Whole numbers that are to each other as what the ranks of an axis get of a
+        dim; None for equal shards."""
+        return self._weights.get(axis)
+
+    def largest_share(self, axes: Iterable[str]) -> float:
+        """The part of a dim that is in the largest shard over axes, rounding aside."""
+        most, of = 1, 1
+        for axis in axes:
+            weights = self.weights_of(axis)
+            most *= max(weights) if weights else 1
+            of *= sum(weights) if weights else self.axis_size(axis)
+        return most / of
+
+    def with_shares(self, shares: Mapping[str, tuple[float, ...] | None]) -> Mesh:
+        """The mesh with these shares of axes; others keep theirs."""
+        given = dict(zip(self.names, self.shares, strict=True)) | dict(shares)
+        return replace(self, shares=tuple(given.values()))
+
     @property
     def slowest(self) -> float:
         """Relative speed of the slowest rank."""
@@ -391,9 +436,10 @@ class Mesh:
 
     def __str__(self) -> str:
         parts: dict[str, str] = {}
-        for (name, size), speeds in zip(self.axes, self.speeds, strict=True):
-            words = ",".join(repr(float(speed)) for speed in speeds or ())
-            text = f"{size}" + (f"{{{words}}}" if words else "")
+        given = zip(self.axes, self.speeds, self.shares, strict=True)
+        for (name, size), speeds, shares in given:
+            text = f"{size}" + (f"{{{written(speeds)}}}" if speeds else "")
+            text += f"[{written(shares)}]" if shares else ""
             axis = axis_of(name)
             parts[axis] = f"{parts[axis]}*{text}" if axis in parts else text
         return ",".join(f"{axis}={text}" for axis, text in parts.items())
@@ -410,17 +456,5 @@ def _axes(axis: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
 def _uncut(axis: str) -> MeshError:
     return MeshError(
         f"mesh axis {axis!r} has unlike devices: it has no parts",
-        fix="leave out its speeds, or the parts",
+        fix="leave out its speeds and shares, or the parts",
     )
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    """The numbers between the braces of an axis."""
-    out = []
-    for word in text.split(","):
-        try:
-            out.append(float(word))
-        except ValueError:
-            what = f"mesh axis {name!r}: {word.strip()!r} is not a speed"
-            raise MeshError(what, fix=_SPEEDS) from None
-    return tuple(out)

@@ -12,7 +12,7 @@ from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.program import Op, user_line
 from fxpar.sharding.reshard.needed import Reshard
 from fxpar.sharding.reshard.steps import duration, front
-from fxpar.sharding.search.unequal_shards import note
+from fxpar.sharding.search.unequal_shards import notes
 from fxpar.sharding.spec import Spec
 
 # So many reshards a plan tells of, those that cost most.
@@ -81,9 +81,8 @@ def _joined(specs: Iterable[Spec], mesh: Mesh) -> tuple[Spec, ...]:
 
 
 def _notes(decision: Decision) -> tuple[str, ...]:
-    """Those of the decision, which of a saved plan has said the last one too."""
-    said = note(decision.mesh)
-    return tuple(dict.fromkeys((*decision.notes, *([said] if said else []))))
+    """Those of the decision, which of a saved plan has said the last ones too."""
+    return tuple(dict.fromkeys((*decision.notes, *notes(decision.mesh))))
 
 
 def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:

@@ -29,7 +29,7 @@ _AGAIN = "plan again: a plan fits the code, shapes and versions it was made for"
 
 def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
     """Apply a saved plan to a program, with the links it was made with, since these
-    decide how reshards are lowered.
+    decide how reshards are lowered, and with its shares.
 
     Raises PlanError where the plan is for another mesh or another program.
     """
@@ -42,7 +42,7 @@ def recall(program: Program, mesh: Mesh, plan: Plan) -> Decision:
         raise PlanError("the plan is for another program: its ops differ", fix=_AGAIN)
     if program.signature.batch:
         program = with_rests(program, _rests(program, mesh, plan))
-    mesh = replace(mesh, links=plan.mesh.links)
+    mesh = replace(mesh, links=plan.mesh.links, shares=plan.mesh.shares)
     strategies = [
         _strategy(op, node, mesh)
         for op, node in zip(program.ops, plan.nodes, strict=True)

@@ -1,16 +1,17 @@
-"""The axes that a plan needs in parts, found before anything is planned.
+"""The mesh to plan on: the axes that are needed in parts, and the shares of ranks.
 
-In: a Program and the Request it is planned for. Out: the mesh to plan on: that of the
+``refine``. In: a Program and the Request it is planned for. Out: the mesh of the
 request, or one refined (``Mesh.refined``) by the parts that hints, specs and code name,
 and by those that attention takes: two key-value heads on tp=4 lie over tp:(1)2, a copy
 on each rank along tp:(2)2. Where nothing needs parts it is the mesh itself, and nothing
-is planned otherwise.
+is planned otherwise. ``by_speed``: unlike ranks get shares of the batch by their speed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of, part_name, parts_among
 from fxpar.sharding.hints import axes_of
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate.conventions import (
@@ -72,6 +74,72 @@ def refine(program: Program, request: Request) -> Mesh:
     parts = _for_heads(program, mesh, open_)
     searches = isinstance(request.mode, SearchOptions)
     return mesh if searches and has_too_many_axes(parts) else parts
+
+
+def rounded(mesh: Mesh, axes: Sequence[str], rows: int) -> Mesh:
+    """The mesh with the shares along ``axes`` so that they divide a batch of ``rows``,
+    and whatever is viewed as its rows times others, if each rank has some."""
+    for axis in axes:
+        sizes = [
+            shard_sizes.piece(rows, mesh, axis, i)[1]
+            for i in range(mesh.axis_size(axis))
+        ]
+        if min(sizes) > 0:
+            mesh = mesh.with_shares({axis: tuple(map(float, sizes))})
+    return mesh
+
+
+def by_speed(
+    request: Request, rows: int, *, regions: bool
+) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh of a saved plan; else the mesh, its unlike ranks with shares by their
+    speeds along axes of the batch (of ``rows``) that have none. And the axes whose
+    shares are open.
+
+    Shards stay equal along axes over which parameters rest; and all of them in programs
+    that are cut alike on all ranks: of manual regions (``regions``), of parts of the
+    batch that ranks feed, of microbatches and of schedules given by name. Raises
+    MeshError where these meet shares that are given.
+    """
+    mesh, asked = request.mesh, request.mode
+    if isinstance(asked, Plan) and asked.mesh.unrefined.axes == mesh.unrefined.axes:
+        mesh = replace(mesh, shares=asked.mesh.unrefined.shares)
+    known = dict(zip(mesh.names, mesh.shares, strict=True))
+    alike = _cut_alike(request, regions=regions)
+    for axis, why in alike.items():
+        if mesh.weights_of(axis):
+            raise MeshError(
+                f"mesh {mesh} has unequal shares along {axis}, and {why} are equal",
+                fix="leave out the shares",
+            )
+    if isinstance(asked, Plan):
+        return mesh, ()
+    open_ = [a for a in mesh.unlike if known[a] is None and a not in alike]
+    split = [axis for axis in open_ if axis in batch_axes(mesh)]
+    shares = {axis: mesh.speeds_of(axis) for axis in split}
+    return rounded(mesh.with_shares(shares), split, rows), tuple(open_)
+
+
+def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
+    """The axes that cut something into equal parts on all ranks, and what."""
+    named = {
+        "the shards of manual regions": regions,
+        "the parts of the batch that ranks feed (FXPAR_INPUTS=local)": request.local
+        is not None,
+        "microbatches": request.microbatches > 1,
+        "the shards that a schedule rewrites": request.schedule not in ("auto", "none"),
+    }
+    for why, holds in named.items():
+        if holds:
+            return dict.fromkeys(request.mesh.unrefined.names, why)
+    # Specs that ``fxpar.plan`` is given for its arguments say what the plan shall be.
+    is_run = request.rank is not None
+    return {
+        axis_of(axis): f"the shards of {end.name} at rest"
+        for end in request.signature.inputs
+        if end.is_sharded and end.rest is not None and (is_run or end.kind != "input")
+        for axis in end.rest.sharded_axes
+    }
 
 
 def _asked(

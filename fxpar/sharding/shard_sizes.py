@@ -2,12 +2,15 @@
 
 As DTensor's ``Shard``: axis by axis, major first. An axis of k ranks cuts the m rows
 that the axes before it left into chunks of ceil(m / k), as ``torch.chunk``; the last
-ones are shorter, or empty. Where the axes divide the dim all shards are alike.
+ones are shorter, or empty. Where the axes divide the dim all shards are alike. An axis
+with shares (``Mesh.shares``) cuts in their proportion, each end rounded.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 
 from fxpar.sharding.mesh import Mesh
 
@@ -19,17 +22,50 @@ def chunk(rows: int, count: int, i: int) -> tuple[int, int]:
     return start, min(size, rows - start)
 
 
+def piece(rows: int, mesh: Mesh, axis: str, i: int) -> tuple[int, int]:
+    """(first row, rows) of what rank ``i`` of an axis gets of ``rows``."""
+    weights = mesh.weights_of(axis)
+    if weights is None:
+        return chunk(rows, mesh.axis_size(axis), i)
+    start, end = _ends(rows, weights)[i : i + 2]
+    return start, end - start
+
+
+@lru_cache(maxsize=1 << 12)
+def _ends(rows: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the pieces of ``rows`` begin, and the last one ends."""
+    total = sum(weights)
+    sums = (0, *itertools.accumulate(weights))
+    return tuple((2 * rows * n + total) // (2 * total) for n in sums)
+
+
 def shard(rows: int, mesh: Mesh, axes: Sequence[str], rank: int) -> tuple[int, int]:
     """(first row, rows) of what a rank holds of a dim of ``rows`` split over axes."""
     start = 0
     for axis in axes:
-        begins, rows = chunk(rows, mesh.axis_size(axis), mesh.index(rank, (axis,)))
+        begins, rows = piece(rows, mesh, axis, mesh.index(rank, (axis,)))
         start += begins
     return start, rows
 
 
+def has_shares(mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether one of the axes cuts in unequal shares."""
+    return any(mesh.weights_of(axis) for axis in axes)
+
+
+def _sizes(rows: int, mesh: Mesh, axes: Sequence[str]) -> set[int]:
+    """The sizes of all shards."""
+    sizes = {rows}
+    for axis in axes:
+        places = range(mesh.axis_size(axis))
+        sizes = {piece(n, mesh, axis, i)[1] for n in sizes for i in places}
+    return sizes
+
+
 def largest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Rows of the largest shard, that of coordinate 0."""
+    """Rows of the largest shard: that of coordinate 0 unless an axis has shares."""
+    if has_shares(mesh, axes):
+        return max(_sizes(rows, mesh, axes))
     for axis in axes:
         count = mesh.axis_size(axis)
         rows = rows // count if rows % count == 0 else -(-rows // count)
@@ -37,7 +73,10 @@ def largest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def smallest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Rows of the smallest shard, that of the last coordinates."""
+    """Rows of the smallest shard: that of the last coordinates unless an axis has
+    shares."""
+    if has_shares(mesh, axes):
+        return min(_sizes(rows, mesh, axes))
     for axis in axes:
         count = mesh.axis_size(axis)
         rows = chunk(rows, count, count - 1)[1]
@@ -46,7 +85,22 @@ def smallest(rows: int, mesh: Mesh, axes: Sequence[str]) -> int:
 
 def is_even(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     """Whether all shards are alike."""
+    if has_shares(mesh, axes):
+        # Of a size that is left open nobody knows.
+        return isinstance(rows, int) and len(_sizes(rows, mesh, axes)) == 1
     return rows % mesh.count(axes) == 0
+
+
+def divides(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether nothing is rounded: n times as many rows have shards n times as large."""
+    if not has_shares(mesh, axes):
+        return rows % mesh.count(axes) == 0
+    for i, axis in enumerate(axes):
+        weights = mesh.weights_of(axis) or (1,) * mesh.axis_size(axis)
+        for n in _sizes(rows, mesh, axes[:i]):
+            if any(n * weight % sum(weights) for weight in weights):
+                return False
+    return True
 
 
 def may_split(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
@@ -54,12 +108,14 @@ def may_split(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     is a row for each rank and one of the axes alone would not divide it either."""
     if is_even(rows, mesh, axes):
         return True
+    if has_shares(mesh, axes):
+        return smallest(rows, mesh, axes) > 0
     if rows < mesh.count(axes):
         return False
     return any(rows % mesh.axis_size(axis) for axis in mesh.joined(axes))
 
 
 def idle(rows: int, mesh: Mesh, axes: Sequence[str]) -> float:
-    """Share of the ranks' time that is lost where shards are not alike."""
+    """Share of the time of ranks, alike, that is lost where their shards are not."""
     held = largest(rows, mesh, axes) * mesh.count(axes)
     return 1 - rows / held if held else 0.0

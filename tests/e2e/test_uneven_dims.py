@@ -58,12 +58,14 @@ def train(options: dict[str, Any] | None, rows: int = ROWS) -> Any:
     return losses, gradients, plan and (str(plan.notes), plan.values)
 
 
-def check(mesh: str, codegen: str, rows: int = ROWS, **more: Any) -> None:
+def check(
+    mesh: str, codegen: str, rows: int = ROWS, noted: str = "idle", **more: Any
+) -> None:
     options = {"mesh": mesh, "codegen": codegen, **more}
     one = ranks_of("x=1").run(train, {"mesh": "x=1", "codegen": "eager"}, rows)[0]
     runs = ranks_of(mesh).run(train, options, rows, timeout=900.0)
     for losses, gradients, plan in runs:
-        assert plan is not None and "idle" in plan[0]
+        assert plan is not None and noted in plan[0]
         torch.testing.assert_close(losses, one[0], rtol=1e-9, atol=1e-9)
         assert gradients.keys() == one[1].keys()
         torch.testing.assert_close(gradients, one[1], rtol=1e-9, atol=1e-9)
@@ -74,6 +76,42 @@ def test_two_ranks(axis: str) -> None:
     hints = HINTS if axis == "tp" else None
     more = {"hints": hints} if hints else {}
     check(f"{axis}=2", "eager", plan="propagate", **more)
+
+
+def sharded(mesh: str) -> Any:
+    """A step with parameters at rest: their shapes, the loss, the last plan."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)).double()
+    fxpar.shard(model, mesh=mesh)
+    shapes = [tuple(p.to_local().shape) for p in model.parameters()]
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    compiled = torch.compile(model, backend="fxpar", options=options)
+    loss = compiled(torch.linspace(-1, 1, 56).double().reshape(7, 8)).square().mean()
+    loss.backward()
+    return shapes, float(loss), str(fxpar.plans()[-1].mesh)
+
+
+def test_unlike_ranks() -> None:
+    """One rank has five rows of seven, the other two."""
+    mesh = "dp=2{1.0,0.4}"
+    check(mesh, "eager", noted="shares: along dp 5:2", plan="propagate")
+    with pytest.raises(Exception, match="that ranks feed .FXPAR_INPUTS=local"):
+        ranks_of(mesh).run(
+            train, {"mesh": f"{mesh}[2,1]", "codegen": "eager", "inputs": "local"}
+        )
+
+
+@pytest.mark.slow
+def test_parameters_of_unlike_ranks_rest_in_equal_shards() -> None:
+    """Where they rest over the axis its shards are equal; not with shares that are
+    given, and then they rest elsewhere."""
+    unlike = "dp=2{1.0,0.4}"
+    ranks = ranks_of(unlike)
+    (shapes, loss, mesh), other = ranks.run(sharded, unlike)
+    assert (6, 8) in shapes and mesh == unlike and other[1] == loss
+    (shapes, given, mesh), _ = ranks.run(sharded, f"{unlike}[5,2]")
+    assert (12, 8) in shapes and mesh == f"{unlike}[5.0,2.0]"
+    assert given == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fxpar.errors import FxparWarning
-from fxpar.passes.forward_backward import phases
 from fxpar.passes.lockstep import COLLECTIVES
+from fxpar.sharding.cost.recompute import phases
 from tests.helpers.random_programs import Case
 
 _KINDS = {

@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -202,7 +203,7 @@ def shared_pool(size: int) -> SharedPool:
 
 def ranks_of(mesh: str) -> SharedPool:
     """The ranks of a mesh such as "dp=2,tp=2"."""
-    return shared_pool(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")))
+    return shared_pool(math.prod(map(int, re.findall(r"=(\d+)", mesh))))
 
 
 @functools.cache

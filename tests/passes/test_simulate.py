@@ -26,7 +26,7 @@ from fxpar._torch.fake import new_fake_mode
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
-from fxpar.passes.inductor_launches import launches_of
+from fxpar.passes.launches import launches_of
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_step import Simulation, Task, Timeline, simulate, tasks_of
 from fxpar.pipeline import parallelize

@@ -179,6 +179,18 @@ def uneven_on_two_axes(one: OneOp, rule: Rule) -> Iterator[Case | None]:
         yield case(rule, {first: [("x", 3)], second: [("y", 2)]})
 
 
+def unequal(one: OneOp, rule: Rule) -> Iterator[Case | None]:
+    """One axis of unequal shares on one factor, the last rank with most of it."""
+    for factor in rule.free:
+        for shares in ((1.0, 2.0), (2.0, 1.0, 3.0)):
+            found = case(rule, {factor: [("x", len(shares))]})
+            mesh = Mesh((("x", len(shares)),), shares=(shares,))
+            strategy = Strategy(((factor, ("x",)),))
+            whole = found is None or len(found[0].axes) == 1
+            if whole and rule.size[factor] and is_expressible(rule, strategy, mesh):
+                yield mesh, strategy
+
+
 def try_row(key: Any, *kinds: Any) -> None:
     """Run the cases of every sample of a row. Raises with the call at hand."""
     generator = torch.Generator().manual_seed(0)
@@ -226,13 +238,13 @@ SOME = keys(
 
 @pytest.mark.parametrize("key", SOME, ids=name_of)
 def test_row_where_no_axis_divides(key: Any) -> None:
-    try_row(key, uneven)
+    try_row(key, uneven, unequal)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ROWS, ids=name_of)
 def test_every_row_where_no_axis_divides(key: Any) -> None:
-    try_row(key, uneven, uneven_on_two_axes)
+    try_row(key, uneven, uneven_on_two_axes, unequal)
 
 
 @pytest.mark.slow

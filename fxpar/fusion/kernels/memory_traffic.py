@@ -1,13 +1,11 @@
 """Bytes through memory of a region, in one kernel and in those Inductor would make.
 
 In: a region and its graph, which is only read. Out: two numbers, and the results that a
-kernel may write where an input of the graph is. The model counts tensors read and
-written by each kernel once: Inductor makes one of all there is before a collective, one
-of all behind it, and one more for every sum along columns; the collective reads its
-operand and writes its result. One kernel for all reads its inputs and writes its
-outputs. What a collective moves through buffers of its own is left out on both sides.
-What others could have computed in the same kernel as the region must now be written for
-them and read again.
+kernel may write where an input of the graph is. What Inductor would make of it says
+``passes.launches``. One kernel for all reads its inputs and writes its outputs. What a
+collective moves through buffers of its own is left out on both sides. What others could
+have computed in the same kernel as the region must now be written for them and read
+again.
 
 A training step leaves ``copy_(input, new)`` for each parameter and state. Where a
 region makes ``new`` for nothing else, it may write it there. Kernels write in place
@@ -17,20 +15,13 @@ number never depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 from torch import fx
 
-from fxpar.fusion.kernels.expressions import SUMS
-from fxpar.fusion.kernels.reductions import reduction_of
-from fxpar.fusion.kernels.region_program import dtype_of
 from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
-from fxpar.fusion.kernels.split_at_collectives import (
-    CollectiveStep,
-    ComputeStep,
-    stages_of,
-)
+from fxpar.passes.launches import launches_among
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
@@ -100,55 +91,19 @@ def _is_free(
 
 def bytes_of(region: SelectedRegion) -> tuple[int, int]:
     """(bytes of several kernels, bytes of one)."""
-    program = region.outline.program
-    size = {
-        name: value.count * dtype_of(value.dtype).itemsize
-        for name, value in program.values.items()
-        if value.dtype != "tuple"
-    }
-    moved = {
-        name
-        for step in stages_of(program)
-        if isinstance(step, CollectiveStep)
-        for name in (step.operand, step.result)
-    }
-    before = sum(size[name] for name in moved)
-    after = sum(t.nbytes for t in program.inputs)
-    for step in stages_of(program):
-        if isinstance(step, ComputeStep):
-            before += _of_part(step, moved)
+    apart = launches_among(region.members, region.outputs)
+    before = sum(launch.moved for launch in apart.launches)
+    after = sum(tensor.nbytes for tensor in region.outline.program.inputs)
+    there = {buffer for launch in apart.launches for buffer in launch.reads}
+    there |= {b for launch in apart.launches if launch.axes for b in launch.makes}
     writes = writes_of(region.members, region.outputs)
-    for node in region.outputs:
-        nbytes = nbytes_of(node.meta["val"])
+    for node, buffers in zip(region.outputs, apart.outputs, strict=True):
         # In place is what Inductor writes, too.
         kept, read_again = (True, False) if node in writes else _readers(region, node)
-        before += nbytes * kept
-        after += nbytes * (1 + read_again)
+        if not kept:
+            before -= sum(b.nbytes for b in buffers if b not in there)
+        after += nbytes_of(node.meta["val"]) * (1 + read_again)
     return before, after
-
-
-def _of_part(part: ComputeStep, moved: Iterable[str]) -> int:
-    """What Inductor's kernels for a part read, and write for a collective."""
-    program = part.program
-    total = sum(t.nbytes for t in program.inputs)
-    total += sum(t.nbytes for t in program.outputs if t.name in moved)
-    lines = {line.name: line for line in program.lines}
-    inputs = {t.name: t for t in program.inputs}
-    for line in program.lines:
-        if line.op not in SUMS:
-            continue
-        source = program.values[line.refs[0]].shape
-        if reduction_of(line.name, line.args, source).kind == "row":
-            continue
-        seen: set[str] = set()
-        rest = list(line.refs)
-        while rest:
-            name = rest.pop()
-            if name not in seen:
-                seen.add(name)
-                rest += lines[name].refs if name in lines else ()
-        total += sum(inputs[name].nbytes for name in seen if name in inputs)
-    return total
 
 
 def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:

@@ -31,7 +31,14 @@ from fxpar.fusion.verbs.ring import Ring
 from fxpar.passes import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
-from fxpar.passes.local_attention import laid_out, weighted
+from fxpar.passes.local_attention import laid_out
+from fxpar.passes.merge_attention import (
+    BIASES,
+    RunningAttention,
+    aligned,
+    of_visible,
+    weighted,
+)
 from fxpar.sharding.cost.op import contracts
 
 aten = torch.ops.aten
@@ -65,19 +72,15 @@ class AttentionForm:
         return None
 
 
-# What a mask or bias is called.
-_BIASES = ("attn_mask", "attn_bias", "bias")
-
-
 def form_of(target: Any) -> AttentionForm | None:
     """The form of an attention on [batch, heads, sequence, features], read off its
     schema; None of any other op."""
     name, schema = str(target), _torch.objects.schema_of(target)
     if schema is None or not contracts(target) or "attention" not in name:
         return None
-    if "_scaled_dot" not in name and "causal" not in name:
-        return None
     names = tuple(argument.name for argument in schema.arguments)
+    if "_scaled_dot" not in name and "ahead" not in names:
+        return None
     return AttentionForm(
         keys=names.index("k" if "k" in names else "key"),
         ahead=names.index("ahead") if "ahead" in names else None,
@@ -92,7 +95,7 @@ def rings_of(graph: fx.Graph) -> Schedule:
     lines = []
     for node in graph.nodes:
         form = form_of(node.target)
-        if form is None or form.given(node, *_BIASES) is not None:
+        if form is None:
             continue
         found = [_gather_of(node.args[form.keys + i]) for i in range(2)]
         gathers = [gather for gather in found if gather is not None]
@@ -147,6 +150,8 @@ class _RingAttention:
                 raise refuse("overlap", gather, "is no gather of keys or values")
         self.axes = collective_nodes.axes_of(gathers[0])
         self._check(chunks, dim, ring)
+        masks = (name for name in BIASES if form.given(node, name) is not None)
+        self.mask = next(masks, None)
         self.read: Any = node.args[self.form.keys : self.form.keys + 2]
         paths = chunked.between(gathers, tuple(dict.fromkeys(self.read)))
         self.path = [n for n in paths if n not in gathers]
@@ -164,11 +169,10 @@ class _RingAttention:
         queries = node.args[self.form.keys - 1]
         if self.form.given(node, "is_causal"):
             raise refuse("overlap", node, "counts places from its first key")
-        if self.form.given(node, *_BIASES) is not None:
-            # Of queries to which it hides a part's keys kernels say nothing.
-            raise refuse("overlap", node, "has a mask, which may hide all of a part")
+        if any(self.form.given(node, "grad_input_mask") or ()[3:]):
+            raise refuse("overlap", node, "makes a gradient of its bias")
         backward = self.form.backward
-        lse = node.args[self.form.keys + 3] if backward else node
+        lse = self.form.given(node, "logsumexp") if backward else node
         value = lse.meta["val"] if backward else lse.meta["val"][1]
         if value.shape != queries.meta["val"].shape[:3]:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
@@ -214,7 +218,24 @@ class _RingAttention:
             first = ring.parts[i] * size
             start = build.offset(self.axes, size, first, around=self.size)
             args[self.form.ahead] = build.compute(operator.sub, ahead, start)
-        return build.call(self.node.target, *args, **self.node.kwargs)
+        kwargs = dict(self.node.kwargs)
+        mask = self._mask_of_part(build, ring, i)
+        if self.mask in kwargs:
+            kwargs[self.mask] = mask
+        elif self.mask is not None:
+            args[self.form.names.index(self.mask)] = mask
+        return build.call(self.node.target, *args, **kwargs)
+
+    def _mask_of_part(self, build: Builder, ring: Ring, i: int) -> fx.Node | None:
+        """Of the i-th part of the keys."""
+        if self.mask is None:
+            return None
+        mask = self.form.given(self.node, self.mask)
+        last = mask.meta["val"].dim() - 1
+        if mask.meta["val"].shape[last] == 1:
+            return mask
+        part = ring.cut(build, mask, last, i)
+        return aligned(build, part) if self.mask == "attn_bias" else part
 
     def _forward(self) -> dict[int, fx.Node]:
         """Output and log-sum-exp over all keys, and what else is read."""
@@ -225,10 +246,8 @@ class _RingAttention:
                 self._on_part(build, ring, i, parts)
                 for i, parts in enumerate(_near_first(build, ring, own))
             ]
-            out, lse = (build.call(operator.getitem, made[0], k) for k in range(2))
-            for node in made[1:]:
-                seen, weight = (build.call(operator.getitem, node, k) for k in range(2))
-                out, lse = _merged(build, (out, lse), (seen, weight))
+            merge = _merged if self.mask is None else self._merged_under_mask
+            out, lse = merge(build, made)
             out = laid_out(build, _cast(build, out, whole[0].dtype), whole[0])
             more = {
                 i: build.call(operator.getitem, made[0], i)
@@ -236,6 +255,20 @@ class _RingAttention:
                 if isinstance(value, torch.Tensor)
             }
         return {0: out, 1: lse, **more}
+
+    def _merged_under_mask(
+        self, build: Builder, made: Sequence[fx.Node]
+    ) -> tuple[fx.Node, fx.Node]:
+        """Output and log-sum-exp of attentions over parts of the keys."""
+        parts = []
+        for node in made:
+            out, lse = (build.call(operator.getitem, node, k) for k in range(2))
+            mask = self.form.given(node, *BIASES)
+            parts.append((out, of_visible(build, lse, mask)))
+        running = RunningAttention(*parts[0])
+        for part in parts[1:]:
+            running = running.add(build, *part)
+        return running.result(build)
 
     def _backward(self) -> tuple[dict[int, fx.Node], list[fx.Node], list[fx.Node]]:
         """Gradients of queries; those of keys and values, in the place of what reduced
@@ -308,15 +341,17 @@ class _Reduced:
     scatter: fx.Node
 
 
-def _merged(
-    build: Builder,
-    one: tuple[fx.Node, fx.Node],
-    other: tuple[fx.Node, fx.Node],
-) -> tuple[fx.Node, fx.Node]:
-    """Output and log-sum-exp over two sets of keys, in the precision of the latter."""
-    total = build.call(aten.logaddexp.default, one[1], other[1])
-    first, second = (weighted(build, out, lse, total) for out, lse in (one, other))
-    return build.call(aten.add.Tensor, first, second), total
+def _merged(build: Builder, made: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Output and log-sum-exp of attentions over parts of the keys, in the precision of
+    the latter."""
+    out, lse = (build.call(operator.getitem, made[0], k) for k in range(2))
+    for node in made[1:]:
+        seen, weight = (build.call(operator.getitem, node, k) for k in range(2))
+        total = build.call(aten.logaddexp.default, lse, weight)
+        pairs = ((out, lse), (seen, weight))
+        first, second = (weighted(build, o, w, total) for o, w in pairs)
+        out, lse = build.call(aten.add.Tensor, first, second), total
+    return out, lse
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

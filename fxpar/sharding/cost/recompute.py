@@ -1,16 +1,16 @@
-"""Recomputation: which values of the forward the backward computes again.
+"""Recomputation: which calls forward and backward run, those that the backward
+computes again in both.
 
-In: nodes of a joint graph in order, in global shapes or in local ones, and which of
-them are the backward's. Out: nodes. Where AOTAutograd solves a minimum cut, this
-decides one value after the other: a light op is computed again if what it reads weighs
-less than what it gives, or is kept anyway. What is tagged to be computed again
-(gathered parameters, the user's checkpoints) is.
+In: a joint graph, in global shapes or in local ones. Out: its nodes, in order. Where
+AOTAutograd solves a minimum cut, this decides one value after the other: a light op is
+computed again if what it reads weighs less than what it gives, or is kept anyway. What
+is tagged to be computed again (gathered parameters, the user's checkpoints) is.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -23,6 +23,7 @@ from fxpar.sharding.cost.op import (
     tensors_in,
     viewed,
 )
+from fxpar.sharding.program import depending_on_tangents
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 # What the tags of checkpoints say: whether the backward computes a value again.
@@ -34,6 +35,68 @@ _TAGGED = {
 
 # So many light ops in a row are computed again, as AOTAutograd bans long chains.
 _CHAIN = 16
+
+
+def phases(
+    graph: fx.Graph, gathered: Collection[fx.Node] = ()
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The calls of a graph that the forward runs, and those that the backward runs,
+    each in order; what the backward computes again is in both, ``gathered`` in any
+    case. All are of the forward in a graph that is not joint."""
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    late = depending_on_tangents(graph)
+    if not late:
+        return calls, []
+    second = _with_again(calls, late, gathered)
+    results = [r for r in graph.output_node().args[0] if isinstance(r, fx.Node)]
+    early = [r for r in results if r not in late]
+    ahead = _ancestors([*early, *given_of(calls, second)])
+    return [n for n in calls if n in ahead], second
+
+
+def given_of(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.Node]:
+    """What the backward reads of the forward."""
+    there, read = set(second), {r for n in second for r in n.all_input_nodes}
+    return [n for n in first if n in read and n not in there]
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all they are computed from."""
+    ancestors, stack = set(nodes), list(nodes)
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            if read not in ancestors:
+                ancestors.add(read)
+                stack.append(read)
+    return ancestors
+
+
+def _with_again(
+    calls: Sequence[fx.Node],
+    late: Collection[fx.Node],
+    gathered: Collection[fx.Node],
+) -> list[fx.Node]:
+    """The backward's nodes: those that are ``late``, and others that it computes for
+    itself, each before what reads it."""
+    again = computed_again(calls, late, gathered)
+    done: set[fx.Node] = set()
+    out: list[fx.Node] = []
+    for node in calls:
+        stack = [node] if node in late else []
+        while stack:
+            missing = [
+                read
+                for read in stack[-1].all_input_nodes
+                if read in again and read not in done
+            ]
+            if missing:
+                stack += reversed(missing)
+                continue
+            ready = stack.pop()
+            if ready not in done:
+                done.add(ready)
+                out.append(ready)
+    return out
 
 
 def computed_again(

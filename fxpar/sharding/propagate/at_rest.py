@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import combinations
 
+from fxpar.sharding import shard_sizes
 from fxpar.sharding.factors import (
     Axes,
     Strategy,
@@ -52,7 +53,7 @@ def at_rest(
     used = {*decided, *(axis for axes in given for axis in axes)}
     batch, experts = batch_axes(mesh), expert_axes(mesh)
     open_ = ndim == 3 and not (shut[0] or given[0] or used.intersection(experts))
-    if open_ and shape[0] % mesh.count(experts) == 0:
+    if open_ and shard_sizes.is_even(shape[0], mesh, experts):
         given[0] = experts
         used.update(experts)
     # Batch axes are gathered at each use: minor, so that what is left is one block.
@@ -66,8 +67,9 @@ def at_rest(
     choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
     for axes in choices:
         for d in range(ndim):
-            if not shut[d] and shape[d] % mesh.count([*given[d], *axes]) == 0:
-                given[d] = (*given[d], *axes)
+            split = (*given[d], *axes)
+            if not shut[d] and shard_sizes.is_even(shape[d], mesh, split):
+                given[d] = split
                 return Spec.of(given)
     return Spec.of(given)
 

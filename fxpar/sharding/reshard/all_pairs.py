@@ -75,6 +75,8 @@ def matrix(
         [not spec.is_even(mesh, shape) for spec in specs]
         for specs in (sources, targets)
     )
+    if not mesh.is_shared_equally:
+        odd = [True] * len(odd)
     for i, j in itertools.product(range(len(rows)), range(len(columns))):
         if rows[i] < 0 or columns[j] < 0 or odd[i] or ends[j]:
             out[i, j] = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
@@ -134,11 +136,12 @@ def path(
     source: Spec, target: Spec, mesh: Mesh, shape: Sequence[int], itemsize: int
 ) -> tuple[Step, ...] | None:
     """The cheapest steps between two specs, if they are nodes of the graph; None also
-    on a mesh of more than ``MOST`` axes.
+    on a mesh of more than ``MOST`` axes, and on one whose shares are not equal.
 
     Deterministic: among equals the fewest steps, then the first.
     """
-    if sum(size > 1 for size in mesh.sizes.values()) > MOST:
+    many = sum(size > 1 for size in mesh.sizes.values()) > MOST
+    if many or not mesh.is_shared_equally:
         return None
     place, nodes = _places(mesh, len(shape)), _nodes(mesh, len(shape))
     here, end = place.get(_node(source, mesh)), place.get(_node(target, mesh))

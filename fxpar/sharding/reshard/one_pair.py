@@ -70,6 +70,8 @@ def search(
     source.check(mesh, shape)
     target.check(mesh, shape)
     nbytes = float(math.prod(shape) * itemsize)
+    if not mesh.is_shared_equally:
+        nbytes *= _padding(source, target, mesh, shape)
     uneven = tuple(
         not all(shard_sizes.is_even(size, mesh, axes) for axes in pair)
         for size, *pair in zip(shape, source.dims, target.dims, strict=True)
@@ -78,11 +80,24 @@ def search(
         mesh.size if odd else math.gcd(size, mesh.size)
         for size, odd in zip(shape, uneven, strict=True)
     )
+    if not mesh.is_shared_equally:
+        uneven = (True,) * len(shape)  # on the way, if not at its ends
     problem, dims = _pose(source, target, mesh, room, uneven, front(shape))
     share = nbytes / _others(source, dims, mesh)
     costs = {route: _cost(route, problem, share) for route in _routes(problem, share)}
     cheapest = min(costs, key=costs.__getitem__)
     return _steps(cheapest, dims, source, target, mesh), costs[cheapest]
+
+
+def _padding(source: Spec, target: Spec, mesh: Mesh, shape: tuple[int, ...]) -> float:
+    """How much larger than a mean shard those are that collectives carry."""
+    out = 1.0
+    for rows, *pair in zip(shape, source.dims, target.dims, strict=True):
+        axes = max(pair, key=len)
+        if rows and shard_sizes.has_shares(mesh, axes):
+            largest = shard_sizes.largest(rows, mesh, axes)
+            out *= largest * mesh.count(axes) / rows
+    return out
 
 
 def _others(source: Spec, dims: Sequence[int], mesh: Mesh) -> int:

@@ -43,10 +43,17 @@ class Heads:
     sizes: list[int]
     # Query heads per key head.
     groups: int
+    # Under a mask, which may leave weights of parts that count keys alone: parts of the
+    # keys are as large as one another.
+    masked: bool
 
     @property
     def inputs(self) -> tuple[list[str], list[str], list[str]]:
         return self.query, self.key, self.value
+
+    @property
+    def splits_keys(self) -> bool:
+        return not self.scores[3].endswith("!")
 
     @property
     def logsumexp(self) -> list[str]:
@@ -80,7 +87,9 @@ class Heads:
 
     def rule(self, *operands: Sequence[str], results: Sequence[Sequence[str]]) -> Rule:
         rule = parse_rule(text(*operands, results=results))
-        return replace(rule, sizes=(("g", self.groups),) if self.groups > 1 else ())
+        sizes = (("g", self.groups),) if self.groups > 1 else ()
+        evenly = frozenset("t") if self.masked and self.splits_keys else frozenset()
+        return replace(rule, sizes=sizes, evenly=evenly)
 
     def forward(
         self, *operands: Sequence[str], logsumexp: Sequence[str] | None = None
@@ -89,7 +98,7 @@ class Heads:
         them."""
         results = [self.out, logsumexp or self.merged, _FURTHER]
         rule = self.rule(*operands, results=results)
-        if self.scores[3].endswith("!"):
+        if not self.splits_keys:
             return rule
         return replace(rule, merges=(Merge("t", len(operands) + 1),))
 
@@ -105,9 +114,10 @@ def heads_of(
     seq_first: bool = False,
     queries: bool = False,
     keys: bool = False,
+    masked: bool = False,
 ) -> Heads | None:
     """``seq_first``: tensors are [batch, sequence, heads, dim]; whether ``queries``,
-    and ``keys``, may be split along the sequence."""
+    and ``keys``, may be split along the sequence; whether there is a mask."""
     h, s = (2, 1) if seq_first else (1, 2)
     if q.dim() != 4 or q.shape[h] % k.shape[h]:
         return None
@@ -126,6 +136,7 @@ def heads_of(
         scores=["b", heads, places, seen],
         sizes=[q.shape[0], q.shape[h], q.shape[s], k.shape[s]],
         groups=groups,
+        masked=masked,
     )
 
 
@@ -200,10 +211,10 @@ def _windowed(rest: dict[str, Any]) -> bool:
 def _for_cpu(
     q: torch.Tensor, k: torch.Tensor, mask: Maybe, is_causal: bool
 ) -> Heads | None:
-    """Words of a kernel whose log-sum-exp says nothing of queries to which a mask hides
-    all keys, as it does where a rank has some."""
-    split = not (is_causal and mask is not None)
-    return heads_of(q, k, queries=split, keys=mask is None)
+    """Words of the kernel on CPU."""
+    masked = mask is not None
+    split = not (is_causal and masked)
+    return heads_of(q, k, queries=split, keys=split, masked=masked)
 
 
 def _flash_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
@@ -241,10 +252,11 @@ def _efficient(
 def _memory_efficient(
     q: torch.Tensor, k: torch.Tensor, bias: Maybe, is_causal: bool, compute_lse: bool
 ) -> Heads | None:
-    """Words of a kernel whose log-sum-exp has rows in steps of 32, and whose bias must
-    be aligned along the keys."""
-    split = compute_lse and not (is_causal and bias is not None)
-    return heads_of(q, k, queries=split and _rows_fit(q), keys=split and bias is None)
+    """Words of a kernel whose log-sum-exp has rows in steps of 32."""
+    masked = bias is not None
+    split = compute_lse and not (is_causal and masked)
+    queries = split and _rows_fit(q)
+    return heads_of(q, k, queries=queries, keys=split, masked=masked)
 
 
 def _rows_fit(q: torch.Tensor) -> bool:

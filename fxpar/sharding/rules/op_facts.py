@@ -85,6 +85,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     # Shapes and places.
     _each("view _unsafe_view reshape", reshapes=True),
     _each("reshape", view=False),  # torch calls it one
+    _each("reshape", "prims", reshapes=True),
     _each("view.dtype", reshapes=False),
     _each("view.default alias detach", renames=True),
     _each("clone", copies=True, moves=True),

@@ -1,7 +1,7 @@
 """Memory over time, as the search counts it: what occupies it from when to when, and
 bytes of each entry under each strategy of a node, as the solver takes them.
 
-In: a Program with its lifetimes; which node decides how each version of a value lies.
+In: a Program and its kernels; which node decides how each version of a value lies.
 Out: entries (value, which version of it, from which op to which), and ``solver.Live``.
 Time counts ops. Parameters live throughout, and with them the optimizer's state; a
 gradient lives from the op that makes it to the end. A parameter that rests in another
@@ -24,10 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxpar.sharding.cost.fused_work import Regions
-from fxpar.sharding.cost.liveness import NEVER, Lifetimes
+from fxpar.sharding.cost.program_kernels import NEVER, ProgramKernels
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, is_view
+from fxpar.sharding.program import Program
 from fxpar.sharding.search.search_space import EdgeEnd, Node
 from fxpar.sharding.solver import Live
 from fxpar.sharding.spec import Spec
@@ -60,18 +59,17 @@ class Entry:
 
 def entries(
     program: Program,
-    regions: Regions,
-    lives: Lifetimes,
+    kernels: ProgramKernels,
     backward: Collection[int],
     apart: Collection[int] = (),
 ) -> list[Entry]:
     """In order of inputs, then of ops. ``apart``: values that forward and backward
     gather each for itself. Small values that pass within one phase are left out."""
-    used = _used(program, regions, lives, backward)
+    used = _used(program, kernels, backward)
     return [
         *_inputs(program, used, apart),
-        *_gradients(program, regions),
-        *_results(program, lives, backward, used, apart),
+        *_gradients(program, kernels),
+        *_results(program, kernels, backward, used, apart),
     ]
 
 
@@ -80,18 +78,16 @@ _Used = dict[int, tuple[tuple[int, int], tuple[int, int]]]
 
 
 def _used(
-    program: Program, regions: Regions, lives: Lifetimes, backward: Collection[int]
+    program: Program, kernels: ProgramKernels, backward: Collection[int]
 ) -> _Used:
     out: _Used = {}
     for op in program.ops:
-        if is_view(op):
-            continue
-        for b in {regions.base[v] for v in op.operands}:
-            out[b] = _widened(out.get(b), lives.reads[op.index])
+        for b in {kernels.base[v] for v in op.operands}:
+            out[b] = _widened(out.get(b), kernels.reads[op.index])
     end = len(program.ops)
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if v is not None and result.kind != "gradient":
-            b = regions.base[v]
+            b = kernels.base[v]
             late = b in program.producers and program.producers[b][0] in backward
             out[b] = _widened(out.get(b), (NEVER, end) if late else (end, NEVER))
     return out
@@ -143,18 +139,18 @@ def _copies(
     return [(times[0][0], times[-1][1])]
 
 
-def _gradients(program: Program, regions: Regions) -> list[Entry]:
+def _gradients(program: Program, kernels: ProgramKernels) -> list[Entry]:
     out, end = [], len(program.ops) + 1
     for result, v in zip(program.signature.outputs, program.outputs, strict=True):
         if result.kind == "gradient" and v is not None:
-            begin = program.producers.get(regions.base[v], (0, 0))[0]
+            begin = program.producers.get(kernels.base[v], (0, 0))[0]
             out.append(Entry(v, "gradient", begin, end, program.values[v].nbytes))
     return out
 
 
 def _results(
     program: Program,
-    lives: Lifetimes,
+    kernels: ProgramKernels,
     backward: Collection[int],
     used: _Used,
     apart: Collection[int],
@@ -163,15 +159,13 @@ def _results(
     floor = _SMALL * max((value.nbytes for value in program.values), default=0)
     unread = ((NEVER, NEVER), (NEVER, NEVER))
     for op in program.ops:
-        if is_view(op):
-            continue
         at, late = op.index, op.index in backward
         for v in op.results:
-            if v not in lives.written:
+            if v not in kernels.written:
                 continue
             size = program.values[v].nbytes
             (_, early), (first, last) = used.get(v, unread)
-            again = v in lives.again and not late
+            again = v in kernels.again and not late
             saved = not late and last != NEVER and not again
             if not saved and size < floor:
                 continue
@@ -202,7 +196,7 @@ def rows(
     live: Sequence[Entry], places: Places, pool: Sequence[Spec], mesh: Mesh
 ) -> list[Live]:
     """One per entry, at most, with those that need nothing left out."""
-    share = np.array([1 / mesh.count(spec.sharded_axes) for spec in pool])
+    share = np.array([mesh.largest_share(spec.sharded_axes) for spec in pool])
     partial = np.array([bool(spec.partial) for spec in pool])
     out = []
     for entry in live:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fxpar.sharding.cost import fused_work
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
@@ -24,7 +25,13 @@ from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.steps import ALONE, Alone
 from fxpar.sharding.search import search_space
-from fxpar.sharding.search.search_space import EdgeEnd, Node, Pool, allowed, lying
+from fxpar.sharding.search.search_space import (
+    EdgeEnd,
+    Node,
+    Pool,
+    allowed,
+    specs_of_shape,
+)
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.solver import Edge
 from fxpar.sharding.spec import Spec
@@ -47,7 +54,6 @@ class ProblemBuilder:
         self.program, self.mesh, self.hardware = program, mesh, hardware
         self.facts = facts
         self.backward = backward_ops(program)
-        self.regions = fused_work.Regions(program, self.backward)
         self.pool = Pool()
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -63,6 +69,7 @@ class ProblemBuilder:
         self.apart: set[int] = set()
         if not facts.keep_gathered:
             self.apart = gathered_again(program)
+        self.kernels = kernels_of(program, self.apart)
 
     def node(
         self,
@@ -82,35 +89,35 @@ class ProblemBuilder:
         for op in self.program.ops:
             key = (op.rule,)
             if key not in self.columns:
-                found = search_space.strategies(op.rule, self.mesh)
+                options = search_space.strategies(op.rule, self.mesh)
                 rows = [
                     [self.pool.number(s) for s in search_space.specs(op.rule, strategy)]
-                    for strategy in found
+                    for strategy in options
                 ]
-                self.columns[key] = found, np.array(rows).reshape(len(found), -1)
-            found, numbers = self.columns[key]
+                self.columns[key] = options, np.array(rows).reshape(len(options), -1)
+            options, numbers = self.columns[key]
             out.append(
-                self.node("op", op.index, numbers, self._seconds(op.index), found)
+                self.node("op", op.index, numbers, self._seconds(op.index), options)
             )
         return out
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
-        op, mine = self.program.ops[index], self.regions.works[index]
+        op, mine = self.program.ops[index], self.kernels.works[index]
         key = (op.rule, mine, messages_of(op))
         if key not in self.prices:
-            found = search_space.strategies(op.rule, self.mesh)
+            options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
                     fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
-                    for strategy in found
+                    for strategy in options
                 ]
             )
         return self.prices[key]
 
-    def lying(self, v: int) -> list[Spec]:
+    def specs_of_shape(self, v: int) -> list[Spec]:
         """Every way a value may lie with nothing partial, in each order of axes."""
-        return lying(self.program.values[v].shape, self.mesh)
+        return specs_of_shape(self.program.values[v].shape, self.mesh)
 
     def allowed(self, v: int, specs: Iterable[Spec]) -> list[Spec]:
         """Those that keep to the hints on a value; if none does, any that do. Raises
@@ -128,7 +135,7 @@ class ProblemBuilder:
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
-        inside = self.regions.base[v] not in self.regions.written
+        inside = self.kernels.base[v] not in self.kernels.written
         key = (have.tobytes(), need.tobytes(), self.like(v), alone, inside)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
@@ -141,15 +148,15 @@ class ProblemBuilder:
     def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:
         """Whether copies of a value before and behind its collectives are kernels of
         their own: no light op makes it, or reads it."""
-        regions, kind = self.regions, self.nodes[b.node].kind
-        made = self.nodes[a.node].kind == "op" and regions.light_made(v)
-        read = kind == "value" and regions.read_by_light[v]
+        kernels, kind = self.kernels, self.nodes[b.node].kind
+        light_maker = self.nodes[a.node].kind == "op" and kernels.made_by_light(v)
+        read = kind == "value" and kernels.read_by_light[v]
         if kind == "op":
-            read = regions.reads_lightly(self.nodes[b.node].of)
-        return not made, not read
+            read = kernels.reads_lightly(self.nodes[b.node].of)
+        return not light_maker, not read
 
     def in_memory(self, v: int, have: np.ndarray, need: np.ndarray) -> np.ndarray:
-        """Seconds that a collective takes from the region around it: what one kernel
+        """Seconds that a collective takes from the kernel around it: what one kernel
         would never write is written, and read again by another."""
         value, on = self.program.values[v], self.hardware
         before, after = (

@@ -3,8 +3,7 @@
 In: a Decision on a mesh whose axes carry speeds, the hardware of speed 1.0, and the
 reshards of a step. Out: ``Ratios``: for each axis the share of every rank, the seconds
 of a step with equal shards and with these, and what each split dim would be cut into.
-Never changes a plan: what runs has equal shards, on which the slowest rank decides, and
-that is what a search is told a step costs.
+Never changes a plan; ``Mesh.shares`` are what runs.
 
 One ratio holds for an axis, so that neighbours agree and nothing is resharded for it.
 It is the one with which the ranks finish together what the axis splits, as in AccPar
@@ -18,16 +17,16 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fxpar.sharding.cost import fused_work
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, route
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import backward_ops
 from fxpar.sharding.reshard.needed import Reshard
 
 Axes = frozenset[str]
@@ -65,7 +64,7 @@ class Ratios:
     def __str__(self) -> str:
         if not self.shares:
             return f"all ranks of {self.mesh} are alike: equal shards are best"
-        lines = [f"shards by speed for {self.mesh} on {self.hardware}; equal ones run:"]
+        lines = [f"shards by speed for {self.mesh} on {self.hardware}:"]
         lines += [
             f"  {axis}: {_shares_text(shares, self.mesh.speeds_of(axis))}"
             for axis, shares in self.shares
@@ -92,18 +91,59 @@ def _cut_text(cut: UnequalDim) -> str:
     return f"  {cut.size} over {'+'.join(cut.axes)}: {shown}  ({names})"
 
 
-def note(mesh: Mesh) -> str | None:
-    """What a plan on a mesh with unlike ranks has to say, None if all are alike."""
-    if not mesh.unlike:
-        return None
+def notes(mesh: Mesh) -> list[str]:
+    """What a plan on a mesh with unlike ranks or shares has to say."""
+    whole = mesh.unrefined
+    out = [
+        f"shares: along {axis} {':'.join(f'{n:g}' for n in shares)}"
+        for axis, shares in zip(whole.names, whole.shares, strict=True)
+        if shares and len(set(shares)) > 1
+    ]
+    equal = [axis for axis in mesh.unlike if not mesh.weights_of(axis)]
     ratio = math.prod(
         sum(mesh.speeds_of(axis))
         / len(mesh.speeds_of(axis))
         / min(mesh.speeds_of(axis))
-        for axis in mesh.unlike
+        for axis in equal
+    )
+    if equal:
+        out.append(
+            f"ranks along {', '.join(equal)} are unlike, but their shards are equal: "
+            f"all wait for the slowest, and computing takes up to {ratio:.3g} times as "
+            "long as with shards by speed (plan.ratios() says which)"
+        )
+    return out
+
+
+def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
+    """A rank of each kind, by speed and shares, and its relative speed."""
+    whole = mesh.unrefined
+    axes = [
+        axis for axis in whole.names if mesh.weights_of(axis) or axis in mesh.unlike
+    ]
+    out = []
+    for places in itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)):
+        speeds = {
+            axis: whole.speeds_of(axis)[i] for axis, i in zip(axes, places, strict=True)
+        }
+        others = (
+            min(whole.speeds_of(axis)) for axis in whole.names if axis not in axes
+        )
+        rank = whole.rank(dict(zip(axes, places, strict=True)))
+        out.append((rank, math.prod(speeds.values()) * math.prod(others)))
+    return out
+
+
+def _idle(mesh: Mesh, axes: Sequence[str]) -> str:
+    """What equal shards on unlike ranks cost."""
+    ratio = math.prod(
+        sum(mesh.speeds_of(axis))
+        / len(mesh.speeds_of(axis))
+        / min(mesh.speeds_of(axis))
+        for axis in axes
     )
     return (
-        f"ranks along {', '.join(mesh.unlike)} are unlike, but their shards are equal: "
+        f"ranks along {', '.join(axes)} are unlike, but their shards are equal: "
         f"all wait for the slowest, and computing takes up to {ratio:.3g} times as "
         "long as with shards by speed (plan.ratios() says which)"
     )
@@ -185,7 +225,7 @@ def step_of(
     """What a step of a decision is made of."""
     program, mesh = decision.program, hardware.on(decision.mesh)
     unlike = frozenset(mesh.unlike)
-    works = fused_work.Regions(program, backward_ops(program)).works
+    works = kernels_of(program).works
     computing: dict[Axes, float] = defaultdict(float)
     for op, mine, strategy in zip(program.ops, works, decision.strategies, strict=True):
         split = frozenset(a for _, axes in strategy.factors for a in axes) & unlike
@@ -208,6 +248,14 @@ def step_of(
     return StepSeconds(computing, moving, fixed)
 
 
+def best_shares(decision: Decision, hardware: Hardware) -> dict[str, tuple[float, ...]]:
+    """Of each unlike axis the shares with which a step is fastest. ``hardware``: that
+    of speed 1.0."""
+    decision = replace(decision, mesh=decision.mesh.shared_equally)
+    step = step_of(decision, hardware, decision.edges.reshards)
+    return step.best(decision.mesh)
+
+
 def _whole(axes: Iterable[str]) -> Axes:
     """The axes that these, or parts of axes, belong to."""
     return frozenset(axis.partition(":")[0] for axis in axes)
@@ -216,12 +264,14 @@ def _whole(axes: Iterable[str]) -> Axes:
 def ratios(
     decision: Decision, hardware: Hardware, reshards: Iterable[Reshard]
 ) -> Ratios:
-    """How a decision's shards would be cut by speed, and what that would gain.
+    """How a decision's shards would be cut by speed, and what that would gain over
+    equal ones.
 
     ``hardware``: that of speed 1.0. ``reshards``: of one step. Memory is not looked at:
     a large share needs more of it.
     """
-    mesh = decision.mesh
+    mesh = decision.mesh.shared_equally
+    decision = replace(decision, mesh=mesh)
     step = step_of(decision, hardware, reshards)
     best = step.best(mesh)
     return Ratios(

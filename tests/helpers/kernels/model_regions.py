@@ -21,7 +21,6 @@ from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxpar
-from fxpar import backend
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
 from fxpar.fusion.kernels.implementations import FUSED
 from fxpar.fusion.kernels.reductions import CannotEmit
@@ -31,7 +30,7 @@ from fxpar.fusion.kernels.split_at_collectives import MOVES, ComputeStep, stages
 from fxpar.fusion.kernels.templates import template_of
 from fxpar.fusion.kernels.trace_region import Outline
 from fxpar.passes.bucket_collectives import REGION
-from fxpar.runtime import lowering_steps
+from fxpar.runtime import check_inputs, consensus, lowering_steps
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels import collective_cases as cases
@@ -53,8 +52,8 @@ def fused_graphs(name: str, mesh: str) -> list[tuple[str, Fused]]:
     options = {"mesh": mesh, "codegen": "eager", "fuse": "interpret"}
     with (
         mock.patch.object(lowering_steps, "say", keep),
-        mock.patch.object(backend.consensus, "agree"),
-        mock.patch.object(backend.inputs.Checks, "run"),
+        mock.patch.object(consensus, "agree"),
+        mock.patch.object(check_inputs.Checks, "run"),
     ):
         torch.compile(model, backend="fxpar", options=options)(**batch).backward()
     return found
@@ -91,8 +90,8 @@ def fused_step(name: str) -> list[tuple[str, Fused]]:
     with (
         mock.patch.object(lowering_steps, "say", keep),
         mock.patch.object(lowering_steps, "fuse_graph", asked),
-        mock.patch.object(backend.consensus, "agree"),
-        mock.patch.object(backend.inputs.Checks, "run"),
+        mock.patch.object(consensus, "agree"),
+        mock.patch.object(check_inputs.Checks, "run"),
     ):
         step = fxpar.train_step(
             model, lambda m, **batch: m(**batch), optimizer, options=options

@@ -19,8 +19,9 @@ import torch
 
 import fxpar
 from fxpar.sharding.cost import fused_work
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program, backward_ops
+from fxpar.sharding.program import Program
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.run_search import SearchOptions, search
@@ -60,7 +61,7 @@ class Everything:
 
     def __init__(self, program: Program, mesh: Mesh) -> None:
         self.program, self.mesh = program, mesh
-        self.fused = fused_work.Regions(program, backward_ops(program))
+        self.fused = kernels_of(program)
         self.axes: dict[Any, int] = {}
         self.makers: dict[int, End] = {}
         self.readers: dict[int, list[End]] = {v.index: [] for v in program.values}
@@ -71,7 +72,9 @@ class Everything:
             for i, v in enumerate(op.tensors):
                 read = i < len(op.operands)
                 fused = self.fused
-                light = fused.reads_lightly(op.index) if read else fused.light_made(v)
+                light = (
+                    fused.reads_lightly(op.index) if read else fused.made_by_light(v)
+                )
                 end = End(("op", op.index), [row[i] for row in rows], light)
                 if read:
                     self.readers[v].append(end)

@@ -19,9 +19,10 @@ from torch import nn
 
 import fxpar
 from fxpar.passes.step_collectives import facts_of
-from fxpar.sharding.cost.fused_work import Regions, flops_of_op, seconds
+from fxpar.sharding.cost.fused_work import flops_of_op, seconds
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
 from fxpar.sharding.cost.op import flops_of
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import searched
 from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
@@ -357,7 +358,7 @@ def test_a_convolution_has_the_peak_that_a_simulation_gives_it() -> None:
     plan = fxpar.plan(F.conv2d, x, weight, mesh="x=2", mode="replicate")
     program = plan.result.decision.program
     (op,) = program.ops
-    (work,) = Regions(program, set()).works
+    (work,) = kernels_of(program).works
     hardware = lookup("h100")
     peaks = (*hardware.peaks, ("float32 convolution", Peak(1e6)))
     taken = seconds(

@@ -16,9 +16,8 @@ import fxpar
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.reshard_after_forward import regather
-from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.hardware_table import lookup
-from fxpar.sharding.cost.liveness import lifetimes
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
@@ -138,8 +137,7 @@ def test_saved_activations_grow_with_layers() -> None:
 
 def lives(program: Program) -> tuple[set[str], set[str]]:
     """Names of what is written to memory, and of what the backward computes again."""
-    backward = backward_ops(program)
-    found = lifetimes(program, Regions(program, backward), backward)
+    found = kernels_of(program)
     written, again = (
         {program.values[v].name for v in values & program.producers.keys()}
         for values in (found.written, found.again)

@@ -19,10 +19,12 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparWarning, HintError, PlanError
+from fxpar.passes.forward_backward import as_run
+from fxpar.passes.launches import launches_of
 from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops)
 from fxpar.sharding import decide
-from fxpar.sharding.cost.fused_work import Regions
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
+from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import backward_ops, is_view
 from fxpar.sharding.reshard import all_pairs
@@ -33,7 +35,7 @@ from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import formulate
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.search.rank_candidates import taken
+from fxpar.sharding.search.rank_candidates import with_choice
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of
@@ -303,7 +305,7 @@ def test_readers_of_one_region_share_a_read() -> None:
     program = program_of(
         lambda x: (x - x.amax(1, keepdim=True)).exp().sum(1), x, mesh="x=2"
     )
-    works = Regions(program, set()).works
+    works = kernels_of(program).works
     read = {
         op.target: sum(size for at, size in work.moved if op.tensors[at] == 0)
         for op, work in zip(program.ops, works, strict=True)
@@ -325,7 +327,7 @@ def test_readers_of_one_region_share_a_read() -> None:
 def test_a_read_is_never_more_or_less_than_what_is_read(fn: Any) -> None:
     x = torch.randn(8, 32)
     program = program_of(fn, x, mesh="x=2")
-    works, (whole,) = Regions(program, set()).works, program.inputs
+    works, (whole,) = kernels_of(program).works, program.inputs
     seen = {whole, *(op.results[0] for op in program.ops if is_view(op))}
     read = sum(
         size
@@ -334,6 +336,39 @@ def test_a_read_is_never_more_or_less_than_what_is_read(fn: Any) -> None:
         if op.tensors[at] in seen
     )
     assert read == pytest.approx(x.nbytes)
+
+
+def twice(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A light value that a product reads and, in one kernel with it, a light op."""
+    kept = (x * 2).relu()
+    return kept @ w, kept.exp()
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "grad"),
+    [
+        (twice, [(8, 16), (16, 16)], False),
+        (lambda x, a: ((x @ a).softmax(-1), x.cos()), [(8, 16), (16, 16)], False),
+        (
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+            [(8, 16)],
+            True,
+        ),
+        (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)), [(8, 16)], True),
+    ],
+)
+def test_a_search_counts_the_kernels_that_are_simulated(
+    fn: Any, shapes: list[tuple[int, ...]], grad: bool
+) -> None:
+    """Where nothing is split, to the byte: of forward and backward, what the backward
+    computes again included."""
+    args = [torch.randn(shape) for shape in shapes]
+    plan = fxpar.plan(fn, *args, mesh="x=2", mode="replicate", grad=grad)
+    found = kernels_of(plan.result.decision.program)
+    launches = launches_of(as_run(plan.result.local)).launches
+    assert sum(work.launches for work in found.works) == len(launches)
+    moved = sum(nbytes for work in found.works for _, nbytes in work.moved)
+    assert moved == pytest.approx(sum(launch.moved for launch in launches))
 
 
 # Questions
@@ -424,7 +459,7 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
     best = search(program, mesh, SearchOptions(slow), {})
     whole = decide.decide(program, mesh, {}, mode="replicate").strategies
     choice = cost_of(best.formulation, whole).choice
-    bad = taken(best, choice)  # everything computed on every rank
+    bad = with_choice(best, choice)  # everything computed on every rank
     closed = replace(bad.solution, bound=bad.solution.cost, gap=0.0)
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)

@@ -1,35 +1,32 @@
-"""What one rank launches to run a local graph: kernels, collectives, waits, in order.
+"""What Inductor makes one kernel: the launches of a graph, in order, of which each
+reads and writes memory.
 
-In: a local graph. Out: ``Launches``: what each launch reads and writes in memory. Light
-ops (pointwise, reductions, casts, copies) join the kernel of the light ops they read,
-as Inductor fuses them: while nobody else has read it, or, after that, if all that the
-op reads is there when the kernel runs. Views cost nothing, and a value that only its
-own kernel reads is never in memory. Contractions, convolutions, attention and what
-Inductor does not generate are kernels by themselves. Never changes the graph.
+In: nodes with fake values, one after the other, of a local graph or of a program in
+global shapes. Out: ``Launches``: what each launch reads and writes in memory. Light ops
+(pointwise, reductions, casts, copies) join the kernel of the light ops they read, as
+Inductor fuses them: while nobody else has read it, or, after that, if all that the op
+reads is there when the kernel runs. Views cost nothing, and a value that only its own
+kernel reads is never in memory. Contractions, convolutions, attention and what Inductor
+does not generate are kernels by themselves. Never changes a graph.
 
-The order is that of the graph: a kernel runs where the last of its ops stood when
+The order is that of the nodes: a kernel runs where the last of its ops stood when
 another launch first read it. None spans forward and backward, which are compiled apart.
+Collectives and waits are what ``passes.launches`` adds, prices of launches
+``passes.simulate_step``; a search asks ``program_kernels``.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.errors import PlanError
-from fxpar.passes import custom_ops
-from fxpar.passes.launches import (
-    KINDS,
-    WAITS,
-    Buffer,
-    Launch,
-    Launches,
-)
+from fxpar._torch.symbols import hint_shape
 from fxpar.sharding.cost.op import (
     Domain,
     domain_of,
@@ -43,25 +40,80 @@ from fxpar.sharding.cost.op import (
     nbytes_of,
     tensors_in,
 )
-from fxpar.sharding.program import backward_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 
-def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
-    """The launches of a local graph; ``fused=False``: a kernel for each op.
+@dataclass(eq=False)
+class Buffer:
+    """One tensor."""
 
-    Raises PlanError on a collective it does not know, or of a group that is not named
-    by axes, as those of a bound graph are not.
-    """
-    reader = _Reader(fused)
-    late = backward_of(graph)
-    for i, node in enumerate(graph.nodes):
-        reader.step(node, float(i), node in late)
-    return reader.launches()
+    node: fx.Node
+    nbytes: int
+    # Whether it is in memory; what only its own kernel reads is not.
+    written: bool = True
+    # Place in the order from which on it can be read; None while its kernel grows.
+    ready: float | None = -1.0
+    # The collective to be waited for before.
+    late: Launch | None = None
 
 
 @dataclass(eq=False)
-class _TensorView:
+class Launch:
+    """A kernel, a collective, or a wait."""
+
+    # "fused", "contraction" or "alone"; a collective's; or "wait".
+    kind: str
+    # What it computes.
+    nodes: list[fx.Node]
+    # Its place.
+    order: float
+    backward: bool
+    # Bytes of each buffer.
+    reads: dict[Buffer, int] = field(default_factory=dict)
+    makes: list[Buffer] = field(default_factory=list)
+    # Of a contraction.
+    flops: float = 0.0
+    least: float = math.inf
+    dtype: torch.dtype = torch.float32
+    family: str = ""
+    # Operations on elements, as ``Hardware.light`` counts.
+    light: Counter[str] = field(default_factory=Counter)
+    # Of a collective, and bytes on this rank before and after it.
+    axes: tuple[str, ...] = ()
+    before: int = 0
+    after: int = 0
+    # What a wait waits for.
+    of: Launch | None = None
+
+    @property
+    def name(self) -> str:
+        """That of its last op; unique."""
+        implied = self.of is not None and self.nodes[-1] is self.of.nodes[-1]
+        return self.nodes[-1].name + ("_wait" if implied else "")
+
+    @property
+    def writes(self) -> list[Buffer]:
+        """What it leaves in memory."""
+        return [buffer for buffer in self.makes if buffer.written]
+
+    @property
+    def moved(self) -> int:
+        """Bytes that pass between the device and its memory."""
+        return sum(self.reads.values()) + sum(b.nbytes for b in self.writes)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """All of a graph, in order; what it is given and what it returns."""
+
+    launches: list[Launch]
+    inputs: list[Buffer]
+    # Of each result those of its tensors.
+    outputs: list[list[Buffer]]
+
+
+@dataclass(eq=False)
+class TensorView:
     """A tensor as a node gives it."""
 
     node: fx.Node
@@ -85,7 +137,7 @@ class _Growing:
     launch: Launch
     domain: Domain
     # What it reads, bytes.
-    seen: dict[_TensorView, int] = field(default_factory=dict)
+    seen: dict[TensorView, int] = field(default_factory=dict)
     # It was read by another launch.
     closed: bool = False
     # Nothing can follow in it.
@@ -103,12 +155,12 @@ class _Growing:
         return root
 
 
-class _Reader:
-    """Reads nodes in order."""
+class KernelReader:
+    """Reads nodes in order; ``fused=False``: a kernel for each op."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused: bool = True) -> None:
         self.fused = fused
-        self.values: dict[fx.Node, list[_TensorView | None]] = {}
+        self.values: dict[fx.Node, list[TensorView | None]] = {}
         self.done: list[Launch] = []
         self.inputs: list[Buffer] = []
         self.outputs: list[list[Buffer]] = []
@@ -120,27 +172,27 @@ class _Reader:
         """The next node, at its place in the order."""
         self.at = at
         if node.op in ("placeholder", "get_attr"):
-            self._input(node)
+            self.given(node)
             return
         if node.op == "output":
-            self._results(node.args[0])
+            self.returned(node.args[0])
             return
         if backward and not self.backward:
             self._close_all()
             self.backward = True
-        self.values[node] = self._call(node)
+        self.values[node] = self.call(node)
 
     def launches(self) -> Launches:
         """What was read."""
         self._close_all()
-        kept = [x for x in self.done if x.kind != "fused" or x.writes]
-        kept.sort(key=lambda launch: launch.order)
-        return Launches(kept, self.inputs, self.outputs)
+        used = [x for x in self.done if x.kind != "fused" or x.writes]
+        used.sort(key=lambda launch: launch.order)
+        return Launches(used, self.inputs, self.outputs)
 
-    def _input(self, node: fx.Node) -> None:
+    def given(self, node: fx.Node) -> None:
         """What the graph is given; a part of a graph may be given an op's results."""
 
-        def buffered(value: Any) -> _TensorView | None:
+        def buffered(value: Any) -> TensorView | None:
             if not isinstance(value, torch.Tensor):
                 return None
             buffer = Buffer(node, nbytes_of(value))
@@ -151,29 +203,23 @@ class _Reader:
         values = value if isinstance(value, (list, tuple)) else [value]
         self.values[node] = [buffered(each) for each in values]
 
-    def _results(self, results: Any) -> None:
+    def returned(self, results: Any) -> None:
         """What the graph returns."""
         for result in results if isinstance(results, (list, tuple)) else [results]:
             values = self.values[result] if isinstance(result, fx.Node) else []
             self.outputs.append([self._touch(v) for v in values if v is not None])
 
-    def _operands(self, node: fx.Node) -> list[_TensorView]:
-        found = (v for read in node.all_input_nodes for v in self.values[read])
-        return [v for v in found if v is not None]
+    def operands(self, node: fx.Node) -> list[TensorView]:
+        views = (v for read in node.all_input_nodes for v in self.values[read])
+        return [v for v in views if v is not None]
 
-    def _call(self, node: fx.Node) -> list[_TensorView | None]:
+    def call(self, node: fx.Node) -> list[TensorView | None]:
         """The values that a call gives."""
         target, value = node.target, node.meta.get("val")
         if target is operator.getitem:
-            found: Any = self.values[node.args[0]][node.args[1]]
-            return found if isinstance(found, list) else [found]
-        if target in WAITS:
-            return self._wait(node)
-        if target in KINDS:
-            return self._collective(node)
-        if getattr(target, "namespace", "") == "_c10d_functional":
-            raise PlanError(f"cannot simulate {target} ({node.name})")
-        operands = self._operands(node)
+            element: Any = self.values[node.args[0]][node.args[1]]
+            return element if isinstance(element, list) else [element]
+        operands = self.operands(node)
         if not operands and not tensors_in(value):
             return []
         if operands and is_view(node):
@@ -185,42 +231,17 @@ class _Reader:
             return self._alone(node, operands, flops)
         return self._light(node, operands)
 
-    def _wait(self, node: fx.Node) -> list[_TensorView | None]:
-        source = self.values[node.args[0]]
-        for value in source:
-            assert value is not None and value.buffer is not None
-            of = value.buffer.late
-            if of is not None:
-                self._settle(of, [node], self.at)
-        return source
-
-    def _settle(self, of: Launch, nodes: list[fx.Node], at: float) -> None:
+    def settle(self, of: Launch, nodes: list[fx.Node], at: float) -> None:
         self.done.append(Launch("wait", nodes, at, self.backward, of=of))
         for buffer in of.makes:
             buffer.late, buffer.ready = None, at
 
-    def _collective(self, node: fx.Node) -> list[_TensorView | None]:
-        group = node.kwargs.get("group_name", node.args[-1])
-        if not str(group).startswith(custom_ops.GROUP_PREFIX):
-            raise PlanError(
-                f"{node.name} runs on group {group!r}, which names no mesh axes",
-                fix="simulate the local graph, before it is bound to process groups",
-            )
-        launch = self._alone_launch(node, KINDS[node.target])
-        launch.axes = custom_ops.group_axes(group)
-        launch.before = sum(self._read(launch, v) for v in self._operands(node))
-        made = self._make(node, launch)
-        launch.after = sum(buffer.nbytes for buffer in launch.makes)
-        for buffer in launch.makes:
-            buffer.late = launch
-        return made
-
     def _alone(
-        self, node: fx.Node, operands: list[_TensorView], flops: float
-    ) -> list[_TensorView | None]:
-        launch = self._alone_launch(node, "contraction" if flops else "alone")
+        self, node: fx.Node, operands: list[TensorView], flops: float
+    ) -> list[TensorView | None]:
+        launch = self.alone_launch(node, "contraction" if flops else "alone")
         for value in operands:
-            self._read(launch, value)
+            self.read(launch, value)
         if op_facts_of(node.target).mutates:
             return [operands[0]]
         if flops:
@@ -230,16 +251,16 @@ class _Reader:
             launch.flops, launch.least = flops, least_of(node)
             launch.dtype = next(floating, torch.float32)
             launch.family = family_of(node.target)
-        return self._make(node, launch)
+        return self.make(node, launch)
 
-    def _alone_launch(self, node: fx.Node, kind: str) -> Launch:
+    def alone_launch(self, node: fx.Node, kind: str) -> Launch:
         launch = Launch(kind, [node], self.at, self.backward)
         self.done.append(launch)
         return launch
 
-    def _make(
+    def make(
         self, node: fx.Node, launch: Launch, kernel: _Growing | None = None
-    ) -> list[_TensorView | None]:
+    ) -> list[TensorView | None]:
         """Fresh buffers for what a node gives, in lists as that is nested."""
 
         def made(tensor: Any) -> Any:
@@ -253,10 +274,10 @@ class _Reader:
             launch.makes.append(buffer)
             return _value(node, buffer, tensor, kernel)
 
-        found = made(node.meta.get("val"))
-        return found if isinstance(found, list) else [found]
+        nested = made(node.meta.get("val"))
+        return nested if isinstance(nested, list) else [nested]
 
-    def _touch(self, value: _TensorView) -> Buffer:
+    def _touch(self, value: TensorView) -> Buffer:
         """The buffer of what a launch reads from memory: there, and finished."""
         if value.buffer is None:
             value.buffer = self._materialized(value)
@@ -265,11 +286,11 @@ class _Reader:
             self._close(value.kernel.now())
         if buffer.late is not None:
             late = buffer.late
-            self._settle(late, late.nodes, self.at - 0.5)
+            self.settle(late, late.nodes, self.at - 0.5)
         buffer.written = True
         return buffer
 
-    def _materialized(self, value: _TensorView) -> Buffer:
+    def _materialized(self, value: TensorView) -> Buffer:
         """A constant in memory after all, made by a kernel of its own."""
         at = self.at - 0.5
         launch = Launch("fused", [value.node], at, self.backward)
@@ -278,9 +299,7 @@ class _Reader:
         self.done.append(launch)
         return buffer
 
-    def _read(
-        self, launch: Launch, value: _TensorView, points: float = math.inf
-    ) -> int:
+    def read(self, launch: Launch, value: TensorView, points: float = math.inf) -> int:
         """Let a launch read a value, of ``points`` elements at most; its bytes."""
         self._touch(value)
         nbytes = int(min(points, value.points)) * value.itemsize
@@ -288,8 +307,8 @@ class _Reader:
         return nbytes
 
     def _light(
-        self, node: fx.Node, operands: list[_TensorView]
-    ) -> list[_TensorView | None]:
+        self, node: fx.Node, operands: list[TensorView]
+    ) -> list[TensorView | None]:
         """Let a light op join the kernels it reads from, or start one."""
         reads = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
         domain = domain_of(node, reads)
@@ -309,8 +328,8 @@ class _Reader:
             if value in kernel.seen or value.home is kernel:
                 continue
             if value.buffer is not None:  # constants are made on the way
-                kernel.seen[value] = self._read(launch, value, most)
-        made = self._make(node, launch, kernel)
+                kernel.seen[value] = self.read(launch, value, most)
+        made = self.make(node, launch, kernel)
         kernel.final = domain.is_split or is_unordered(node)
         if kernel.closed:
             for buffer in launch.makes:
@@ -319,7 +338,7 @@ class _Reader:
             self._close(kernel)
         return made
 
-    def _joined(self, operands: list[_TensorView], domain: Domain) -> _Growing | None:
+    def _joined(self, operands: list[TensorView], domain: Domain) -> _Growing | None:
         """The kernel that an op over ``domain`` becomes part of; those that still grow
         become one."""
         kernels = {k: None for v in operands if (k := v.home) is not None}
@@ -338,7 +357,7 @@ class _Reader:
 
     def _late(
         self,
-        operands: list[_TensorView],
+        operands: list[TensorView],
         kernels: dict[_Growing, None],
         domain: Domain,
     ) -> _Growing | None:
@@ -389,7 +408,7 @@ class _Reader:
             self._close(kernel)
 
 
-def _count(launch: Launch, value: _TensorView, nbytes: int) -> None:
+def _count(launch: Launch, value: TensorView, nbytes: int) -> None:
     """Add to what a launch reads of a buffer, all of it at most."""
     buffer = value.buffer
     assert buffer is not None, "constants are not read"
@@ -402,10 +421,10 @@ def _value(
     buffer: Buffer | None,
     tensor: torch.Tensor,
     kernel: _Growing | None = None,
-) -> _TensorView:
-    size = math.prod(tensor.shape)
-    return _TensorView(node, buffer, size, tensor.dtype.itemsize, kernel)
+) -> TensorView:
+    size = math.prod(hint_shape(tensor.shape))
+    return TensorView(node, buffer, size, tensor.dtype.itemsize, kernel)
 
 
-def _view(of: _TensorView, tensor: torch.Tensor) -> _TensorView:
+def _view(of: TensorView, tensor: torch.Tensor) -> TensorView:
     return _value(of.node, of.buffer, tensor, of.kernel)

@@ -1,0 +1,136 @@
+"""Inductor's C++ kernels, several of them compiled as one library.
+
+In: the kernels of a module that Inductor generated, which it hands to the compiler one
+by one when the module is loaded. Out: the same functions. Most of a compiler's call is
+for headers (0.4 of 0.65 s), which kernels of one library share. Libraries lie where
+Inductor keeps what it compiles, by their text, and are found again there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+# Characters of kernels in one library, so that several are compiled at once where there
+# are cores.
+LIBRARY = 40_000
+
+_ENTRY = re.compile(r'(extern "C"\s+void\s+)kernel\(')
+_PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
+_INCLUDE = re.compile(r"^\s*#include.*$", re.MULTILINE)
+
+
+class CppKernel(NamedTuple):
+    """A kernel that is to be compiled with others."""
+
+    # Of its arguments, as C++ has them.
+    types: tuple[str, ...]
+    source: str
+
+
+def kernels_in_libraries() -> contextlib.AbstractContextManager[None]:
+    """Context in which the kernels of a module that is loaded are compiled together."""
+    from torch._dynamo.utils import dynamo_timed
+    from torch._inductor.async_compile import AsyncCompile
+
+    alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+
+    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
+        if _goes_with_others(source_code):
+            return CppKernel(tuple(argtypes), source_code)
+        return alone(self, argtypes, source_code)
+
+    def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
+        named = {k: x for k, x in scope.items() if isinstance(x, CppKernel)}
+        with dynamo_timed("async_compile.wait"):
+            scope.update(zip(named, _compiled(list(named.values())), strict=True))
+        wait(self, scope)
+
+    return _replaced(AsyncCompile, cpp_pybinding=cpp_pybinding, wait=wait_for_all)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
+    from unittest import mock
+
+    if owner.wait.__name__ == "wait_for_all":  # inside such a context already
+        yield
+        return
+    with mock.patch.multiple(owner, **functions):
+        yield
+
+
+def _goes_with_others(source: str) -> bool:
+    """Whether a kernel needs no header of its own, and defines no macro."""
+    lines = (line.strip() for line in source.splitlines())
+    says = (x for x in lines if x.startswith("#") and not x.startswith("#pragma"))
+    return set(says) <= {_PREFIX} and len(_ENTRY.findall(source)) == 1
+
+
+def _compiled(kernels: Sequence[CppKernel]) -> list[Callable[..., Any]]:
+    """The functions of kernels, in order."""
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    submit = AsyncCompile.submit if get_compile_threads() > 1 else None
+    batches = list(_batches(kernels))
+    libraries = [_begun(batch, submit) for batch in batches]
+    each = zip(batches, libraries, strict=True)
+    return [
+        _function(library(), i) for batch, library in each for i in range(len(batch))
+    ]
+
+
+def _batches(kernels: Iterable[CppKernel]) -> Iterator[list[CppKernel]]:
+    batch: list[CppKernel] = []
+    for kernel in kernels:
+        batch.append(kernel)
+        if sum(len(each.source) for each in batch) >= LIBRARY:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _begun(kernels: Sequence[CppKernel], submit: Any) -> Callable[[], Any]:
+    """A library whose compiling was begun; called, where it lies and its key."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    class Library(Bindings):
+        @classmethod
+        def _load_library_inner(cls, path: str, key: str) -> Any:
+            return SimpleNamespace(path=path)
+
+    bound = [_bound(kernel, i) for i, kernel in enumerate(kernels)]
+    headers = dict.fromkeys([_PREFIX, *_INCLUDE.findall(Bindings.suffix_template)])
+    macro = "#define PY_SSIZE_T_CLEAN"  # stands before the headers
+    text = "\n".join([macro, *map(str.strip, headers), *bound])
+    return Library.load_async(text, submit_fn=submit)
+
+
+def _bound(kernel: CppKernel, i: int) -> str:
+    """A kernel of a library, with what calls it from Python, under names of its own."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    name = f"kernel_{i}"
+    types = (each.replace("const ", "") for each in kernel.types)
+    given = (f"parse_arg<{each}>(args, {n})" for n, each in enumerate(types))
+    binding = Bindings.suffix_template.format(
+        arg_len=len(kernel.types),
+        call_entry_func=f"{name}({', '.join(given)}); Py_RETURN_NONE;",
+        entry_func=name,
+        extra_parse_arg="",
+    )
+    source = _ENTRY.sub(rf"\1{name}(", kernel.source)
+    return f"namespace of_{name} {{\n{source}\n{binding}\n}}"
+
+
+def _function(library: Any, i: int) -> Callable[..., Any]:
+    """A function of a library: each is a module of Python in the same file."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    name = f"kernel_{i}"
+    entry: Any = type(name, (Bindings,), {"entry_function": name})
+    return getattr(entry._load_library_inner(library.path, library.key), name)

@@ -1,0 +1,117 @@
+"""What queries see of several sets of keys, from what they see of each.
+
+An attention gives an output and the log-sum-exp of each query's scores, [batch, heads,
+queries], by which outputs are weighted. Kernels say 0 of a query to which a mask hides
+all keys, as it may hide those of a part: ``of_visible`` makes that ``-inf``, no weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder
+
+aten = torch.ops.aten
+
+# What the mask or bias of an attention is called.
+BIASES = ("attn_mask", "attn_bias", "bias")
+
+# A bias lies in memory in rows of a multiple of so many elements.
+_GRAIN = 16
+
+
+def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
+    """An output over keys of this log-sum-exp as a summand of that over all keys."""
+    return _scaled(build, out, _weight(build, lse, _finite(build, total)))
+
+
+def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
+    """A log-sum-exp that is ``-inf`` where a mask (boolean or additive, it broadcasts
+    to the scores) hides all keys."""
+    if mask.meta["val"].dtype is torch.bool:
+        hidden = build.call(aten.logical_not.default, mask)
+    else:
+        hidden = build.call(aten.eq.Scalar, mask, -math.inf)
+    hidden = build.call(aten.all.dim, hidden, -1)
+    return build.call(aten.masked_fill.Scalar, lse, hidden, -math.inf)
+
+
+def of_ranks(
+    build: Builder, out: fx.Node, lse: fx.Node, each: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """A rank's summand of the output over all keys, under a mask, and their
+    log-sum-exp; ``each``: that of all ranks, [ranks, batch, heads, queries]."""
+    shift = _finite(build, build.call(aten.amax.default, each, [0]))
+    weights = _weight(build, each, shift)
+    weights = build.call(aten.sum.dim_IntList, weights, [0])
+    running = RunningAttention(
+        _scaled(build, out, _weight(build, lse, shift)), shift, weights
+    )
+    return running.result(build)
+
+
+@dataclass(frozen=True)
+class RunningAttention:
+    """Attention under masks over the parts of the keys so far. Weights are summed: of
+    scores that a bias makes the least number there is, a log-sum-exp keeps no count."""
+
+    # Outputs times their weights.
+    out: fx.Node
+    # The largest log-sum-exp, which is subtracted from each.
+    shift: fx.Node
+    # Sum of weights; None: one part.
+    weights: fx.Node | None = None
+
+    def add(self, build: Builder, out: fx.Node, lse: fx.Node) -> RunningAttention:
+        """With one part more, of as many keys."""
+        shift = build.call(aten.maximum.default, self.shift, lse)
+        finite = _finite(build, shift)
+        before, here = (_weight(build, x, finite) for x in (self.shift, lse))
+        weights = before
+        if self.weights is not None:
+            weights = build.call(aten.mul.Tensor, self.weights, before)
+        weights = build.call(aten.add.Tensor, weights, here)
+        sums = _scaled(build, self.out, before), _scaled(build, out, here)
+        out = build.call(aten.add.Tensor, *sums)
+        return RunningAttention(out, shift, weights)
+
+    def result(self, build: Builder) -> tuple[fx.Node, fx.Node]:
+        """Output and log-sum-exp; both 0 of a query that sees no key, as of kernels."""
+        assert self.weights is not None, "of several parts"
+        nothing = build.call(aten.eq.Scalar, self.weights, 0)
+        weights = build.call(aten.masked_fill.Scalar, self.weights, nothing, 1)
+        shift = _finite(build, self.shift)
+        total = build.call(
+            aten.add.Tensor, shift, build.call(aten.log.default, weights)
+        )
+        each = build.call(aten.reciprocal.default, weights)
+        return _scaled(build, self.out, each), total
+
+
+def aligned(build: Builder, mask: fx.Node) -> fx.Node:
+    """A mask as the memory-efficient kernel reads it."""
+    shape = list(mask.meta["val"].shape)
+    more = -shape[-1] % _GRAIN
+    if not more:
+        return mask
+    padded = build.pad(mask, (*(0 for _ in shape[1:]), more))
+    return build.call(aten.slice.Tensor, padded, len(shape) - 1, 0, shape[-1])
+
+
+def _finite(build: Builder, lse: fx.Node) -> fx.Node:
+    """0 for ``-inf``: no number is infinitely less than that."""
+    nothing = build.call(aten.eq.Scalar, lse, -math.inf)
+    return build.call(aten.masked_fill.Scalar, lse, nothing, 0)
+
+
+def _weight(build: Builder, lse: fx.Node, shift: fx.Node) -> fx.Node:
+    return build.call(aten.exp.default, build.call(aten.sub.Tensor, lse, shift))
+
+
+def _scaled(build: Builder, out: fx.Node, weight: fx.Node) -> fx.Node:
+    weight = build.call(aten.unsqueeze.default, weight, -1)
+    return build.call(aten.mul.Tensor, out, weight)

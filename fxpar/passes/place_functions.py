@@ -1,0 +1,125 @@
+"""Functions of an element's place in a tensor, that need none of its elements.
+
+What is made of positions that count up is affine in the place (``Affine``), and what
+compares them is one of two constants, by inequalities (``TwoValued``). Sizes may be
+open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeGuard
+
+Number: TypeAlias = int | float | bool
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``constant + sum(step * place)`` over the dims of a tensor."""
+
+    # Of each dim; 0 of a dim of one element.
+    steps: tuple[int, ...]
+    constant: Number
+
+
+@dataclass(frozen=True)
+class TwoValued:
+    """``yes`` where each of some affine functions is at least 0, else ``no``."""
+
+    bounds: frozenset[Affine]
+    yes: Number
+    no: Number
+
+
+PlaceFunction: TypeAlias = Affine | TwoValued
+
+
+def normal(
+    function: PlaceFunction | None, sizes: Sequence[Any]
+) -> PlaceFunction | None:
+    """The same function with no step along a dim of one element and no bound that all
+    elements keep."""
+    if isinstance(function, Affine):
+        return on_sizes(function, sizes)
+    if function is None:
+        return None
+    bounds = set[Affine]()
+    for bound in function.bounds:
+        bound = on_sizes(bound, sizes)
+        least, most = range_of(bound, sizes)
+        if most is not None and most < 0:
+            return Affine((0,) * len(sizes), function.no)
+        if least is None or least < 0:
+            bounds.add(bound)
+    if not bounds or function.yes == function.no:
+        return Affine((0,) * len(sizes), function.yes)
+    return replace(function, bounds=frozenset(bounds))
+
+
+def on_sizes(function: Affine, sizes: Sequence[Any]) -> Affine:
+    """A function of the last dims, on all."""
+    steps = (0,) * (len(sizes) - len(function.steps)) + function.steps
+    one = (isinstance(n, int) and n == 1 for n in sizes)
+    return replace(
+        function, steps=tuple(0 if o else s for s, o in zip(steps, one, strict=True))
+    )
+
+
+def range_of(
+    function: Affine, sizes: Sequence[Any]
+) -> tuple[Number | None, Number | None]:
+    """The least and the most that it is; None where a size is open."""
+    least = most = function.constant
+    for step, n in zip(function.steps, sizes, strict=True):
+        if step and not isinstance(n, int):
+            return None, None
+        far = step * max(n - 1, 0) if step else 0
+        least, most = least + min(far, 0), most + max(far, 0)
+    return least, most
+
+
+def turned(choice: TwoValued) -> TwoValued:
+    """The same choice by the inequality that holds where its one bound does not."""
+    (bound,) = choice.bounds  # of integers: what is not at least 0 is at most -1
+    other = combined(Affine((), -1), bound, -1)
+    return TwoValued(frozenset([other]), choice.no, choice.yes)
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return str(one) == str(other)
+
+
+def combined(one: Affine, other: Affine, times: Number = 1) -> Affine:
+    """``one + times * other``."""
+    rank = max(len(one.steps), len(other.steps))
+    a, b = ((0,) * (rank - len(f.steps)) + f.steps for f in (one, other))
+    steps = tuple(x + int(times) * y for x, y in zip(a, b, strict=True))
+    return Affine(steps, one.constant + times * other.constant)
+
+
+def is_constant(function: PlaceFunction | None) -> TypeGuard[Affine]:
+    """Whether a function is the same everywhere."""
+    return isinstance(function, Affine) and not any(function.steps)
+
+
+def shifted(function: Affine, dim: int, by: int, step: int = 1) -> Affine:
+    """From an element on."""
+    steps = list(function.steps)
+    constant = function.constant + steps[dim] * by
+    steps[dim] *= step
+    return Affine(tuple(steps), constant)
+
+
+def on_each(
+    x: PlaceFunction | None, of: Callable[[Affine], Affine | None]
+) -> PlaceFunction | None:
+    """``of`` a function, or of all bounds of a choice."""
+    if not isinstance(x, TwoValued):
+        return None if x is None else of(x)
+    bounds = [of(bound) for bound in x.bounds]
+    kept = frozenset(bound for bound in bounds if bound is not None)
+    return None if None in bounds else replace(x, bounds=kept)

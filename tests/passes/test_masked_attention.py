@@ -1,0 +1,220 @@
+"""Attention under masks whose keys are split: gathered nowhere, or in a ring."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fxpar
+from fxpar.errors import ScheduleError
+from fxpar.fusion.verbs import ring_attention
+from fxpar.passes import merge_attention
+
+BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 8
+SEQUENCE = (None, None, "cp", None)
+BY_ROWS = [SEQUENCE] * 3
+BY_KEYS = [None, SEQUENCE, SEQUENCE]
+
+LEAST = torch.finfo(torch.float64).min
+
+places = torch.arange(ROWS)
+causal = places[:, None] >= places
+
+
+def padded(left: bool) -> torch.Tensor:
+    """Of the second sequence more than half is padding."""
+    kept = torch.ones(BATCH, ROWS, dtype=torch.bool)
+    kept[1, : ROWS - 5] = False
+    return (kept if left else kept.flip(1))[:, None, None]
+
+
+def documents() -> torch.Tensor:
+    number = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 3 + [2] * 4])
+    return (number[:, None, :, None] == number[:, None, None]) & causal
+
+
+# [batch, heads, queries, keys] or what broadcasts to it; true: seen.
+SEEN: dict[str, torch.Tensor] = {
+    "causal": causal,
+    "padded left": causal & padded(True),
+    "padded right": causal & padded(False),
+    "padding alone": padded(True),
+    "documents": documents(),
+    "window": causal & (places > places[:, None] - 3),
+    "by head": documents() | (torch.arange(HEADS) == 1)[:, None, None],
+    "nothing": causal & (places[:, None] != 3),
+}
+
+
+def additive(seen: torch.Tensor, low: float = -math.inf) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, low)
+
+
+def tensors(heads: int = HEADS, rows: int = ROWS) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    sizes = [(BATCH, HEADS, rows, WIDTH), *[(BATCH, heads, ROWS, WIDTH)] * 2]
+    return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
+
+
+def attend(q, k, v, mask) -> torch.Tensor:
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=shared)
+
+
+def planned(*args: Any, specs: Any = BY_ROWS, mesh: str = "cp=4", **more: Any) -> Any:
+    more = {"mode": "propagate", "grad": True, "schedule": "none", **more}
+    specs = [*specs, (None,) * args[3].dim()]
+    return fxpar.plan(attend, *args, mesh=mesh, in_specs=specs, **more)
+
+
+def ring(plan: Any) -> str:
+    """Its lines for a plan that gathers keys."""
+    gathers = "[all_gather, all_gather_1]"
+    nodes = plan.result.local.nodes
+    names = [n.name for n in nodes if ring_attention.form_of(n.target)]
+    return "\n".join(f"overlap({gathers}, {name}, ring=1)" for name in names)
+
+
+def matches(plan: Any, *args: Any) -> None:
+    got, want = plan.simulate(*args), plan.reference(*args)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def ringed(*args: Any, **more: Any) -> Any:
+    plan = planned(*args, schedule=ring(planned(*args, **more)), **more)
+    assert {c.kind for c in plan.collectives} == {"permute"}
+    return plan
+
+
+SOON = {("padded left", "cp=4"), ("nothing", "cp=4")}
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        pytest.param(n, m, marks=() if (n, m) in SOON else pytest.mark.slow)
+        for n in SEEN
+        for m in ("cp=4", "dp=2,cp=2")
+    ],
+)
+def test_a_ring_under_a_mask(name: str, mesh: str) -> None:
+    args = [*tensors(), additive(SEEN[name])]
+    matches(ringed(*args, mesh=mesh), *args)
+
+
+@pytest.mark.parametrize("low", [LEAST, -1e4])
+def test_a_ring_under_a_bias_that_hides_by_a_number(low: float) -> None:
+    """Of the least number a log-sum-exp keeps no count of keys."""
+    args = [*tensors(), additive(SEEN["nothing"], low)]
+    matches(ringed(*args), *args)
+
+
+@pytest.mark.parametrize("name", ["padded left", "documents"])
+def test_a_ring_of_shared_heads(name: str) -> None:
+    args = [*tensors(heads=2), additive(SEEN[name])]
+    matches(ringed(*args), *args)
+
+
+def test_a_boolean_mask() -> None:
+    args = [*tensors(), SEEN["padded left"]]
+    matches(ringed(*args), *args)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("low", [-math.inf, LEAST])
+@pytest.mark.parametrize("name", ["padded left", "nothing"])
+def test_keys_stay_where_they_are(name: str, low: float, rows: int) -> None:
+    mask = additive(SEEN[name].expand(BATCH, 1, -1, -1)[:, :, :rows], low)
+    args = [*tensors(rows=rows), mask]
+    options = {"specs": BY_KEYS, "grad": False}
+    if rows > 1:
+        options |= {"out_specs": [None]}
+    plan = planned(*args, **options)
+    matches(plan, *args)
+    if rows == 1:
+        sent = sum(c.bytes for c in plan.collectives)
+        assert sent < args[1].numel() * 8 / 4  # of a rank's keys
+
+
+def test_keys_that_do_not_divide_are_gathered() -> None:
+    """Parts of several sizes would count alike where a bias is the least number."""
+    q, k, v = tensors(rows=1)
+    args = [q, k[:, :, :14], v[:, :, :14], additive(torch.zeros(1, 14).bool(), LEAST)]
+    plan = planned(*args, specs=BY_KEYS, grad=False)
+    matches(plan, *args)
+
+
+def test_a_part_that_is_hidden_has_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*tensors(), additive(SEEN["padded left"])]
+    monkeypatch.setattr(merge_attention, "of_visible", lambda build, lse, mask: lse)
+    monkeypatch.setattr(ring_attention, "of_visible", lambda build, lse, mask: lse)
+    with pytest.raises(AssertionError):
+        matches(ringed(*args), *args)
+    args = [*tensors(rows=1), additive(padded(True))]
+    with pytest.raises(AssertionError):
+        matches(planned(*args, specs=BY_KEYS, grad=False), *args)
+
+
+def test_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*tensors(), additive(SEEN["nothing"], LEAST)]
+    result = merge_attention.RunningAttention.result
+
+    def uncounted(self: Any, build: Any) -> Any:
+        _, lse = result(self, build)
+        return self.out, lse
+
+    monkeypatch.setattr(merge_attention.RunningAttention, "result", uncounted)
+    with pytest.raises(AssertionError):
+        matches(ringed(*args), *args)
+
+
+def test_a_mask_of_other_keys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = [*tensors(), additive(SEEN["documents"])]
+    cut = ring_attention.Ring.cut
+
+    def first(self: Any, build: Any, x: Any, dim: int, i: int) -> Any:
+        return cut(self, build, x, dim, 0)
+
+    monkeypatch.setattr(ring_attention.Ring, "cut", first)
+    with pytest.raises(AssertionError):
+        matches(ringed(*args), *args)
+
+
+def test_a_bias_with_a_gradient_is_refused() -> None:
+    op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+    def fn(q, k, v, bias):
+        given = q, k, v, bias, q, q.new_zeros(q.shape[:3]), *[torch.zeros(())] * 2
+        return op(q, *given, 0.0, [True] * 4)[:3]
+
+    rows = 64
+    args = [x.new_empty(BATCH, HEADS, rows, WIDTH, device="meta") for x in tensors()]
+    bias = torch.empty(BATCH, HEADS, rows, rows, device="meta", dtype=torch.float64)
+    options = {"mesh": "cp=2", "in_specs": [*BY_ROWS, None], "mode": "propagate"}
+    plan = fxpar.plan(fn, *args, bias, **options, schedule="none")
+    with pytest.raises(ScheduleError, match="gradient of its bias"):
+        fxpar.plan(fn, *args, bias, **options, schedule=ring(plan))
+
+
+def test_rows_of_a_bias_are_aligned() -> None:
+    """The memory-efficient kernel reads rows of a multiple of 16 elements."""
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+
+    def fn(q, k, v, bias):
+        return op(q, k, v, bias, True)[0]
+
+    sizes = [(BATCH, HEADS, n, WIDTH) for n in (256, 64, 64)]
+    args = [torch.empty(size, device="meta") for size in (*sizes, (256, 64))]
+    args[3] = args[3].expand(BATCH, HEADS, -1, -1)
+    options = {"mesh": "cp=8", "in_specs": [*BY_ROWS, None], "mode": "propagate"}
+    plan = fxpar.plan(fn, *args, **options, schedule="none")
+    plan = fxpar.plan(fn, *args, **options, schedule=ring(plan))
+    biases = [n.args[3] for n in plan.result.local.nodes if n.target is op.default]
+    assert len(biases) == 8
+    for bias in biases:
+        assert bias.meta["val"].shape[3] == 8
+        assert all(n % 16 == 0 for n in bias.meta["val"].stride()[:3])

@@ -1,0 +1,138 @@
+"""Programs on meshes whose ranks have unequal shares; each wrong way is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.passes import collective_nodes, lower
+from fxpar.sharding import shard_sizes
+
+F = nn.functional
+Args = tuple[torch.Tensor, ...]
+
+
+def mlp(x, w, b, v):
+    return F.softmax(F.layer_norm(torch.relu(x @ w + b), b.shape), -1) @ v
+
+
+def entropy(x, w, b, v):
+    labels = torch.arange(len(x)) % v.shape[1]
+    return F.cross_entropy(torch.relu(x @ w + b) @ v, labels) + v.mean()
+
+
+def order(x, w, b, v):
+    h = x @ w + b
+    places = h.detach().argmax(0) + h.detach().argmin(0)
+    scans = h.cumsum(0).sum() + h.cumsum(1).tanh().mean(0).sum()
+    return scans + (places * b).sum() + h.amax(0).sum() + v.abs().amax(1).sum()
+
+
+PROGRAMS = (mlp, entropy, order)
+MESHES = ("dp=2[2,1]", "dp=4[1,5,1,2]", "dp=2[1,3],tp=2", "dp=2[1,3],tp=2[5,1]")
+SIZES = ((7, 5, 6), (2, 7, 37), (12, 8, 10))
+
+
+def check(program: Callable[..., Any], sizes: tuple[int, ...], mesh: str) -> Any:
+    """Every dim that can be is split; results and gradients are those of one device."""
+    rows, inner, words = sizes
+    torch.manual_seed(0)
+    shapes = ((rows, 4), (4, inner), (inner,), (inner, words))
+    args = tuple(
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes
+    )
+    dp, tp = "dp", "tp" if "tp" in mesh else "dp"
+    specs = [(dp, None), (None, tp), (tp,), (None, dp)]
+    plan = fxpar.plan(
+        program, *args, mesh=mesh, mode="propagate", grad=True, in_specs=specs
+    )
+    assert not plan.result.decision.is_even
+    got, want = plan.outcome(*args), plan.reference_outcome(*args)
+    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(want.result, program(*args), rtol=1e-9, atol=1e-9)
+    return plan
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_odd_totals(program: Any) -> None:
+    check(program, (7, 5, 6), "dp=2[1,3],tp=2[5,1]")
+
+
+@pytest.mark.parametrize("program", (entropy, order), ids=lambda f: f.__name__)
+def test_a_rank_has_nothing(program: Any) -> None:
+    """Of 2 rows two ranks have one, and of 7 not all: 1, 4, 1, 1."""
+    plan = check(program, (2, 7, 37), "dp=4[1,5,1,2]")
+    assert 0 in [shard_sizes.shard(2, plan.mesh, ("dp",), rank)[1] for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_more(program: Any, sizes: tuple[int, ...], mesh: str) -> None:
+    check(program, sizes, mesh)
+
+
+def test_the_batch_is_viewed_with_its_rows() -> None:
+    """Shares that divide the batch divide what its rows are viewed as: nothing is
+    gathered but sums."""
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(x.reshape(-1, 8) @ w).reshape(x.shape)
+        return F.cross_entropy(h.flatten(0, 1), torch.arange(21) % 8)
+
+    args = torch.randn(7, 3, 8), torch.randn(8, 8, requires_grad=True)
+    plan = fxpar.plan(model, *args, mesh="dp=2{1.0,0.4}", mode="propagate", grad=True)
+    assert {found.kind for found in plan.collectives} == {"all_reduce"}
+    torch.testing.assert_close(plan.simulate(*args), plan.reference(*args))
+
+
+# Each with what is broken, and a program that must notice.
+
+
+def last_shards_are_short(patch: pytest.MonkeyPatch) -> None:
+    def first_rows(build, x, d, room, parts):
+        rows = sum(parts)
+        return build.call(torch.ops.aten.slice.Tensor, x, d, 0, rows)
+
+    patch.setattr(lower, "_collected", first_rows)
+
+
+def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    def spread(build, x, d, room, parts):
+        more = [0] * x.meta["val"].dim()
+        more[d] = room * len(parts) - sum(parts)
+        return build.pad(x, more)
+
+    patch.setattr(lower, "_spread", spread)
+
+
+def totals_by_share(patch: pytest.MonkeyPatch) -> None:
+    def cut(shape, before, after, alike=()):
+        return made(shape, before, after)
+
+    made = collective_nodes.Cut
+    patch.setattr(collective_nodes, "Cut", cut)
+
+
+@pytest.mark.parametrize(
+    ("broken", "program"),
+    [
+        (last_shards_are_short, mlp),
+        (padded_at_the_end, mlp),
+        (totals_by_share, order),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_what_is_wrong_is_noticed(
+    broken: Any, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        check(program, (7, 8, 5), "dp=4[1,5,1,2]")

@@ -1,0 +1,80 @@
+"""Inductor's C++ kernels: several are compiled as one library, to the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+from fxpar._torch import cpp_kernels
+from fxpar._torch.cpp_kernels import kernels_in_libraries
+
+TYPES = ["const float*", "float*", "const int64_t"]
+
+
+def source(value: str, header: str = "") -> str:
+    """A kernel, as Inductor writes them."""
+    return f"""
+#include <torch/csrc/inductor/cpp_prefix.h>
+{header}
+extern "C"  void  kernel(const float* in_ptr0,
+                       float* out_ptr0,
+                       const int64_t ks0)
+{{
+    #pragma omp simd
+    for(int64_t x0=0; x0<ks0; x0+=1) {{ out_ptr0[x0] = {value}; }}
+}}
+"""
+
+
+def loaded(*sources: str) -> list[Any]:
+    """The functions of a module that Inductor generated."""
+    compiler = AsyncCompile()
+    scope = {f"f{i}": compiler.cpp_pybinding(TYPES, x) for i, x in enumerate(sources)}
+    compiler.wait(scope)
+    return list(scope.values())
+
+
+def library(function: Any) -> str:
+    return function.__self__.__spec__.origin
+
+
+def test_kernels_share_a_library() -> None:
+    own_header = source("std::sqrt(in_ptr0[x0])", "#include <complex>")
+    with kernels_in_libraries(), kernels_in_libraries():
+        twice, root, thrice = loaded(
+            source("2 * in_ptr0[x0]"), own_header, source("3 * in_ptr0[x0]")
+        )
+    assert library(twice) == library(thrice) != library(root)
+    x, out = torch.tensor([1.0, 4.0, 9.0]), torch.zeros(3)
+    for function, want in ((twice, 2 * x), (root, x.sqrt()), (thrice, 3 * x)):
+        function(x, out, 2)
+        assert torch.equal(out[:2], want[:2]) and not out[2]
+    # As of kernels by themselves, what is fed wrongly is an error.
+    with pytest.raises(RuntimeError, match="requires 3 args"):
+        twice(x, out)
+    # Outside, Inductor compiles as it does.
+    (alone,) = loaded(own_header)
+    assert library(alone) == library(root)
+
+
+def test_a_library_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [cpp_kernels.CppKernel((), "x" * n) for n in (10, 90, 30, 200, 5)]
+    monkeypatch.setattr(cpp_kernels, "LIBRARY", 100)
+    sizes = [[len(each.source) for each in x] for x in cpp_kernels._batches(kernels)]
+    assert sizes == [[10, 90], [30, 200], [5]]
+
+
+@pytest.mark.parametrize(
+    ("text", "goes"),
+    [
+        (source("1"), True),
+        (source("1", "#define N 2"), False),  # it would hold for the kernels behind
+        (source("1", "#include <complex>"), False),
+        (source("1") + source("2"), False),
+    ],
+)
+def test_which_kernels_go_with_others(text: str, goes: bool) -> None:
+    assert cpp_kernels._goes_with_others(text) == goes
