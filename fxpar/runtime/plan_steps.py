@@ -139,10 +139,9 @@ def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int)
     takes less time than to gather the tokens, or is asked for; 0: these are gathered.
     """
     mesh, asked, room = request.mesh, request.expert_exchange, request.expert_room
-    axes, batch = request.expert_axes, batch_axes(mesh)
-    parts = mesh.count(batch)
+    axes = request.expert_axes
+    parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
     split = rows // copies % parts == 0 and not sequence_axes(mesh)
-    split = split and set(batch).issuperset(axes)
     if not split or asked == "gather" or (asked == "auto" and room is None):
         return 0
     priced = (request.named_hardware or lookup(UNNAMED)).on(mesh)
