@@ -42,12 +42,13 @@ from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import TRACE, stage
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import TracedStep
+from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.spec import Spec
 
 
 def is_plain(options: Options, ranks: Ranks) -> bool:
     """Whether there is nothing to do for fxpar."""
-    inductor = options.codegen == "inductor" and options.microbatches == 1
+    inductor = options.codegen == "inductor" and options.microbatches in (None, 1)
     return ranks.mesh.size == 1 and inductor
 
 
@@ -185,7 +186,7 @@ def _look_up(
     process groups that it uses are made."""
     if job.options.codegen != "inductor" or job.ranks.mesh.size == 1:
         return None
-    if job.open is not None:
+    if job.open is not None or pipeline_axis(job.ranks.mesh) is not None:
         return None
     text = None
     if job.together.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):

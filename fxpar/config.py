@@ -31,6 +31,7 @@ PASSES = (
     "undo_views_around_matmul",
     "keep_batch_apart",
     "split_fused_projections",
+    "stack_by_dim",
     "sum_one_hot",
     "clone_constants",
     "join_pool_gradients",
@@ -223,11 +224,19 @@ class Options:
         "so are, on GPUs, the ways to run regions of `fuse`",
         env=False,
     )
-    microbatches: int = _option(
+    microbatches: int | None = _option(
         _count,
-        1,
+        None,
         "1, 2, ...",
-        "parts that a rank cuts its batch into and computes one after the other",
+        "parts that a rank cuts its batch into and computes one after the other; "
+        "unset: 1, with an axis of stages up to 4 for each",
+    )
+    pipeline: str = _option(
+        _choice("auto", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        "auto",
+        "auto, gpipe, 1f1b, interleaved, zero_bubble",
+        "in which order stages (mesh axis `pp`) compute microbatches; auto: `1f1b` in "
+        "a training step, else `gpipe`",
     )
     expert_room: float | None = _option(
         _share,

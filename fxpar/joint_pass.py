@@ -50,6 +50,8 @@ from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.step_writes import lift_writes
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
+from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import (
     Request,
@@ -120,8 +122,11 @@ class JointPass:
         self.root = torch.nn.Module()  # holds the graph's constants
         # What is asked of the pipeline, and what it gives.
         options = job.options
+        mesh, stages = split_off(job.ranks.mesh, options.pipeline)
+        if stages is not None and not job.writes:  # forward and backward are two calls
+            stages = replace(stages, schedule=AUTO_APART)
         self.request = Request(
-            job.ranks.mesh,
+            mesh,
             Signature((), ()),
             local=_fed(job),
             summands=frozenset(job.results.own),
@@ -129,6 +134,7 @@ class JointPass:
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
             microbatches=options.microbatches,
+            pipeline=stages,
             expert_room=options.expert_room,
             expert_exchange=options.expert_exchange,
             schedule=options.schedule,
@@ -299,7 +305,8 @@ class JointPass:
             graph, self.request, result, backward=backward, inductor=inductor
         )
         even = result is None or result.decision.is_even
-        self.launches += crossings(graph, even=even)
+        if self.request.pipeline is None:  # whose ranks run different programs
+            self.launches += crossings(graph, even=even)
         status_line.begin(f"Inductor, {'backward' if backward else 'forward'}")
 
     def compile_once(self, graph: fx.Graph, which: str, call: CompileGraph) -> Any:

@@ -43,6 +43,7 @@ from fxpar.runtime import (
     lowering_steps,
     plan_steps,
     presence,
+    stage_steps,
     stage_times,
     tune_schedule,
 )
@@ -118,6 +119,7 @@ JOINT = (
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
     _may("keep_batch_apart", plan_steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
+    _may("stack_by_dim", _rewrite(normalize.stack_by_dim)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
     _always("drop_dead", plan_steps.drop_dead, "normalized"),
@@ -128,8 +130,10 @@ JOINT = (
     _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
     _always("localize", lowering_steps.localize),
     _may("keep_sorted", lowering_steps.keep_sorted),
+    _always("find_stages", stage_steps.find_stages),
     _always("cut_batch", lowering_steps.cut_batch),
     _may("pair_reductions", lowering_steps.pair_reductions),
+    _always("order_stages", stage_steps.order_stages),
     _may("schedule", lowering_steps.apply_schedule, "rewritten"),
     _always("lower", lowering_steps.lower),
     _may("sink_waits", lambda state: sink_waits(state.graph)),
@@ -140,6 +144,7 @@ JOINT = (
 
 # One rank is put into it: local -> bound.
 RANK = (
+    _always("take_place", stage_steps.take_place),
     _always("bind", lowering_steps.bind),
     _always("put_writes", lowering_steps.put_writes, "bound"),
 )

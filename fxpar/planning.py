@@ -29,8 +29,9 @@ from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_lockstep, scatter
+from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
 from fxpar.passes.signature import read_signature
+from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result, parallelize
@@ -40,6 +41,7 @@ from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Request,
@@ -118,9 +120,13 @@ class TracedPlan(Plan):
         """
         result, _ = self._traced()
         settings, disable = result.schedule.settings, self.options.disable
-        graph = as_run(result.local, disable=disable, settings=settings)
         fused = self.options.codegen == "inductor"
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
+        axis = pipeline_axis(mesh)
+        if axis is not None:
+            whole = machine.on(mesh)
+            return simulate_pipeline(result.local, whole, axis, machine, fused=fused)
+        graph = as_run(result.local, disable=disable, settings=settings)
         if mesh.is_shared_equally:
             return simulate(graph, machine.on(mesh), machine, fused=fused)
         mode = fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])
@@ -235,7 +241,7 @@ class TracedPlan(Plan):
         ]
         ranks = [[part[r] for part in parts] for r in range(self.mesh.size)]
         local = module_of(self.module, result.local)
-        outs = run_lockstep(local, self.mesh, ranks)
+        outs = run_ranks(local, self.mesh, ranks)
         merged = [
             outs[0][k]
             if spec is None
@@ -313,8 +319,9 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
+    planned, pipeline = split_off(mesh, options.pipeline)
     request = Request(
-        mesh,
+        planned,
         signature,
         load(hints if hints is not None else options.hints),
         chosen,
@@ -322,6 +329,7 @@ def plan(
         disable=options.disable,
         meshes=choices(mesh, chosen) if auto else (),
         microbatches=options.microbatches,
+        pipeline=pipeline,
         expert_room=options.expert_room,
         expert_exchange=options.expert_exchange,
         schedule=options.schedule,

@@ -12,6 +12,7 @@ from fxpar._torch import (
     inductor,
     loops,
     objects,
+    pipelining,
     symbols,
     version,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "inductor",
     "loops",
     "objects",
+    "pipelining",
     "symbols",
     "version",
 ]

@@ -213,6 +213,30 @@ def _define_messages() -> None:
     _KEPT.append(lib)
 
 
+def start_message(
+    way: str, x: torch.Tensor, peer: int, tag: int, group: str, until: torch.Tensor
+) -> None:
+    """Start to "send" contiguous memory to a member of a group, or to "recv" it there;
+    waiting for ``until`` (``_c10d_functional.wait_tensor``) waits for it."""
+    found: Any = torch.distributed.distributed_c10d
+    members = found._resolve_process_group(group)
+    work = getattr(members, way)([x], peer, tag)
+    torch._C._distributed_c10d._register_work(until, work)
+
+
+def start_broadcast(
+    x: torch.Tensor, source: int, group: str, until: torch.Tensor
+) -> None:
+    """Start to write what member ``source`` of a group has in contiguous memory to that
+    of all; waiting for ``until`` waits for it."""
+    found: Any = torch.distributed.distributed_c10d
+    members = found._resolve_process_group(group)
+    asked = torch.distributed.BroadcastOptions()
+    asked.rootRank, asked.rootTensor = source, 0
+    work = members.broadcast([x], asked)
+    torch._C._distributed_c10d._register_work(until, work)
+
+
 _KEPT: list[Any] = []  # libraries: their ops last as long as they do
 
 

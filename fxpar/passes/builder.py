@@ -32,6 +32,10 @@ _NEUTRAL: dict[Any, int] = {
     operator.floordiv: 1,
 }
 
+# Of a program in stages: the stage of a node (``stage_kinds.StageHome``), the place it
+# runs at (``lay_out_stages``), and its part of the batch (``microbatches``).
+STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", "fxpar_part"
+
 # What a rewritten node keeps of the node it comes from.
 PROVENANCE = (
     "stack_trace",
@@ -48,6 +52,9 @@ PROVENANCE = (
     "from_node",
     "has_backward_hook",
     "quantization_tag",
+    STAGE,
+    PLACE,
+    PART,
 )
 
 # Of fxpar's own: the reshard, and what made it necessary; whether it is one of a
@@ -244,6 +251,16 @@ class Builder:
         """``x`` with more rows at the end of each dim."""
         rows = [n for size in reversed(more) for n in (0, size)]
         return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
+
+    def where(
+        self, condition: fx.Node, x: fx.Node, other: bool | int | float
+    ) -> fx.Node:
+        """``x`` where the condition holds, else the scalar ``other``."""
+        like, aten = x.meta["val"], torch.ops.aten
+        constant = self.call(
+            aten.full.default, [], other, dtype=like.dtype, device=like.device
+        )
+        return self.call(aten.where.self, condition, x, constant)
 
     def product(self, sizes: Iterable[Size]) -> Size:
         """The product of sizes."""

@@ -9,7 +9,7 @@ with these.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Post:
     def __init__(self) -> None:
         self.boxes: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         self.sent = 0
+        self.draws: dict[str, Ranks] = {}
 
     def send(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
         value, tag = env[node.args[0]], node.args[2]
@@ -43,6 +44,34 @@ class Post:
             self.boxes.setdefault(box, []).append((tag, value[i]))
         self.sent += 1
         return [value[0].new_empty(0)] * len(ends)
+
+    def start(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
+        """A message of ``fxpar::send``."""
+        values, tag = env[node.args[0]], node.args[-2]
+        for end, value in zip(ends, values, strict=True):
+            self.give([end], value, tag)
+        return [values[0].new_empty(0)] * len(ends)
+
+    def give(self, ends: Ends, value: torch.Tensor, tag: int = -1) -> None:
+        for end in ends:
+            self.boxes.setdefault(end, []).append((tag, value))
+        self.sent += 1
+
+    def arrived(self, node: fx.Node, ends: Ends) -> Ranks:
+        """What ``fxpar::receive`` gets."""
+        size, tag, out = node.args[1], node.args[-2], []
+        for end in ends:
+            sent, value = self.boxes[end].pop(0)
+            if sent != tag or list(value.shape) != list(size):
+                raise PlanError(f"{node.name} receives {list(value.shape)}, tag {sent}")
+            out.append(value)
+        return out
+
+    def drawn(self, name: str, draw: Callable[[], Ranks]) -> Ranks:
+        """What a node of this name drew, wherever it stands first."""
+        if name not in self.draws:
+            self.draws[name] = draw()
+        return self.draws[name]
 
     def is_there(self, ends: Ends) -> bool:
         return all(self.boxes.get(box) for box in ends)
@@ -55,6 +84,35 @@ class Post:
                     f"{node.name} receives {list(value.shape)} with tag {tag}"
                 )
         return [value for _, value in got]
+
+
+def peers_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
+    """Each rank, and the peer that its message names."""
+    peer, _, name = node.args[-3:]
+    axes = custom_ops.group_axes(name)
+    return [(r, mesh.group(r, axes)[peer]) for r in ranks]
+
+
+def shared(
+    node: fx.Node,
+    env: Env,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    post: Post,
+) -> Generator[None, None, Ranks]:
+    """What one member of each group has, on all of them."""
+    values, source, axes = env[node.args[0]], node.args[2], node.args[3]
+    groups = [mesh.group(r, custom_ops.group_axes(axes)) for r in ranks]
+    for r, value, group in zip(ranks, values, groups, strict=True):
+        if group[source] == r:
+            post.give([(r, other) for other in group if other != r], value)
+    away = [
+        (g[source], r) for r, g in zip(ranks, groups, strict=True) if g[source] != r
+    ]
+    while not post.is_there(away):
+        yield
+    got = {r: post.boxes[source, r].pop(0)[1] for source, r in away}
+    return [got.get(r, value) for r, value in zip(ranks, values, strict=True)]
 
 
 def _gather_matmul(args: Ranks) -> Ranks:

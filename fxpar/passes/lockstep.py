@@ -26,12 +26,18 @@ from fxpar.passes.emulate_collectives import (
     Post,
     Ranks,
     ends_of,
+    peers_of,
     reduced,
+    shared,
 )
-from fxpar.passes.graph_bodies import body_of, bound_body
+from fxpar.passes.graph_bodies import body_of, bound_body, module_of
+from fxpar.passes.lay_out_stages import is_laid_out
 from fxpar.passes.local_custom_ops import op_by_op
 from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.program_at_place import program_at
+from fxpar.passes.stage_kinds import draws
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.spec import Spec
 
 c10d = torch.ops._c10d_functional
@@ -57,6 +63,24 @@ def run_lockstep(
     post = Post()
     (results,) = _finished([_steps(graph, mesh, range(mesh.size), inputs, post)], post)
     return results
+
+
+def run_ranks(
+    graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """As ``run_lockstep``; of a graph of stages (``lay_out_stages``) each rank runs
+    what its place does. Raises PlanError as ``run_stages``."""
+    module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
+    nodes = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    axis = pipeline_axis(mesh)
+    if axis is None or not is_laid_out(nodes):
+        return run_lockstep(graph, mesh, inputs)
+    programs: list[Any] = [
+        program_at(nodes, place) for place in range(mesh.axis_size(axis))
+    ]
+    if module is not None:
+        programs = [module_of(module, program) for program in programs]
+    return run_stages(programs, mesh, axis, inputs)
 
 
 def run_global(
@@ -167,6 +191,21 @@ def _steps(
             while not post.is_there(ends):
                 yield
             env[node] = post.receive(node, env, ends)
+        elif node.target is ours.send.default:
+            env[node] = post.start(node, env, peers_of(node, mesh, ranks))
+        elif node.target is ours.receive.default:
+            ends = [(peer, r) for r, peer in peers_of(node, mesh, ranks)]
+            while not post.is_there(ends):
+                yield
+            env[node] = post.arrived(node, ends)
+        elif node.target is ours.share.default:
+            env[node] = yield from shared(node, env, mesh, ranks, post)
+        elif node.target is ours.behind.default:
+            env[node] = env[node.args[0]]
+        elif draws(node):
+            env[node] = post.drawn(
+                node.name, functools.partial(_compute, node, env, count)
+            )
         elif node.target in REGION_OPS:
             env[node] = _in_region(node, env, mesh, ranks)
         elif node.target in PRODUCTS:

@@ -26,12 +26,13 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes import custom_ops
-from fxpar.passes.builder import OURS, Builder, copy_of
+from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.local_call import LocalCall
 from fxpar.passes.local_ops import LOCAL
 from fxpar.passes.localize import partition
 from fxpar.passes.lower import contiguous
+from fxpar.passes.stage_kinds import shown
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Link, Mesh
@@ -60,19 +61,26 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def cut_microbatches(
-    graph: fx.Graph, decision: Decision, parts: int, fake_mode: Any
+    graph: fx.Graph,
+    decision: Decision,
+    parts: int,
+    fake_mode: Any,
+    *,
+    asked: bool = True,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """The graph with its batch in ``parts``, and what there is to know of the cut.
 
     Of rows that ``parts`` does not divide the most parts are taken that do; where some
-    shards are larger than others the batch stays whole. Raises PlanError if no input
-    holds a batch.
+    shards are larger than others the batch stays whole. Unless it is ``asked`` for so
+    many, as many parts are made as can be. Raises PlanError if no input holds a batch.
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     graph = _without_reshards(graph)
     program = read(graph, _whole(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
+    if not batch and not asked:
+        return graph, ("the batch is not cut: no input holds one",)
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",
@@ -81,7 +89,7 @@ def cut_microbatches(
     rows = min(program.values[v].shape[0] for v in batch)
     count = max(n for n in range(1, min(parts, rows) + 1) if rows % n == 0)
     notes = []
-    if count < parts:
+    if count < parts and asked:
         notes = [
             f"microbatches: {rows} rows on a rank are cut in {count} parts, which "
             f"{parts} do not divide"
@@ -94,10 +102,45 @@ def cut_microbatches(
     if not timed.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     in_time = partition(insert_reshards(graph, timed), timed, fake_mode)
+    _accumulate_by_stage(in_time)
     unrolled = _Unroller(count, decision.mesh, fake_mode)
     unrolled.run(in_time)
     notes += unrolled.notes()
     return _ordered(unrolled), tuple(notes)
+
+
+def _accumulate_by_stage(graph: fx.Graph) -> None:
+    """Sums of what two stages make, as the gradients of a tied weight, are of what each
+    has accumulated: these cross once, not with every part. In place."""
+    rest = graph.find_nodes(op="call_function", target=steps.all_reduce)
+    while rest:
+        node = rest.pop()
+        total = node.args[0]
+        if node.args[1:] != ("sum", (TIME,)) or not _adds_stages(total):
+            continue
+        with graph.inserting_before(node):
+            pair = tuple(
+                graph.call_function(node.target, (x, *node.args[1:]))
+                for x in total.args
+            )
+            whole = graph.call_function(total.target, pair)
+        for made in (*pair, whole):
+            made.meta = dict(node.meta)
+        whole.meta[STAGE] = total.meta[STAGE]
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+        graph.erase_node(total)
+        rest += pair
+
+
+def _adds_stages(node: fx.Node) -> bool:
+    """Whether a sum that is read once is of values of two stages, alike in shape."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
+        return False
+    homes = [shown(x).meta.get(STAGE) for x in node.args if isinstance(x, fx.Node)]
+    shapes = {x.meta["val"].shape for x in (node, *node.all_input_nodes)}
+    apart = len(homes) == 2 and None not in homes and homes[0] != homes[1]
+    return apart and len(shapes) == 1
 
 
 def _without_reshards(graph: fx.Graph) -> fx.Graph:
@@ -227,9 +270,7 @@ class _Unroller:
             if node.target is custom_ops.offset and TIME in node.args[1]:
                 self.values[node] = [self._offset(node, p) for p in range(self.parts)]
             elif steps.is_step(node) and steps.axes_of(node) == (TIME,):
-                join = _JOINS[node.target]
-                with self.build.at(node):
-                    self.values[node] = join(self, self._each(node.args[0]), *node.args)
+                self._join(node)
             elif node.op != "output" and self._is_shared(node):
                 self.values[node] = self._copy(node, 0)
             elif node.op != "output":
@@ -241,6 +282,18 @@ class _Unroller:
                 assert self._is_shared(node), "results are whole in time"
                 self._copy(node, 0)
 
+    def _join(self, node: fx.Node) -> None:
+        """A step over time. What it becomes belongs to the stage of its operand."""
+        before = next(reversed(self.graph.nodes), None)
+        with self.build.at(node):
+            join = _JOINS[node.target]
+            self.values[node] = join(self, self._each(node.args[0]), *node.args)
+        home = node.meta[STAGE] = shown(node.args[0]).meta.get(STAGE)
+        for made in reversed(self.graph.nodes):
+            if made is before:
+                break
+            made.meta[STAGE] = home
+
     def of_part(self, part: int, make_node: Callable[[], Any]) -> Any:
         """What ``make_node`` makes; the nodes it adds belong to ``part``."""
         before = next(reversed(self.graph.nodes), None)
@@ -249,6 +302,7 @@ class _Unroller:
             if node is before:
                 break
             self.part_of[node] = part
+            node.meta[PART] = part
         return made
 
     def _is_shared(self, node: fx.Node) -> bool:
@@ -386,10 +440,10 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
     order: dict[fx.Node, None] = dict.fromkeys(
         node for node in nodes if node.op == "placeholder"
     )
-    _demand(unrolled.joins(), order)
+    demand(unrolled.joins(), order)
     for part in range(unrolled.parts):
-        _demand((n for n in nodes if unrolled.part_of.get(n) == part), order)
-    _demand(nodes, order)
+        demand((n for n in nodes if unrolled.part_of.get(n) == part), order)
+    demand(nodes, order)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in order:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -399,7 +453,7 @@ def _ordered(unrolled: _Unroller) -> fx.Graph:
     return graph
 
 
-def _demand(nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
+def demand(nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
     """Append nodes to the order, each behind all that it reads."""
     for node in nodes:
         stack = [node]

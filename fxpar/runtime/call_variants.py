@@ -110,7 +110,7 @@ class Calls:
             fed=self.fed,
             ranks=ranks,
             sizes=open_sizes(gm, named, self.fed),
-            opens=owner == FORWARD and not more and options.microbatches == 1,
+            opens=owner == FORWARD and not more and options.microbatches in (None, 1),
             where=self.where,
             compile=compile_graph,
             variants=self.variants,

@@ -17,6 +17,7 @@ from fxpar.passes.graph_bodies import body_of
 from fxpar.passes.size_nodes import is_open
 from fxpar.passes.sorted_products import SORTS, products_by
 from fxpar.sharding.factors import Axes
+from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.run_search import SearchOptions
 
@@ -32,6 +33,8 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
     if not isinstance(asked, SearchOptions) or request.meshes or request.expert_axes:
         return []
     if mesh.is_refined or is_open(graph) or any(map(body_of, graph.nodes)):
+        return []
+    if pipeline_axis(mesh) is not None:
         return []
     counts = {
         experts

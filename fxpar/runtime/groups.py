@@ -27,6 +27,7 @@ from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
 from fxpar.runtime import consensus
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import with_planned_axis
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.spec import Spec
 
@@ -194,7 +195,7 @@ def resolve_mesh(options: Options, world_size: int) -> Mesh:
     elif hasattr(asked, "mesh_dim_names"):
         mesh = Mesh.from_device_mesh(asked)
     else:
-        mesh = Mesh.parse(asked)
+        mesh = with_planned_axis(Mesh.parse(asked))
     if mesh.size != world_size:
         runs = "1 process runs" if world_size == 1 else f"{world_size} processes run"
         raise MeshError(

@@ -34,6 +34,7 @@ from fxpar.passes.softmax_pairs import exchange_pairs
 from fxpar.runtime import binding
 from fxpar.runtime.groups import bandwidth_of
 from fxpar.runtime.pipeline_state import JointState, PhaseState, RankState
+from fxpar.runtime.stage_steps import parts_of
 from fxpar.runtime.train_step import step_writes
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
@@ -67,17 +68,17 @@ def _open_decision(state: JointState) -> Decision:
         return state.decided
     if not state.decided.is_even:
         raise PlanError("shards that are not alike have sizes that are known")
-    if state.request.microbatches > 1:
+    if (state.request.microbatches or 1) > 1:
         raise PlanError("parts of a batch have sizes that are known")
     return replace(state.decided, program=with_open_sizes(state.decided.program))
 
 
 def cut_batch(state: JointState) -> None:
     """The rank's batch in parts, one after the other."""
-    parts = state.request.microbatches
+    parts, asked = parts_of(state.request), state.request.microbatches
     if parts > 1:
         state.graph, notes = cut_microbatches(
-            state.graph, state.decided, parts, state.fake_mode
+            state.graph, state.decided, parts, state.fake_mode, asked=asked is not None
         )
         state.notes = (*state.notes, *notes)
 
@@ -99,6 +100,8 @@ def apply_schedule(state: JointState) -> None:
         _leave_unscheduled(state)
         return
     saved = state.known
+    if request.pipeline is not None:
+        return
     if not state.decided.is_even:
         _refuse_uneven(request.schedule)
         return

@@ -25,9 +25,11 @@ from fxpar.passes.keep_batch_apart import keep_batch_apart
 from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.normalize_experts import ExpertWays, experts_in_place
 from fxpar.passes.peak_memory import by_kind
+from fxpar.passes.program_at_place import program_at
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
 from fxpar.runtime.pipeline_state import JointState
+from fxpar.runtime.stage_steps import on_whole_mesh
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import balanced, decide_on, fastest
@@ -167,13 +169,13 @@ def look_up_plan(state: JointState) -> None:
         request = _on(state, refine(state.program, request))
         asked = request.mode
     if isinstance(asked, Plan):
-        state.recalled = state.known = asked
+        state.recalled = state.known = asked.of_one_stage()
     elif _is_kept(state):
         assert isinstance(asked, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         found = plan_store.load(state.key, asked.seconds)
         if found is not None:
-            state.recalled, chosen = found
+            state.recalled, chosen = found[0].of_one_stage(), found[1]
             state.known = state.recalled if chosen and not request.tune else None
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
@@ -288,6 +290,7 @@ def make_plan(state: JointState) -> None:
             state.request = request.on(state.decision.mesh)
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)
+    state.decision = on_whole_mesh(state.decision, request.pipeline)
 
 
 def describe(state: JointState) -> None:
@@ -300,6 +303,7 @@ def describe(state: JointState) -> None:
     plan = plan_facts.describe(state.decided, sent, done, held, mesh)
     state.plan = replace(
         plan,
+        stages=state.stages,
         schedule=str(state.schedule),
         experts=state.request.experts_over or (),
         near=state.near,
@@ -317,9 +321,15 @@ def _at_hints(state: JointState) -> fx.Graph:
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
     settings, disable = state.schedule.settings, state.request.disable
-    graph = as_run(_at_hints(state), disable=disable, settings=settings)
+    pipeline, held = state.request.pipeline, []
+    graphs = [_at_hints(state)]
+    if pipeline is not None:
+        graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
-        return by_kind(graph, state.decided.program.signature), ()
+        for graph in graphs:
+            graph = as_run(graph, disable=disable, settings=settings)
+            held.append(by_kind(graph, state.decided.program.signature))
+        return max(held, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
         return (), (f"memory is not known: {error.what}",)
 

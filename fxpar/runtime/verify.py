@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_lockstep, scatter
+from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
 from fxpar.sharding.decide import Decision
 
 
@@ -38,7 +38,7 @@ def verify(
     own, whole = (_module(root, graph) for graph in (local, normalized))
     with torch.no_grad(), torch.random.fork_rng():
         state = torch.get_rng_state()
-        ranks = run_lockstep(
+        ranks = run_ranks(
             own, mesh, [_copies(part[r] for part in parts) for r in range(mesh.size)]
         )
         torch.set_rng_state(state)

@@ -17,6 +17,7 @@ from typing import Any
 
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.pipeline_axis import PipelineStage, without_stages
 from fxpar.sharding.read_plan import Saved
 from fxpar.sharding.spec import Spec
 
@@ -112,6 +113,12 @@ class Plan:
     experts: tuple[str, ...] = ()
     near: tuple[str, ...] = field(default=(), compare=False)
     regions: tuple[str, ...] = field(default=(), compare=False)
+    # Of a mesh with an axis of stages, in the order of the forward.
+    stages: tuple[PipelineStage, ...] = ()
+
+    def of_one_stage(self) -> Plan:
+        """The plan on the mesh that one stage runs on: its specs without the stages."""
+        return replace(self, mesh=without_stages(self.mesh), stages=())
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -150,6 +157,8 @@ class Plan:
         ]
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         data |= {"experts": list(self.experts)} if self.experts else {}
+        if self.stages:
+            data["stages"] = [_plain(asdict_shallow(stage)) for stage in self.stages]
         return data | {
             "format": FORMAT,
             "mesh": str(self.mesh),
@@ -255,6 +264,7 @@ class Plan:
             experts=texts("experts"),
             near=texts("near"),
             regions=texts("regions"),
+            stages=saved.get("stages", ()).each(_stage),
         )
 
     def diff(self, other: Plan) -> str:
@@ -416,6 +426,20 @@ def _moved(saved: Saved, mesh: Mesh) -> Moved:
         bytes=saved["bytes"].count(),
         seconds=None if saved["seconds"].value is None else saved["seconds"].number(),
         line=saved["line"].text(),
+    )
+
+
+def _stage(saved: Saved) -> PipelineStage:
+    """Inverse of ``asdict_shallow`` on a stage."""
+    return PipelineStage(
+        saved["index"].count(),
+        saved["place"].count(),
+        saved["ops"].each(Saved.text),
+        saved["parameters"].each(Saved.text),
+        saved["forward_seconds"].number(),
+        saved["backward_seconds"].number(),
+        saved["bytes"].count(),
+        saved["sent_bytes"].count(),
     )
 
 

@@ -18,6 +18,7 @@ from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
@@ -54,8 +55,10 @@ class Request:
     disable: frozenset[str] = frozenset()
     # Parameters at rest are gathered once for forward and backward.
     keep_gathered: bool = False
-    # Parts that a rank cuts its batch into.
-    microbatches: int = 1
+    # Parts that a rank cuts its batch into; None: 1, or as stages need.
+    microbatches: int | None = None
+    # Stages that the program is cut into; ``mesh`` is that of each.
+    pipeline: Pipeline | None = None
     # Rows of experts that a rank has room for, in multiples of its even share; None:
     # all.
     expert_room: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 
@@ -53,6 +54,8 @@ def summary_text(plan: Plan) -> str:
     memory by kind, notes."""
     lines = [f"mesh: {plan.mesh} ({plan.mesh.size} ranks)"]
     lines += ["parameters:", *_by_spec(plan.parameters)]
+    if plan.stages:
+        lines += ["stages, each of one microbatch:", *map(_stage_line, plan.stages)]
     lines += ["collectives per step and rank:", *_by_kind(plan.collectives)]
     if plan.dearest:
         lines += ["dearest reshards:", *map(_moved, plan.dearest)]
@@ -77,6 +80,17 @@ def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         out.append(f"  {text:<16} {len(names):>4}  {shown}")
     return out or ["  none"]
+
+
+def _stage_line(stage: PipelineStage) -> str:
+    forward, backward = map(
+        short_seconds, (stage.forward_seconds, stage.backward_seconds)
+    )
+    return (
+        f"  {stage.index} at {stage.place}: {len(stage.ops)} ops, forward {forward}, "
+        f"backward {backward}, {len(stage.parameters)} parameters ({stage.bytes:,} "
+        f"bytes), sends {stage.sent_bytes:,} bytes"
+    )
 
 
 # So many names of a list are shown.

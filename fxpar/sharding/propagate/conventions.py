@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import is_pipeline
 from fxpar.sharding.program import Op, Program, Value
 from fxpar.sharding.propagate.propagation import FIRST, Propagation, Seed
 from fxpar.sharding.shard_sizes import idle, is_even, may_split
@@ -31,8 +32,8 @@ def batch_axes(mesh: Mesh) -> Axes:
     """Axes that split the batch unless a hint uses them otherwise."""
     kinds = (*BATCH, *EXPERTS)
     named = tuple(axis for axis in mesh.names if axis_of(axis).lower() in kinds)
-    first = axis_of(mesh.names[0])
-    if named or first.lower() in MODEL:
+    first = next((axis_of(x) for x in mesh.names if not is_pipeline(x)), "")
+    if named or not first or first.lower() in MODEL:
         return named
     return mesh.parts([first])
 

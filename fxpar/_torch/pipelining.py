@@ -1,0 +1,82 @@
+"""Schedules of pipelines, as torch's classes write them down: actions of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+# (stage, "F", "B", "I" or "W", microbatch)
+Action = tuple[int, str, int]
+
+# Private methods of ``torch.distributed.pipelining.schedules`` that give the actions of
+# a rank, or of all, and read these attributes alone.
+
+
+def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """A forward, then a backward, once the pipeline is full, one stage a rank. (That of
+    ``Schedule1F1B`` (2.13) lacks a forward on the last rank: it is for pictures.)"""
+    from torch.distributed.pipelining import schedules
+
+    found: Any = schedules
+    rows = []
+    for rank in range(places):
+        first = found._get_warmup_ops(rank, 1, parts, places, parts, 1)
+        ops = found._get_1f1b_rank_ops(
+            1,
+            places,
+            first,
+            parts - first,
+            first,
+            rank,
+            lambda step, rank=rank: rank,
+            lambda step, rank=rank: rank,
+        )
+        rows.append(_actions(ops))
+    return rows
+
+
+def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """All forwards, then all backwards (``ScheduleGPipe``)."""
+    asked = SimpleNamespace(_num_stages=places, _n_microbatches=parts)
+    table = _class("ScheduleGPipe")._get_pipeline_order(asked)
+    return [_actions(table[rank]) for rank in range(places)]
+
+
+def interleaved(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """1F1B of several stages a rank (``ScheduleInterleaved1F1B``)."""
+    return _rank_tables("ScheduleInterleaved1F1B", places, parts, rounds)
+
+
+def zero_bubble(places: int, parts: int, rounds: int) -> list[list[Action]]:
+    """Gradients of weights where it would wait (``ScheduleInterleavedZeroBubble``)."""
+    return _rank_tables("ScheduleInterleavedZeroBubble", places, parts, rounds)
+
+
+def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[Action]]:
+    turns = max(1, parts // places)
+    asked = SimpleNamespace(
+        pp_group_size=places,
+        n_local_stages=rounds,
+        _n_microbatches=parts,
+        number_of_rounds=turns,
+        microbatches_per_round=parts // turns,
+    )
+    operations: Callable[..., Any] = _class(name)._calculate_single_rank_operations
+    return [_actions(operations(asked, rank)) for rank in range(places)]
+
+
+def _class(name: str) -> Any:
+    from torch.distributed.pipelining import schedules
+
+    return getattr(schedules, name)
+
+
+def _actions(row: Any) -> list[Action]:
+    """Those that compute."""
+    out = []
+    for action in row:
+        kind = action.computation_type.value if action is not None else ""
+        if kind in ("F", "B", "I", "W") and action.microbatch_index is not None:
+            out.append((action.stage_index, kind, action.microbatch_index))
+    return out

@@ -1,0 +1,277 @@
+"""Stages in the order of a schedule, with the messages between them.
+
+In: a local graph, its batch in parts or not, whose nodes know their homes
+(``assign_stages``) and parts (``microbatches``), and the order of actions. Out: a new
+graph of the same inputs and results, still one text for all ranks: ``meta[PLACE]`` of a
+node says at which place along the pipeline axis it runs, and where a value crosses to
+another place stands a ``fxpar::transfer``, where all need it a ``fxpar::spread``.
+
+Every rank runs the nodes of its place in the order of this one graph, in which a
+transfer stands behind what makes its value. Messages are thus sent and received in one
+order, and nobody waits for what is sent behind what he sends: no ranks can wait for
+each other for ever, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
+from fxpar.passes.builder import PART, PLACE, STAGE, Builder
+from fxpar.passes.custom_ops import group_name
+from fxpar.passes.microbatches import demand
+from fxpar.passes.stage_kinds import (
+    BACKWARD,
+    EVERYWHERE,
+    StageHome,
+    home_of,
+)
+from fxpar.sharding import pipeline_schedule as schedules
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import Pipeline
+from fxpar.sharding.pipeline_schedule import Action
+
+ours = torch.ops.fxpar
+
+# The place of what runs at all.
+EVERY = -1
+
+
+def lay_out_stages(
+    graph: fx.Graph,
+    pipeline: Pipeline,
+    places: Sequence[int],
+    actions: Sequence[Action],
+    fake_mode: Any,
+    mesh: Mesh,
+) -> fx.Graph:
+    """The graph of all stages. ``places``: of each stage; ``actions``: in the order in
+    which they begin."""
+    order = _ordered(graph, actions)
+    laid = _StageLayout(graph, places, order, fake_mode, mesh, pipeline.axis)
+    laid.run()
+    laid.new.lint()
+    return laid.new
+
+
+# The order
+
+
+def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
+    """The nodes, each behind what it reads: inputs, what is everywhere from the start,
+    the actions in turn, what is everywhere and made of these."""
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    groups = _groups(nodes, actions)
+    order: dict[fx.Node, None] = dict.fromkeys(
+        n for n in nodes if n.op == "placeholder"
+    )
+    staged = _made_of_stages(nodes)
+    demand((n for n in nodes if _is_everywhere(n) and n not in staged), order)
+    for action in actions:
+        demand(groups[action], order)
+        _follow(groups[action], order)
+    demand((n for n in nodes if home_of(n) is not None), order)
+    demand(nodes, order)
+    return list(order)
+
+
+def _is_everywhere(node: fx.Node) -> bool:
+    home = home_of(node)
+    return home is not None and home.phase == EVERYWHERE
+
+
+def _made_of_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that are computed from what a stage makes, and these."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        home = home_of(node)
+        mine = home is not None and home.phase != EVERYWHERE
+        if mine or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _groups(
+    nodes: Sequence[fx.Node], actions: Sequence[Action]
+) -> Mapping[Action, list[fx.Node]]:
+    """The nodes of each action; those that belong to all parts are of none."""
+    apart = any(action.kind == schedules.INPUTS for action in actions)
+    parts = {action.part for action in actions}
+    out: dict[Action, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        home, part = home_of(node), node.meta.get(PART, 0 if len(parts) == 1 else None)
+        if home is None or home.phase == EVERYWHERE or part is None:
+            continue
+        kind = schedules.BACKWARD if home.phase == BACKWARD else schedules.FORWARD
+        out[Action(home.stage, kind, part)].append(node)
+    if apart:
+        for action in [each for each in out if each.kind == schedules.BACKWARD]:
+            whole = out.pop(action)
+            first = _awaited(whole)
+            rest = [node for node in whole if node not in first]
+            out[action._replace(kind=schedules.INPUTS)] = [*first]
+            out[action._replace(kind=schedules.WEIGHTS)] = rest
+    return out
+
+
+def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Of a backward what stages before it wait for; all, where none does."""
+    mine = set(nodes)
+    stage = home_of(nodes[0])
+    ends = [n for n in nodes if any(_is_before(user, stage) for user in _readers(n))]
+    found = dict.fromkeys(ends)
+    rest = list(ends)
+    while rest:
+        for read in rest.pop().all_input_nodes:
+            for base in _bases(read):
+                if base in mine and base not in found:
+                    found[base] = None
+                    rest.append(base)
+    return {n: None for n in nodes if n in found} if ends else dict.fromkeys(nodes)
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """Nodes with homes that a node is made of, itself if it has one."""
+    out, rest = [], [node]
+    while rest:
+        top = rest.pop()
+        if home_of(top) is not None:
+            out.append(top)
+        else:
+            rest += top.all_input_nodes
+    return out
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node that has a home, through what has none."""
+    out, rest = list[fx.Node](), [node]
+    while rest:
+        for user in rest.pop().users:
+            (rest if home_of(user) is None and user.op != "output" else out).append(
+                user
+            )
+    return out
+
+
+def _is_before(node: fx.Node, home: StageHome | None) -> bool:
+    other = home_of(node)
+    return (
+        home is not None
+        and other is not None
+        and other.phase == BACKWARD
+        and other.stage < home.stage
+    )
+
+
+def _follow(done: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
+    """Append what belongs to all parts of a stage and now has all that it reads."""
+    rest = list(done)
+    while rest:
+        for user in rest.pop().users:
+            home = home_of(user)
+            shared = PART not in user.meta and user.op != "output"
+            mine = home is None or home.phase != EVERYWHERE
+            ready = all(read in order for read in user.all_input_nodes)
+            if shared and mine and ready and user not in order:
+                order[user] = None
+                rest.append(user)
+
+
+# Places, and what crosses between them
+
+
+@dataclass
+class _StageLayout:
+    """Copies each node to where it runs."""
+
+    graph: fx.Graph
+    places: Sequence[int]
+    order: Sequence[fx.Node]
+    fake_mode: Any
+    mesh: Mesh
+    axis: str
+    new: fx.Graph = field(default_factory=fx.Graph)
+    # (node, place it is needed at) -> its copy, or what arrives of it.
+    made: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.build = Builder(self.new, self.fake_mode, self.mesh)
+        self.group = group_name(self.mesh, (self.axis,))
+
+    def run(self) -> None:
+        needed = self._needed()
+        for node in self.order:
+            if node.op in ("placeholder", "get_attr"):
+                self.made[node, EVERY] = self._copy(node, EVERY)
+            elif (at := self._place(node)) is not None:
+                self.made[node, at] = self._copy(node, at)
+                others = needed[node] - {at, EVERY} if at != EVERY else ()
+                for other in sorted(others):
+                    self._cross(node, at, other)
+        output = self.graph.output_node()
+        results = fx.node.map_arg(output.args[0], lambda n: self.at(n, EVERY))
+        self.new.output(results).meta = dict(output.meta)
+
+    def _place(self, node: fx.Node) -> int | None:
+        """Where a node runs; None: wherever it is read."""
+        home = home_of(node)
+        if home is None:
+            return None
+        return EVERY if home.phase == EVERYWHERE else self.places[home.stage]
+
+    def _needed(self) -> Mapping[fx.Node, set[int]]:
+        """The places at which each node is read."""
+        out: dict[fx.Node, set[int]] = defaultdict(set)
+        for read in self.graph.output_node().all_input_nodes:
+            out[read].add(EVERY)
+        for node in reversed(self.order):
+            at = self._place(node)
+            for read in node.all_input_nodes:
+                out[read].update(out[node] if at is None else {at})
+        return out
+
+    def at(self, node: fx.Node, place: int) -> fx.Node:
+        """A node's value at a place."""
+        known = self.made.get((node, place)) or self.made.get((node, EVERY))
+        if known is not None and (node, place) in self.made:
+            return known
+        home = self._place(node)
+        if known is not None and (home == EVERY or node.op != "call_function"):
+            return known
+        if home is None:
+            self.made[node, place] = self._copy(node, place)
+        else:
+            self._cross(node, home, place)
+        return self.made[node, place]
+
+    def _copy(self, node: fx.Node, place: int) -> fx.Node:
+        copy = self.new.node_copy(node, lambda n: self.at(n, place))
+        copy.meta = dict(node.meta)
+        if node.op == "call_function":
+            copy.meta[PLACE] = place
+        return copy
+
+    def _cross(self, node: fx.Node, source: int, target: int) -> None:
+        """What a place has, at another, or at every one."""
+        value = self.made[node, source]
+        with self.build.at(value):
+            if target == EVERY:
+                there = self.build.call(ours.spread.default, value, source, self.group)
+            else:
+                there = self.build.call(
+                    ours.transfer.default, value, source, target, self.group
+                )
+        there.meta[PLACE] = EVERY if target == EVERY else target
+        there.meta.pop(STAGE, None)
+        self.made[node, target] = there
+
+
+def is_laid_out(graph: fx.Graph) -> bool:
+    """Whether a graph is one of stages."""
+    return any(PLACE in node.meta for node in graph.nodes)

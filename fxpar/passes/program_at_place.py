@@ -1,0 +1,145 @@
+"""What the ranks at one place along the pipeline axis run.
+
+In: the graph of all stages (``lay_out_stages``), lowered. Out: a new graph of the same
+inputs and results with the nodes of one place: values go from place to place by
+``fxpar::send``, ``receive`` and ``share``, which start where the value was made, in the
+order of the one graph, and are waited for where it is first read. Each message is
+chained to the one before it, so that no later pass changes their order, and a result
+waits for what was sent. Those of the forward do not wait for those of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.builder import PLACE, Builder
+from fxpar.passes.lay_out_stages import EVERY
+from fxpar.sharding.program import depending_on_tangents
+
+aten = torch.ops.aten
+ours = torch.ops.fxpar
+
+
+def program_at(graph: fx.Graph, place: int) -> fx.Graph:
+    """The graph of one place. Nodes keep their names."""
+    program = _PlaceProgram(graph, place)
+    program.run()
+    program.new.eliminate_dead_code()
+    program.new.lint()
+    return program.new
+
+
+class _PlaceProgram:
+    def __init__(self, graph: fx.Graph, place: int) -> None:
+        self.graph, self.place, self.new = graph, place, fx.Graph()
+        mode = _torch.fake.mode_of([node.meta.get("val") for node in graph.nodes])
+        self.build = Builder(self.new, mode or _torch.fake.new_fake_mode())
+        self.late = depending_on_tangents(graph)
+        self.copies: dict[fx.Node, fx.Node] = {}
+        # Of a value that arrives, what is to be waited for.
+        self.arriving: dict[fx.Node, fx.Node] = {}
+        # The last message, and all that were sent; of the forward, of the backward.
+        self.last: dict[bool, fx.Node | None] = {False: None, True: None}
+        self.sent: dict[bool, list[fx.Node]] = {False: [], True: []}
+
+    def run(self) -> None:
+        tag = 0
+        for node in self.graph.nodes:
+            if node.op == "output":
+                self._output(node)
+            elif node.target is ours.transfer.default:
+                with self.build.at(node):
+                    self._transfer(node, tag)
+                tag += 1
+            elif node.target is ours.spread.default:
+                with self.build.at(node):
+                    self._spread(node)
+            elif node.meta.get(PLACE, EVERY) in (self.place, EVERY):
+                self._copy(node)
+
+    def _copy(self, node: fx.Node) -> None:
+        copy = self.new.node_copy(node, self._value)
+        copy.meta = dict(node.meta)
+        self.copies[node] = copy
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """A value, waited for where it arrives."""
+        if node not in self.copies:
+            with self.build.at(node):
+                self.copies[node] = self.build.wait(self.arriving[node])
+        return self.copies[node]
+
+    def _chained(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A message behind the last; ``None`` among the arguments stands for that."""
+        late = node in self.late
+        last = self.last[late] or (self._tangent() if late else None)
+        made = self.build.call(target, *(last if a is None else a for a in args))
+        self.last[late] = made
+        return made
+
+    def _tangent(self) -> fx.Node:
+        """A gradient that the backward is given: what arrives at a place depends on
+        nothing else there, and may not be taken for a part of the forward."""
+        given = (n for n in self.graph.find_nodes(op="placeholder") if n in self.late)
+        return self.copies[next(given)]
+
+    def _transfer(self, node: fx.Node, tag: int) -> None:
+        value, source, target, group = node.args
+        if self.place == source:
+            x = self._value(value)
+            ends = (target, tag, group)
+            token = self._chained(node, ours.send.default, x, None, *ends)
+            self.sent[node in self.late].append(token)
+        elif self.place == target:
+            val = node.meta["val"]
+            what = (list(val.shape), val.dtype, val.device)
+            ends = (source, tag, group)
+            self.arriving[node] = self._chained(
+                node, ours.receive.default, None, *what, *ends
+            )
+
+    def _spread(self, node: fx.Node) -> None:
+        value, source, group = node.args
+        val = node.meta["val"]
+        if self.place == source:
+            x = self._value(value)
+        else:
+            x = self.build.call(
+                aten.empty.memory_format,
+                list(val.shape),
+                dtype=val.dtype,
+                device=val.device,
+            )
+        self.arriving[node] = self._chained(
+            node, ours.share.default, x, None, source, group
+        )
+
+    def _output(self, node: fx.Node) -> None:
+        results = list(node.args[0])
+        made = [self._value(r) if isinstance(r, fx.Node) else r for r in results]
+        for late in (False, True):
+            at = _smallest(results, self.late, late)
+            if at is None or not self.sent[late]:
+                continue
+            with self.build.at(results[at]):
+                behind = ours.behind.default
+                made[at] = self.build.call(behind, made[at], self.sent[late])
+        copy = self.new.output(type(node.args[0])(made))
+        copy.meta = dict(node.meta)
+
+
+def _smallest(results: Sequence[Any], late: set[fx.Node], wanted: bool) -> int | None:
+    """The smallest of the results of a forward, or of a backward."""
+    sizes = {
+        i: node.meta["val"].numel()
+        for i, node in enumerate(results)
+        if isinstance(node, fx.Node)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and (node in late) == wanted
+    }
+    return min(sizes, key=sizes.__getitem__, default=None)

@@ -1,0 +1,149 @@
+"""The axis of a mesh along which ranks run stages of a program, and the stages.
+
+A pipeline axis is no axis of specs: a program is planned on the mesh without it, then
+cut into stages, each of which runs on the ranks at one place along it. Data: a
+``Pipeline`` is what was asked for, a ``PipelineStage`` what the plan says of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxpar.errors import MeshError, OptionError
+from fxpar.sharding.axis_parts import axis_of
+from fxpar.sharding.mesh import Mesh
+
+PIPELINE = ("pp", "stage")
+
+# What a mesh of stages alone is planned on.
+_ONE = ("dp", 1)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A program in stages, as it was asked for."""
+
+    # With the pipeline axis.
+    mesh: Mesh
+    axis: str
+    # As the option ``pipeline``.
+    schedule: str = "auto"
+
+    @property
+    def places(self) -> int:
+        """Ranks along the axis."""
+        return self.mesh.axis_size(self.axis)
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A contiguous part of the forward, with the backward that belongs to it."""
+
+    # In the order of the forward.
+    index: int
+    # Along the pipeline axis.
+    place: int
+    # Names of its ops in the local graph, of one microbatch, forward then backward.
+    ops: tuple[str, ...]
+    # Names of the parameters that it reads.
+    parameters: tuple[str, ...]
+    # Predicted, of one microbatch.
+    forward_seconds: float
+    backward_seconds: float
+    # Of its parameters on a rank.
+    bytes: int
+    # That it sends to other stages for one microbatch.
+    sent_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Predicted, of one microbatch forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+def is_pipeline(axis: str) -> bool:
+    """Whether an axis is one of stages by its name."""
+    return axis_of(axis).lower() in PIPELINE
+
+
+def pipeline_axis(mesh: Mesh) -> str | None:
+    """The axis of stages, if there is one with several ranks.
+
+    Raises MeshError if there are two, or its ranks are given as unlike.
+    """
+    found = [axis for axis, size in mesh.axes if size > 1 and is_pipeline(axis)]
+    if len(found) > 1:
+        raise MeshError(
+            f"mesh {mesh} has {len(found)} axes of stages: {', '.join(found)}",
+            fix="give stages one axis: FXPAR_MESH=pp=4,dp=2",
+        )
+    if found and ":" in found[0]:
+        raise MeshError(f"{found[0]!r}: an axis of stages has no parts")
+    if found and mesh.unlike:
+        raise MeshError(
+            f"mesh {mesh} has stages and unlike devices",
+            fix="leave out the speeds, or the axis of stages",
+        )
+    return found[0] if found else None
+
+
+def with_planned_axis(mesh: Mesh) -> Mesh:
+    """The mesh; of stages alone, with an axis of one rank to plan on."""
+    if pipeline_axis(mesh) is None or len(mesh.axes) > 1:
+        return mesh
+    return Mesh((*mesh.axes, _ONE), (*mesh.links, mesh.links[0]))
+
+
+def split_off(mesh: Mesh, schedule: str = "auto") -> tuple[Mesh, Pipeline | None]:
+    """The mesh to plan on, and the pipeline, if there is an axis of stages.
+
+    Raises OptionError for a schedule of a mesh without one, MeshError as
+    ``pipeline_axis``.
+    """
+    axis = pipeline_axis(mesh)
+    if axis is None:
+        if schedule != "auto":
+            raise OptionError(
+                f"pipeline={schedule!r}: mesh {mesh} has no axis of stages",
+                fix="name one: FXPAR_MESH=pp=2,dp=2, or leave pipeline out",
+            )
+        return mesh, None
+    whole = with_planned_axis(mesh)
+    return without_stages(whole), Pipeline(whole, axis, schedule)
+
+
+def without_stages(mesh: Mesh) -> Mesh:
+    """The mesh that one stage runs on."""
+    axis = pipeline_axis(mesh)
+    if axis is None:
+        return mesh
+    kept = [i for i, name in enumerate(mesh.names) if name != axis]
+    return Mesh(
+        tuple(mesh.axes[i] for i in kept),
+        tuple(mesh.links[i] for i in kept),
+        tuple(mesh.speeds[i] for i in kept),
+    )
+
+
+def with_stages(planned: Mesh, pipeline: Pipeline) -> Mesh:
+    """The whole mesh of a pipeline, refined and linked as that of a stage is."""
+    whole = pipeline.mesh.refined(planned.names)
+    links = dict(zip(planned.names, planned.links, strict=True))
+    mine = zip(whole.names, whole.links, strict=True)
+    return replace(whole, links=tuple(links.get(name, link) for name, link in mine))
+
+
+def homes(stages: int, places: int, style: str = "loop") -> tuple[int, ...]:
+    """The place of each stage: "loop", round and round, or "v", forth and back."""
+    rounds = range(-(-stages // places))
+    way: list[int] = []
+    for turn in rounds:
+        back = style == "v" and turn % 2
+        way += reversed(range(places)) if back else range(places)
+    return tuple(way[:stages])
+
+
+def stages_at(stages: Sequence[PipelineStage], place: int) -> tuple[PipelineStage, ...]:
+    """Those that run at a place."""
+    return tuple(stage for stage in stages if stage.place == place)

@@ -1,0 +1,168 @@
+"""Schedules of a pipeline: which rank computes which microbatch of which stage when.
+
+In: a name, how many places and microbatches there are. Out: rows of ``Action``, torch's
+own (``torch.distributed.pipelining``), and when each runs if a stage takes so long. All
+messages of a program follow one order, that in which actions begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fxpar._torch import pipelining
+from fxpar.errors import PlanError
+from fxpar.sharding.pipeline_axis import homes
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
+
+
+class Action(NamedTuple):
+    """A stage's work on one microbatch."""
+
+    stage: int
+    # "F": forward; "B": backward, or of it "I": what stages before it wait for, and
+    # "W": the rest.
+    kind: str
+    part: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.part}"
+
+
+class TimedAction(NamedTuple):
+    """When an action runs."""
+
+    action: Action
+    place: int
+    # Seconds.
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """One of torch's schedules."""
+
+    # (places, microbatches, stages a place) -> actions of each place.
+    rows: Callable[[int, int, int], list[list[tuple[int, str, int]]]]
+    # Stages a place has.
+    rounds: int
+    # Forward and backward take turns, so that they have to be one program.
+    mixes: bool
+
+
+SCHEDULES: Mapping[str, PipelineSchedule] = {
+    "gpipe": PipelineSchedule(pipelining.gpipe, 1, False),
+    "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1, True),
+    "interleaved": PipelineSchedule(pipelining.interleaved, 2, True),
+    "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1, True),
+}
+
+# What "auto" is, where forward and backward are one program, and where they are two.
+AUTO, AUTO_APART = "1f1b", "gpipe"
+
+
+def stage_places(name: str, places: int) -> tuple[int, ...]:
+    """The place of each stage of a schedule."""
+    return homes(places * SCHEDULES[name].rounds, places)
+
+
+def rows_of(
+    name: str, places: int, parts: int, *, trains: bool = True
+) -> list[list[Action]]:
+    """The actions of each place, in order; of a program without a backward, forwards
+    alone.
+
+    Raises PlanError if the schedule has none for so many microbatches.
+    """
+    schedule = SCHEDULES[name]
+    rows = [
+        [Action(*each) for each in row]
+        for row in schedule.rows(places, parts, schedule.rounds)
+    ]
+    if not trains:
+        rows = [[each for each in row if each.kind == FORWARD] for row in rows]
+    count = parts * schedule.rounds * len({each.kind for row in rows for each in row})
+    if any(len(row) != count or len(set(row)) != count for row in rows):
+        raise PlanError(
+            f"pipeline={name!r} has no order for {parts} microbatches on {places} "
+            "stages",
+            fix=f"set microbatches to a multiple of {places}",
+        )
+    return rows
+
+
+def timed(
+    rows: Sequence[Sequence[Action]],
+    seconds: Callable[[Action], float],
+    sending: float = 0.0,
+) -> list[TimedAction]:
+    """When each action runs, in the order they begin. ``seconds``: of an action;
+    ``sending``: from one place to another.
+
+    Raises PlanError if actions wait for one another for ever.
+    """
+    last = max(each.stage for row in rows for each in row)
+    known = {each for row in rows for each in row}
+    ends: dict[Action, tuple[float, int]] = {}
+    clock, ahead = [0.0] * len(rows), [0] * len(rows)
+    slots: list[TimedAction] = []
+    while len(slots) < len(known):
+        before = len(slots)
+        for place, row in enumerate(rows):
+            while ahead[place] < len(row):
+                action = row[ahead[place]]
+                needed = [x for x in _needs(action, last) if x in known]
+                if any(x not in ends for x in needed):
+                    break
+                arrivals = (
+                    end + (sending if at != place else 0.0)
+                    for end, at in map(ends.__getitem__, needed)
+                )
+                start = max([clock[place], *arrivals])
+                clock[place] = start + seconds(action)
+                ends[action] = clock[place], place
+                slots.append(TimedAction(action, place, start, clock[place]))
+                ahead[place] += 1
+        if len(slots) == before:
+            waits = [
+                str(row[i]) for row, i in zip(rows, ahead, strict=True) if i < len(row)
+            ]
+            raise PlanError(f"actions of a pipeline wait for each other: {waits}")
+    return sorted(slots, key=lambda slot: slot.start)
+
+
+def _needs(action: Action, last: int) -> list[Action]:
+    """What an action waits for, as far as a schedule has it."""
+    stage, kind, part = action
+    if kind == FORWARD:
+        return [Action(stage - 1, FORWARD, part)] if stage else []
+    if kind == WEIGHTS:
+        return [Action(stage, INPUTS, part)]
+    out = [Action(stage, FORWARD, part)]
+    if stage < last:
+        out += [Action(stage + 1, each, part) for each in (BACKWARD, INPUTS)]
+    return out
+
+
+def bubble(slots: Sequence[TimedAction], places: int) -> float:
+    """The share of the time in which places wait, on average."""
+    end = max(slot.end for slot in slots)
+    busy = sum(slot.end - slot.start for slot in slots)
+    return 1.0 - busy / (end * places) if end else 0.0
+
+
+def picture(slots: Sequence[TimedAction], places: int, tick: float) -> str:
+    """A line for each place, a column for each tick: the microbatch of a forward as a
+    number, of a backward as a letter."""
+    end = max(slot.end for slot in slots)
+    lines = [["."] * round(end / tick) for _ in range(places)]
+    for slot in slots:
+        mark = str(slot.action.part % 10)
+        if slot.action.kind != FORWARD:
+            mark = chr(ord("a") + slot.action.part % 26)
+        for column in range(round(slot.start / tick), round(slot.end / tick)):
+            lines[slot.place][column] = mark
+    return "\n".join(f"{i}: {' '.join(line)}" for i, line in enumerate(lines))

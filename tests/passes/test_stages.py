@@ -1,0 +1,317 @@
+"""Programs in stages along a pipeline axis, simulated: numbers are those of one device,
+stages are contiguous, one message a value and microbatch crosses a border."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import fxpar
+from fxpar.errors import FxparError, OptionError, PlanError
+from fxpar.passes.lay_out_stages import PLACE
+from fxpar.passes.lockstep import run_stages
+from fxpar.passes.program_at_place import program_at
+from fxpar.passes.stage_kinds import home_of
+from fxpar.sharding.plan import Plan
+from tests.helpers.models import build_double, double
+
+WIDTH, ROWS = 16, 8
+ours = torch.ops.fxpar
+
+
+def exact(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model.double()
+
+
+class Block(nn.Module):
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(drop)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def blocks() -> nn.Module:
+    return exact(nn.Sequential(*[Block() for _ in range(4)]))
+
+
+def dropped() -> nn.Module:
+    return exact(nn.Sequential(*[Block(0.4) for _ in range(4)]))
+
+
+def normed() -> nn.Module:
+    """Statistics of the whole batch: parts wait for one another."""
+    return exact(
+        nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block(), nn.BatchNorm1d(WIDTH))
+    )
+
+
+class Skips(nn.Module):
+    """What the first stage makes is read by all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x = torch.tanh(self.first(x))
+        for block in self.rest:
+            x = block(x) * kept
+        return x + kept
+
+
+class Tied(nn.Module):
+    """The first stage and the last read one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.rest = nn.Sequential(Block(), Block())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.rest(self.embed(ids)) @ self.embed.weight.T
+        return F.cross_entropy(x.flatten(0, 1), ids.flatten(), ignore_index=3)
+
+
+def rows(count: int = ROWS) -> torch.Tensor:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(count, WIDTH, generator=made, dtype=torch.double)
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(20, (ROWS, 6), generator=torch.Generator().manual_seed(1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "blocks": (blocks, rows),
+    "dropped": (dropped, rows),
+    "normed": (normed, rows),
+    "skips": (lambda: exact(Skips()), rows),
+    "tied": (lambda: exact(Tied()), ids),
+}
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    mesh: str,
+    parts: int | None = None,
+    schedule: str = "auto",
+    **how: Any,
+) -> Any:
+    if parts is not None:
+        monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    make, feed = MODELS[name]
+    return fxpar.plan(
+        make(), feed(), mesh=mesh, **{"mode": "propagate", "grad": True} | how
+    )
+
+
+def error_of(plan: Any, x: torch.Tensor) -> float:
+    """The largest difference from one device, of the result and all gradients."""
+    torch.manual_seed(3)
+    got = plan.outcome(x)
+    torch.manual_seed(3)
+    want = plan.reference_outcome(x)
+    pairs = [(got.result, want.result)]
+    pairs += [(got.gradients[k], y) for k, y in want.gradients.items()]
+    pairs += [(got.mutations[k], y) for k, y in want.mutations.items()]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+QUICK = [("pp=2", 4), ("pp=2,dp=2", 2), ("pp=2,tp=2", 1)]
+MORE = [("pp=4", 8), ("pp=4", 2), ("dp=2,pp=2,tp=2", 2), ("stage=2", 1)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [*QUICK[:1], *[pytest.param(*x, marks=pytest.mark.slow) for x in QUICK[1:] + MORE]],
+)
+def test_numbers_are_those_of_one_device(
+    name: str, mesh: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, name, mesh, parts)
+    assert error_of(plan, MODELS[name][1]()) < 1e-11
+    assert len(plan.stages) == (4 if "pp=4" in mesh else 2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    "name",
+    ["tied", *[pytest.param(x, marks=pytest.mark.slow) for x in MODELS if x != "tied"]],
+)
+def test_schedules_do_not_change_numbers(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, name, "pp=2", 4, schedule)
+    assert len(plan.stages) == (4 if schedule == "interleaved" else 2)
+    assert error_of(plan, MODELS[name][1]()) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_sixteen_stages(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, "skips", "pp=16", 8, schedule)
+    assert len(plan.stages) == 16
+    assert error_of(plan, rows()) < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["search", "replicate"])
+def test_plans_of_other_modes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2,dp=2", 2, mode=mode)
+    assert error_of(plan, rows()) < 1e-11
+
+
+def test_without_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=4", grad=False)
+    torch.testing.assert_close(plan.simulate(rows()), plan.reference(rows()))
+    assert all(stage.backward_seconds == 0 for stage in plan.stages)
+
+
+def crossings(plan: Any) -> list[fx.Node]:
+    return [n for n in plan.result.local.nodes if n.target is ours.transfer.default]
+
+
+def test_stages_are_contiguous_and_messages_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=4", 2)
+    # A value forth and its gradient back, for each border and microbatch.
+    assert len(crossings(plan)) == 3 * 2 * 2
+    assert all(len(stage.parameters) == 6 for stage in plan.stages)
+    late = False
+    for node in plan.result.local.nodes:
+        home = home_of(node)
+        if home is None or PLACE not in node.meta:
+            continue
+        for read in map(home_of, node.all_input_nodes):
+            if read is not None and read.phase == home.phase == "forward":
+                assert read.stage <= home.stage
+            if read is not None and read.phase == home.phase == "backward":
+                late = True
+                assert read.stage >= home.stage
+    assert late
+
+
+def test_parameters_belong_to_the_stage_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, last = planned(monkeypatch, "tied", "pp=2", 2).stages
+    assert {*first.parameters} & {*last.parameters} == {"embed.weight"}
+    assert len(first.parameters) + len(last.parameters) == 14
+
+
+def test_gradients_of_a_tied_weight_cross_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, "tied", "pp=2", 4)
+    weights = [n for n in crossings(plan) if n.meta["val"].shape == (20, WIDTH)]
+    assert len(weights) == 1
+    assert error_of(plan, ids()) < 1e-11
+
+
+def test_microbatches_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2")
+    assert any("2 stages along pp, gpipe, 8 microbatches" in x for x in plan.notes)
+    assert not planned(monkeypatch, "blocks", "dp=2").stages
+
+
+def test_a_plan_is_saved_and_applied_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2,dp=2", 2)
+    plan.save(tmp_path / "plan.json")
+    saved = Plan.load(tmp_path / "plan.json")
+    assert saved.stages == plan.stages and saved.hash == plan.hash
+    again = planned(
+        monkeypatch, "blocks", "pp=2,dp=2", 2, mode=str(tmp_path / "plan.json")
+    )
+    assert again.hash == plan.hash
+    assert "stages, each of one microbatch" in str(plan)
+
+
+def test_a_message_with_another_tag_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2", 2, grad=False)
+    programs = [program_at(plan.result.local, place) for place in range(2)]
+    (first, *_) = programs[0].find_nodes(op="call_function", target=ours.send.default)
+    first.args = (first.args[0], None, 1, 7, *first.args[4:])  # with another tag
+    inputs = [[*plan.call.inputs((rows(),), {})]] * 2
+    with pytest.raises(PlanError, match="tag 7"):
+        run_stages(programs, plan.mesh, "pp", inputs)
+
+
+def test_what_cannot_be_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match="too few for 2 stages"):
+        fxpar.plan(lambda x: x + 1, rows(), mesh="pp=2", mode="propagate")
+    with pytest.raises(OptionError, match="no axis of stages"):
+        planned(monkeypatch, "blocks", "dp=2", schedule="1f1b")
+    with pytest.raises(OptionError, match="PIPELINE cannot be 'gpype'"):
+        planned(monkeypatch, "blocks", "pp=2", schedule="gpype")
+    with pytest.raises(FxparError, match="programs without stages"):
+        monkeypatch.setenv("FXPAR_PIPELINE", "auto")
+        text = "buckets(bytes=1)"
+        fxpar.plan(blocks(), rows(), mesh="pp=2", mode="propagate", schedule=text)
+    model = exact(nn.Sequential(nn.Linear(WIDTH, 31), nn.ReLU(), nn.Linear(31, 8)))
+    with pytest.raises(PlanError, match="are not alike"):
+        fxpar.plan(model, rows(), mesh="pp=2,tp=2", mode="propagate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "resnet"])
+def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for parts in (1, 2, 4, 8):
+        monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+        with double():
+            model, batch = build_double(name)
+            plan = fxpar.plan(model, mesh=mesh, grad=True, mode="propagate", **batch)
+            torch.manual_seed(1)
+            got = plan.outcome(**batch)
+            torch.manual_seed(1)
+            want = plan.reference_outcome(**batch)
+        torch.testing.assert_close(got.result, want.result)
+        largest = max(x.abs().max().item() for x in want.gradients.values())
+        for key, x in want.gradients.items():
+            torch.testing.assert_close(
+                got.gradients[key], x, rtol=1e-8, atol=1e-12 * largest
+            )
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)]
+)
+def test_the_predicted_step_is_that_of_the_formula(
+    schedule: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal stages a step takes what they compute, and the bubble."""
+    places, parts = 4, 4
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(places)])
+        x = torch.randn(16384, 2048, requires_grad=True)
+    plan = fxpar.plan(model, x, mesh="pp=4", mode="propagate", grad=True)
+    line, wait = plan.timeline, (places - 1) / (parts + places - 1)
+    assert line.seconds == pytest.approx(line.compute_seconds / (1 - wait), rel=0.1)
+    names = {event.name for event in line.events if event.stream == "place 3"}
+    assert {"3F0", "3B0", "3F3", "3B3"} <= names
+    assert plan.predicted.sent[0][0] == "pp"
+    plan.to_trace(tmp_path / "trace.json")
+    assert "place 3" in (tmp_path / "trace.json").read_text()

@@ -1,0 +1,141 @@
+"""Schedules of pipelines: torch's actions are complete, bubbles are those of the
+formulas in closed form, and chains are cut where that is best."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from fxpar.errors import MeshError, OptionError, PlanError
+from fxpar.sharding import pipeline_schedule as schedules
+from fxpar.sharding.cut_stages import cut_chain
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import split_off, with_stages
+from fxpar.sharding.pipeline_schedule import Action, bubble, picture, rows_of, timed
+
+SIZES = [(2, 1), (2, 4), (4, 2), (4, 8), (4, 12), (8, 16), (16, 32)]
+
+
+def alike(action: Action) -> float:
+    """Stages of one size: a backward takes twice a forward."""
+    return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[action.kind]
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+@pytest.mark.parametrize(("places", "parts"), SIZES)
+def test_every_action_once_and_none_too_early(
+    name: str, places: int, parts: int
+) -> None:
+    slots = timed(rows_of(name, places, parts), alike)
+    ends = {slot.action: slot.end for slot in slots}
+    stages = places * schedules.SCHEDULES[name].rounds
+    assert len(ends) == len(slots)
+    for stage, part in itertools.product(range(stages), range(parts)):
+        assert Action(stage, "F", part) in ends
+    for slot in slots:
+        stage, kind, part = slot.action
+        before = (
+            [Action(stage - 1, "F", part)]
+            if kind == "F"
+            else [Action(stage, "I", part)]
+            if kind == "W"
+            else [Action(stage, "F", part), Action(stage + 1, kind, part)]
+        )
+        assert all(ends.get(x, 0.0) <= slot.start for x in before)
+
+
+@pytest.mark.parametrize(("places", "parts"), SIZES)
+def test_bubbles_are_those_of_the_formulas(places: int, parts: int) -> None:
+    want = (places - 1) / (parts + places - 1)
+    for name in ("gpipe", "1f1b"):
+        slots = timed(rows_of(name, places, parts), alike)
+        assert bubble(slots, places) == pytest.approx(want)
+    if parts % places == 0:
+        slots = timed(rows_of("interleaved", places, parts), alike)
+        want = (places - 1) / (2 * parts + places - 1)
+        assert bubble(slots, places) == pytest.approx(want)
+    slots = timed(rows_of("zero_bubble", places, parts), alike)
+    least = timed(rows_of("1f1b", places, parts), alike)
+    assert bubble(slots, places) <= bubble(least, places) + 1e-9
+
+
+def test_a_picture_of_1f1b() -> None:
+    slots = timed(rows_of("1f1b", 2, 3), alike)
+    assert (
+        picture(slots, 2, 1.0)
+        == "0: 0 1 . . a a 2 b b . c c\n1: . 0 a a 1 b b 2 c c . ."
+    )
+
+
+def test_forwards_alone() -> None:
+    slots = timed(rows_of("gpipe", 3, 4, trains=False), alike)
+    assert {slot.action.kind for slot in slots} == {"F"}
+    assert bubble(slots, 3) == pytest.approx(2 / 6)
+
+
+def test_actions_that_wait_for_each_other_are_refused() -> None:
+    rows = rows_of("1f1b", 2, 2)
+    rows[0].reverse()
+    with pytest.raises(PlanError, match="wait for each other"):
+        timed(rows, alike)
+
+
+def test_sending_takes_time() -> None:
+    rows = rows_of("gpipe", 2, 1, trains=False)
+    assert max(slot.end for slot in timed(rows, alike, 0.5)) == 2.5
+
+
+def test_axes_of_stages() -> None:
+    planned, pipeline = split_off(Mesh.parse("pp=2,dp=3"))
+    assert str(planned) == "dp=3" and pipeline is not None and pipeline.places == 2
+    assert str(with_stages(planned, pipeline)) == "pp=2,dp=3"
+    refined = planned.refined(["dp"])
+    assert str(with_stages(refined, pipeline)) == "pp=2,dp=3"
+    planned, pipeline = split_off(Mesh.parse("stage=4"))
+    assert str(planned) == "dp=1" and str(pipeline.mesh) == "stage=4,dp=1"
+    assert split_off(Mesh.parse("dp=2,pp=1"))[1] is None
+    with pytest.raises(MeshError, match="2 axes of stages"):
+        split_off(Mesh.parse("pp=2,stage=2"))
+    with pytest.raises(MeshError, match="unlike devices"):
+        split_off(Mesh.parse("pp=2,dp=2{1,0.5}"))
+    with pytest.raises(OptionError, match="no axis of stages"):
+        split_off(Mesh.parse("dp=4"), "1f1b")
+
+
+def test_parts_of_a_refined_axis_stay() -> None:
+    _, pipeline = split_off(Mesh.parse("pp=2,tp=4"))
+    assert str(with_stages(Mesh.parse("tp=2*2"), pipeline)) == "pp=2,tp=2*2"
+
+
+def test_chains_are_cut_as_by_trying_all_cuts() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        count, stages = rng.randint(4, 9), rng.randint(2, 4)
+        seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(count)]
+        cuts = cut_chain(seconds, [0.0] * count, stages, 8)
+
+        def slowest(cuts: tuple[int, ...], seconds: list[float] = seconds) -> float:
+            ends = [0, *cuts, len(seconds)]
+            return max(sum(seconds[i:j]) for i, j in itertools.pairwise(ends))
+
+        every = itertools.combinations(range(1, count), stages - 1)
+        assert len(cuts) == stages - 1 and sorted(set(cuts)) == list(cuts)
+        assert slowest(cuts) == pytest.approx(min(map(slowest, every)))
+
+
+def test_a_chain_is_cut_where_less_is_sent() -> None:
+    seconds, crossing = [1.0] * 8, [5.0] * 8
+    crossing[3] = 0.1
+    assert cut_chain(seconds, crossing, 2, 4) == (3,)
+    assert cut_chain(seconds, [0.0] * 8, 2, 4) == (4,)
+    crossing = [0.0] * 8
+    crossing[4] = float("inf")  # inside of one op
+    assert cut_chain(seconds, crossing, 2, 4) in ((3,), (5,))
+
+
+def test_long_chains_are_cut_in_no_time() -> None:
+    crossing = [1e4 * (i % 40 > 0) for i in range(4000)]
+    cuts = cut_chain([1.0] * 4000, crossing, 16, 32)
+    assert all(cut % 40 == 0 for cut in cuts) and len(cuts) == 15
