@@ -146,6 +146,7 @@ JOINT = (
 RANK = (
     _always("take_place", stage_steps.take_place),
     _always("bind", lowering_steps.bind),
+    _always("decompose", lowering_steps.decompose_added),
     _always("put_writes", lowering_steps.put_writes, "bound"),
 )
 

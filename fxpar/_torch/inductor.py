@@ -61,6 +61,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
+def is_decomposed(op: Any) -> bool:
+    """Whether Inductor makes others of an op while a program is traced, and takes it no
+    more behind that."""
+    from torch._inductor import lowering
+
+    return op in decompositions() and op not in lowering.lowerings
+
+
 def compile_inner(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
     """Inductor's code for a graph of ATen ops, called with one list of arguments."""
     return cast(Callable[..., Any], _in_order(gm, list(fakes)))

@@ -25,6 +25,7 @@ from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import insert_reshards as resharding
 from fxpar.passes import reshard_after_forward
 from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes.decompose import decompose
 from fxpar.passes.keep_sorted import keep_sorted as keep_rows_sorted
 from fxpar.passes.localize import partition
 from fxpar.passes.lower import lower_graph
@@ -171,6 +172,12 @@ def bind(state: RankState) -> None:
         inductor=state.inductor,
         late=state.late,
     )
+
+
+def decompose_added(state: RankState) -> None:
+    """What passes added as Inductor takes it."""
+    if state.inductor:
+        decompose(state.graph, state.fake_mode)
 
 
 def put_writes(state: RankState) -> None:

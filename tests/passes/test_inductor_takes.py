@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._inductor import lowering
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar.fusion import choose_schedule
@@ -19,6 +20,7 @@ from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.ring_attention import rings_of
+from fxpar.passes.decompose import decompose
 from fxpar.sharding.mesh import Mesh
 
 SEQUENCE = (None, None, "cp", None)
@@ -92,3 +94,37 @@ def test_what_is_refused_is_noticed() -> None:
     x = graph.placeholder("x")
     graph.call_function(torch.ops.aten.logaddexp.default, (x, x))
     assert refused(graph) == {"aten.logaddexp.default"}
+
+
+aten = torch.ops.aten
+
+ADDED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one": lambda x: aten.logaddexp.default(x, x),
+    "a number": lambda x: aten.clamp.default(x, -0.5, 0.5),
+    "positions": lambda x: aten.index_select.default(
+        x, 0, aten.argsort.default(x[:, 0])
+    ),
+    "keywords": lambda x: aten._to_copy.default(x, dtype=torch.bfloat16),
+    "several": lambda x: aten.aminmax.default(x, dim=0),
+    "of others": lambda x: aten.logsumexp.default(aten.flip.default(x, [0]), [1]),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_is_decomposed(name: str) -> None:
+    x = torch.randn(5, 6)
+    graph = make_fx(ADDED[name], tracing_mode="fake")(x).graph
+    mode = next(iter(graph.nodes)).meta["val"].fake_mode
+    want = fx.Interpreter(fx.GraphModule({}, graph)).run(x)
+    assert refused(graph)
+    decompose(graph, mode)
+    assert not refused(graph)
+    assert all("val" in node.meta for node in graph.nodes if node.op != "output")
+    torch.testing.assert_close(fx.Interpreter(fx.GraphModule({}, graph)).run(x), want)
+
+
+def test_what_inductor_takes_stays() -> None:
+    graph = make_fx(lambda x: aten.mm.default(x, x), tracing_mode="fake")(torch.eye(3))
+    before = str(graph.graph)
+    decompose(graph.graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+    assert str(graph.graph) == before
