@@ -77,7 +77,8 @@ def _open_decision(state: JointState) -> Decision:
 def cut_batch(state: JointState) -> None:
     """The rank's batch in parts, one after the other."""
     parts, asked = parts_of(state.request), state.request.microbatches
-    if parts > 1:
+    staged = bool(state.stages) or state.request.pipeline is None
+    if parts > 1 and staged:
         state.graph, notes = cut_microbatches(
             state.graph, state.decided, parts, state.fake_mode, asked=asked is not None
         )

@@ -53,7 +53,8 @@ def parts_of(request: Request) -> int:
 
 
 def find_stages(state: JointState) -> None:
-    """Each node gets its stage. Raises PlanError if there is nothing to cut."""
+    """Each node gets its stage. Raises PlanError if there is nothing to cut, but for
+    one of the graphs that Dynamo may have cut a program into."""
     request, decision = state.request, state.decided
     if request.pipeline is None:
         return
@@ -71,7 +72,13 @@ def find_stages(state: JointState) -> None:
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
     )
     places = schedules.stage_places(schedule_of(request), request.pipeline.places)
-    state.stages = assign_stages(state.graph, decision.program, priced, places)
+    try:
+        state.stages = assign_stages(state.graph, decision.program, priced, places)
+    except PlanError as error:
+        if request.rank is None or request.step:
+            raise
+        # One of several graphs, as Dynamo breaks a program: all ranks run it.
+        state.notes = (*state.notes, f"no stages: {error.what}")
 
 
 def _refuse_schedule(request: Request) -> None:
@@ -85,7 +92,7 @@ def _refuse_schedule(request: Request) -> None:
 def order_stages(state: JointState) -> None:
     """The graph of all stages, in the order of the schedule."""
     request, pipeline = state.request, state.request.pipeline
-    if pipeline is None:
+    if pipeline is None or not state.stages:
         return
     name = schedule_of(request)
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)

@@ -75,6 +75,34 @@ def test_whole_steps_are_those_of_one_device(
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
 
 
+def broken(options: dict[str, Any]) -> list[torch.Tensor]:
+    """Results and gradients of a program that Dynamo breaks, the first graph small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    x = torch.randn(4, 8)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return model(x).sum()
+
+    run = (
+        torch.compile(program, backend="fxpar", options=options) if options else program
+    )
+    loss = run(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.slow
+def test_a_graph_too_small_for_stages_runs_on_all_ranks() -> None:
+    options = {"mesh": "pp=2", "codegen": "eager", "plan": "propagate"}
+    want = broken({})
+    for got in shared_pool(2).run(broken, options):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 DIES = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
