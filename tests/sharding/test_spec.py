@@ -152,3 +152,16 @@ def test_placements_without_an_axis_order_are_refused() -> None:
     placements = (strided_shard(0, 5), Shard(0), Replicate())
     with pytest.raises(SpecError, match="no axis order expresses"):
         Spec.from_placements(placements, MESH, 1)
+
+
+def test_the_smallest_shard_is_that_of_any_rank() -> None:
+    """Nested chunks: of 7 rows over 2 and 3 ranks they are 2, 2, 0, 1, 1, 1."""
+    for text in ("a=2,b=3", "a=3,b=2", "a=4,b=3"):
+        mesh = Mesh.parse(text)
+        for rows in range(1, 40):
+            held = [
+                shard_sizes.shard(rows, mesh, ("a", "b"), rank)[1]
+                for rank in range(mesh.size)
+            ]
+            assert shard_sizes.smallest(rows, mesh, ("a", "b")) == min(held)
+            assert shard_sizes.largest(rows, mesh, ("a", "b")) == max(held)
