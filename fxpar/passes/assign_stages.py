@@ -1,8 +1,8 @@
 """The stage that each node of a local graph belongs to.
 
 In: a local graph with its steps, forward and backward in one, of a program that is cut
-along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node says of which
-``Home`` it is, if it has one (``stage_kinds``). The forward is cut where it is cheapest
+along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node is its
+``StageHome``, if it has one (``stage_kinds``). The forward is cut where it is cheapest
 (``sharding.cut_stages``), in its order: stages only read from stages before them. An op
 of the backward belongs to the stage of the op that it differentiates or, where autograd
 does not say, to where the values and weights that it reads are, and never to a later
@@ -27,8 +27,8 @@ from fxpar.passes.stage_kinds import (
     BACKWARD,
     EVERYWHERE,
     FORWARD,
-    Home,
     Kinds,
+    StageHome,
     home_of,
     is_loose_view,
     shown,
@@ -38,12 +38,12 @@ from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
 from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import Pipeline, Stage
+from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.program import Program
 
 
 @dataclass(frozen=True)
-class Priced:
+class StageCosts:
     """What stages are cut by."""
 
     hardware: Hardware
@@ -75,8 +75,8 @@ class Priced:
 
 
 def assign_stages(
-    graph: fx.Graph, program: Program, priced: Priced, places: Sequence[int]
-) -> tuple[Stage, ...]:
+    graph: fx.Graph, program: Program, priced: StageCosts, places: Sequence[int]
+) -> tuple[PipelineStage, ...]:
     """Give nodes their homes, in place; what each stage has. ``places``: along the
     pipeline axis, of each stage.
 
@@ -108,7 +108,7 @@ def assign_stages(
     for i, node in enumerate(chain):
         while i >= cuts[stage]:
             stage += 1
-        node.meta[STAGE] = Home(FORWARD, stage)
+        node.meta[STAGE] = StageHome(FORWARD, stage)
     for node in graph.nodes:
         if node in kinds.everywhere:
             node.meta[STAGE] = ALL
@@ -123,9 +123,9 @@ def _once(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
     These are accumulated first."""
     ends: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        if node in kinds.backward or is_loose_view(node):
-            if all(x in ends or _ends(x, kinds) for x in node.users):
-                ends.add(node)
+        passes = node in kinds.backward or is_loose_view(node)
+        if passes and all(x in ends or _ends(x, kinds) for x in node.users):
+            ends.add(node)
     return frozenset(n for n in ends if steps.is_step(n))
 
 
@@ -133,7 +133,7 @@ def _ends(node: fx.Node, kinds: Kinds) -> bool:
     return node.op == "output" or node in kinds.everywhere
 
 
-def _total(nodes: Sequence[fx.Node], priced: Priced) -> float:
+def _total(nodes: Sequence[fx.Node], priced: StageCosts) -> float:
     return sum(map(priced.seconds, nodes)) or 1.0
 
 
@@ -201,7 +201,7 @@ def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
             mine = forward.get(node.meta.get("seq_nr"))
             fit = [stage for stage in held if stage <= limit]
             found = max(fit, default=limit) if mine is None else min(mine, limit)
-            node.meta[STAGE] = Home(BACKWARD, found)
+            node.meta[STAGE] = StageHome(BACKWARD, found)
 
 
 def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
@@ -246,10 +246,10 @@ def _where_read(
 def _stages(
     graph: fx.Graph,
     program: Program,
-    priced: Priced,
+    priced: StageCosts,
     places: Sequence[int],
     kinds: Kinds,
-) -> tuple[Stage, ...]:
+) -> tuple[PipelineStage, ...]:
     ops: list[list[str]] = [[] for _ in places]
     seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
     read: list[dict[fx.Node, str]] = [{} for _ in places]
@@ -267,7 +267,7 @@ def _stages(
         others.discard(ALL.stage)
         sent[home.stage] += bytes_of(node) * len(others) // priced.microbatches
     return tuple(
-        Stage(
+        PipelineStage(
             i,
             place,
             tuple(ops[i]),

@@ -32,8 +32,8 @@ _NEUTRAL: dict[Any, int] = {
     operator.floordiv: 1,
 }
 
-# Of a program in stages: where a node runs (``assign_stages.Home``), the place that is
-# (``lay_out_stages``), and the part of the batch that it belongs to (``microbatches``).
+# Of a program in stages: the stage of a node (``stage_kinds.StageHome``), the place it
+# runs at (``lay_out_stages``), and its part of the batch (``microbatches``).
 STAGE, PLACE, PART = "fxpar_stage", "fxpar_place", "fxpar_part"
 
 # What a rewritten node keeps of the node it comes from.

@@ -29,7 +29,7 @@ from fxpar.passes.microbatches import demand
 from fxpar.passes.stage_kinds import (
     BACKWARD,
     EVERYWHERE,
-    Home,
+    StageHome,
     home_of,
 )
 from fxpar.sharding import pipeline_schedule as schedules
@@ -54,7 +54,7 @@ def lay_out_stages(
     """The graph of all stages. ``places``: of each stage; ``actions``: in the order in
     which they begin."""
     order = _ordered(graph, actions)
-    laid = _Layout(graph, places, order, fake_mode, mesh, pipeline.axis)
+    laid = _StageLayout(graph, places, order, fake_mode, mesh, pipeline.axis)
     laid.run()
     laid.new.lint()
     return laid.new
@@ -159,7 +159,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return out
 
 
-def _is_before(node: fx.Node, home: Home | None) -> bool:
+def _is_before(node: fx.Node, home: StageHome | None) -> bool:
     other = home_of(node)
     return (
         home is not None
@@ -187,7 +187,7 @@ def _follow(done: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
 
 
 @dataclass
-class _Layout:
+class _StageLayout:
     """Copies each node to where it runs."""
 
     graph: fx.Graph

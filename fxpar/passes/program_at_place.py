@@ -27,14 +27,14 @@ ours = torch.ops.fxpar
 
 def program_at(graph: fx.Graph, place: int) -> fx.Graph:
     """The graph of one place. Nodes keep their names."""
-    program = _Program(graph, place)
+    program = _PlaceProgram(graph, place)
     program.run()
     program.new.eliminate_dead_code()
     program.new.lint()
     return program.new
 
 
-class _Program:
+class _PlaceProgram:
     def __init__(self, graph: fx.Graph, place: int) -> None:
         self.graph, self.place, self.new = graph, place, fx.Graph()
         mode = _torch.fake.mode_of([node.meta.get("val") for node in graph.nodes])

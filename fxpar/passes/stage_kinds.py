@@ -27,7 +27,7 @@ from fxpar.sharding.rules.op_facts import op_facts_of
 FORWARD, BACKWARD, EVERYWHERE = "forward", "backward", "everywhere"
 
 
-class Home(NamedTuple):
+class StageHome(NamedTuple):
     """Where a node runs."""
 
     # FORWARD or BACKWARD of a stage; EVERYWHERE: at all places.
@@ -35,12 +35,12 @@ class Home(NamedTuple):
     stage: int
 
 
-ALL = Home(EVERYWHERE, -1)
+ALL = StageHome(EVERYWHERE, -1)
 
 
-def home_of(node: fx.Node) -> Home | None:
+def home_of(node: fx.Node) -> StageHome | None:
     """The home of a node; None: it runs wherever it is read."""
-    found: Home | None = node.meta.get(STAGE)
+    found: StageHome | None = node.meta.get(STAGE)
     return found
 
 

@@ -19,7 +19,7 @@ from fxpar.passes.order_collectives import PhaseGraph
 from fxpar.runtime.groups import Ranks
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import Stage
+from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
@@ -78,7 +78,7 @@ class JointState(PipelineState):
     others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     # Of a program that is cut into them.
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PipelineStage, ...] = ()
     plan: Plan = field(init=False)
 
     @property

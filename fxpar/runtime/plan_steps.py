@@ -32,7 +32,8 @@ from fxpar.runtime.pipeline_state import JointState
 from fxpar.runtime.stage_steps import on_whole_mesh
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
-from fxpar.sharding.choose_mesh import balanced, decide_on, fastest
+from fxpar.sharding.choose_mesh import balanced, decide_on
+from fxpar.sharding.choose_stages import chosen
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -284,16 +285,20 @@ def make_plan(state: JointState) -> None:
         state.decision = recall(_program(state), request.mesh, plan)
     elif request.meshes or state.decision is None:
         with stage(SEARCH if _searches(request) else PLAN):
-            choose = fastest if request.meshes else decide_on
-            state.decision = choose(state.program, request)
+            if request.meshes:
+                state.decision, state.request = chosen(state.program, request)
+            else:
+                state.decision = decide_on(state.program, request)
             if state.open_shares and _searches(request):
                 open_ = state.open_shares
                 state.decision = balanced(state.decision, request, open_, state.rows)
-        if request.meshes or state.open_shares:
+        if state.open_shares:
             state.request = request.on(state.decision.mesh)
+        if request.meshes and state.request.pipeline is not None:
+            state.key = ""  # whoever looks for it asks for any mesh but these
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)
-    state.decision = on_whole_mesh(state.decision, request.pipeline)
+    state.decision = on_whole_mesh(state.decision, state.request.pipeline)
 
 
 def describe(state: JointState) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.passes.assign_stages import Priced, assign_stages
+from fxpar.passes.assign_stages import StageCosts, assign_stages
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lay_out_stages import is_laid_out, lay_out_stages
@@ -21,7 +21,7 @@ from fxpar.runtime.pipeline_state import JointState, RankState
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
-from fxpar.sharding.pipeline_axis import Pipeline, Stage, with_stages
+from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage, with_stages
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of
 
@@ -34,15 +34,6 @@ def on_whole_mesh(decision: Decision, pipeline: Pipeline | None) -> Decision:
     if pipeline is None:
         return decision
     return replace(decision, mesh=with_stages(decision.mesh, pipeline))
-
-
-def schedule_of(request: Request) -> str:
-    """The name of the pipeline's schedule."""
-    assert request.pipeline is not None, "of a program in stages"
-    asked = request.pipeline.schedule
-    if asked != "auto":
-        return asked
-    return schedules.AUTO if request.step else schedules.AUTO_APART
 
 
 def parts_of(request: Request) -> int:
@@ -67,10 +58,10 @@ def find_stages(state: JointState) -> None:
         )
     _refuse_schedule(request)
     hardware = request.hardware or lookup(UNNAMED)
-    priced = Priced(
+    priced = StageCosts(
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
     )
-    places = schedules.stage_places(schedule_of(request), request.pipeline.places)
+    places = schedules.stage_places(request.pipeline_order, request.pipeline.places)
     state.stages = assign_stages(state.graph, decision.program, priced, places)
 
 
@@ -87,7 +78,7 @@ def order_stages(state: JointState) -> None:
     request, pipeline = state.request, state.request.pipeline
     if pipeline is None:
         return
-    name = schedule_of(request)
+    name = request.pipeline_order
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
@@ -106,7 +97,7 @@ def order_stages(state: JointState) -> None:
     state.notes = (*state.notes, text)
 
 
-def seconds_of(stages: tuple[Stage, ...], action: schedules.Action) -> float:
+def seconds_of(stages: tuple[PipelineStage, ...], action: schedules.Action) -> float:
     """Predicted, of an action."""
     stage = stages[action.stage]
     if action.kind == schedules.FORWARD:

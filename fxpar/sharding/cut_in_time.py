@@ -41,17 +41,20 @@ def cut_in_time(program: Program) -> BatchCut | None:
         frozenset(f for f, axes in strategy.factors if axes)
         for strategy in timed.strategies
     ]
-    dims = [
-        frozenset(d for d, axes in enumerate(spec.dims) if axes)
-        for spec in timed.edges.made
-    ]
-    for v in batch:
-        dims[v] = frozenset((0,))
+    dims = list(map(_split, timed.edges.made))
+    given = set(program.inputs)
+    for reshard in timed.edges.reshards:  # inputs lie whole, and are read in parts
+        if reshard.value in given:
+            dims[reshard.value] = _split(reshard.target)
     for op, cut in zip(program.ops, factors, strict=True):
         rows = math.gcd(rows, *(op.rule.size[f] for f in cut))
     made = enumerate(timed.edges.made)
     sums = frozenset(v for v, spec in made if spec.partial)
     return BatchCut(tuple(factors), tuple(dims), sums, rows)
+
+
+def _split(spec: Spec) -> frozenset[int]:
+    return frozenset(d for d, axes in enumerate(spec.dims) if axes)
 
 
 def _whole(program: Program) -> Signature:

@@ -2,7 +2,7 @@
 
 A pipeline axis is no axis of specs: a program is planned on the mesh without it, then
 cut into stages, each of which runs on the ranks at one place along it. Data: a
-``Pipeline`` is what was asked for, a ``Stage`` what the plan says of one.
+``Pipeline`` is what was asked for, a ``PipelineStage`` what the plan says of one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A contiguous part of the forward, with the backward that belongs to it."""
 
     # In the order of the forward.
@@ -144,6 +144,6 @@ def homes(stages: int, places: int, style: str = "loop") -> tuple[int, ...]:
     return tuple(way[:stages])
 
 
-def stages_at(stages: Sequence[Stage], place: int) -> tuple[Stage, ...]:
+def stages_at(stages: Sequence[PipelineStage], place: int) -> tuple[PipelineStage, ...]:
     """Those that run at a place."""
     return tuple(stage for stage in stages if stage.place == place)

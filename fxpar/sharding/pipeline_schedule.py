@@ -1,8 +1,8 @@
 """Schedules of a pipeline: which rank computes which microbatch of which stage when.
 
-In: a name, how many places and microbatches there are. Out: rows of ``Action``,
-torch's own (``torch.distributed.pipelining``), and the ``Slot`` of each: when it runs
-if a stage takes so long. All messages of a program follow one order, that of the slots.
+In: a name, how many places and microbatches there are. Out: rows of ``Action``, torch's
+own (``torch.distributed.pipelining``), and when each runs if a stage takes so long. All
+messages of a program follow one order, that in which actions begin.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.part}"
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     """When an action runs."""
 
     action: Action
@@ -98,7 +98,7 @@ def timed(
     rows: Sequence[Sequence[Action]],
     seconds: Callable[[Action], float],
     sending: float = 0.0,
-) -> list[Slot]:
+) -> list[TimedAction]:
     """When each action runs, in the order they begin. ``seconds``: of an action;
     ``sending``: from one place to another.
 
@@ -108,7 +108,7 @@ def timed(
     known = {each for row in rows for each in row}
     ends: dict[Action, tuple[float, int]] = {}
     clock, ahead = [0.0] * len(rows), [0] * len(rows)
-    slots: list[Slot] = []
+    slots: list[TimedAction] = []
     while len(slots) < len(known):
         before = len(slots)
         for place, row in enumerate(rows):
@@ -124,7 +124,7 @@ def timed(
                 start = max([clock[place], *arrivals])
                 clock[place] = start + seconds(action)
                 ends[action] = clock[place], place
-                slots.append(Slot(action, place, start, clock[place]))
+                slots.append(TimedAction(action, place, start, clock[place]))
                 ahead[place] += 1
         if len(slots) == before:
             waits = [
@@ -147,14 +147,14 @@ def _needs(action: Action, last: int) -> list[Action]:
     return out
 
 
-def bubble(slots: Sequence[Slot], places: int) -> float:
+def bubble(slots: Sequence[TimedAction], places: int) -> float:
     """The share of the time in which places wait, on average."""
     end = max(slot.end for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
     return 1.0 - busy / (end * places) if end else 0.0
 
 
-def picture(slots: Sequence[Slot], places: int, tick: float) -> str:
+def picture(slots: Sequence[TimedAction], places: int, tick: float) -> str:
     """A line for each place, a column for each tick: the microbatch of a forward as a
     number, of a backward as a letter."""
     end = max(slot.end for slot in slots)

@@ -17,7 +17,7 @@ from typing import Any
 
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.pipeline_axis import Stage, without_stages
+from fxpar.sharding.pipeline_axis import PipelineStage, without_stages
 from fxpar.sharding.read_plan import Saved
 from fxpar.sharding.spec import Spec
 
@@ -112,7 +112,7 @@ class Plan:
     near: tuple[str, ...] = field(default=(), compare=False)
     regions: tuple[str, ...] = field(default=(), compare=False)
     # Of a mesh with an axis of stages, in the order of the forward.
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[PipelineStage, ...] = ()
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -425,9 +425,9 @@ def _moved(saved: Saved, mesh: Mesh) -> Moved:
     )
 
 
-def _stage(saved: Saved) -> Stage:
+def _stage(saved: Saved) -> PipelineStage:
     """Inverse of ``asdict_shallow`` on a stage."""
-    return Stage(
+    return PipelineStage(
         saved["index"].count(),
         saved["place"].count(),
         saved["ops"].each(Saved.text),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from fxpar.sharding.pipeline_axis import Stage
+from fxpar.sharding.pipeline_axis import PipelineStage
 from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 
@@ -82,14 +82,14 @@ def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
     return out or ["  none"]
 
 
-def _stage_line(stage: Stage) -> str:
+def _stage_line(stage: PipelineStage) -> str:
     forward, backward = map(
         short_seconds, (stage.forward_seconds, stage.backward_seconds)
     )
     return (
-        f"  {stage.index} at {stage.place}: {len(stage.ops):>4} ops, "
-        f"forward {forward}, backward {backward}, {len(stage.parameters)} parameters of "
-        f"{stage.bytes:,} bytes, sends {stage.sent_bytes:,} bytes"
+        f"  {stage.index} at {stage.place}: {len(stage.ops)} ops, forward {forward}, "
+        f"backward {backward}, {len(stage.parameters)} parameters ({stage.bytes:,} "
+        f"bytes), sends {stage.sent_bytes:,} bytes"
     )
 
 

@@ -126,7 +126,7 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
         "the shards of manual regions": regions,
         "the parts of the batch that ranks feed (FXPAR_INPUTS=local)": request.local
         is not None,
-        "microbatches": (request.microbatches or 1) > 1,
+        "microbatches": request.microbatches not in (None, 1),
         "the shards that a schedule rewrites": request.schedule not in ("auto", "none"),
     }
     for why, holds in named.items():

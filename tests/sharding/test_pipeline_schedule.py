@@ -136,5 +136,6 @@ def test_a_chain_is_cut_where_less_is_sent() -> None:
 
 
 def test_long_chains_are_cut_in_no_time() -> None:
-    cuts = cut_chain([1.0] * 4000, [float(i % 40 > 0) for i in range(4000)], 16, 32)
+    crossing = [1e4 * (i % 40 > 0) for i in range(4000)]
+    cuts = cut_chain([1.0] * 4000, crossing, 16, 32)
     assert all(cut % 40 == 0 for cut in cuts) and len(cuts) == 15

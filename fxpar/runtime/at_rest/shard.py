@@ -40,6 +40,7 @@ from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, axes_of, check, check_even, entries, load
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
 from fxpar.sharding.program import Input
@@ -79,6 +80,12 @@ def shard(
     options = Options.read({"mesh": mesh})
     _same_mesh(mesh)
     ranks = join(options)
+    if pipeline_axis(ranks.mesh) is not None:
+        raise MeshError(
+            f"fxpar.shard on mesh {ranks.mesh}, which has an axis of stages",
+            fix="leave parameters whole on every rank: stages take what they read of "
+            "them; or leave out the axis of stages",
+        )
     if ranks.mesh.size == 1:
         return model
     table = load(hints if hints is not None else options.hints)

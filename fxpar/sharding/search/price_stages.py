@@ -139,10 +139,10 @@ class _Chain:
         never behind what it continues; an op of weights alone before its reader."""
         program, at = self.program, self.at
         by_number: dict[int, int] = {}
-        for op in self.ops:
-            number = program.ops[op].node.meta.get("seq_nr")
+        for index in self.ops:
+            number = program.ops[index].node.meta.get("seq_nr")
             if number is not None:
-                by_number.setdefault(number, at[op])
+                by_number.setdefault(number, at[index])
         for op in program.ops:
             if op.index in at or op.index not in self.late:
                 continue
@@ -177,12 +177,12 @@ class _Chain:
                 for v in op.operands:
                     last[base[v]] = max(last[base[v]], self.at[op.index])
         changes = [0.0] * (self.length + 1)
-        for op in self.ops:
-            for v in program.ops[op].results:
-                if base[v] == v and last[v] > self.at[op]:
+        for index in self.ops:
+            for v in program.ops[index].results:
+                if base[v] == v and last[v] > self.at[index]:
                     axes = found.settled[v].sharded_axes
                     nbytes = program.values[v].nbytes / found.mesh.count(axes)
-                    changes[self.at[op] + 1] += nbytes
+                    changes[self.at[index] + 1] += nbytes
                     changes[last[v] + 1] -= nbytes
         return list(itertools.accumulate(changes[:-1]))
 

@@ -1,0 +1,205 @@
+"""Stages along a pipeline axis, where a search may choose them: mesh and microbatches.
+
+In: a Program, a Request with ``staged`` meshes, and the Decision on the best mesh
+without stages. Out: the faster of both, and its Request. The plan of a stage is
+searched once for each mesh and number of microbatches, for one part of the batch on all
+stages together, and cut (``search.price_stages``). What cannot win is not searched: no
+pipeline beats its bubble with perfectly shared arithmetic. Never looks at graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from fxpar.errors import HintError, MeshError, PlanError, SpecError
+from fxpar.sharding.choose_mesh import decide_on, fastest, found_of, ms
+from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.sharding.cut_in_time import cut_in_time
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import Program
+from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
+from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+
+# By how much stages must be faster: nothing overlaps in either price, and a pipeline
+# has more that is not in it.
+PAYS = 0.05
+
+# Microbatches for each place, as many as the batch has for all axes of its own.
+PARTS_A_PLACE = (8, 4, 2, 1)
+
+_UNFIT = (HintError, MeshError, PlanError, SpecError)
+
+
+@dataclass(frozen=True)
+class StagedChoice:
+    """A plan in stages: what is asked for, and what was found."""
+
+    request: Request
+    decision: Decision
+    step: StagedStep
+
+
+def chosen(program: Program, request: Request) -> tuple[Decision, Request]:
+    """The decision on the best mesh of a request, and the request for it. With stages
+    where these are faster by ``PAYS``, or where nothing else fits.
+
+    Raises as ``choose_mesh.fastest``.
+    """
+    best, refused = None, None
+    try:
+        best = fastest(program, request)
+    except PlanError as error:
+        if not request.staged:
+            raise
+        refused = error
+    bar = math.inf if best is None else found_of(best).predicted * (1 - PAYS)
+    staged, tried = fastest_staged(
+        program, request, bar, found_of(best) if best else None
+    )
+    if staged is not None:
+        mesh = staged.request.whole_mesh
+        note = f"mesh {mesh} chosen: {staged.step}"
+        if best is not None:
+            note += f"; {found_of(best).mesh} {ms(found_of(best).predicted)}"
+        notes = (*staged.decision.notes, note, *tried)
+        asked = replace(staged.request, mode=request.mode)
+        return replace(staged.decision, notes=notes), asked
+    if best is None:
+        assert refused is not None
+        raise refused
+    best = replace(best, notes=(*best.notes, *tried))
+    return best, request.on(best.mesh)
+
+
+def fastest_staged(
+    program: Program,
+    request: Request,
+    bar: float,
+    known: SearchResult | None = None,
+) -> tuple[StagedChoice | None, tuple[str, ...]]:
+    """The fastest plan in stages that takes less than ``bar`` seconds, and what there
+    is to know of the others. ``known``: a search without stages.
+
+    Within the seconds asked for, pricing included, but for the first mesh.
+    """
+    asked = request.mode
+    if not request.staged or not isinstance(asked, SearchOptions):
+        return None, ()
+    begun = time.perf_counter()
+    least = _least_seconds(program, asked, known)
+    if all(_waiting(mesh, _most(mesh)) * least >= bar for mesh in request.staged):
+        return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
+    cut = cut_in_time(program)
+    if cut is None:
+        return None, ("stages: no batch to cut into microbatches",)
+    counts = ((mesh, _parts(mesh, cut, request)) for mesh in request.staged)
+    rows = sorted(
+        ((mesh, parts) for mesh, parts in counts if parts),
+        key=lambda row: (_waiting(*row), row[0].axes[0][1]),
+    )
+    end = begun + asked.seconds
+    asked = replace(asked, ranked=False, seconds=asked.seconds / 4)
+    best: StagedChoice | None = None
+    texts, skipped = list[str](), 0
+    for mesh, parts in rows:
+        late = time.perf_counter() > end
+        if least * _waiting(mesh, parts) >= bar or (late and texts):
+            skipped += 1
+            continue
+        found, text = _attempt(program, request.on(mesh), asked, cut, parts, bar)
+        texts.append(f"{mesh} {text}")
+        if found is not None:
+            best, bar = found, found.step.seconds
+    best = best and _other_parts(program, best, asked, cut)
+    listed = f"stages: {', '.join(texts)}" if texts else "stages"
+    return best, (f"{listed}; {skipped} meshes not searched",)
+
+
+def _other_parts(
+    program: Program, best: StagedChoice, asked: SearchOptions, cut: BatchCut
+) -> StagedChoice:
+    """The choice with half as many microbatches, as long as that is faster."""
+    while best.step.parts % 2 == 0 and best.step.parts > 2:
+        here, bar = best.request, best.step.seconds
+        here = replace(here, microbatches=None)
+        parts = best.step.parts // 2
+        found, _ = _attempt(program, here, asked, cut, parts, bar)
+        if found is None:
+            break
+        best = found
+    return best
+
+
+def _attempt(
+    program: Program,
+    here: Request,
+    asked: SearchOptions,
+    cut: BatchCut,
+    parts: int,
+    bar: float,
+) -> tuple[StagedChoice | None, str]:
+    """A plan in stages that takes less than ``bar`` seconds, and what was found."""
+    pipeline = here.pipeline
+    assert pipeline is not None, "of a mesh with stages"
+    places, schedule = pipeline.places, here.pipeline_order
+    most = parts if schedule == "gpipe" else min(places, parts)
+    part = PartProgram(program, cut, parts, places, most)
+    enough = bar / least_staged(1.0, places, parts)
+    here = replace(here, mode=replace(asked, enough=enough), microbatches=parts)
+    try:
+        here = here.on(refine(program, here))
+        program = replace(program, signature=here.laid)
+        decision = decide_on(program, here, parts=replace(part, whole=program))
+        found = found_of(decision)
+        if found.bound >= enough:
+            least = least_staged(found.bound, places, parts)
+            return None, f"takes {ms(least)} at least"
+        step = price_stages(found, pipeline, schedule, asked.hardware)
+    except _UNFIT as error:
+        return None, str(error.what).splitlines()[0]
+    if step is None:
+        return None, "has more stages than the program has ops on the batch"
+    if max(step.memory) > asked.budget:
+        return None, f"needs {max(step.memory) / 2**30:.3g} GiB a rank"
+    if not decision.is_even:
+        return None, "has shards that are not alike"
+    if step.seconds >= bar:
+        return None, ms(step.seconds)
+    return StagedChoice(here, decision, step), ms(step.seconds)
+
+
+def _least_seconds(
+    program: Program, asked: SearchOptions, known: SearchResult | None
+) -> float:
+    """Seconds of the arithmetic of a step on one device, at its fastest."""
+    works = known.formulation.kernels.works if known else kernels_of(program).works
+    on = asked.hardware
+    flops = ((work, on.peak(work.dtype, family=work.family)) for work in works)
+    return sum(w.flops / (peak.flops * peak.efficiency) for w, peak in flops if w.flops)
+
+
+def _most(mesh: Mesh) -> int:
+    return mesh.axes[0][1] * PARTS_A_PLACE[0]
+
+
+def _parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
+    """Microbatches to try on a mesh; 0: there is no number."""
+    if request.microbatches is not None:
+        return 0 if cut.rows % request.microbatches else request.microbatches
+    places = mesh.axes[0][1]
+    counts = [places * n for n in PARTS_A_PLACE if cut.rows % (places * n) == 0]
+    feeds = mesh.axes[1][1] if len(mesh.axes) > 1 else 1
+    fit = (n for n in counts if cut.rows // n % feeds == 0)
+    return next(fit, counts[-1] if counts else 0)
+
+
+def _waiting(mesh: Mesh, parts: int) -> float:
+    """What arithmetic on one device is multiplied by, at least."""
+    places = mesh.axes[0][1]
+    return least_staged(1.0, places, parts) * places / (parts * mesh.size)
