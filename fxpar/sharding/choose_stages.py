@@ -33,7 +33,11 @@ PAYS = 0.05
 # Microbatches for each place, as many as the batch has for all axes of its own.
 PARTS_A_PLACE = (8, 4, 2, 1)
 
-_UNFIT = (HintError, MeshError, PlanError, SpecError)
+_UNFIT = (HintError, MeshError, SpecError)
+
+
+class _TooLarge(PlanError):
+    """No plan in so many parts fits in memory."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,14 @@ def chosen(program: Program, request: Request) -> tuple[Decision, Request]:
         if not request.staged:
             raise
         refused = error
-    bar = math.inf if best is None else found_of(best).predicted * (1 - PAYS)
-    staged, tried = fastest_staged(
-        program, request, bar, found_of(best) if best else None
-    )
+    known = None if best is None else found_of(best)
+    bar = math.inf if known is None else known.predicted * (1 - PAYS)
+    staged, tried = fastest_staged(program, request, bar, known)
     if staged is not None:
         mesh = staged.request.whole_mesh
         note = f"mesh {mesh} chosen: {staged.step}"
-        if best is not None:
-            note += f"; {found_of(best).mesh} {ms(found_of(best).predicted)}"
+        if known is not None:
+            note += f"; {known.mesh} {ms(known.predicted)}"
         notes = (*staged.decision.notes, note, *tried)
         asked = replace(staged.request, mode=request.mode)
         return replace(staged.decision, notes=notes), asked
@@ -112,24 +115,59 @@ def fastest_staged(
         if least * _waiting(mesh, parts) >= bar or (late and texts):
             skipped += 1
             continue
-        found, text = _attempt(program, request.on(mesh), asked, cut, parts, bar)
+        found, text = _fitting(program, request.on(mesh), asked, cut, parts, bar)
         texts.append(f"{mesh} {text}")
         if found is not None:
             best, bar = found, found.step.seconds
-    best = best and _other_parts(program, best, asked, cut)
+    best = best and _other_parts(program, request, best, asked, cut)
     listed = f"stages: {', '.join(texts)}" if texts else "stages"
     return best, (f"{listed}; {skipped} meshes not searched",)
 
 
+def _fitting(
+    program: Program,
+    here: Request,
+    asked: SearchOptions,
+    cut: BatchCut,
+    parts: int,
+    bar: float,
+) -> tuple[StagedChoice | None, str]:
+    """As ``_attempt``, with twice as many microbatches as often as memory asks."""
+    least = _least_bytes(program, here.mesh)
+    open_ = here.microbatches is None
+    while open_ and least / parts > asked.budget and cut.rows % (2 * parts) == 0:
+        parts *= 2
+    while True:
+        try:
+            return _attempt(program, here, asked, cut, parts, bar)
+        except _TooLarge as error:
+            if not open_ or cut.rows % (2 * parts):
+                return None, str(error.what).splitlines()[0]
+        parts *= 2
+
+
+def _least_bytes(program: Program, mesh: Mesh) -> float:
+    """Bytes on a rank of the largest value, which is read and another made of it."""
+    return 2 * max(value.nbytes for value in program.values) / mesh.size
+
+
 def _other_parts(
-    program: Program, best: StagedChoice, asked: SearchOptions, cut: BatchCut
+    program: Program,
+    request: Request,
+    best: StagedChoice,
+    asked: SearchOptions,
+    cut: BatchCut,
 ) -> StagedChoice:
     """The choice with half as many microbatches, as long as that is faster."""
+    if request.microbatches is not None:
+        return best
     while best.step.parts % 2 == 0 and best.step.parts > 2:
         here, bar = best.request, best.step.seconds
-        here = replace(here, microbatches=None)
         parts = best.step.parts // 2
-        found, _ = _attempt(program, here, asked, cut, parts, bar)
+        try:
+            found, _ = _attempt(program, here, asked, cut, parts, bar)
+        except _TooLarge:
+            break
         if found is None:
             break
         best = found
@@ -144,7 +182,10 @@ def _attempt(
     parts: int,
     bar: float,
 ) -> tuple[StagedChoice | None, str]:
-    """A plan in stages that takes less than ``bar`` seconds, and what was found."""
+    """A plan in stages that takes less than ``bar`` seconds, and what was found.
+
+    Raises _TooLarge if none fits in memory.
+    """
     pipeline = here.pipeline
     assert pipeline is not None, "of a mesh with stages"
     places, schedule = pipeline.places, here.pipeline_order
@@ -161,12 +202,16 @@ def _attempt(
             least = least_staged(found.bound, places, parts)
             return None, f"takes {ms(least)} at least"
         step = price_stages(found, pipeline, schedule, asked.hardware)
+    except PlanError as error:
+        if error.what.startswith("no plan fits"):
+            raise _TooLarge(error.what) from None
+        return None, str(error.what).splitlines()[0]
     except _UNFIT as error:
         return None, str(error.what).splitlines()[0]
     if step is None:
         return None, "has more stages than the program has ops on the batch"
     if max(step.memory) > asked.budget:
-        return None, f"needs {max(step.memory) / 2**30:.3g} GiB a rank"
+        raise _TooLarge(f"needs {max(step.memory) / 2**30:.3g} GiB a rank")
     if not decision.is_even:
         return None, "has shards that are not alike"
     if step.seconds >= bar:
