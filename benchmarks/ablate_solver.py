@@ -1,6 +1,7 @@
 """What each phase of the solver is worth: problems solved with one phase left out.
 
-    python benchmarks/ablate_solver.py FOLDER [--seconds S] [--cpu] [--json FILE]
+    python benchmarks/ablate_solver.py FOLDER [--seconds S] [--cpu] [--only NAME]
+        [--phases A,B] [--json FILE]
 
 FOLDER holds problems of the contest (``iopddl.py``); Llamas of the 8B width (as in
 ``bench_search.py``), with and without a tight memory limit, are formulated here. Each
@@ -216,6 +217,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", default="", help="problems whose names hold this")
     parser.add_argument(
+        "--phases", default=",".join(PHASES), help="only these, by commas"
+    )
+    parser.add_argument(
         "--cpu",
         action="store_true",
         help="seconds are of the processor, so that a busy machine measures the same",
@@ -235,7 +239,7 @@ def main() -> None:
             path.write_bytes(pickle.dumps(problem))
             used: set[str] = {"nothing"}
             for phase in PHASES:
-                if phase not in used:
+                if phase not in used or phase not in args.phases.split(","):
                     continue
                 command = [sys.executable, __file__, str(args.folder)]
                 command += ["--seconds", str(args.seconds), "--one", str(path), phase]

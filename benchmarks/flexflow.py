@@ -160,7 +160,7 @@ def chosen(
 ) -> dict[str, Any]:
     """The search's plan, the one of a few that is best in the simulator (``data``: data
     parallelism's choice), and where a walk from there leads, all lowered."""
-    from fxpar.sharding.search.rank_candidates import polish, taken
+    from fxpar.sharding.search.rank_candidates import polish, with_choice
 
     found = plan.result.decision.found
     out = {"search": facts(plan.result.decision, plan.result.local, machine)}
@@ -172,7 +172,7 @@ def chosen(
     known = {found.solution.choice: out["search"]}
     for key, choice in (("ranked", best), ("walked", walked.choice)):
         if choice not in known:
-            other = taken(found, choice)
+            other = with_choice(found, choice)
             known[choice] = facts(*lowered(plan, other), machine)
         out[key] = known[choice]
     simulated = [*ranked.candidates[:1], ranked.seconds, walked.seconds]

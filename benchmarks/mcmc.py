@@ -154,7 +154,7 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     from random_walk import walk
 
     from fxpar.sharding.cost.hardware_table import lookup
-    from fxpar.sharding.search.rank_candidates import polish, taken
+    from fxpar.sharding.search.rank_candidates import polish, with_choice
     from fxpar.sharding.search.simulate_choice import Overlap
 
     found, machine = plan.result.decision.found, lookup("h100")
@@ -174,7 +174,7 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     }
     out: dict[str, Any] = {"rank_seconds": spent, "proposals_per_second": 1 / each}
     for key, choice in choices.items():
-        _, local = lowered(plan, taken(found, choice))
+        _, local = lowered(plan, with_choice(found, choice))
         there = timeline(local, found.mesh, machine).seconds
         out[key] = [Overlap(form, choice).seconds, there]
     return out

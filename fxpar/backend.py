@@ -157,6 +157,7 @@ def _called(
     """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
     may be told to trace it again."""
     lean, kept, numbers = lean_graph(gm, examples)
+    compiled_graph.forget_homes(lean)
     examples = [_fed(examples[i], i in numbers) for i in kept]
     named = name_inputs(lean.graph, examples)
     local = compiled_graph.local_inputs(named, examples, options)

@@ -188,10 +188,12 @@ def _look_up(
         return None
     if job.open is not None or pipeline_axis(job.ranks.mesh) is not None:
         return None
-    plain = not (job.writes or job.rests or compiled_graph.homes(gm))
     text = None
-    if plain and job.together.kind != UNLIKE:
-        text = known_programs.text_of(gm, job.named, examples, job.options, job.ranks)
+    if job.together.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):
+        asked = job.writes, *sorted(job.rests.items())
+        text = known_programs.text_of(
+            gm, job.named, examples, job.options, job.ranks, asked
+        )
     with _told_to_others():
         known = known_programs.look_up(text, f"what is known of graph{number}")
     _make_groups(job, known)

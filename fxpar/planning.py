@@ -31,6 +31,7 @@ from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
 from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
 from fxpar.passes.signature import read_signature
+from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result, parallelize
@@ -40,7 +41,7 @@ from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.pipeline_axis import pipeline_axis, split_off
 from fxpar.sharding.plan import Plan, asdict_shallow
 from fxpar.sharding.plan_request import (
     Request,
@@ -53,7 +54,7 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
-from fxpar.sharding.search.alternatives import alternatives, said
+from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
 from fxpar.sharding.spec import Spec
@@ -120,9 +121,13 @@ class TracedPlan(Plan):
         """
         result, _ = self._traced()
         settings, disable = result.schedule.settings, self.options.disable
-        graph = as_run(result.local, disable=disable, settings=settings)
         fused = self.options.codegen == "inductor"
         mesh, machine = self.mesh, self.hardware.at_speed(self.mesh.slowest)
+        axis = pipeline_axis(mesh)
+        if axis is not None:
+            whole = machine.on(mesh)
+            return simulate_pipeline(result.local, whole, axis, machine, fused=fused)
+        graph = as_run(result.local, disable=disable, settings=settings)
         if mesh.is_shared_equally:
             return simulate(graph, machine.on(mesh), machine, fused=fused)
         mode = fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])
@@ -165,7 +170,7 @@ class TracedPlan(Plan):
         value = self.result.decision.program.named(name) if self.result else None
         if found is None or value is None:
             return text
-        return f"{text}\n{said(found, value, alternatives(found, value))}"
+        return f"{text}\n{alternatives_text(found, value, alternatives(found, value))}"
 
     def why_not(self, name: str, spec: Spec | Sequence[Any] | str) -> str:
         """What a searched plan would cost if ``name`` were made with ``spec``.
@@ -184,7 +189,7 @@ class TracedPlan(Plan):
         if not isinstance(spec, Spec):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
         spec = spec.refined(self.mesh)
-        return said(found, value, alternatives(found, value, spec=spec))
+        return alternatives_text(found, value, alternatives(found, value, spec=spec))
 
     def ratios(self) -> Ratios:
         """How the shards would best be cut by the speeds of the mesh

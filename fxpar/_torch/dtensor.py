@@ -19,6 +19,15 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def brings_mesh(x: Any) -> bool:
+    """Whether code that was compiled for ``x`` uses no mesh but the one that comes with
+    its operands: not so of DTensors where (2.11) the mesh is kept with the code, whose
+    process groups are those of the process that compiled it."""
+    from torch.distributed.tensor import DTensor
+
+    return not isinstance(x, DTensor) or "device_mesh" in x.__tensor_flatten__()[0]
+
+
 def on_random_op(draw: Callable[..., Any]) -> None:
     """Let ``draw(op, args, kwargs, shape, start)`` run random ops on DTensors on CPU.
 

@@ -37,8 +37,10 @@ def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
 
 
 def gpipe(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """All forwards, then all backwards (``ScheduleLoopedBFS`` of one stage a rank)."""
-    return _rank_tables("ScheduleLoopedBFS", places, parts, rounds)
+    """All forwards, then all backwards (``ScheduleGPipe``)."""
+    asked = SimpleNamespace(_num_stages=places, _n_microbatches=parts)
+    table = _class("ScheduleGPipe")._get_pipeline_order(asked)
+    return [_actions(table[rank]) for rank in range(places)]
 
 
 def interleaved(places: int, parts: int, rounds: int) -> list[list[Action]]:
@@ -59,7 +61,6 @@ def _rank_tables(name: str, places: int, parts: int, rounds: int) -> list[list[A
         _n_microbatches=parts,
         number_of_rounds=turns,
         microbatches_per_round=parts // turns,
-        _stages=range(rounds),
     )
     operations: Callable[..., Any] = _class(name)._calculate_single_rank_operations
     return [_actions(operations(asked, rank)) for rank in range(places)]

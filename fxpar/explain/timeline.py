@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fxpar.passes.simulate_pipeline import STREAM
 from fxpar.passes.simulate_step import COMPUTE, Event, Timeline
 
 _PROCESS = 0
@@ -43,7 +44,8 @@ def _names(threads: Mapping[str, int], name: str) -> Iterator[dict[str, Any]]:
     about = {"ph": "M", "pid": _PROCESS}
     yield {**about, "tid": 0, "name": "process_name", "args": {"name": name}}
     for stream, tid in threads.items():
-        shown = stream if stream == COMPUTE else f"communication {stream}"
+        computes = stream == COMPUTE or stream.startswith(STREAM)
+        shown = stream if computes else f"communication {stream}"
         yield {**about, "tid": tid, "name": "thread_name", "args": {"name": shown}}
         order = {"sort_index": tid}
         yield {**about, "tid": tid, "name": "thread_sort_index", "args": order}

@@ -20,7 +20,14 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality, parse, writes_as_results
 from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
-from fxpar.fusion.verbs import fuse_nodes, gathers, reorder, ring_attention, send_recv
+from fxpar.fusion.verbs import (
+    balance,
+    fuse_nodes,
+    gathers,
+    reorder,
+    ring_attention,
+    send_recv,
+)
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.sink_waits import sink_waits
@@ -38,6 +45,7 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "drop": gathers.drop,
     "hoist": gathers.hoist,
     "sink": gathers.sink,
+    "balance": balance.balance,
     "reorder": reorder.reorder,
     "as_slice": gathers.as_slice,
     "fuse": fuse_nodes.fuse,

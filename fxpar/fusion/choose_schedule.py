@@ -34,6 +34,7 @@ from fxpar.fusion.overlap_candidates import (
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.sequence_parallel import alternatives, candidates, described, lines_of
 from fxpar.fusion.varying_axes import varying
+from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.ring_attention import rings_of
 from fxpar.passes import collective_nodes
 from fxpar.passes.forward_backward import as_run
@@ -134,7 +135,7 @@ def choose(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> Chosen:
         before = state.now
         cases, split = _sliced(state)
         if len(graph.nodes) <= _LARGE:
-            cases = _with_rings(state, cases)
+            cases = _attended(state, cases)
             _overlapped(state, cases, split)
             _sunk(state)
             _hops_overlapped(state)
@@ -247,15 +248,19 @@ def _sliced(state: _Search) -> tuple[list[Schedule], set[str]]:
     return cases, split
 
 
-def _with_rings(state: _Search, cases: list[Schedule]) -> list[Schedule]:
+def _attended(state: _Search, cases: list[Schedule]) -> list[Schedule]:
     """The cases, and the best so far with a ring for each attention that reads gathered
-    keys."""
-    rings = rings_of(state.graph(state.schedule))
-    if not rings:
-        return cases
-    schedule = state.schedule + rings
-    then = state.attempt(schedule, f"{len(rings.lines)} rings of keys and values")
-    return cases if then is None else [schedule, *cases]
+    keys, and with queries that change places."""
+    graph, best = state.graph(state.schedule), state.schedule
+    ways = {
+        "rings of keys and values": rings_of(graph),
+        "attentions balanced": balances_of(graph, state.mesh),
+    }
+    for said, lines in ways.items():
+        if lines.lines:
+            then = state.attempt(best + lines, f"{len(lines.lines)} {said}")
+            cases = cases if then is None else [best + lines, *cases]
+    return cases
 
 
 def _overlapped(

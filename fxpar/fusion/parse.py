@@ -109,6 +109,7 @@ TAKES: dict[str, Takes] = {
     "drop": Takes("drop(ag)", (_NODE,), rest=_NODE),
     "hoist": Takes("hoist(ag)", (_NODE,)),
     "sink": Takes("sink(ag)", (_NODE,)),
+    "balance": Takes("balance(attention)", (_NODE,)),
     "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, _NODE), rest=_NODE),
     "as_slice": Takes("as_slice(m, ag)", (_NODE,), more=_NODE),
     "fuse": Takes("fuse([a, b]) -> region", (_NODES,)),

@@ -54,6 +54,7 @@ PROVENANCE = (
     "quantization_tag",
     STAGE,
     PLACE,
+    PART,
 )
 
 # Of fxpar's own: the reshard, and what made it necessary; whether it is one of a

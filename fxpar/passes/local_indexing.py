@@ -62,7 +62,7 @@ class _Part:
         return self.call.where(self.inside, self.place, self.n)
 
 
-def _part(
+def part_of(
     call: LocalCall,
     dim: int,
     index: fx.Node,
@@ -91,7 +91,7 @@ def _part(
     return _Part(call, dim % len(shape), n, place, inside, empty)
 
 
-def _trail(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
+def trailing(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
     """``x`` with ``dims`` dims of size 1 appended."""
     for _ in range(dims):
         x = call.build.call(aten.unsqueeze.default, x, -1)
@@ -121,7 +121,7 @@ def _meet(call: LocalCall, indices: Sequence[fx.Node | None]) -> dict[int, _Part
     for d, index in enumerate(indices):
         if index is None or is_mask(index.meta["val"]):
             continue
-        part = _part(call, d, index, signed=True)
+        part = part_of(call, d, index, signed=True)
         if part is not None:
             found[d] = part
     return found
@@ -136,7 +136,7 @@ def _inside(
         lambda a, b: call.build.call(aten.bitwise_and.Tensor, a, b),
         [part.inside for part in parts.values()],
     )
-    return _trail(call, inside, ndim - len(dims) - at)
+    return trailing(call, inside, ndim - len(dims) - at)
 
 
 def _index(call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
@@ -174,11 +174,11 @@ def _index_put(
 
 
 def _embedding(call: LocalCall, weight: fx.Node, index: fx.Node, *rest: Any) -> fx.Node:
-    part = _part(call, 0, index)
+    part = part_of(call, 0, index)
     if part is None:
         return call.same(weight, index, *rest)
     found = call.same(part.rows_of(weight), part.read(), *rest)
-    return call.where(_trail(call, part.inside, 1), found, 0)
+    return call.where(trailing(call, part.inside, 1), found, 0)
 
 
 def _embedding_backward(
@@ -189,7 +189,7 @@ def _embedding_backward(
     padding: int,
     by_count: bool,
 ) -> fx.Node:
-    part = _part(call, 0, index, result=True)
+    part = part_of(call, 0, index, result=True)
     if part is None:
         return call.same(grad, index, rows, padding, by_count)
     # The spare row takes the padding as well, so that no local row is taken for it.
@@ -203,7 +203,7 @@ def _embedding_backward(
 def _gather(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, **rest: Any
 ) -> fx.Node:
-    part = _part(call, dim, index)
+    part = part_of(call, dim, index)
     if part is None:
         return call.same(x, dim, index, **rest)
     found = call.same(part.rows_of(x), dim, part.read(), **rest)
@@ -211,11 +211,11 @@ def _gather(
 
 
 def _index_select(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-    part = _part(call, dim, index)
+    part = part_of(call, dim, index)
     if part is None:
         return call.same(x, dim, index)
     ndim = x.meta["val"].dim()
-    inside = _trail(call, part.inside, ndim - 1 - dim % ndim)
+    inside = trailing(call, part.inside, ndim - 1 - dim % ndim)
     return call.where(inside, call.same(part.rows_of(x), dim, part.read()), 0)
 
 
@@ -243,7 +243,7 @@ def _hit(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
         device=like.device,
         requires_grad=False,
     )
-    rows = _trail(call, iota, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
+    rows = trailing(call, iota, x.meta["val"].dim() - 1 - dim % x.meta["val"].dim())
     return build.call(aten.eq.Tensor, rows, index)
 
 
@@ -266,7 +266,7 @@ def _scatter(
                 aten.full.default, [], src, dtype=like.dtype, device=like.device
             )
         return call.build.call(aten.where.self, hit, src, x)
-    part = _part(call, dim, index)
+    part = part_of(call, dim, index)
     assert part is not None
     spare = _spare(call, x, [dim % x.meta["val"].dim()])
     put = call.same(spare, dim, part.store(), src, *rest, **named)
@@ -281,7 +281,7 @@ def _scatter_add(
     if _one_per_row(call, x, dim, index, src):
         update = call.where(_hit(call, x, dim, index), src, 0)
         return call.build.call(aten.add.Tensor, x, update)
-    part = _part(call, dim, index)
+    part = part_of(call, dim, index)
     assert part is not None
     if index.meta["val"].shape != src.meta["val"].shape or part.empty:
         return _scatter(call, x, dim, index, src)
@@ -291,7 +291,7 @@ def _scatter_add(
 def _index_add(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **rest: Any
 ) -> fx.Node:
-    part = _part(call, dim, index)
+    part = part_of(call, dim, index)
     if part is None:
         return call.same(x, dim, index, source, **rest)
     ndim = source.meta["val"].dim()
@@ -300,7 +300,7 @@ def _index_add(
         spare = _spare(call, x, [part.dim])
         return _cut(call, call.same(spare, dim, part.store(), source, **rest), [part])
     if ndim:
-        inside = _trail(call, inside, ndim - 1 - dim % ndim)
+        inside = trailing(call, inside, ndim - 1 - dim % ndim)
     source = call.where(inside, source, 0)
     return call.same(x, dim, part.fold(), source, **rest)
 
@@ -308,7 +308,7 @@ def _index_add(
 def _index_store(
     call: LocalCall, x: fx.Node, dim: int, index: fx.Node, *rest: Any, **named: Any
 ) -> fx.Node:
-    part = _part(call, dim, index, signed=True)
+    part = part_of(call, dim, index, signed=True)
     if part is None:
         return call.same(x, dim, index, *rest, **named)
     spare = _spare(call, x, [dim % x.meta["val"].dim()])

@@ -26,6 +26,7 @@ from fxpar.passes import (
     local_indexing,
     local_order,
     local_reductions,
+    local_slices,
     local_views,
     local_windows,
 )
@@ -39,6 +40,7 @@ LOCAL: dict[Any, Localizer] = {
     **local_indexing.LOCAL,
     **local_order.LOCAL,
     **local_reductions.LOCAL,
+    **local_slices.LOCAL,
     **local_views.LOCAL,
     **local_windows.LOCAL,
     **local_custom_ops.LOCAL,

@@ -24,6 +24,9 @@ from fxpar.sharding.factors import Axes
 
 aten = torch.ops.aten
 
+# Beyond the end of any dim.
+_END = 2**63 - 1
+
 # A dtype -> what is not chosen among numbers of it.
 Never = Callable[[torch.dtype], int | float | bool]
 
@@ -161,6 +164,38 @@ def _row(
     return tuple(_shown(call, node, d, keepdim) for node in (values, places))
 
 
+def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
+    """The largest or smallest row up to each, and where it is. Of equal rows it is the
+    last one, and of rows that are no number too."""
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, dim)
+    build = call.build
+    values, places = _items(call, call.same(x, d))
+    last, its_place = (
+        build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
+    )
+    totals, at = _candidates(call, last, its_place, d, axes)
+    totals, winner = _items(call, call.same(totals, d))
+    at = build.call(aten.gather.default, at, d, winner)
+    device, shard = x.meta["val"].device, build.offset(axes, 1)
+    before = build.call(aten.full.default, [1], shard, dtype=torch.int64, device=device)
+    is_first = build.call(aten.eq.Scalar, before, 0)
+    before = build.call(aten.sub.Tensor, before, 1)
+    before = build.call(aten.clamp.default, before, 0)
+    total, at = (
+        build.call(aten.index_select.default, n, d, before) for n in (totals, at)
+    )
+    places = build.call(
+        aten.add.Tensor, places, build.own_start(call.shapes[0][d], axes)
+    )
+    own = build.call(wins, values, total)
+    for always in (build.call(aten.ne.Tensor, values, values), is_first):
+        own = build.call(aten.bitwise_or.Tensor, own, always)
+    pairs = (values, total), (places, at)
+    return tuple(build.call(aten.where.self, own, *pair) for pair in pairs)
+
+
 def _topk(
     call: LocalCall, x: fx.Node, k: int, dim: int = -1, *how: Any, **more: Any
 ) -> Any:
@@ -190,6 +225,8 @@ def _flip(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
 
 LOCAL: dict[Any, Localizer] = {
     **dict.fromkeys(_SCANS, _scan),
+    aten.cummax.default: partial(_running, aten.ge.Tensor),
+    aten.cummin.default: partial(_running, aten.le.Tensor),
     aten.argmax.default: partial(_place, least),
     aten.argmin.default: partial(_place, most),
     aten.max.dim: partial(_row, least),

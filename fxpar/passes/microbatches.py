@@ -98,10 +98,45 @@ def cut_microbatches(
     if not timed.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     in_time = partition(insert_reshards(graph, timed), timed, fake_mode)
+    _accumulate_by_stage(in_time)
     unrolled = _Unroller(count, decision.mesh, fake_mode)
     unrolled.run(in_time)
     notes += unrolled.notes()
     return _ordered(unrolled), tuple(notes)
+
+
+def _accumulate_by_stage(graph: fx.Graph) -> None:
+    """Sums of what two stages make, as the gradients of a tied weight, are of what each
+    has accumulated: these cross once, not with every part. In place."""
+    rest = graph.find_nodes(op="call_function", target=steps.all_reduce)
+    while rest:
+        node = rest.pop()
+        total = node.args[0]
+        if node.args[1:] != ("sum", (TIME,)) or not _adds_stages(total):
+            continue
+        with graph.inserting_before(node):
+            pair = tuple(
+                graph.call_function(node.target, (x, *node.args[1:]))
+                for x in total.args
+            )
+            whole = graph.call_function(total.target, pair)
+        for made in (*pair, whole):
+            made.meta = dict(node.meta)
+        whole.meta[STAGE] = total.meta[STAGE]
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+        graph.erase_node(total)
+        rest += pair
+
+
+def _adds_stages(node: fx.Node) -> bool:
+    """Whether a sum that is read once is of values of two stages, alike in shape."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
+        return False
+    homes = [shown(x).meta.get(STAGE) for x in node.args if isinstance(x, fx.Node)]
+    shapes = {x.meta["val"].shape for x in (node, *node.all_input_nodes)}
+    apart = len(homes) == 2 and None not in homes and homes[0] != homes[1]
+    return apart and len(shapes) == 1
 
 
 def _without_reshards(graph: fx.Graph) -> fx.Graph:

@@ -252,6 +252,28 @@ def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (index, pool) if fits and alike and shape_of(node) == planes else None
 
 
+def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
+    """A join of tensors along a dim, viewed as their stack, is one along a dim of its
+    own: so what they are joined along may be split."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        join = node.args[0]
+        if join.target is not aten.cat.default or len(join.users) > 1:
+            continue
+        parts, dim = join.args[0], join.args[1] if len(join.args) > 1 else 0
+        shape = shape_of(parts[0])
+        dim %= max(len(shape), 1)
+        stacked = (*shape[:dim], len(parts), *shape[dim:])
+        if not shape or shape_of(node) != stacked:
+            continue
+        if any(shape_of(part) != shape for part in parts):
+            continue
+        with rewriter.before(node):
+            rows = [rewriter.call(aten.unsqueeze.default, x, dim) for x in parts]
+            made = rewriter.call(aten.cat.default, rows, dim)
+        if made.meta["val"].stride() == node.meta["val"].stride():
+            rewriter.replace(node, made)
+
+
 def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
     """``sum(scatter(zeros, dim, index, value) * weight, dim)`` of one index a row is
     ``weight * value``.

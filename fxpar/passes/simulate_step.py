@@ -40,6 +40,7 @@ __all__ = [
     "Task",
     "Timeline",
     "Traffic",
+    "launch_seconds",
     "simulate",
     "tasks_of",
 ]
@@ -187,6 +188,17 @@ def tasks_of(
     """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
     found = launches_of(graph, fused=fused)
     return _work(found, mesh, _machine(hardware, fused), tf32).tasks
+
+
+def launch_seconds(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, fused: bool = True
+) -> dict[str, float]:
+    """What each launch takes by itself, by the name of its last node; arguments and
+    errors as of ``simulate``."""
+    found = launches_of(graph, fused=fused)
+    work = _work(found, mesh, _machine(hardware, fused), False)
+    names = (launch.nodes[-1].name for launch in found.launches)
+    return {name: work.seconds(i) for i, name in enumerate(names)}
 
 
 def _machine(hardware: Hardware, fused: bool) -> Hardware:

@@ -142,11 +142,23 @@ def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
 
 def homes(gm: fx.GraphModule) -> list[Home]:
     """The sharded models whose parameters a Dynamo graph uses."""
-    packet = torch.ops.fxpar.to_global
-    crossings = (packet, packet.default, to_global_unreduced)
-    numbers = [node.args[-1] for node in gm.graph.nodes if node.target in crossings]
+    numbers = [node.args[-1] for node in _crossings(gm)]
     found = map(home_of, dict.fromkeys(numbers))
     return [home for home in found if home is not None]
+
+
+def forget_homes(gm: fx.GraphModule) -> None:
+    """Leave out of a Dynamo graph which models of this process its parameters are of,
+    so that it is the same program at every start."""
+    for node in _crossings(gm):
+        node.args = (*node.args[:-1], -1)
+    gm.recompile()
+
+
+def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
+    packet = torch.ops.fxpar.to_global
+    targets = (packet, packet.default, to_global_unreduced)
+    return [node for node in gm.graph.nodes if node.target in targets]
 
 
 def follow_dtypes(homes: Sequence[Home], options: Options) -> None:

@@ -37,7 +37,7 @@ from fxpar.sharding.plan_request import known_machine
 from fxpar.sharding.rules import has_user_rules
 from fxpar.sharding.spec import Spec
 
-FORMAT = "fxpar program 2"
+FORMAT = "fxpar program 3"
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,11 @@ def text_of(
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,
+    asked: Sequence[Any] = (),
 ) -> str | None:
     """All that planning and compiling a graph depends on, as text that is the same at
-    every start; None if there is no such text, or more is asked for than to compile."""
+    every start; None if there is no such text, or more is asked for than to compile.
+    ``asked``: what else is asked of the program, as its specs at rest."""
     more = options.tune or options.verify or options.dump or options.debug > 1
     more = more or options.fuse != "none" or not options.cache_plans or ranks.open
     named_plan = options.plan in ("search", "propagate", "replicate")
@@ -197,7 +199,7 @@ def text_of(
                 *(FORMAT, torch.__version__, plan_store.own_version()),
                 *(ranks.mesh.axes, ranks.mesh.links, options),
                 *(list(load(options.hints).items()), known_machine(options)),
-                program,
+                *(*asked, program),
             ),
         )
     )

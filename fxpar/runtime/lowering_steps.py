@@ -30,6 +30,7 @@ from fxpar.passes.localize import partition
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.microbatches import cut_microbatches
 from fxpar.passes.outline_layers import outline_layers
+from fxpar.passes.softmax_pairs import exchange_pairs
 from fxpar.runtime import binding
 from fxpar.runtime.groups import bandwidth_of
 from fxpar.runtime.pipeline_state import JointState, PhaseState, RankState
@@ -80,6 +81,15 @@ def cut_batch(state: JointState) -> None:
             state.graph, state.decided, parts, state.fake_mode, asked=asked is not None
         )
         state.notes = (*state.notes, *notes)
+
+
+def pair_reductions(state: JointState) -> None:
+    """What normalizes a softmax along a split dim is sent at once, where that pays."""
+    hardware, mesh = state.request.hardware, state.decided.mesh
+    if hardware is None or mesh.size == 1 or not state.decided.is_even:
+        return
+    build = Builder(state.graph, state.fake_mode, mesh)
+    exchange_pairs(state.graph, build, hardware.at_speed(mesh.slowest).on(mesh))
 
 
 def apply_schedule(state: JointState) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparError
+from tests.helpers.scripts import run_script
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import compare, one_device, train
 from tests.helpers.whole_steps import whole_steps
@@ -72,6 +73,35 @@ def test_whole_steps_are_those_of_one_device(
         for kind in ("state", "moments", "buffers"):
             for name, x in want[kind].items():
                 torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
+
+
+DIES = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+import fxpar
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+step = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
+x = torch.randn(8, 16)
+step(x).sum().backward()
+dist.barrier()
+loss = step(x).sum()
+if dist.get_rank() == 1:
+    os._exit(7)
+print("alive", flush=True)
+loss.backward()
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others() -> None:
+    survivor, dead = run_script(DIES, ranks=2, fork=True, env={"FXPAR_MESH": "pp=2"})
+    assert dead.code == 7
+    assert survivor.code not in (0, None)
+    assert "alive" in survivor.output and "went on" not in survivor.output
+    assert "Error" in survivor.output
 
 
 def refused(options: dict[str, Any]) -> str:

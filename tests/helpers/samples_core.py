@@ -461,6 +461,7 @@ _add("view_as_complex view_as_complex_copy", _s(_f(4, 8, 2)))
 _SLICES = [
     *[_s(_T, 2, 2, 6), _s(_T, 1, 0, 2), _s(_T, 2, 0, 9223372036854775807)],
     *[_s(_T, 2, 1, 8, 2), _s(_T, 1, -2, 4), _s(_T, 1, -4), _s(_T)],
+    *[_s(_T, 2, 3, 5), _s(_T, -1, -2, None), _s(_T, 2, 1, 7, 3), _s(_T, 1, 2, 2)],
 ]
 _add("slice.Tensor slice_copy.Tensor", *_SLICES)
 _add("slice_backward", _s(_f(2, 4, 4), [2, 4, 8], 2, 2, 6, 1))

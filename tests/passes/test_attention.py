@@ -286,7 +286,7 @@ def test_a_ring_is_chosen_where_it_hides_what_is_sent(
             for _ in range(3)
         ]
         options = {"mesh": "cp=8", "out_specs": [SEQUENCE], "schedule": "auto"}
-        plan = planned(causal, *args, **options)
+        plan = planned(full, *args, **options)
         assert (kinds(plan) == {"permute"}) == rings
         if rings:
             assert plan.predicted.exposed < plan.predicted.hidden

@@ -28,6 +28,14 @@ def logcumsumexp(x: torch.Tensor) -> torch.Tensor:
     return x.logcumsumexp(0)
 
 
+def cummax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.cummax(0))
+
+
+def cummin(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.cummin(0))
+
+
 def argmax(x: torch.Tensor) -> torch.Tensor:
     return x.argmax(0)
 
@@ -49,6 +57,8 @@ SENT: dict[Callable[..., Any], dict[str, int]] = {
     cumsum: {"all_gather": 4 * COLUMNS * 8},
     cumprod: {"all_gather": 4 * COLUMNS * 8},
     logcumsumexp: {"all_gather": 4 * COLUMNS * 8},
+    cummax: {"all_gather": 2 * 4 * COLUMNS * 8},
+    cummin: {"all_gather": 2 * 4 * COLUMNS * 8},
     argmax: {"all_gather": 2 * 4 * COLUMNS * 8},
     largest: {"all_gather": 2 * 4 * COLUMNS * 8},
     three: {"all_gather": 2 * 4 * 3 * COLUMNS * 8},
@@ -76,7 +86,7 @@ def sent(plan: TracedPlan) -> dict[str, int]:
 def test_what_stands_for_a_shard_is_gathered(fn: Callable[..., Any]) -> None:
     x = operand()
     spec = ("tp", None) if fn not in (argmax, largest, three) else None
-    results = 2 if fn in (largest, three) else 1
+    results = 2 if fn in (cummax, cummin, largest, three) else 1
     plan = planned(fn, x, mode="propagate", out_specs=[spec] * results)
     torch.testing.assert_close(plan.simulate(x), fn(x), rtol=1e-12, atol=1e-12)
     assert sent(plan) == SENT[fn]
@@ -96,7 +106,7 @@ def test_the_gradient_of_a_scan_gathers_totals_too() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5, 7])
-@pytest.mark.parametrize("fn", [cumsum, argmax, largest])
+@pytest.mark.parametrize("fn", [cumsum, cummax, argmax, largest])
 def test_shards_that_are_not_alike(fn: Callable[..., Any], rows: int) -> None:
     """And empty ones: no row at all is never chosen, however small the others are."""
     for x in (operand(rows), torch.full((rows, COLUMNS), -torch.inf).double()):
@@ -107,7 +117,7 @@ def test_shards_that_are_not_alike(fn: Callable[..., Any], rows: int) -> None:
 def test_ties_and_nans_are_chosen_as_on_one_device() -> None:
     x = torch.ones(ROWS, COLUMNS)
     x[5:, 3], x[7, 4], x[13, 4] = 2.0, torch.nan, torch.nan
-    for fn in (argmax, largest):
+    for fn in (argmax, largest, cummax, cummin):
         plan = planned(fn, x, mode="propagate")
         got, want = plan.simulate(x), fn(x)
         torch.testing.assert_close(got, want, equal_nan=True)

@@ -215,6 +215,15 @@ def test_parameters_belong_to_the_stage_that_reads_them(
     assert len(first.parameters) + len(last.parameters) == 14
 
 
+def test_gradients_of_a_tied_weight_cross_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned(monkeypatch, "tied", "pp=2", 4)
+    weights = [n for n in crossings(plan) if n.meta["val"].shape == (20, WIDTH)]
+    assert len(weights) == 1
+    assert error_of(plan, ids()) < 1e-11
+
+
 def test_microbatches_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, "blocks", "pp=2")
     assert any("2 stages along pp, gpipe, 8 microbatches" in x for x in plan.notes)
@@ -282,3 +291,27 @@ def test_real_models(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(
                 got.gradients[key], x, rtol=1e-8, atol=1e-12 * largest
             )
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)]
+)
+def test_the_predicted_step_is_that_of_the_formula(
+    schedule: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal stages a step takes what they compute, and the bubble."""
+    places, parts = 4, 4
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    monkeypatch.setenv("FXPAR_MICROBATCHES", str(parts))
+    monkeypatch.setenv("FXPAR_PIPELINE", schedule)
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(places)])
+        x = torch.randn(16384, 2048, requires_grad=True)
+    plan = fxpar.plan(model, x, mesh="pp=4", mode="propagate", grad=True)
+    line, wait = plan.timeline, (places - 1) / (parts + places - 1)
+    assert line.seconds == pytest.approx(line.compute_seconds / (1 - wait), rel=0.1)
+    names = {event.name for event in line.events if event.stream == "place 3"}
+    assert {"3F0", "3B0", "3F3", "3B3"} <= names
+    assert plan.predicted.sent[0][0] == "pp"
+    plan.to_trace(tmp_path / "trace.json")
+    assert "place 3" in (tmp_path / "trace.json").read_text()

@@ -3,6 +3,7 @@ ranks which find more or less of it still run the same program."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -37,14 +38,20 @@ def relu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.relu(a @ b)
 
 
-def text(rows: int = 4, width: int = 8, ranks: str = "dp=2", **options: Any) -> Any:
+def text(
+    rows: int = 4,
+    width: int = 8,
+    ranks: str = "dp=2",
+    asked: tuple[Any, ...] = (),
+    **options: Any,
+) -> Any:
     gm = fx.symbolic_trace(relu)
     args = torch.ones(rows, 8), torch.ones(8, width)
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), args, strict=True):
         node.meta["example_value"] = x
     named = [Named("a", "input"), Named("b", "parameter")]
     place = Ranks(Mesh.parse(ranks), 0)
-    return known_programs.text_of(gm, named, args, Options(**options), place)
+    return known_programs.text_of(gm, named, args, Options(**options), place, asked)
 
 
 def test_the_key_has_all_that_a_program_depends_on(
@@ -54,13 +61,14 @@ def test_the_key_has_all_that_a_program_depends_on(
     assert same == text()
     others = {
         *(text(rows=6), text(width=4), text(ranks="dp=4"), text(plan="propagate")),
+        *(text(asked=(True,)), text(asked=(False, (0, Spec("dp", None))))),
         *(
             text(hints={"b": (None, "dp")}),
             text(schedule="none"),
             text(hardware="a100"),
         ),
     }
-    assert same not in others and len(others) == 7 and None not in others
+    assert same not in others and len(others) == 9 and None not in others
     monkeypatch.setattr(plan_store, "own_version", lambda: "another")
     assert text() != same
 
@@ -235,6 +243,76 @@ def test_a_second_start_neither_traces_nor_plans(folders: list[str]) -> None:
     again = pool.run(started, folders[:1] * 2, timeout=600.0)
     assert [[each["planned"], each["hits"]] for each in again] == [[1, 0], [0, 1]]
     assert all(each["apart"] < 1e-12 for each in again)
+
+
+def at_rest(folder: str, whole: bool) -> dict[str, Any]:
+    """A start of three steps with parameters at rest, as one program (``whole``) or
+    with an optimizer behind: parameters beside one device's."""
+    from torch._dynamo.utils import counters
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch.compiler.reset()
+    counters.clear()
+    planned, parallelize = [], pipeline.parallelize
+    pipeline.parallelize = lambda *args: planned.append(0) or parallelize(*args)
+    try:
+        torch.manual_seed(0)
+        alone = _Model().double()
+        model = fxpar.shard(copy.deepcopy(alone), mesh="dp=2")
+        x = torch.randn(8, 16, dtype=torch.double)
+        options = {"plan": "propagate", "schedule": "none"}
+        optimizers = [torch.optim.AdamW(m.parameters()) for m in (alone, model)]
+        if whole:
+            step = fxpar.train_step(
+                model, lambda m, x: m(x), optimizers[1], options=options
+            )
+        else:
+            program = torch.compile(model, backend="fxpar", options=options)
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            alone(x).backward()
+            optimizers[0].step()
+            if whole:
+                step(x)
+            else:
+                program(x).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # reads meshes
+                optimizers[1].step()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        return {
+            "apart": max(float((a.full_tensor() - b).abs().max()) for a, b in pairs),
+            "hits": counters["aot_autograd"]["autograd_cache_hit"],
+            "planned": len(planned),
+            "shared": any("found before" in n for n in fxpar.plans()[-1].notes),
+        }
+    finally:
+        pipeline.parallelize = parallelize
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("whole", [False, True], ids=["shard", "train_step"])
+def test_programs_with_parameters_at_rest_are_known_too(
+    folders: list[str], whole: bool
+) -> None:
+    pool = shared_pool(2)
+    cold = pool.run(at_rest, folders[0], whole, timeout=600.0)
+    # Process groups of another start have other names.
+    pool.renew()
+    pool.run(more_groups)
+    warm = pool.run(at_rest, folders[0], whole, timeout=600.0)
+    assert all(each["apart"] < 1e-12 for each in (*cold, *warm))
+    assert [[each["planned"], each["hits"]] for each in cold] == [[1, 0], [0, 1]]
+    assert [[each["planned"], each["hits"]] for each in warm] == [[0, 1], [0, 1]]
+    assert all(each["shared"] for each in warm)
+
+
+def more_groups() -> None:
+    for _ in range(3):
+        dist.new_group([0, 1])
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ FORMS = {
     "passes/keep_batch_apart.py",  # operands of ops that hold the rows
     "passes/local_order.py",  # how shards of a scan are put together
     "passes/local_reductions.py",
+    "passes/local_slices.py",
     "passes/own_shard.py",  # how ops take an offset that is known when they run
     "fusion/kernels/expressions.py",  # how ops are written in Triton
     "fusion/kernels/index_arithmetic.py",

@@ -78,9 +78,9 @@ def form_of(target: Any) -> AttentionForm | None:
     name, schema = str(target), _torch.objects.schema_of(target)
     if schema is None or not contracts(target) or "attention" not in name:
         return None
-    if "_scaled_dot" not in name and "causal" not in name:
-        return None
     names = tuple(argument.name for argument in schema.arguments)
+    if "_scaled_dot" not in name and "ahead" not in names:
+        return None
     return AttentionForm(
         keys=names.index("k" if "k" in names else "key"),
         ahead=names.index("ahead") if "ahead" in names else None,

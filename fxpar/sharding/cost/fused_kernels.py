@@ -185,9 +185,9 @@ class KernelReader:
     def launches(self) -> Launches:
         """What was read."""
         self._close_all()
-        kept = [x for x in self.done if x.kind != "fused" or x.writes]
-        kept.sort(key=lambda launch: launch.order)
-        return Launches(kept, self.inputs, self.outputs)
+        used = [x for x in self.done if x.kind != "fused" or x.writes]
+        used.sort(key=lambda launch: launch.order)
+        return Launches(used, self.inputs, self.outputs)
 
     def given(self, node: fx.Node) -> None:
         """What the graph is given; a part of a graph may be given an op's results."""
@@ -210,15 +210,15 @@ class KernelReader:
             self.outputs.append([self._touch(v) for v in values if v is not None])
 
     def operands(self, node: fx.Node) -> list[TensorView]:
-        found = (v for read in node.all_input_nodes for v in self.values[read])
-        return [v for v in found if v is not None]
+        views = (v for read in node.all_input_nodes for v in self.values[read])
+        return [v for v in views if v is not None]
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
         """The values that a call gives."""
         target, value = node.target, node.meta.get("val")
         if target is operator.getitem:
-            found: Any = self.values[node.args[0]][node.args[1]]
-            return found if isinstance(found, list) else [found]
+            element: Any = self.values[node.args[0]][node.args[1]]
+            return element if isinstance(element, list) else [element]
         operands = self.operands(node)
         if not operands and not tensors_in(value):
             return []
@@ -274,8 +274,8 @@ class KernelReader:
             launch.makes.append(buffer)
             return _value(node, buffer, tensor, kernel)
 
-        found = made(node.meta.get("val"))
-        return found if isinstance(found, list) else [found]
+        nested = made(node.meta.get("val"))
+        return nested if isinstance(nested, list) else [nested]
 
     def _touch(self, value: TensorView) -> Buffer:
         """The buffer of what a launch reads from memory: there, and finished."""

@@ -79,9 +79,9 @@ def flops_of(node: fx.Node) -> float:
 @cache
 def family_of(target: Any) -> str:
     """Of what contracts: which peak it has, as ``Hardware.peak`` knows it."""
-    found = "attention" if "attention" in _name(target) else ""
-    found = "convolution" if "convolution" in _name(target) else found
-    return f"{found} backward" if found and "backward" in _name(target) else found
+    family = "attention" if "attention" in _name(target) else ""
+    family = "convolution" if "convolution" in _name(target) else family
+    return f"{family} backward" if family and "backward" in _name(target) else family
 
 
 def least_of(node: fx.Node) -> float:
@@ -114,11 +114,11 @@ def least_of_factors(
 
 def _least_of_convolution(node: fx.Node) -> float:
     """Of the product it is: points by channels out, by channels in and window."""
-    late = node.target is aten.convolution_backward.default
-    made = node.args[0].meta["val"] if late else node.meta["val"]
-    weight = node.args[2 if late else 1].meta["val"].shape
-    points = made.shape[0] * math.prod(made.shape[2:])
-    groups: Any = node.args[-2] if late else node.args[-1]
+    backward = node.target is aten.convolution_backward.default
+    result = node.args[0].meta["val"] if backward else node.meta["val"]
+    weight = node.args[2 if backward else 1].meta["val"].shape
+    points = result.shape[0] * math.prod(result.shape[2:])
+    groups: Any = node.args[-2] if backward else node.args[-1]
     if isinstance(groups, fx.Node):  # not the same on all ranks
         groups = groups.meta["val"]
     return float(min(points, weight[0] // groups, math.prod(weight[1:])))
@@ -244,18 +244,18 @@ def _name(target: Any) -> str:
 def kernel_seconds(node: fx.Node, on: Hardware, share: float = 1.0) -> float:
     """Seconds of a share of a call, as a kernel of its own but for its launch: 0 of a
     view. What multiplies no matrices is bound by memory, which it reads and writes."""
-    made = tensors_in(node.meta.get("val"))
-    if not made or is_view(node):
+    results = tensors_in(node.meta.get("val"))
+    if not results or is_view(node):
         return 0.0
     operands = [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
-    moved = sum(map(nbytes_of, (*operands, *made))) * share
+    nbytes = sum(map(nbytes_of, (*operands, *results))) * share
     flops = flops_of(node)
     if not flops:
-        return on.streaming(moved)
+        return on.streaming(nbytes)
     floating = (x.dtype for x in operands if x.dtype.is_floating_point)
-    dtype, family = next(floating, made[0].dtype), family_of(node.target)
+    dtype, family = next(floating, results[0].dtype), family_of(node.target)
     work = on.arithmetic(flops * share, least_of(node), dtype, family=family)
-    return max(work, on.streaming(moved))
+    return max(work, on.streaming(nbytes))
 
 
 @dataclass(frozen=True)
@@ -288,9 +288,9 @@ class Domain:
 
 def domain_of(node: fx.Node, operands: Iterable[torch.Tensor]) -> Domain:
     """The domain of a light op."""
-    made = [math.prod(v.shape) for v in tensors_in(node.meta.get("val"))]
+    sizes = [math.prod(v.shape) for v in tensors_in(node.meta.get("val"))]
     read = max((math.prod(v.shape) for v in operands), default=0)
-    most, least = max(made, default=0), min(made, default=0)
+    most, least = max(sizes, default=0), min(sizes, default=0)
     facts = op_facts_of(node.target)
     if facts.rows is not None:
         value, dim = node.args[0].meta["val"], node.args[facts.rows]

@@ -122,16 +122,16 @@ class _Run:
         for i, node in enumerate(itertools.chain(first, second)):
             self.reader.step(node, float(i), i >= self.early)
         self.reader.step(graph.output_node(), float(len(self.times)), bool(second))
-        found = self.reader.launches()
-        self.launches = found.launches
-        for buffer in found.inputs:
+        run = self.reader.launches()
+        self.launches = run.launches
+        for buffer in run.inputs:
             self.value_of[buffer] = self.program.value_of[buffer.node, 0]
         for launch in self.launches:
-            made = Counter[fx.Node]()
+            count = Counter[fx.Node]()
             for buffer in launch.makes:
-                place = buffer.node, made[buffer.node]
+                place = buffer.node, count[buffer.node]
                 self.value_of[buffer] = self.program.value_of[place]
-                made[buffer.node] += 1
+                count[buffer.node] += 1
 
     def base(self) -> list[int]:
         """For each value the one whose memory it shows."""
@@ -160,7 +160,7 @@ class _Run:
         out: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for launch in self.launches:
             sizes = {self.value_of[b]: n for b, n in launch.reads.items()}
-            wanted: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+            readers_of: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
             for op in (program.ops[self.op_of[n]] for n in launch.nodes):
                 places: dict[int, tuple[int, int]] = {}
                 for position, v in enumerate(op.operands):
@@ -168,8 +168,8 @@ class _Run:
                         place = program.values[v].nbytes, -position
                         places[base[v]] = max(place, places.get(base[v], place))
                 for b, (nbytes, position) in places.items():
-                    wanted[b].append((op.index, -position, nbytes))
-            for b, readers in wanted.items():
+                    readers_of[b].append((op.index, -position, nbytes))
+            for b, readers in readers_of.items():
                 rate = sizes[b] / max(sum(nbytes for *_, nbytes in readers), 1)
                 for index, position, nbytes in readers:
                     out[index].append((position, nbytes * rate))

@@ -62,13 +62,13 @@ def given_of(first: Iterable[fx.Node], second: Collection[fx.Node]) -> list[fx.N
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes, and all they are computed from."""
-    found, rest = set(nodes), list(nodes)
-    while rest:
-        for read in rest.pop().all_input_nodes:
-            if read not in found:
-                found.add(read)
-                rest.append(read)
-    return found
+    ancestors, stack = set(nodes), list(nodes)
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            if read not in ancestors:
+                ancestors.add(read)
+                stack.append(read)
+    return ancestors
 
 
 def _with_again(
@@ -92,10 +92,10 @@ def _with_again(
             if missing:
                 stack += reversed(missing)
                 continue
-            made = stack.pop()
-            if made not in done:
-                done.add(made)
-                out.append(made)
+            ready = stack.pop()
+            if ready not in done:
+                done.add(ready)
+                out.append(ready)
     return out
 
 

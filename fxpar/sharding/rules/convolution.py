@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,77 +202,63 @@ def _even(ceil: bool) -> MaySplit:
     return lambda window: not ceil or window.behind >= 0
 
 
-def _max_pool(k: int) -> Callable[..., Rule]:
-    def factors(
-        x: torch.Tensor,
-        kernel: Numbers,
-        stride: Numbers = (),
-        padding: Numbers = 0,
-        dilation: Numbers = 1,
-        ceil: bool = False,
-    ) -> Rule:
-        slid = windows(kernel, stride, padding, dilation, k)
-        return _pool(x, slid, _counts(x, slid, ceil), _even(ceil), 2)
-
-    return factors
+# Windows over the last ``k`` dims, as the arguments of a pool behind its tensors say:
+# these, whether they are rounded up, and which may be split.
+_Windows = tuple[list[SlidingWindow], bool, MaySplit]
 
 
-def _max_pool_backward(k: int) -> Callable[..., Rule]:
-    def factors(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        kernel: Numbers,
-        stride: Numbers,
-        padding: Numbers,
-        dilation: Numbers,
-        ceil: bool,
-        indices: torch.Tensor,
-    ) -> Rule:
-        slid = windows(kernel, stride, padding, dilation, k)
-        return _pool_backward(x, slid, grad.shape[-k:], _even(ceil), 2)
-
-    return factors
+def _max_windows(
+    k: int,
+    kernel: Numbers,
+    stride: Numbers = (),
+    padding: Numbers = 0,
+    dilation: Numbers = 1,
+    ceil: bool = False,
+    *_: Any,
+) -> _Windows:
+    return windows(kernel, stride, padding, dilation, k), ceil, _even(ceil)
 
 
-def _counted(ceil: bool, padding: bool, divisor: int | None) -> MaySplit:
-    """Of an average, all windows of a dim must count as many rows."""
+def _average_windows(
+    k: int,
+    kernel: Numbers,
+    stride: Numbers = (),
+    padding: Numbers = 0,
+    ceil: bool = False,
+    count_padding: bool = True,
+    divisor: int | None = None,
+) -> _Windows:
+    """All windows of a dim must count as many rows."""
     even = _even(ceil)
-    return lambda w: even(w) and (divisor is not None or w.counts_all(padding))
+    return (
+        windows(kernel, stride, padding, 1, k),
+        ceil,
+        lambda w: even(w) and (divisor is not None or w.counts_all(count_padding)),
+    )
 
 
-def _avg_pool(k: int) -> Callable[..., Rule]:
-    def factors(
-        x: torch.Tensor,
-        kernel: Numbers,
-        stride: Numbers = (),
-        padding: Numbers = 0,
-        ceil: bool = False,
-        count_padding: bool = True,
-        divisor: int | None = None,
-    ) -> Rule:
-        slid = windows(kernel, stride, padding, 1, k)
-        may = _counted(ceil, count_padding, divisor)
-        return _pool(x, slid, _counts(x, slid, ceil), may)
+def _pool_of(
+    read: Callable[..., _Windows], results: int = 1
+) -> Callable[[int], Callable[..., Rule]]:
+    """Rules of pools with so many results."""
 
-    return factors
+    def rule(k: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> Rule:
+        slid, ceil, may = read(k, *args, **kwargs)
+        return _pool(x, slid, _counts(x, slid, ceil), may, results)
+
+    return lambda k: partial(rule, k)
 
 
-def _avg_pool_backward(k: int) -> Callable[..., Rule]:
-    def factors(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        kernel: Numbers,
-        stride: Numbers,
-        padding: Numbers,
-        ceil: bool,
-        count_padding: bool,
-        divisor: int | None,
-    ) -> Rule:
-        slid, few = windows(kernel, stride, padding, 1, k), grad.shape[-k:]
-        may = _counted(ceil, count_padding, divisor)
-        return _pool_backward(x, slid, few, may)
+def _pool_backward_of(
+    read: Callable[..., _Windows], n: int = 1
+) -> Callable[[int], Callable[..., Rule]]:
+    """Rules of their backwards, as ``_pool_backward`` has them."""
 
-    return factors
+    def rule(k: int, grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Rule:
+        slid, _, may = read(k, *args)
+        return _pool_backward(x, slid, grad.shape[-k:], may, n)
+
+    return lambda k: partial(rule, k)
 
 
 def _shares(x: torch.Tensor, few: Sequence[int]) -> list[SlidingWindow]:
@@ -298,7 +285,7 @@ def _adaptive_pool_backward(k: int) -> Callable[..., Rule]:
 
 
 def _low_memory_pool(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> Rule:
-    return _max_pool(len(kernel))(x, kernel, *rest)
+    return _pool_of(_max_windows, 2)(len(kernel))(x, kernel, *rest)
 
 
 def _low_memory_indices(x: torch.Tensor, kernel: Sequence[int], *_: Any) -> Rule:
@@ -396,9 +383,12 @@ _RESAMPLED = (
 ROWS = {
     aten.convolution.default: row(_convolution),
     aten.convolution_backward.default: row(_convolution_backward, linear="0"),
-    **_by_rank("max_pool{}d_with_indices", (2, 3), _max_pool),
+    **_by_rank("max_pool{}d_with_indices", (2, 3), _pool_of(_max_windows, 2)),
     **_by_rank(
-        "max_pool{}d_with_indices_backward", (2, 3), _max_pool_backward, linear="0"
+        "max_pool{}d_with_indices_backward",
+        (2, 3),
+        _pool_backward_of(_max_windows, 2),
+        linear="0",
     ),
     "prims::_low_memory_max_pool_with_offsets": row(_low_memory_pool),
     "prims::_low_memory_max_pool_offsets_to_indices": row(_low_memory_indices),
@@ -410,8 +400,10 @@ ROWS = {
     aten.fractional_max_pool3d_backward.default: row(
         _fractional_pool_backward, linear="0"
     ),
-    **_by_rank("avg_pool{}d", (1, 2, 3), _avg_pool, linear="0"),
-    **_by_rank("avg_pool{}d_backward", (2, 3), _avg_pool_backward, linear="0"),
+    **_by_rank("avg_pool{}d", (1, 2, 3), _pool_of(_average_windows), linear="0"),
+    **_by_rank(
+        "avg_pool{}d_backward", (2, 3), _pool_backward_of(_average_windows), linear="0"
+    ),
     **_by_rank("adaptive_avg_pool{}d", (1, 2, 3), _adaptive_pool, linear="0"),
     **_by_rank("_adaptive_avg_pool{}d", (2, 3), _adaptive_pool, linear="0"),
     **_by_rank(

@@ -31,6 +31,18 @@ def scan(x: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> Rule:
     return replace(rule, gathered=(GatheredRows(0, at(dim, x.ndim), 1),))
 
 
+def running_choice(x: torch.Tensor, dim: int) -> Rule:
+    """Ops called as ``(x, dim)`` that give the largest or smallest row up to each, and
+    where it is."""
+    words = words_of(x)
+    rule = make([words], [words] * 2)
+    if x.ndim == 0:
+        return rule
+    dim = at(dim, x.ndim)
+    last = GatheredRows(0, dim, 1), GatheredRows(0, dim, 1, _INDEX)
+    return replace(rule, gathered=last, empty="never")
+
+
 def choice(*, results: int = 1) -> Callable[..., Rule]:
     """Ops called as ``(x, dim, keepdim=False)`` that give one row of each column, or
     where it is."""
@@ -75,6 +87,7 @@ def _chosen(x: torch.Tensor, dim: int, kept: int | None, results: int) -> Rule:
 ROWS = {
     **rows("cumsum", scan, linear="0"),
     **rows("cumprod logcumsumexp", scan),
+    **rows("cummax cummin", running_choice),
     **rows("argmax argmin", choice()),
     **rows("max.dim min.dim", choice(results=2)),
     **rows("topk", topk),

@@ -283,7 +283,7 @@ ROWS = {
     **rows("norm.Scalar norm.ScalarOpt_dtype", norm),
     **rows("linalg__powsum", power_sum),
     **rows("_softmax _log_softmax _safe_softmax", along()),
-    **rows("cummax cummin sort", along(results=2)),
+    **rows("sort", along(results=2)),
     **rows("argsort", along()),
     **rows("sort.stable", sort_stable),
     **rows("argsort.stable", argsort_stable),

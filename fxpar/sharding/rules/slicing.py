@@ -1,7 +1,11 @@
 """Rows of ops that cut, join, shift or pad dims by position.
 
-The touched dim stays whole; all others are factors. Every partial value may pass, but
-where a constant is filled in only with a reduction that leaves the constant as it is.
+The touched dim stays whole; all others are factors. Where few rows are cut out it may
+be split too: each rank gives those it has and zero elsewhere, so the result is partial.
+What rows are put into may be split along their dim, of which each rank takes its own
+(the local forms are in ``fxpar/passes/local_slices.py``). Every partial value may pass,
+but where a constant is filled in only with a reduction that leaves the constant as it
+is.
 """
 
 from __future__ import annotations
@@ -34,6 +38,23 @@ def _cut(
     return make([words], [kept] * results)
 
 
+# An all-reduce of the rows that are cut out sends twice their bytes, and more cuts of
+# one tensor would share its gather.
+_FEW = 4
+
+
+def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, gone: bool = False) -> Rule:
+    """So many rows of a dim."""
+    # A sum over ranks has no meaning for booleans.
+    if x.ndim == 0 or x.dtype == torch.bool or _FEW * rows > x.shape[dim]:
+        return _cut(x, [dim], gone=gone)
+    dim, words = at(dim, x.ndim), words_of(x)
+    kept = ["_" if i == dim else word for i, word in enumerate(words)]
+    if gone:
+        del kept[dim]
+    return make([words], [kept])
+
+
 def _spread(grad: torch.Tensor, shape: Shape, dim: int, added: bool = False) -> Rule:
     """Backward of a cut: ``grad`` lands somewhere in zeros of this shape.
 
@@ -59,8 +80,10 @@ def slice_(
     end: int | None = None,
     step: int = 1,
 ) -> Rule:
-    full = _is_full(x.shape[dim], start, end, step)
-    return broadcast(x) if full else _cut(x, [dim])
+    n = x.shape[dim]
+    if _is_full(n, start, end, step):
+        return broadcast(x)
+    return _cut_rows(x, dim, len(range(n)[start:end:step]))
 
 
 def slice_backward(
@@ -80,7 +103,8 @@ def slice_scatter(
 ) -> Rule:
     if _is_full(x.shape[dim], start, end, step):
         return broadcast(x, source)
-    return _into(x, _spread(source, x.shape, dim))
+    spread = _into(x, _spread(source, x.shape, dim))
+    return _open(spread, x, dim) if step == 1 else spread
 
 
 def _into(x: torch.Tensor, spread: Rule) -> Rule:
@@ -88,8 +112,13 @@ def _into(x: torch.Tensor, spread: Rule) -> Rule:
     return replace(spread, operands=spread.results + spread.operands)
 
 
+def _open(rule: Rule, x: torch.Tensor, dim: int) -> Rule:
+    """The rule with that dim of ``x`` no longer whole."""
+    return replace(rule, whole=rule.whole.difference(rule.operands[0][at(dim, x.ndim)]))
+
+
 def select(x: torch.Tensor, dim: int, index: int) -> Rule:
-    return _cut(x, [dim], gone=True)
+    return _cut_rows(x, dim, 1, gone=True)
 
 
 def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> Rule:
@@ -97,7 +126,7 @@ def select_backward(grad: torch.Tensor, shape: Shape, dim: int, index: int) -> R
 
 
 def select_scatter(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> Rule:
-    return _into(x, _spread(source, x.shape, dim, added=True))
+    return _open(_into(x, _spread(source, x.shape, dim, added=True)), x, dim)
 
 
 def narrow(x: torch.Tensor, dim: int, *_: Any) -> Rule:

@@ -49,26 +49,26 @@ class Alternative:
 
 
 def alternatives(
-    found: SearchResult, value: int, *, spec: Spec | None = None, seconds: float = 2.0
+    result: SearchResult, value: int, *, spec: Spec | None = None, seconds: float = 2.0
 ) -> list[Alternative]:
     """What the op that makes a value could do instead, or where else an input could
     rest, the best first: with ``spec``, or, without one, the few that look best.
 
     Raises PlanError if ``spec`` is none that the op can make or the input may have.
     """
-    formulation = found.formulation
-    number, column = _node(found, value)
+    formulation = result.formulation
+    number, column = _node(result, value)
     if number is None:
         return []
     node = formulation.nodes[number]
-    made, chosen = node.specs[:, column], found.solution.choice[number]
-    rows = [k for k in range(len(made)) if k != chosen]
+    numbers, chosen = node.specs[:, column], result.solution.choice[number]
+    rows = [k for k in range(len(numbers)) if k != chosen]
     if spec is not None:
-        rows = [k for k in rows if formulation.pool[made[k]] == spec]
-        if not rows and formulation.pool[made[chosen]] != spec:
-            raise _impossible(found, value, spec, made)
-    own, moved = _as_it_stands(found, number)
-    here = own + moved
+        rows = [k for k in rows if formulation.pool[numbers[k]] == spec]
+        if not rows and formulation.pool[numbers[chosen]] != spec:
+            raise _impossible(result, value, spec, numbers)
+    own, resharding = _as_it_stands(result, number)
+    here = own + resharding
     rows = sorted(rows, key=lambda k: (here[k], k))[:TRIED]
     first = (
         0 if node.kind == "input" else len(formulation.program.ops[node.of].operands)
@@ -77,14 +77,14 @@ def alternatives(
     for k in rows:
         strategy = node.strategies[k] if node.strategies else None
         specs = tuple(formulation.pool[n] for n in node.specs[k, first:])
-        out.append(Alternative(strategy, specs, _total(found, number, k, seconds)))
+        out.append(Alternative(strategy, specs, _total(result, number, k, seconds)))
     return sorted(out, key=lambda a: a.seconds)
 
 
-def _node(found: SearchResult, value: int) -> tuple[int | None, int]:
+def _node(result: SearchResult, value: int) -> tuple[int | None, int]:
     """The node that decides how a value is made, and its column there; None for a
     constant, of which nothing is decided."""
-    program, nodes = found.formulation.program, found.formulation.nodes
+    program, nodes = result.formulation.program, result.formulation.nodes
     if value in program.producers:
         of, place = program.producers[value]
         key, column = ("op", of), len(program.ops[of].operands) + place
@@ -96,10 +96,10 @@ def _node(found: SearchResult, value: int) -> tuple[int | None, int]:
 
 
 def _impossible(
-    found: SearchResult, value: int, spec: Spec, made: np.ndarray
+    result: SearchResult, value: int, spec: Spec, numbers: np.ndarray
 ) -> PlanError:
-    program, pool = found.formulation.program, found.formulation.pool
-    known = ", ".join(dict.fromkeys(str(pool[n]) for n in made))
+    program, pool = result.formulation.program, result.formulation.pool
+    known = ", ".join(dict.fromkeys(str(pool[n]) for n in numbers))
     if value in program.producers:
         op = program.ops[program.producers[value][0]]
         return PlanError(
@@ -111,47 +111,49 @@ def _impossible(
     )
 
 
-def _total(found: SearchResult, node: int, k: int, seconds: float) -> float:
+def _total(result: SearchResult, node: int, k: int, seconds: float) -> float:
     """Seconds of the best plan in which a node takes strategy ``k``."""
-    problem = found.formulation.problem
+    problem = result.formulation.problem
     try:
-        again = resolve(problem, {node: k}, found.solution, seconds)
+        again = resolve(problem, {node: k}, result.solution, seconds)
     except Infeasible:
         return float("inf")
-    return again.cost + found.formulation.launches
+    return again.cost + result.formulation.launches
 
 
-def _as_it_stands(found: SearchResult, node: int) -> tuple[np.ndarray, np.ndarray]:
+def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each strategy of a node with all others as they were chosen: its own,
     and those of resharding what it reads and makes."""
-    problem, choice = found.formulation.problem, found.solution.choice
+    problem, choice = result.formulation.problem, result.solution.choice
     own = np.array(problem.costs[node], float)
-    moved = np.zeros_like(own)
+    resharding = np.zeros_like(own)
     for i, j, table in problem.edges:
         if i == node:
-            moved = moved + problem.tables[table][:, choice[j]]
+            resharding = resharding + problem.tables[table][:, choice[j]]
         if j == node:
-            moved = moved + problem.tables[table][choice[i], :]
-    return own, moved
+            resharding = resharding + problem.tables[table][choice[i], :]
+    return own, resharding
 
 
-def said(found: SearchResult, value: int, others: Sequence[Alternative]) -> str:
+def alternatives_text(
+    result: SearchResult, value: int, others: Sequence[Alternative]
+) -> str:
     """What a value costs in the plan, then alternatives, one a line."""
-    name = found.formulation.program.values[value].name
-    step = f"{name}: {found.predicted * 1e3:.4g} ms a step"
-    node, _ = _node(found, value)
+    name = result.formulation.program.values[value].name
+    step = f"{name}: {result.predicted * 1e3:.4g} ms a step"
+    node, _ = _node(result, value)
     if node is None:
         return f"{step}; it is a constant"
-    chosen = found.solution.choice[node]
-    own, moved = (part[chosen] * 1e3 for part in _as_it_stands(found, node))
-    if found.formulation.nodes[node].kind == "input":
-        step += f", of which resharding it takes {moved:.3g} ms"
+    chosen = result.solution.choice[node]
+    own, resharding = (part[chosen] * 1e3 for part in _as_it_stands(result, node))
+    if result.formulation.nodes[node].kind == "input":
+        step += f", of which resharding it takes {resharding:.3g} ms"
     else:
         step += (
             f", of which computing it takes {own:.3g} ms and resharding what its op "
-            f"reads and makes {moved:.3g} ms"
+            f"reads and makes {resharding:.3g} ms"
         )
     if not others:
         return f"{step}; there is no other choice"
-    lines = [f"  {other.compared(found.predicted)}" for other in others]
+    lines = [f"  {other.compared(result.predicted)}" for other in others]
     return "\n".join([f"{step}; else", *lines])

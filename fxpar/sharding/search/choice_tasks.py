@@ -76,35 +76,35 @@ class Layout:
     aside: tuple[bool, ...]
 
 
-def layout(found: Formulation, axes: Sequence[str]) -> Layout:
+def layout(formulation: Formulation, axes: Sequence[str]) -> Layout:
     """The tasks of a formulation; rows have as many collectives as there are axes."""
-    drawn = _Drawn(found, tuple(axes))
-    for e in range(len(found.problem.edges)):
+    drawn = _Drawn(formulation, tuple(axes))
+    for e in range(len(formulation.problem.edges)):
         drawn.edge(e)
     return drawn.layout()
 
 
-def moved(found: Formulation) -> tuple[EdgeValue, ...]:
+def edge_values(formulation: Formulation) -> tuple[EdgeValue, ...]:
     """What each edge of the problem moves, by the order in which they were made."""
-    seen: dict[tuple[int, int], int] = defaultdict(int)
+    count: dict[tuple[int, int], int] = defaultdict(int)
     out = []
-    for i, j, _ in found.problem.edges:
-        out.append(_moved(found, i, j, seen[i, j]))
-        seen[i, j] += 1
+    for i, j, _ in formulation.problem.edges:
+        out.append(_edge_value(formulation, i, j, count[i, j]))
+        count[i, j] += 1
     return tuple(out)
 
 
-def _moved(found: Formulation, i: int, j: int, nth: int) -> EdgeValue:
+def _edge_value(formulation: Formulation, i: int, j: int, nth: int) -> EdgeValue:
     """What the n-th of the edges between two nodes moves."""
-    program, a, b = found.program, found.nodes[i], found.nodes[j]
+    program, a, b = formulation.program, formulation.nodes[i], formulation.nodes[j]
     if a.kind == "op" and b.kind == "op":
         maker, reader = program.ops[a.of], program.ops[b.of]
-        common = set(maker.results) & set(reader.operands) - set(found.settling)
+        common = set(maker.results) & set(reader.operands) - set(formulation.settling)
         v = sorted(common)[nth]
-        return EdgeValue(v, _made(program, a, v), reader.operands.index(v))
+        return EdgeValue(v, _column_of(program, a, v), reader.operands.index(v))
     v = _value(program, b if a.kind == "op" else a)
     if b.kind != "op":
-        return EdgeValue(v, _made(program, a, v), 0)
+        return EdgeValue(v, _column_of(program, a, v), 0)
     operands = program.ops[b.of].operands
     return EdgeValue(v, 0, [k for k, x in enumerate(operands) if x == v][nth])
 
@@ -117,7 +117,7 @@ def _value(program: Program, node: Node) -> int:
     return v
 
 
-def _made(program: Program, node: Node, v: int) -> int:
+def _column_of(program: Program, node: Node, v: int) -> int:
     """The column of a value that a node makes."""
     if node.kind != "op":
         return 0
@@ -132,12 +132,12 @@ _Place = tuple[int, int, int]
 class _Drawn:
     """Tasks as they are made, edge by edge, each with its place."""
 
-    def __init__(self, found: Formulation, axes: tuple[str, ...]) -> None:
-        self.found, self.axes = found, axes
-        self.program = found.program
+    def __init__(self, formulation: Formulation, axes: tuple[str, ...]) -> None:
+        self.formulation, self.axes = formulation, axes
+        self.program = formulation.program
         self.end = len(self.program.ops)
-        self.moved = moved(found)
-        self.moves = [_may_move(table) for table in found.problem.tables]
+        self.moved = edge_values(formulation)
+        self.moves = [_may_move(table) for table in formulation.problem.tables]
         self.views = {op.index for op in self.program.ops if is_view(op)}
         self.tasks: list[Task] = []
         self.places: list[_Place] = []
@@ -146,7 +146,7 @@ class _Drawn:
         self.waited: dict[int, int] = {}  # task -> the first op that reads its result
         self.kernels = {
             i: self.task(f"op {node.of}", (node.of, _RUN))
-            for i, node in enumerate(found.nodes)
+            for i, node in enumerate(formulation.nodes)
             if node.kind == "op" and node.of not in self.views
         }
         self.first = self._first_reads()
@@ -170,7 +170,7 @@ class _Drawn:
     def _first_reads(self) -> list[int]:
         """For each node the first op to compute with what it reads: itself, or, of a
         view or a settled value, the first that reads that."""
-        nodes, edges = self.found.nodes, self.found.problem.edges
+        nodes, edges = self.formulation.nodes, self.formulation.problem.edges
         readers: dict[int, list[int]] = defaultdict(list)
         for i, j, _ in edges:
             readers[i].append(j)
@@ -196,9 +196,9 @@ class _Drawn:
     def _gathered(self) -> dict[int, int]:
         """For each edge that brings an input to its readers the op where it starts: the
         first reader of the one before it, of matrices and of vectors apart."""
-        nodes, backward = self.found.nodes, backward_ops(self.program)
+        nodes, backward = self.formulation.nodes, backward_ops(self.program)
         rows: dict[tuple[bool, bool], list[tuple[int, int]]] = defaultdict(list)
-        for e, (i, j, table) in enumerate(self.found.problem.edges):
+        for e, (i, j, table) in enumerate(self.formulation.problem.edges):
             if nodes[i].kind in ("input", "constant") and self.moves[table]:
                 at = self.first[j]
                 large = len(self.program.values[self.moved[e].value].shape) > 1
@@ -212,8 +212,8 @@ class _Drawn:
 
     def edge(self, e: int) -> None:
         """The row of an edge, and the wait for what it moved."""
-        i, j, table = self.found.problem.edges[e]
-        a, b = self.found.nodes[i], self.found.nodes[j]
+        i, j, table = self.formulation.problem.edges[e]
+        a, b = self.formulation.nodes[i], self.formulation.nodes[j]
         row, last = EdgeTasks(), self.pending.get(i)
         if self.moves[table]:
             if a.kind in ("input", "constant"):
@@ -232,7 +232,7 @@ class _Drawn:
             self.pending[j] = last
 
     def _reader(self, j: int) -> int:
-        node = self.found.nodes[j]
+        node = self.formulation.nodes[j]
         return node.of if node.kind == "op" else self.end
 
     def _row(
@@ -246,15 +246,15 @@ class _Drawn:
         last of them."""
         start = behind or before
         copy = None if start is None else self.task(f"copies of edge {e}", start)
-        made = []
+        tasks = []
         for at in (behind, before):
             row = []
             for _ in self.axes if at is not None else ():
                 assert at is not None
                 last = self.task(f"edge {e}", at, self.axes, last)
                 row.append(last)
-            made.append(tuple(row))
-        return EdgeTasks(made[0], made[1], copy), last
+            tasks.append(tuple(row))
+        return EdgeTasks(tasks[0], tasks[1], copy), last
 
     def layout(self) -> Layout:
         """All tasks in order, waits among them."""
@@ -278,8 +278,8 @@ class _Drawn:
         ]
         kernels = {node: index[task] for node, task in self.kernels.items()}
         aside = [
-            self.found.nodes[i].kind == "input" or self.first[j] == self.end
-            for i, j, _ in self.found.problem.edges
+            self.formulation.nodes[i].kind == "input" or self.first[j] == self.end
+            for i, j, _ in self.formulation.problem.edges
         ]
         return Layout(tuple(tasks), kernels, tuple(rows), self.moved, tuple(aside))
 

@@ -123,7 +123,7 @@ def _inputs(build: ProblemBuilder, makers: dict[int, EdgeEnd]) -> None:
         if declared.rest is not None:
             specs = [declared.rest]
         else:
-            specs = build.allowed(v, build.lying(v))
+            specs = build.allowed(v, build.specs_of_shape(v))
         makers[v] = EdgeEnd(build.node("input", k, build.pool.numbers(specs)), 0)
 
 
@@ -135,7 +135,7 @@ def _outputs(
     """A node per output: where it may rest. Gradients follow parameters whose place is
     open, tangents their outputs."""
     program = build.program
-    made: dict[int, EdgeEnd] = {}
+    end_of: dict[int, EdgeEnd] = {}
     for k, (out, v) in enumerate(
         zip(program.signature.outputs, program.outputs, strict=True)
     ):
@@ -146,28 +146,28 @@ def _outputs(
             numbers = build.pool.numbers(_may_rest(build, out, v))
         else:
             numbers = build.nodes[makers[leader].node].specs
-        made[k] = EdgeEnd(build.node("output", k, numbers), 0)
+        end_of[k] = EdgeEnd(build.node("output", k, numbers), 0)
         if out.kind == "gradient":
-            build.resting[v] = made[k]
+            build.resting[v] = end_of[k]
         if out.lie == "summand" and out.rest is not None and out.rest.partial:
-            build.same(makers[v], made[k])  # a summand of its own, whatever it costs
-        readers[v].append((int(out.kind == "gradient"), made[k]))
+            build.same(makers[v], end_of[k])  # a summand of its own, whatever it costs
+        readers[v].append((int(out.kind == "gradient"), end_of[k]))
         if leader is not None:
-            build.same(makers[leader], made[k])
+            build.same(makers[leader], end_of[k])
     for i, k in program.signature.tangents:
         tangent = program.inputs[i]
-        if tangent is not None and k in made:
-            numbers = build.nodes[made[k].node].specs
+        if tangent is not None and k in end_of:
+            numbers = build.nodes[end_of[k].node].specs
             makers[tangent] = EdgeEnd(build.node("input", i, numbers), 0)
-            build.same(made[k], makers[tangent])
+            build.same(end_of[k], makers[tangent])
 
 
 def _leader(program: Program, out: Output, v: int) -> int | None:
     """The input where an output rests: of gradients and mutations that may choose."""
     if out.of is None or out.rest is not None or out.lie != "open":
         return None
-    given = program.inputs[out.of]
-    return given if given != v else None
+    source = program.inputs[out.of]
+    return source if source != v else None
 
 
 def _may_rest(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
@@ -175,10 +175,10 @@ def _may_rest(build: ProblemBuilder, out: Output, v: int) -> list[Spec]:
     if out.rest is not None:
         return [out.rest]
     if out.lie == "open":
-        return build.lying(v)
+        return build.specs_of_shape(v)
     if out.lie == "even":
         shape = build.program.values[v].shape
-        return [s for s in build.lying(v) if s.is_even(build.mesh, shape)]
+        return [s for s in build.specs_of_shape(v) if s.is_even(build.mesh, shape)]
     if out.lie == "batch" and whole.dims:
         split = Spec.of([build.program.signature.batch, *whole.dims[1:]])
         return list(dict.fromkeys((split, whole)))
@@ -260,9 +260,9 @@ def _settle_or_copy(
     """Where a parameter may rest as the plan wants, each spec stands twice: as it
     rests, and as a copy of what rests otherwise, which takes memory of its own."""
     have = build.nodes[maker.node].specs[:, maker.column]
-    kept = specs[np.isin(specs[:, 0], have)]
-    copies = np.arange(len(kept) + len(specs)) >= len(kept)
-    node = build.node("value", v, np.concatenate([kept, specs]), copies=copies)
+    resting = specs[np.isin(specs[:, 0], have)]
+    copies = np.arange(len(resting) + len(specs)) >= len(resting)
+    node = build.node("value", v, np.concatenate([resting, specs]), copies=copies)
     need = build.nodes[node].specs[:, 0]
     key = ("copy", have.tobytes(), need.tobytes(), build.like(v))
     if key not in build.table_of:

@@ -34,16 +34,16 @@ def repeated(program: Program, backward: set[int]) -> list[int]:
 def rows_of_layers(colors: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """[begin, end) of what repeats in a row of ops, equal numbers for ops that are
     alike, and at which distance."""
-    taken = np.zeros(len(colors), bool)
+    covered = np.zeros(len(colors), bool)
     for distance in _distances(colors):
         same = colors[distance:] == colors[:-distance]
         for begin, end in _runs(same):
             if end - begin < distance:
                 continue
             block = slice(begin, end + distance)
-            if taken[block].any():
+            if covered[block].any():
                 continue  # part of layers that repeat at another distance
-            taken[block] = True
+            covered[block] = True
             yield begin, end + distance, distance
 
 
@@ -64,14 +64,14 @@ def _distances(colors: np.ndarray) -> list[int]:
     """Between an op and the next one alike, those that occur most first; among those
     of which one is a multiple of the other, the smaller first."""
     last: dict[int, int] = {}
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for i, color in enumerate(colors.tolist()):
         if color in last:
-            found[i - last[color]] += 1
+            counts[i - last[color]] += 1
         last[color] = i
-    common = [distance for distance, _ in found.most_common(_TRIED)]
-    long = [distance for distance in common if found[distance] >= distance]
-    return sorted(long, key=lambda distance: (-found[distance], distance))
+    common = [distance for distance, _ in counts.most_common(_TRIED)]
+    long = [distance for distance in common if counts[distance] >= distance]
+    return sorted(long, key=lambda distance: (-counts[distance], distance))
 
 
 def _runs(same: np.ndarray) -> list[tuple[int, int]]:
@@ -80,26 +80,26 @@ def _runs(same: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def ties(found: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
+def ties(formulation: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
     """For each node of a problem the node it is tied to, given the ties of ops."""
-    program = found.program
+    program = formulation.program
     value = _values(program, tied)
     index: dict[tuple[str, int, int], int] = {}
-    for i, node in enumerate(found.nodes):
+    for i, node in enumerate(formulation.nodes):
         if node.kind != "value":
             index[node.kind, node.of, 0] = i
-    for v, (forward, backward) in found.settling.items():
+    for v, (forward, backward) in formulation.settling.items():
         index["value", v, forward] = index["settled", v, 0] = forward
         index["settled", v, 1] = backward
     inputs = {v: k for k, v in enumerate(program.inputs) if v is not None}
     outputs = {v: k for k, v in enumerate(program.outputs) if v is not None}
-    out = list(range(len(found.nodes)))
-    for i, node in enumerate(found.nodes):
+    out = list(range(len(formulation.nodes)))
+    for i, node in enumerate(formulation.nodes):
         to: int | None = None
         if node.kind == "op":
             to = index["op", tied[node.of], 0]
         elif node.kind == "value":
-            phase = int(found.settling[node.of][0] != i)
+            phase = int(formulation.settling[node.of][0] != i)
             to = index.get(("settled", value.get(node.of, node.of), phase))
         elif node.kind == "input":
             k = inputs.get(value.get(program.inputs[node.of], -1), node.of)
@@ -107,7 +107,7 @@ def ties(found: Formulation, tied: Sequence[int]) -> tuple[int, ...]:
         elif node.kind == "output":
             k = outputs.get(value.get(program.outputs[node.of], -1), node.of)
             to = index.get(("output", k, 0))
-        if to is not None and np.array_equal(found.nodes[to].specs, node.specs):
+        if to is not None and np.array_equal(formulation.nodes[to].specs, node.specs):
             out[i] = to
     return _heads(out)
 

@@ -103,8 +103,8 @@ def _splits(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
         return
     for first in range(2, ranks // 2 + 1):
         if ranks % first == 0:
-            for rest in _splits(ranks // first, count - 1):
-                yield (first, *rest)
+            for others in _splits(ranks // first, count - 1):
+                yield (first, *others)
 
 
 def _keeps_to_nodes(sizes: Sequence[int], node: int) -> bool:
@@ -119,9 +119,9 @@ def _keeps_to_nodes(sizes: Sequence[int], node: int) -> bool:
 def unlike(meshes: Sequence[Mesh], hardware: Hardware) -> tuple[Mesh, ...]:
     """Of meshes that differ only in the order of axes with one kind of link the first:
     where nothing names an axis, they have plans of one time."""
-    kept: dict[Any, Mesh] = {}
+    first: dict[Any, Mesh] = {}
     for mesh in meshes:
         links = hardware.links(mesh)
         axes = [(size, link) for (_, size), link in zip(mesh.axes, links, strict=True)]
-        kept.setdefault(tuple(sorted(axes, key=repr)), mesh)
-    return tuple(kept.values())
+        first.setdefault(tuple(sorted(axes, key=repr)), mesh)
+    return tuple(first.values())

@@ -52,27 +52,27 @@ class Polished:
 
 
 def polish(
-    found: SearchResult,
+    result: SearchResult,
     *,
     discounts: Sequence[float] = DISCOUNTS,
     seconds: float = 2.0,
     others: Sequence[Sequence[int]] = (),
 ) -> Polished:
-    """A plan whose simulated step takes no longer than that of ``found``.
+    """A plan whose simulated step takes no longer than that of ``result``.
 
     ``seconds``: for solving the problem again with each of the ``discounts``.
     ``others``: choices to compare besides, which must fit, e.g. of an expert
     (``solutions.cost_of``).
     """
-    form = found.formulation
-    choices = [found.solution.choice, *cheaper(found, discounts, seconds), *others]
+    form = result.formulation
+    choices = [result.solution.choice, *cheaper(result, discounts, seconds), *others]
     times = [Overlap(form, choice).seconds for choice in choices]
     best = min(range(len(choices)), key=times.__getitem__)
-    return Polished(taken(found, choices[best]), tuple(times))
+    return Polished(with_choice(result, choices[best]), tuple(times))
 
 
 def ranked(
-    found: SearchResult, asked: SearchOptions, known: Iterable[Sequence[Strategy]]
+    result: SearchResult, options: SearchOptions, known: Iterable[Sequence[Strategy]]
 ) -> tuple[SearchResult, list[str]]:
     """Of the plan found, those with hidden communication at a discount, and known
     strategies of all ops, the one with the shortest simulated step; and a note, if that
@@ -80,45 +80,45 @@ def ranked(
     others = []
     for strategies in known:
         try:
-            others.append(cost_of(found.formulation, strategies, 1.0).choice)
+            others.append(cost_of(result.formulation, strategies, 1.0).choice)
         except (Infeasible, PlanError):
             continue
-    seconds = min(1.0, asked.seconds / 10)
-    best = polish(found, others=others, seconds=seconds)
+    seconds = min(1.0, options.seconds / 10)
+    best = polish(result, others=others, seconds=seconds)
     before, after = best.candidates[0], best.seconds
     if after >= before * (1 - _SAME):
-        return found, []
+        return result, []
     note = (
         f"search: another plan is taken, with communication beside compute its step is "
         f"simulated to take {after * 1e3:.4g} ms, that of the plan above "
         f"{before * 1e3:.4g} ms"
     )
-    return replace(best.found, first=found.solution), [note]
+    return replace(best.found, first=result.solution), [note]
 
 
-def taken(found: SearchResult, choice: Sequence[int]) -> SearchResult:
+def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
     """What a search would have found, had it taken this choice of its problem."""
-    strategies, settled = decode(found.formulation, choice)
-    cost, peak = evaluate(found.formulation.problem, choice)
-    gap = max(0.0, (cost - found.solution.bound) / abs(cost)) if cost else 0.0
+    strategies, settled = decode(result.formulation, choice)
+    cost, peak = evaluate(result.formulation.problem, choice)
+    gap = max(0.0, (cost - result.solution.bound) / abs(cost)) if cost else 0.0
     solution = replace(
-        found.solution, choice=tuple(choice), cost=cost, peak=peak, gap=gap
+        result.solution, choice=tuple(choice), cost=cost, peak=peak, gap=gap
     )
     return replace(
-        found, strategies=tuple(strategies), settled=tuple(settled), solution=solution
+        result, strategies=tuple(strategies), settled=tuple(settled), solution=solution
     )
 
 
 def cheaper(
-    found: SearchResult, discounts: Sequence[float], seconds: float
+    result: SearchResult, discounts: Sequence[float], seconds: float
 ) -> list[tuple[int, ...]]:
     """The plans that are best with communication that compute may hide (gradients that
     nothing computes with, parameters gathered ahead) at these shares of its price;
     those that fit in memory and are not known yet."""
-    problem = found.formulation.problem
+    problem = result.formulation.problem
     known: dict[tuple[int, ...], None] = {}
     for share in discounts:
-        priced = replace(discounted(found.formulation, share), limit=None)
+        priced = replace(discounted(result.formulation, share), limit=None)
         try:
             solution = solve(priced, seconds, tolerance=1e-4)
             if problem.limit is not None and solution.peak > problem.limit:
@@ -127,15 +127,15 @@ def cheaper(
         except Infeasible:
             continue
         known[solution.choice] = None
-    return [choice for choice in known if choice != found.solution.choice]
+    return [choice for choice in known if choice != result.solution.choice]
 
 
-def discounted(found: Formulation, share: float) -> Problem:
+def discounted(formulation: Formulation, share: float) -> Problem:
     """The problem with what compute may hide at a share of its price."""
-    problem, tables = found.problem, list(found.problem.tables)
+    problem, tables = formulation.problem, list(formulation.problem.tables)
     cheap: dict[int, int] = {}
     edges = []
-    for edge, aside in zip(problem.edges, layout(found, ()).aside, strict=True):
+    for edge, aside in zip(problem.edges, layout(formulation, ()).aside, strict=True):
         if aside and edge.table not in cheap:
             cheap[edge.table] = len(tables)
             tables.append(tables[edge.table] * share)

@@ -80,12 +80,12 @@ class SearchResult:
         return (self.first or self.solution).gap <= _CLOSE
 
     def __str__(self) -> str:
-        found, problem = self.solution, self.formulation.problem
+        solution, problem = self.solution, self.formulation.problem
         return (
             f"search: {self.predicted * 1e3:.4g} ms a step, proved within "
-            f"{found.gap * 100:.2g}% of the best; {len(problem.costs)} choices of "
+            f"{solution.gap * 100:.2g}% of the best; {len(problem.costs)} choices of "
             f"{sum(map(len, problem.costs))} strategies, {self.built:.1f} s to price, "
-            f"{found.seconds:.1f} s to solve"
+            f"{solution.seconds:.1f} s to solve"
         )
 
 
@@ -97,7 +97,7 @@ def has_too_many_axes(mesh: Mesh) -> bool:
 def search(
     program: Program,
     mesh: Mesh,
-    asked: SearchOptions,
+    options: SearchOptions,
     seeds: Mapping[int, Sequence[Seed]],
     *,
     keep_gathered: bool = False,
@@ -115,46 +115,51 @@ def search(
             f"the mesh is {mesh}",
             fix="join axes of the mesh, or set FXPAR_PLAN=propagate",
         )
-    mesh = asked.hardware.on(mesh)
+    mesh = options.hardware.on(mesh)
     # Shards are equal, so the slowest rank decides.
-    asked = replace(asked, hardware=asked.hardware.at_speed(mesh.slowest))
+    options = replace(options, hardware=options.hardware.at_speed(mesh.slowest))
     if before is None:
         facts = FixedFacts(seeds, keep_gathered, parts)
-        found = formulate(program, mesh, asked.hardware, facts, asked.budget)
-        tied = repeated(found.program, backward_ops(program))
-        found = replace(found, problem=replace(found.problem, tied=ties(found, tied)))
+        formulation = formulate(program, mesh, options.hardware, facts, options.budget)
+        tied = repeated(formulation.program, backward_ops(program))
+        formulation = replace(
+            formulation,
+            problem=replace(formulation.problem, tied=ties(formulation, tied)),
+        )
         built = time.perf_counter() - begun
     else:
-        found, built = before.formulation, before.built
+        formulation, built = before.formulation, before.built
     begun = time.perf_counter()
     try:
-        solution = _solved(found.problem, asked, asked.enough - found.launches)
+        solution = _solved(
+            formulation.problem, options, options.enough - formulation.launches
+        )
     except Infeasible as error:
-        raise _too_large(error, found) from None
+        raise _too_large(error, formulation) from None
     took = time.perf_counter() - begun
-    chosen, settled = decode(found, solution.choice)
+    chosen, settled = decode(formulation, solution.choice)
     return SearchResult(
-        tuple(chosen), tuple(settled), mesh, found, solution, built, took
+        tuple(chosen), tuple(settled), mesh, formulation, solution, built, took
     )
 
 
 def begun_from(
-    found: SearchResult, asked: SearchOptions, known: Iterable[Sequence[Strategy]]
+    result: SearchResult, options: SearchOptions, known: Iterable[Sequence[Strategy]]
 ) -> SearchResult:
     """What a search finds that begins again from the cheapest of some known strategies
     of all ops, where one is cheaper than what was found; else what was found."""
-    begun, best, start = time.perf_counter(), found.solution.cost, None
+    begun, best, start = time.perf_counter(), result.solution.cost, None
     for strategies in known:
         try:
-            other = cost_of(found.formulation, strategies, asked.seconds / 10)
+            other = cost_of(result.formulation, strategies, options.seconds / 10)
         except (Infeasible, PlanError):
             continue
         if other.cost < best:
             best, start = other.cost, other.choice
     if start is None:
-        return found
-    problem, old = found.formulation.problem, found.solution
-    new = solve(problem, asked.seconds / 4, start=start, tolerance=_CLOSE)
+        return result
+    problem, old = result.formulation.problem, result.solution
+    new = solve(problem, options.seconds / 4, start=start, tolerance=_CLOSE)
     bound = max(old.bound, new.bound)
     took = time.perf_counter() - begun
     new = replace(
@@ -164,13 +169,13 @@ def begun_from(
         seconds=old.seconds + took,
         notes=old.notes + new.notes,
     )
-    strategies, settled = decode(found.formulation, new.choice)
+    strategies, settled = decode(result.formulation, new.choice)
     return replace(
-        found,
+        result,
         strategies=tuple(strategies),
         settled=tuple(settled),
         solution=new,
-        took=found.took + took,
+        took=result.took + took,
     )
 
 
@@ -178,23 +183,23 @@ def begun_from(
 _CLOSE, _FEW = 1e-4, 2000
 
 
-def _solved(problem: Problem, asked: SearchOptions, enough: float) -> Solution:
+def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution:
     """The problem without its limit, which is easier; with it, if that does not fit.
     All of it within the seconds asked for, and until a bound is ``enough``."""
     many = sum(map(len, problem.costs)) > _FEW
     tolerance = _CLOSE if many else EXACT
-    end = time.perf_counter() + asked.seconds
+    end = time.perf_counter() + options.seconds
     if problem.limit is None:
-        return solve(problem, asked.seconds, tolerance=tolerance, enough=enough)
-    if not (many and _is_above(problem, asked.seconds / 10)):
+        return solve(problem, options.seconds, tolerance=tolerance, enough=enough)
+    if not (many and _is_above(problem, options.seconds / 10)):
         free = replace(problem, limit=None)
         share = 0.9 if many else 0.5  # a glance has said that it is likely to fit
         solution = solve(
-            free, share * asked.seconds, tolerance=tolerance, enough=enough
+            free, share * options.seconds, tolerance=tolerance, enough=enough
         )
         if solution.peak <= problem.limit:
             return solution
-    left = max(end - time.perf_counter(), asked.seconds / 4)
+    left = max(end - time.perf_counter(), options.seconds / 4)
     return solve(problem, left, tolerance=tolerance, enough=enough)
 
 
@@ -212,9 +217,9 @@ def _is_above(problem: Problem, seconds: float) -> bool:
     return peak > problem.limit
 
 
-def _too_large(error: Infeasible, found: Formulation) -> PlanError:
+def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
     """What would be needed, and what needs most of it."""
-    program = found.program
+    program = formulation.program
     if error.limit is None or error.needed != error.needed:
         return PlanError(
             f"no plan keeps all hints: {error.what}",
@@ -223,7 +228,7 @@ def _too_large(error: Infeasible, found: Formulation) -> PlanError:
     limit, needed, *sizes = _sizes(
         error.limit, error.needed, *(size for _, size in error.largest)
     )
-    names = (_name(found, node) for node, _ in error.largest)
+    names = (_name(formulation, node) for node, _ in error.largest)
     lines = (f"{name} {size}" for name, size in zip(names, sizes, strict=True))
     return PlanError(
         f"no plan fits in {limit} a rank: the smallest found needs {needed}, of which "
@@ -250,8 +255,8 @@ def _sizes(*sizes: float) -> list[str]:
     return [f"{size:,.0f} bytes" for size in sizes] if alike else texts
 
 
-def _name(found: Formulation, index: int) -> str:
-    node, program = found.nodes[index], found.program
+def _name(formulation: Formulation, index: int) -> str:
+    node, program = formulation.nodes[index], formulation.program
     if node.kind == "op":
         return program.ops[node.of].name
     values = {"input": program.inputs, "output": program.outputs}.get(node.kind)

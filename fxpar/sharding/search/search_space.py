@@ -90,13 +90,13 @@ Part = str | int | None
 def strategies(rule: Rule, mesh: Mesh) -> tuple[Strategy, ...]:
     """All strategies of an op with this rule, the one that leaves all whole first."""
     axes = [axis for axis in orders(mesh)[0] if mesh.sizes[axis] > 1]
-    found: dict[tuple[Spec, ...], Strategy] = {}
+    by_specs: dict[tuple[Spec, ...], Strategy] = {}
     options = [_parts(rule, mesh, axis) for axis in axes]
     for parts in itertools.product(*options):
         for strategy in _strategies(dict(zip(axes, parts, strict=True)), mesh):
             if _fits(rule, strategy, mesh):
-                found.setdefault(specs(rule, strategy), strategy)
-    return tuple(found.values())
+                by_specs.setdefault(specs(rule, strategy), strategy)
+    return tuple(by_specs.values())
 
 
 def specs(rule: Rule, strategy: Strategy) -> tuple[Spec, ...]:
@@ -128,7 +128,7 @@ def _parts(rule: Rule, mesh: Mesh, axis: str) -> list[Part]:
 
 def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
     passes = tuple((a, "sum", p) for a, p in parts.items() if isinstance(p, int))
-    made = set()
+    splits = set()
     for order in orders(mesh):
         axes_of: dict[str, list[str]] = {}
         for axis in order:
@@ -136,8 +136,8 @@ def _strategies(parts: dict[str, Part], mesh: Mesh) -> Iterator[Strategy]:
             if isinstance(part, str):
                 axes_of.setdefault(part, []).append(axis)
         factors = tuple(sorted((f, tuple(axes)) for f, axes in axes_of.items()))
-        if factors not in made:
-            made.add(factors)
+        if factors not in splits:
+            splits.add(factors)
             yield Strategy(factors, passes)
 
 
@@ -154,10 +154,10 @@ def _fits(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     return True
 
 
-def lying(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
+def specs_of_shape(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
     """Every spec without partial axes that may split ``shape``, whole first."""
     axes = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
-    found: dict[Spec, None] = {}
+    unique: dict[Spec, None] = {}
     for places in itertools.product([None, *range(len(shape))], repeat=len(axes)):
         where = dict(zip(axes, places, strict=True))
         for order in orders(mesh):
@@ -168,8 +168,8 @@ def lying(shape: Sequence[int], mesh: Mesh) -> list[Spec]:
             if all(
                 may_split(n, mesh, split) for n, split in zip(shape, dims, strict=True)
             ):
-                found[Spec.of(dims)] = None
-    return list(found)
+                unique[Spec.of(dims)] = None
+    return list(unique)
 
 
 def allowed(
@@ -179,26 +179,26 @@ def allowed(
 
     Raises HintError if hints on the value contradict each other.
     """
-    found = [s for s in specs if all(keeps(seed, s, mesh) for seed in seeds)]
-    if found or not seeds:
-        return found
-    also = [*lying(value.shape, mesh), *_joined(seeds, mesh)]
-    found = [s for s in also if all(keeps(seed, s, mesh) for seed in seeds)]
-    if not found:
+    hinted = [s for s in specs if all(keeps(seed, s, mesh) for seed in seeds)]
+    if hinted or not seeds:
+        return hinted
+    also = [*specs_of_shape(value.shape, mesh), *_joined(seeds, mesh)]
+    hinted = [s for s in also if all(keeps(seed, s, mesh) for seed in seeds)]
+    if not hinted:
         raise HintError(
             f"{' and '.join(seed.origin for seed in seeds)} contradict each other "
             f"on {value.name}",
             fix="leave some of their dims open with '?'",
         )
-    return found
+    return hinted
 
 
 def keeps(seed: Seed, spec: Spec, mesh: Mesh) -> bool:
     """Whether a spec is what a hint asks: closed dims exactly, open ones at least."""
-    asked = stripped(Spec.of(seed.dims), mesh)
+    hint = stripped(Spec.of(seed.dims), mesh)
     return not spec.partial and all(
         have == want if shut else have[: len(want)] == want
-        for have, want, shut in zip(spec.dims, asked.dims, seed.closed, strict=True)
+        for have, want, shut in zip(spec.dims, hint.dims, seed.closed, strict=True)
     )
 
 

@@ -40,17 +40,17 @@ class Overlap:
     """
 
     def __init__(
-        self, found: Formulation, choice: Sequence[int], *, overlap: bool = True
+        self, formulation: Formulation, choice: Sequence[int], *, overlap: bool = True
     ) -> None:
-        self.found, self.problem = found, found.problem
+        self.formulation, self.problem = formulation, formulation.problem
         self.choice = list(choice)
-        sizes = found.mesh.sizes
-        self.axes = tuple(axis for axis in found.mesh.names if sizes[axis] > 1)
-        self.edges_of: list[list[int]] = [[] for _ in found.nodes]
+        sizes = formulation.mesh.sizes
+        self.axes = tuple(axis for axis in formulation.mesh.names if sizes[axis] > 1)
+        self.edges_of: list[list[int]] = [[] for _ in formulation.nodes]
         for e, (i, j, _) in enumerate(self.problem.edges):
             for node in {i, j}:
                 self.edges_of[node].append(e)
-        self.layout = layout(found, self.axes)
+        self.layout = layout(formulation, self.axes)
         self._launch = self._launches()
         self._cells: dict[tuple[int, int, int], _Cell] = {}
         self._overlap, tasks = overlap, self.layout.tasks
@@ -62,11 +62,11 @@ class Overlap:
 
     def _launches(self) -> dict[int, float]:
         """Seconds that ops pay for starting their kernels, by node."""
-        works = self.found.kernels.works
-        each = self.found.launches / max(1, sum(work.launches for work in works))
+        works = self.formulation.kernels.works
+        each = self.formulation.launches / max(1, sum(work.launches for work in works))
         return {
             i: each * works[node.of].launches
-            for i, node in enumerate(self.found.nodes)
+            for i, node in enumerate(self.formulation.nodes)
             if node.kind == "op"
         }
 
@@ -97,8 +97,8 @@ class Overlap:
         problem, kernels, rows = self.problem, self.layout.kernels, self.layout.rows
         for node, k in strategies.items():
             if node in kernels:
-                taken = float(problem.costs[node][k])
-                seconds[kernels[node]] = taken + self._launch[node]
+                duration = float(problem.costs[node][k])
+                seconds[kernels[node]] = duration + self._launch[node]
         for e in {e for node in strategies for e in self.edges_of[node]}:
             row = rows[e]
             if row.copy is None:
@@ -108,8 +108,8 @@ class Overlap:
             b = strategies.get(j, self.choice[j])
             partial, seconds[row.copy], steps = self._cell(e, a, b)
             seconds.update(dict.fromkeys((*row.behind, *row.before), 0.0))
-            for task, (taken, along) in zip(row.of(partial), steps, strict=False):
-                seconds[task], axes[task] = taken, along
+            for task, (duration, along) in zip(row.of(partial), steps, strict=False):
+                seconds[task], axes[task] = duration, along
         return seconds, axes
 
     def _cell(self, e: int, a: int, b: int) -> _Cell:
@@ -117,9 +117,9 @@ class Overlap:
         i, j, table = self.problem.edges[e]
         key = table, a, b
         if key not in self._cells:
-            what, found = self.layout.moved[e], self.found
-            source = found.pool[found.nodes[i].specs[a, what.source]]
-            target = found.pool[found.nodes[j].specs[b, what.target]]
+            what, formulation = self.layout.moved[e], self.formulation
+            source = formulation.pool[formulation.nodes[i].specs[a, what.source]]
+            target = formulation.pool[formulation.nodes[j].specs[b, what.target]]
             total = float(self.problem.tables[table][a, b])
             copies, steps = 0.0, tuple[tuple[float, int], ...]()
             if 0 < total < FORBIDDEN:
@@ -132,10 +132,10 @@ class Overlap:
     ) -> tuple[float, _Steps]:
         """Seconds of copies, and the collectives, of a reshard that takes ``total``; at
         most one for each mesh axis."""
-        value, mesh = self.found.program.values[v], self.found.mesh
+        value, mesh = self.formulation.program.values[v], self.formulation.mesh
         way = all_pairs.path(source, target, mesh, value.shape, value.dtype.itemsize)
         local = value.nbytes / mesh.count(source.sharded_axes)
-        taken: list[tuple[float, int]] = []
+        runs: list[tuple[float, int]] = []
         for step in way or ():
             seconds = 0.0
             if not step.local:
@@ -145,14 +145,14 @@ class Overlap:
             bits = self.simulation.bits([a for a in step.axes if a in self.axes])
             if step.local or not bits:
                 continue
-            if taken and (taken[-1][1] == bits or len(taken) == len(self.axes)):
-                before, along = taken.pop()
+            if runs and (runs[-1][1] == bits or len(runs) == len(self.axes)):
+                before, along = runs.pop()
                 seconds, bits = seconds + before, bits | along
-            taken.append((seconds, bits))
-        whole = sum(seconds for seconds, _ in taken)
+            runs.append((seconds, bits))
+        whole = sum(seconds for seconds, _ in runs)
         if way is None:  # no path of single steps: all links, for as long as it takes
             return 0.0, ((total, self.simulation.bits(self.axes)),)
         if not whole:
             return total, ()
         part = min(1.0, total / whole)
-        return total - whole * part, tuple((x * part, bits) for x, bits in taken)
+        return total - whole * part, tuple((x * part, bits) for x, bits in runs)

@@ -19,37 +19,37 @@ from fxpar.sharding.spec import Spec
 
 
 def decode(
-    found: Formulation, choice: Sequence[int]
+    formulation: Formulation, choice: Sequence[int]
 ) -> tuple[list[Strategy], list[Spec]]:
     """(strategy per op, spec each value settles in) of a choice."""
-    program, nodes = found.program, found.nodes
+    program, nodes = formulation.program, formulation.nodes
     strategies = [Strategy(op.rule.pinned) for op in program.ops]
     settled: list[Spec | None] = [None] * len(program.values)
-    made: dict[int, Spec] = {}
+    spec_of: dict[int, Spec] = {}
     need: dict[int, Spec] = {}
     for node, k in zip(nodes, choice, strict=True):
-        specs = [found.pool[n] for n in node.specs[k]]
+        specs = [formulation.pool[n] for n in node.specs[k]]
         if node.kind == "op":
             op = program.ops[node.of]
             strategies[node.of] = node.strategies[k]
             for v, spec in zip(op.tensors, specs, strict=True):
                 if v in op.results:
-                    made[v] = spec
+                    spec_of[v] = spec
             for v, spec in zip(op.operands, specs, strict=False):
                 need.setdefault(v, spec)
-        elif node.kind == "input" and (given := program.inputs[node.of]) is not None:
-            settled[given] = specs[0]
+        elif node.kind == "input" and (resting := program.inputs[node.of]) is not None:
+            settled[resting] = specs[0]
         elif node.kind == "output" and (out := program.outputs[node.of]) is not None:
             need.setdefault(out, specs[0])
-    for v, (forward, _) in found.settling.items():
+    for v, (forward, _) in formulation.settling.items():
         if settled[v] is None:
             (number,) = nodes[forward].specs[choice[forward]]
-            settled[v] = found.pool[number]
+            settled[v] = formulation.pool[number]
     lie = []
     for value in program.values:
         spec = settled[value.index]
         if spec is None:
-            spec = made.get(value.index, Spec.whole(len(value.shape)))
+            spec = spec_of.get(value.index, Spec.whole(len(value.shape)))
             if spec.partial:
                 spec = need.get(value.index, spec)
         lie.append(spec)
@@ -57,7 +57,7 @@ def decode(
 
 
 def cost_of(
-    found: Formulation, strategies: Sequence[Strategy], seconds: float = 5.0
+    formulation: Formulation, strategies: Sequence[Strategy], seconds: float = 5.0
 ) -> Solution:
     """The solution with every op pinned to its strategy; where values settle is free.
 
@@ -65,16 +65,16 @@ def cost_of(
     order, or an op passes on what is no sum).
     """
     pins: dict[int, int] = {}
-    for i, node in enumerate(found.nodes):
+    for i, node in enumerate(formulation.nodes):
         if node.kind != "op":
             continue
-        op = found.program.ops[node.of]
+        op = formulation.program.ops[node.of]
         wanted = search_space.specs(op.rule, strategies[node.of])
-        rows = [[found.pool[n] for n in row] for row in node.specs]
+        rows = [[formulation.pool[n] for n in row] for row in node.specs]
         try:
             pins[i] = rows.index(list(wanted))
         except ValueError:
             raise PlanError(
                 f"{op.name} takes {strategies[node.of]}, which is not searched"
             ) from None
-    return solve(found.problem, seconds, fixed=pins)
+    return solve(formulation.problem, seconds, fixed=pins)

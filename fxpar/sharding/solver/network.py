@@ -32,10 +32,10 @@ class Tables:
         self, key: tuple, sources: object, make: Callable[[], np.ndarray]
     ) -> np.ndarray:
         """The array for a key; ``sources`` are kept alive, since keys hold ids."""
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = (sources, make())
-        return found[1]
+        entry = self._made.get(key)
+        if entry is None:
+            entry = self._made[key] = (sources, make())
+        return entry[1]
 
     def flip(self, table: np.ndarray) -> np.ndarray:
         """The transposed table; flipping it again gives back the same object."""

@@ -20,7 +20,7 @@ from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
-from fxpar.sharding.search.rank_candidates import discounted, polish, taken
+from fxpar.sharding.search.rank_candidates import discounted, polish, with_choice
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of
@@ -233,7 +233,7 @@ def test_what_compute_may_hide_is_cheaper(found: SearchResult) -> None:
 
 def test_the_best_candidate_is_taken(found: SearchResult) -> None:
     form = found.formulation
-    poor = taken(found, random_choices(form, 6, 60)[-1])
+    poor = with_choice(found, random_choices(form, 6, 60)[-1])
     ranked = polish(poor, discounts=[1.0])
     assert ranked.candidates[0] == Overlap(form, poor.solution.choice).seconds
     assert ranked.seconds == min(ranked.candidates) < ranked.candidates[0]

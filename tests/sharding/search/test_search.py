@@ -35,7 +35,7 @@ from fxpar.sharding.search.alternatives import alternatives
 from fxpar.sharding.search.formulate import formulate
 from fxpar.sharding.search.layers import repeated
 from fxpar.sharding.search.problem_builder import FixedFacts
-from fxpar.sharding.search.rank_candidates import taken
+from fxpar.sharding.search.rank_candidates import with_choice
 from fxpar.sharding.search.run_search import SearchOptions, search
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of
@@ -459,7 +459,7 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
     best = search(program, mesh, SearchOptions(slow), {})
     whole = decide.decide(program, mesh, {}, mode="replicate").strategies
     choice = cost_of(best.formulation, whole).choice
-    bad = taken(best, choice)  # everything computed on every rank
+    bad = with_choice(best, choice)  # everything computed on every rank
     closed = replace(bad.solution, bound=bad.solution.cost, gap=0.0)
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)

@@ -1,0 +1,159 @@
+"""Verb ``balance``: queries of causal attention change places, so that all ranks have
+as much to do.
+
+``balance(attention)``: of queries split along the sequence the first rank's see few
+keys, the last rank's all. Each rank keeps the first half of its queries and swaps the
+second with the rank that stands as far from the other end; what comes of them is
+swapped back. In a backward, what is read of queries is swapped, and their gradients
+back. Keys are whole, and stay in order. This is the head-tail order of Llama 3 (arXiv
+2407.21783, section 3.3.2), for attention alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.fusion.node_legality import arrange
+from fxpar.fusion.schedule import Line, Schedule
+from fxpar.fusion.schedule_edit import Edit, refuse
+from fxpar.passes import balanced_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes.builder import Builder
+from fxpar.passes.local_attention import laid_out
+from fxpar.sharding.mesh import Mesh
+
+aten = torch.ops.aten
+ours = torch.ops.fxpar
+
+# [batch, heads, sequence, features]
+_SEQUENCE = 2
+
+_FORWARD = ours.causal_attention.default
+_BACKWARD = ours.causal_attention_backward.default
+
+
+def balances_of(graph: fx.Graph, mesh: Mesh) -> Schedule:
+    """A line for each attention of a local graph that can be balanced."""
+    lines = [
+        Line("balance", (node.name,))
+        for node in graph.nodes
+        if node.target in (_FORWARD, _BACKWARD) and _obstacle(node, mesh) is None
+    ]
+    return Schedule(tuple(lines))
+
+
+def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
+    """``balance(attention)``: gives its output, or the gradient of queries."""
+    if node.target not in (_FORWARD, _BACKWARD):
+        raise refuse("balance", node, "is no attention with a causal mask by places")
+    why = _obstacle(node, edit.mesh)
+    if why is not None:
+        raise refuse("balance", node, why)
+    rewrite = _balanced if node.target is _FORWARD else _balanced_backward
+    with edit.before(node) as build:
+        made = rewrite(build, node)
+    users = list(node.users)
+    for user in users:
+        user.replace_all_uses_with(made[user.args[1]])
+    edit.erase(users)
+    arrange(edit.graph)
+    return [made[0]]
+
+
+def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
+    """Why an attention cannot be balanced, if it cannot."""
+    queries, keys = _rows(node)
+    ahead: Any = _ahead(node)
+    if not isinstance(ahead, fx.Node) or ahead.target is not custom_ops.offset:
+        return "has queries that begin at the same place on all ranks, or not in steps"
+    _, axes, stride, *begin = ahead.args
+    count = mesh.count(axes)
+    if stride != queries or any(begin) or keys != queries * count or count < 2:
+        return "does not read all keys, in order, and a part of the queries"
+    if queries % 2:
+        return f"has {queries} queries, which have no halves"
+    if any(user.target is not operator.getitem for user in node.users):
+        return "gives a tuple that is read whole"
+    return None
+
+
+def _rows(node: fx.Node) -> tuple[int, int]:
+    """How many queries and keys a call has."""
+    first = int(node.target is _BACKWARD)
+    query, key = (x.meta["val"] for x in node.args[first : first + 2])
+    return query.shape[_SEQUENCE], key.shape[_SEQUENCE]
+
+
+def _ahead(node: fx.Node) -> Any:
+    return node.args[-2]
+
+
+class _Halves:
+    """Queries, or what comes of them: what a rank keeps and what it swaps."""
+
+    def __init__(self, build: Builder, node: fx.Node) -> None:
+        self.build, self.rows = build, _rows(node)[0]
+        self.axes = tuple(_ahead(node).args[1])
+
+    def places(self) -> tuple[Any, Any]:
+        """Where the queries that a rank attends begin: its first half, and what it has
+        of the rank that stands as far from the other end."""
+        half, count = self.rows // 2, self.build.mesh.count(self.axes)
+        near = self.build.offset(self.axes, 2 * half)
+        return near, self.build.offset(self.axes, -2 * half, (2 * count - 1) * half)
+
+    def swapped(self, x: fx.Node) -> fx.Node:
+        """``x`` of the rank that stands as far from the other end."""
+        mesh, count = self.build.mesh, self.build.mesh.count(self.axes)
+        index = [mesh.index(rank, self.axes) for rank in mesh.group(0, self.axes)]
+        sources = tuple(index.index(count - 1 - i) for i in index)
+        axes = mesh.ordered(self.axes)
+        permute = collective_nodes.permute
+        return collective_nodes.step(self.build, permute, x, sources, axes)
+
+    def apart(self, x: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Of rows as they lie those that a rank attends, near and far."""
+        slice_, half = aten.slice.Tensor, self.rows // 2
+        near = self.build.call(slice_, x, _SEQUENCE, 0, half)
+        far = self.build.call(slice_, x, _SEQUENCE, half, self.rows)
+        return near, self.swapped(far)
+
+    def joined(self, near: fx.Node, far: fx.Node, like: torch.Tensor) -> fx.Node:
+        """Inverse of ``apart``, laid out as ``like``."""
+        rows = [near, self.swapped(far)]
+        return laid_out(self.build, self.build.call(aten.cat.default, rows, 2), like)
+
+
+def _items(build: Builder, node: fx.Node) -> list[fx.Node]:
+    count = len(node.meta["val"])
+    return [build.call(operator.getitem, node, i) for i in range(count)]
+
+
+def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
+    """Output and log-sum-exp."""
+    query, key, value, _, scale = node.args
+    halves, whole = _Halves(build, node), node.meta["val"]
+    near, far = halves.apart(query)
+    op = ours.balanced_causal_attention.default
+    made = build.call(op, near, key, value, far, *halves.places(), scale)
+    near_out, near_lse, far_out, far_lse = _items(build, made)
+    return {
+        0: halves.joined(near_out, far_out, whole[0]),
+        1: halves.joined(near_lse, far_lse, whole[1]),
+    }
+
+
+def _balanced_backward(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
+    """Gradients of queries, keys and values."""
+    grad, query, key, value, out, lse, _, scale = node.args
+    halves, whole = _Halves(build, node), node.meta["val"]
+    sets = [halves.apart(x) for x in (grad, query, out, lse)]
+    near, far = zip(*sets, strict=True)
+    op = ours.balanced_causal_attention_backward.default
+    given = (*near[:2], key, value, *near[2:], *far, *halves.places(), scale)
+    near_dq, far_dq, dk, dv = _items(build, build.call(op, *given))
+    return {0: halves.joined(near_dq, far_dq, whole[0]), 1: dk, 2: dv}

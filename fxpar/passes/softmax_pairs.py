@@ -1,0 +1,238 @@
+"""local: what normalizes a softmax along a split dim is exchanged at once.
+
+In: the local graph of one rank, communication as steps. Out: the same graph, changed in
+place. A softmax, a logsumexp or a cross entropy along a dim that ranks split takes the
+largest score of all ranks, then the sum of all that is less by it, then the score of a
+label, which one rank has: three all-reduces of a number for each row, one after the
+other. Instead each rank sums by its own largest score, and ranks gather the numbers of
+all: sums are weighted as what they were subtracted from differs. What it never does:
+change a softmax for which the all-reduces are predicted to be faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import collective_nodes
+from fxpar.passes.builder import Builder
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.op import nbytes_of
+from fxpar.sharding.mesh import Mesh
+
+aten = torch.ops.aten
+
+# What is computed of the largest score before it is subtracted has no more nodes.
+_FEW = 8
+
+
+@dataclass(frozen=True)
+class SplitSoftmax:
+    """``exp(scores - shift)``, summed along a split dim."""
+
+    scores: fx.Node
+    # All-reduce of the largest score, and what is subtracted: it, or 0 for infinity.
+    largest: fx.Node
+    shift: fx.Node
+    # All-reduce of the sum.
+    total: fx.Node
+    # All-reduce of the label's normalized score; None: none, or not of this form.
+    label: fx.Node | None
+
+    @property
+    def reductions(self) -> list[fx.Node]:
+        found = (self.largest, self.total, self.label)
+        return [node for node in found if node is not None]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return collective_nodes.axes_of(self.total)
+
+    def pays(self, mesh: Mesh) -> bool:
+        """Whether one gather takes less than the all-reduces, on a mesh with links."""
+        sizes = [nbytes_of(node.meta["val"]) for node in self.reductions]
+        reduce = collectives.along("all_reduce", mesh, self.axes)
+        gather = collectives.along("all_gather", mesh, self.axes)
+        return gather.seconds(sum(sizes)) < sum(map(reduce.seconds, sizes))
+
+
+def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
+    """Rewrite a local graph in place; ``mesh``: with the links of the hardware."""
+    found = [_softmax_of(node) for node in graph.nodes]
+    paying = [softmax for softmax in found if softmax and softmax.pays(mesh)]
+    for softmax in paying:
+        _exchange(build, softmax)
+    if paying:
+        graph.eliminate_dead_code()
+
+
+# What it is read off
+
+
+def _softmax_of(total: fx.Node) -> SplitSoftmax | None:
+    summed = _reduced(total, "sum", aten.sum.dim_IntList)
+    if summed is None or summed.args[0].target is not aten.exp.default:
+        return None
+    less: Any = summed.args[0].args[0]
+    if less.target is not aten.sub.Tensor or less.kwargs:
+        return None
+    scores, shift = less.args
+    largest = _made_of(shift) if isinstance(shift, fx.Node) else None
+    most = _reduced(largest, "max", aten.amax.default)
+    if most is None or largest is None or most.args[0] is not scores:
+        return None
+    same_axes = collective_nodes.axes_of(largest) == collective_nodes.axes_of(total)
+    values = [node.meta["val"] for node in (scores, largest, total)]
+    if not same_axes or most.args[1] != summed.args[1] or most.args[2:] != (True,):
+        return None
+    if len({value.dtype for value in values}) > 1 or not values[0].is_floating_point():
+        return None
+    label = _label_of(less, total, largest)
+    return SplitSoftmax(scores, largest, shift, total, label)
+
+
+def _reduced(node: fx.Node | None, op: str, target: Any) -> fx.Node | None:
+    """What an all-reduce is of, a call of ``target`` that nothing else reads."""
+    if node is None or node.target is not collective_nodes.all_reduce:
+        return None
+    source: Any = node.args[0]
+    fits = source.target is target and node.args[1] == op and len(source.users) == 1
+    return source if fits else None
+
+
+def _made_of(shift: fx.Node) -> fx.Node | None:
+    """The one reduction of which, and of constants, a shift is made."""
+    seen, waiting, found = set[fx.Node](), [shift], list[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is collective_nodes.all_reduce:
+            found.append(node)
+            continue
+        if node.op != "call_function" or len(seen) > _FEW:
+            return None
+        waiting += node.all_input_nodes
+    return found[0] if len(found) == 1 else None
+
+
+def _label_of(less: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | None:
+    """The all-reduce of a label's normalized score, of which other ranks have 0."""
+    normalized = [
+        user
+        for user in less.users
+        if user.target is aten.sub.Tensor and _is_log(user.args[1], total)
+    ]
+    reads = [n for x in normalized for n in x.users if n.target is aten.gather.default]
+    for read in reads:
+        ends = [n for n in read.users if n.target is aten.where.self]
+        if len(read.users) != 1 or not ends or ends[0].args[1] is not read:
+            continue
+        for node in ends[0].users:
+            same = _reduced(node, "sum", aten.where.self) is ends[0]
+            if same and collective_nodes.axes_of(node) == collective_nodes.axes_of(
+                total
+            ):
+                value = node.meta["val"]
+                like = value.shape == largest.meta["val"].shape
+                return node if like and _movable(node, largest) else None
+    return None
+
+
+def _is_log(node: Any, total: fx.Node) -> bool:
+    return node.target is aten.log.default and node.args[0] is total
+
+
+def _places(label: fx.Node) -> tuple[fx.Node, fx.Node, Any]:
+    """(which rank has it, where, what others have) of a label."""
+    own, read, other = label.args[0].args
+    return own, read.args[2], other
+
+
+def _movable(label: fx.Node, before: fx.Node) -> bool:
+    """Whether where a label is can be known before a node."""
+    return all(node is not before for node in _ancestors(_places(label)))
+
+
+def _ancestors(nodes: Sequence[Any]) -> Iterator[fx.Node]:
+    seen, waiting = set[fx.Node](), [x for x in nodes if isinstance(x, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += node.all_input_nodes
+
+
+# What becomes of it
+
+
+def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
+    """One gather of a row of numbers for each rank in the place of the all-reduces."""
+    largest, shift, total = softmax.largest, softmax.shift, softmax.total
+    _, dims, *keep = total.args[0].args
+    most: Any = largest.args[0]
+    if softmax.label is not None:
+        late = [n for n in _ancestors(_places(softmax.label)) if n > largest]
+        for node in sorted(late):
+            largest.prepend(node)
+    with build.before(largest):
+        finite = _finite(build, most)
+        each = build.call(aten.sub.Tensor, softmax.scores, finite)
+        each = build.call(aten.exp.default, each)
+        own = [most, build.call(aten.sum.dim_IntList, each, dims, *keep)]
+        if softmax.label is not None:
+            has, place, other = _places(softmax.label)
+            dim = softmax.label.args[0].args[1].args[1]
+            score = build.call(aten.gather.default, softmax.scores, dim, place)
+            own.append(build.call(aten.where.self, has, score, other))
+        numbers = _gathered(build, own, softmax.axes)
+        new = build.call(aten.amax.default, numbers[0], [0])
+        new = build.call(aten.reshape.default, new, list(largest.meta["val"].shape))
+    largest.replace_all_uses_with(new)
+    shift = new if shift is largest else shift
+    with build.before(total):
+        flat = build.call(aten.reshape.default, shift, [1, -1])
+        weights = build.call(aten.sub.Tensor, _finite(build, numbers[0]), flat)
+        weights = build.call(aten.exp.default, weights)
+        sums = build.call(aten.mul.Tensor, numbers[1], weights)
+        sums = build.call(aten.sum.dim_IntList, sums, [0])
+        sums = build.call(aten.reshape.default, sums, list(total.meta["val"].shape))
+    total.replace_all_uses_with(sums)
+    if softmax.label is not None:
+        with build.before(softmax.label):
+            score = build.call(aten.sum.dim_IntList, numbers[2], [0])
+            shape = list(softmax.label.meta["val"].shape)
+            score = build.call(aten.reshape.default, score, shape)
+            score = build.call(aten.sub.Tensor, score, shift)
+            logarithm = build.call(aten.log.default, sums)
+            score = build.call(aten.sub.Tensor, score, logarithm)
+        softmax.label.replace_all_uses_with(score)
+
+
+def _gathered(
+    build: Builder, own: Sequence[fx.Node], axes: tuple[str, ...]
+) -> list[fx.Node]:
+    """Each value of all ranks, [ranks, elements], in one message."""
+    flat = [build.call(aten.reshape.default, x, [1, -1]) for x in own]
+    message = build.call(aten.cat.default, flat, 1)
+    gather = collective_nodes.all_gather
+    message = collective_nodes.step(build, gather, message, 0, axes)
+    made, start = [], 0
+    for x in flat:
+        end = start + x.meta["val"].shape[1]
+        made.append(build.call(aten.slice.Tensor, message, 1, start, end))
+        start = end
+    return made
+
+
+def _finite(build: Builder, most: fx.Node) -> fx.Node:
+    """0 where a rank has no score that is a number: its sum is 0 then."""
+    nothing = build.call(aten.eq.Scalar, most, -math.inf)
+    return build.call(aten.masked_fill.Scalar, most, nothing, 0)
