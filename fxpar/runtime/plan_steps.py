@@ -29,11 +29,11 @@ from fxpar.passes.program_at_place import program_at
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
 from fxpar.runtime.pipeline_state import JointState
-from fxpar.runtime.stage_steps import on_whole_mesh
+from fxpar.runtime.stage_steps import on_whole_mesh, parts_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import balanced, decide_on
-from fxpar.sharding.choose_stages import chosen
+from fxpar.sharding.choose_stages import chosen, decide_in_stages
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -288,7 +288,8 @@ def make_plan(state: JointState) -> None:
             if request.meshes:
                 state.decision, state.request = chosen(state.program, request)
             else:
-                state.decision = decide_on(state.program, request)
+                parts = parts_of(request)
+                state.decision = decide_in_stages(state.program, request, parts)
             if state.open_shares and _searches(request):
                 open_ = state.open_shares
                 state.decision = balanced(state.decision, request, open_, state.rows)

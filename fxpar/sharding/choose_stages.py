@@ -80,6 +80,34 @@ def chosen(program: Program, request: Request) -> tuple[Decision, Request]:
     return best, request.on(best.mesh)
 
 
+def decide_in_stages(program: Program, request: Request, parts: int) -> Decision:
+    """The decision on a named mesh with stages: searched for a stage of one of
+    ``parts`` microbatches, as many as the batch has; else as ``decide_on``."""
+    pipeline, asked = request.pipeline, request.mode
+    if pipeline is None or not isinstance(asked, SearchOptions):
+        return decide_on(program, request)
+    cut = cut_in_time(program)
+    count = max(n for n in range(1, parts + 1) if not cut or cut.rows % n == 0)
+    if cut is None or count == 1:
+        return decide_on(program, request)
+    decision = decide_on(
+        program, request, parts=_one_part(program, request, cut, count)
+    )
+    order = request.pipeline_order
+    step = price_stages(found_of(decision), pipeline, order, asked.hardware)
+    notes = () if step is None else (str(step),)
+    return replace(decision, notes=(*decision.notes, *notes))
+
+
+def _one_part(
+    program: Program, request: Request, cut: BatchCut, parts: int
+) -> PartProgram:
+    assert request.pipeline is not None, "of a mesh with stages"
+    places = request.pipeline.places
+    flying = parts if request.pipeline_order == "gpipe" else min(places, parts)
+    return PartProgram(program, cut, parts, places, flying)
+
+
 def fastest_staged(
     program: Program,
     request: Request,
@@ -189,14 +217,13 @@ def _attempt(
     pipeline = here.pipeline
     assert pipeline is not None, "of a mesh with stages"
     places, schedule = pipeline.places, here.pipeline_order
-    most = parts if schedule == "gpipe" else min(places, parts)
-    part = PartProgram(program, cut, parts, places, most)
     enough = bar / least_staged(1.0, places, parts)
     here = replace(here, mode=replace(asked, enough=enough), microbatches=parts)
     try:
         here = here.on(refine(program, here))
         program = replace(program, signature=here.laid)
-        decision = decide_on(program, here, parts=replace(part, whole=program))
+        part = _one_part(program, here, cut, parts)
+        decision = decide_on(program, here, parts=part)
         found = found_of(decision)
         if found.bound >= enough:
             least = least_staged(found.bound, places, parts)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fxpar
+from fxpar.errors import PlanError
 from fxpar.sharding import choose_stages
 from fxpar.sharding.cost.hardware_table import Hardware, Level
 from fxpar.sharding.cut_in_time import cut_in_time
@@ -228,6 +229,7 @@ def test_a_place_keeps_to_its_memory(
         return replace(step, memory=(1e12,))
 
     monkeypatch.setattr(choose_stages, "price_stages", large)
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "16")
     plan = planned(STARVED, tmp_path, monkeypatch)
     assert not plan.stages
     assert any("needs 931 GiB a rank" in note for note in plan.notes)
@@ -239,3 +241,16 @@ def test_stages_of_a_batch_that_cannot_be_cut(
     monkeypatch.setenv("FXPAR_MICROBATCHES", "7")  # which no number of rows here is
     plan = planned(STARVED, tmp_path, monkeypatch)
     assert not plan.stages
+
+
+def test_memory_of_a_named_mesh_is_that_of_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too much for one device fits in stages, and is searched as such."""
+    whole = 4 * sum(p.nbytes for p in layers().parameters())  # gradients, Adam's state
+    tight = replace(FREE, memory=0.6 * whole)
+    with pytest.raises(PlanError, match="no plan fits"):
+        planned(tight, tmp_path, monkeypatch, "dp=1")
+    plan = planned(tight, tmp_path, monkeypatch, "pp=4")
+    assert len(plan.stages) == 4
+    assert any("4 stages, gpipe, 16 microbatches" in note for note in plan.notes)
