@@ -98,6 +98,13 @@ def _fed(job: CompileJob) -> tuple[str, ...] | None:
     return tuple(job.named[i].name for i in job.local)
 
 
+def _apart(schedule: str) -> str:
+    return (
+        f"pipeline={schedule!r} is for fxpar.train_step: forward and backward are two "
+        f"calls here, so stages run {AUTO_APART!r}"
+    )
+
+
 class JointPass:
     """The pass hung on the joint graph: traced in, this rank's bound graph out."""
 
@@ -123,7 +130,9 @@ class JointPass:
         # What is asked of the pipeline, and what it gives.
         options = job.options
         mesh, stages = split_off(job.ranks.mesh, options.pipeline)
-        if stages is not None and not job.writes:  # forward and backward are two calls
+        if stages is not None and not job.writes:
+            if stages.schedule not in ("auto", AUTO_APART):
+                self.job = replace(job, notes=(*job.notes, _apart(stages.schedule)))
             stages = replace(stages, schedule=AUTO_APART)
         self.request = Request(
             mesh,

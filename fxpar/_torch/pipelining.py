@@ -21,7 +21,7 @@ def one_f_one_b(places: int, parts: int, rounds: int) -> list[list[Action]]:
     found: Any = schedules
     rows = []
     for rank in range(places):
-        first = found._get_warmup_ops(rank, 1, parts, places, parts, 1)
+        first = min(parts, places - 1 - rank)
         ops = found._get_1f1b_rank_ops(
             1,
             places,

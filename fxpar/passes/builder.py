@@ -252,6 +252,16 @@ class Builder:
         rows = [n for size in reversed(more) for n in (0, size)]
         return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
 
+    def where(
+        self, condition: fx.Node, x: fx.Node, other: bool | int | float
+    ) -> fx.Node:
+        """``x`` where the condition holds, else the scalar ``other``."""
+        like, aten = x.meta["val"], torch.ops.aten
+        constant = self.call(
+            aten.full.default, [], other, dtype=like.dtype, device=like.device
+        )
+        return self.call(aten.where.self, condition, x, constant)
+
     def product(self, sizes: Iterable[Size]) -> Size:
         """The product of sizes."""
         out: Size = 1

@@ -119,7 +119,7 @@ def _merged(
         build, collective_nodes.all_gather, of_ranks, 0, tuple(axes)
     )
     if mask is None:
-        total = build.call(aten.logsumexp.default, of_ranks, [0])
+        total = merge_attention.log_of_sum(build, of_ranks)
         out = weighted(build, out, lse, total)
     else:
         out, total = merge_attention.of_ranks(build, out, lse, of_ranks)

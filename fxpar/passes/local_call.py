@@ -72,11 +72,7 @@ class LocalCall:
 
     def where(self, condition: fx.Node, x: fx.Node, other: bool | int | float) -> Any:
         """``x`` where the condition holds, else the scalar ``other``."""
-        like = x.meta["val"]
-        constant = self.build.call(
-            aten.full.default, [], other, dtype=like.dtype, device=like.device
-        )
-        return self.build.call(aten.where.self, condition, x, constant)
+        return self.build.where(condition, x, other)
 
 
 # (call, *local args, **local kwargs) -> node

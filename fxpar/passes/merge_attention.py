@@ -29,15 +29,20 @@ def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.N
     return _scaled(build, out, _weight(build, lse, _finite(build, total)))
 
 
+def log_of_sum(build: Builder, each: fx.Node) -> fx.Node:
+    """Log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here: it is made
+    of others when a program is traced."""
+    shift = _finite(build, build.call(aten.amax.default, each, [0]))
+    weights = build.call(aten.sum.dim_IntList, _weight(build, each, shift), [0])
+    return build.call(aten.add.Tensor, build.call(aten.log.default, weights), shift)
+
+
 def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
     """A log-sum-exp that is ``-inf`` where a mask (boolean or additive, it broadcasts
     to the scores) hides all keys."""
-    if mask.meta["val"].dtype is torch.bool:
-        hidden = build.call(aten.logical_not.default, mask)
-    else:
-        hidden = build.call(aten.eq.Scalar, mask, -math.inf)
-    hidden = build.call(aten.all.dim, hidden, -1)
-    return build.call(aten.masked_fill.Scalar, lse, hidden, -math.inf)
+    if mask.meta["val"].dtype is not torch.bool:
+        mask = build.call(aten.ne.Scalar, mask, -math.inf)
+    return build.where(build.call(aten.any.dim, mask, -1), lse, -math.inf)
 
 
 def of_ranks(
@@ -82,8 +87,8 @@ class RunningAttention:
     def result(self, build: Builder) -> tuple[fx.Node, fx.Node]:
         """Output and log-sum-exp; both 0 of a query that sees no key, as of kernels."""
         assert self.weights is not None, "of several parts"
-        nothing = build.call(aten.eq.Scalar, self.weights, 0)
-        weights = build.call(aten.masked_fill.Scalar, self.weights, nothing, 1)
+        seen = build.call(aten.ne.Scalar, self.weights, 0)
+        weights = build.where(seen, self.weights, 1)
         shift = _finite(build, self.shift)
         total = build.call(
             aten.add.Tensor, shift, build.call(aten.log.default, weights)
@@ -104,8 +109,7 @@ def aligned(build: Builder, mask: fx.Node) -> fx.Node:
 
 def _finite(build: Builder, lse: fx.Node) -> fx.Node:
     """0 for ``-inf``: no number is infinitely less than that."""
-    nothing = build.call(aten.eq.Scalar, lse, -math.inf)
-    return build.call(aten.masked_fill.Scalar, lse, nothing, 0)
+    return build.where(build.call(aten.ne.Scalar, lse, -math.inf), lse, 0)
 
 
 def _weight(build: Builder, lse: fx.Node, shift: fx.Node) -> fx.Node:

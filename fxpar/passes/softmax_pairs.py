@@ -234,5 +234,4 @@ def _gathered(
 
 def _finite(build: Builder, most: fx.Node) -> fx.Node:
     """0 where a rank has no score that is a number: its sum is 0 then."""
-    nothing = build.call(aten.eq.Scalar, most, -math.inf)
-    return build.call(aten.masked_fill.Scalar, most, nothing, 0)
+    return build.where(build.call(aten.ne.Scalar, most, -math.inf), most, 0)

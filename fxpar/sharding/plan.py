@@ -155,7 +155,11 @@ class Plan:
         ]
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         if self.stages:
-            data["stages"] = [_plain(asdict_shallow(stage)) for stage in self.stages]
+            stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
+            data["stages"] = [
+                {k: v for k, v in stage.items() if not k.endswith("_seconds")}
+                for stage in stages
+            ]
         return data | {
             "format": FORMAT,
             "mesh": str(self.mesh),
@@ -187,6 +191,9 @@ class Plan:
         data["memory"] = list(self.memory)
         data["near"] = list(self.near)
         data["regions"] = list(self.regions)
+        for stage, saved in zip(self.stages, data.get("stages", ()), strict=True):
+            saved["forward_seconds"] = stage.forward_seconds
+            saved["backward_seconds"] = stage.backward_seconds
         data["dearest"] = [_plain(asdict_shallow(moved)) for moved in self.dearest]
         return data
 
@@ -432,8 +439,8 @@ def _stage(saved: Saved) -> PipelineStage:
         saved["place"].count(),
         saved["ops"].each(Saved.text),
         saved["parameters"].each(Saved.text),
-        saved["forward_seconds"].number(),
-        saved["backward_seconds"].number(),
+        saved.get("forward_seconds", 0.0).number(),
+        saved.get("backward_seconds", 0.0).number(),
         saved["bytes"].count(),
         saved["sent_bytes"].count(),
     )

@@ -36,7 +36,7 @@ def check(seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     places = rng.choice((2, 2, 3, 4))
     monkeypatch.setenv("FXPAR_PIPELINE", rng.choice([*SCHEDULES]))
     monkeypatch.setenv("FXPAR_MICROBATCHES", rng.choice("124"))
-    mesh = rng.choice((f"pp={places}", f"pp={places},dp=2", f"tp=2,pp={places}"))
+    mesh = rng.choice((f"pp={places},{case.mesh}", f"{case.mesh},pp={places}"))
     args = case.tensors()
     try:
         plan = fxpar.plan(

@@ -150,6 +150,18 @@ def test_what_cuts_alike_refuses_shares(monkeypatch: pytest.MonkeyPatch) -> None
         plan_of("dp=2[2,1]")
 
 
+def test_manual_regions_are_cut_alike() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return fxpar.shard_map(torch.relu, (("dp", None),), (("dp", None),))(x)
+
+    x = torch.randn(12, 4)
+    with pytest.raises(MeshError, match="the shards of manual regions are equal"):
+        fxpar.plan(fn, x, mesh="dp=2[2,1]", mode="propagate")
+    plan = fxpar.plan(fn, x, mesh="dp=2{1.0,0.5}", mode="propagate")
+    assert plan.mesh.is_shared_equally
+    torch.testing.assert_close(plan.simulate(x), fn(x))
+
+
 def large(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.relu(x @ w).sum()
 

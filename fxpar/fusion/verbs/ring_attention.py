@@ -36,6 +36,7 @@ from fxpar.passes.merge_attention import (
     BIASES,
     RunningAttention,
     aligned,
+    log_of_sum,
     of_visible,
     weighted,
 )
@@ -347,7 +348,8 @@ def _merged(build: Builder, made: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
     out, lse = (build.call(operator.getitem, made[0], k) for k in range(2))
     for node in made[1:]:
         seen, weight = (build.call(operator.getitem, node, k) for k in range(2))
-        total = build.call(aten.logaddexp.default, lse, weight)
+        both = [build.call(aten.unsqueeze.default, x, 0) for x in (lse, weight)]
+        total = log_of_sum(build, build.call(aten.cat.default, both))
         pairs = ((out, lse), (seen, weight))
         first, second = (weighted(build, o, w, total) for o, w in pairs)
         out, lse = build.call(aten.add.Tensor, first, second), total

@@ -1,0 +1,93 @@
+"""Local graphs are compiled as they are: what Inductor makes of others while a program
+is traced, it does not take any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._inductor import lowering
+from torch._inductor.decomposition import select_decomp_table
+
+import fxpar
+from fxpar.fusion import choose_schedule
+from fxpar.fusion.apply_schedule import apply
+from fxpar.fusion.schedule import Schedule
+from fxpar.fusion.verbs.balance import balances_of
+from fxpar.fusion.verbs.ring_attention import rings_of
+from fxpar.sharding.mesh import Mesh
+
+SEQUENCE = (None, None, "cp", None)
+
+Lines = Callable[[fx.Graph, Mesh], Schedule]
+
+
+def refused(graph: fx.Graph) -> set[str]:
+    """Ops that Inductor has a decomposition for, and no kernel."""
+    known = select_decomp_table()
+    return {
+        str(node.target)
+        for node in graph.nodes
+        if node.target in known and node.target not in lowering.lowerings
+    }
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, (rows - keys).abs() < 3)
+
+
+def rings(graph: fx.Graph, mesh: Mesh) -> Schedule:
+    return rings_of(graph)
+
+
+@pytest.mark.parametrize(
+    "fn, lines", [(causal, rings), (window, rings), (causal, balances_of)]
+)
+def test_attention_by_a_schedule(
+    fn: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(graph: fx.Graph, mesh: Mesh, hardware: Any) -> choose_schedule.Chosen:
+        schedule = lines(graph, mesh)
+        assert len(schedule.lines) == 2
+        after = apply(schedule, graph, mesh)
+        return choose_schedule.Chosen(schedule, after, (1, 1), (1, 1))
+
+    monkeypatch.setattr(choose_schedule, "choose", choose)
+    args = [torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3)]
+    options = {"mesh": "cp=2", "in_specs": [SEQUENCE] * 3, "mode": "propagate"}
+    plan = fxpar.plan(fn, *args, **options, grad=True, schedule="auto")
+    assert not refused(plan.result.local)
+
+
+@pytest.mark.parametrize("fn", [causal, window])
+def test_attention_on_split_keys(fn: Any) -> None:
+    args = [torch.randn(1, 2, rows, 4) for rows in (1, 16, 16)]
+    specs = [None, SEQUENCE, SEQUENCE]
+    plan = fxpar.plan(fn, *args, mesh="cp=2", in_specs=specs, mode="propagate")
+    assert not refused(plan.result.local)
+
+
+def test_a_loss_over_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPAR_HARDWARE", "h100")
+    x, labels = torch.randn(8, 16, requires_grad=True), torch.randint(16, (8,))
+    specs = [(None, "tp"), None]
+    options = {"mesh": "tp=2", "in_specs": specs, "mode": "propagate", "grad": True}
+    plan = fxpar.plan(F.cross_entropy, x, labels, **options)
+    assert "all_gather" in {c.kind for c in plan.collectives}
+    assert not refused(plan.result.local)
+
+
+def test_what_is_refused_is_noticed() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops.aten.logaddexp.default, (x, x))
+    assert refused(graph) == {"aten.logaddexp.default"}
