@@ -187,7 +187,13 @@ def look_up_plan(state: JointState) -> None:
     known = [mesh.unrefined.axes for mesh in meshes]
     if plan and not (request.meshes or plan.mesh.is_refined):
         return
-    if plan and plan.mesh.unrefined.axes in known:
+    if (
+        isinstance(asked, Plan)
+        and request.meshes
+        and asked.mesh.unrefined.axes in known
+    ):
+        _on(state, asked.mesh)  # with its stages
+    elif plan and plan.mesh.unrefined.axes in known:
         _on(state, plan.mesh)
 
 

@@ -210,6 +210,17 @@ def test_stages_are_chosen_where_weights_are_dear_to_send(
     got, want = plan.simulate(rows()), plan.reference(rows())
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
+    plan.save(tmp_path / "plan.json")
+    again = fxpar.plan(
+        layers(),
+        rows(),
+        mesh="auto:4",
+        mode=str(tmp_path / "plan.json"),
+        grad=True,
+        schedule="none",
+    )
+    assert again.mesh.axes == plan.mesh.axes and len(again.stages) == 4
+
 
 def test_what_cannot_win_is_not_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +231,7 @@ def test_what_cannot_win_is_not_searched(
     assert "stages: none of 2 meshes can be faster" in plan.notes
 
 
+@pytest.mark.slow
 def test_a_place_keeps_to_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +247,7 @@ def test_a_place_keeps_to_its_memory(
     assert any("needs 931 GiB a rank" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_stages_of_a_batch_that_cannot_be_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +256,7 @@ def test_stages_of_a_batch_that_cannot_be_cut(
     assert not plan.stages
 
 
+@pytest.mark.slow
 def test_memory_of_a_named_mesh_is_that_of_a_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
