@@ -38,7 +38,6 @@ from fxpar.sharding.solver import (
     message_passing,
     milp,
     neighborhood_search,
-    reduced_cost_fixing,
     solve,
 )
 
@@ -47,6 +46,7 @@ LLAMAS = [
     (2, "dp=8,tp=8", 64, None),
     (32, "dp=8", 8, None),
     (32, "dp=8", 8, 0.6),
+    (8, "dp=8,tp=8", 64, None),
     (8, "dp=8,tp=8", 64, 0.6),
 ]
 
@@ -88,11 +88,12 @@ PHASES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "column generation": [(lagrangian, "generate", _no_prices)],
     "crossover": [(crossover, "mix", _unchanged)],
     "combination": [(neighborhood_search, "combine", lambda *_: None)],
-    "reduced-cost fixing": [
-        (reduced_cost_fixing, "solve_near", lambda *_: (None, -math.inf))
-    ],
     "pruned messages": [
-        (reduced_cost_fixing, "pass_pruned", lambda *_: (None, -math.inf))
+        (
+            sys.modules[f"{solve.__module__}"],
+            "pass_pruned",
+            lambda *_: (None, -math.inf),
+        )
     ],
     "integer program": [
         (
@@ -145,7 +146,7 @@ def formulated(layers: int, mesh: str, batch: int, tight: float | None) -> Any:
     asked = run_search.SearchOptions(lookup("h100"), seconds=20.0, ranked=False)
     result = run_search.search(program, Mesh.parse(mesh), asked, {})
     problem = result.formulation.problem
-    return problem if tight is None else replace(problem, limit=tight * _peak(result))
+    return replace(problem, limit=None if tight is None else tight * _peak(result))
 
 
 def _peak(result: Any) -> float:
@@ -211,9 +212,32 @@ def problems(folder: Path, only: str) -> Iterator[tuple[str, Any]]:
             yield name, formulated(layers, mesh, batch, tight)
 
 
+def table(results: dict[str, Any]) -> Iterator[str]:
+    """Lines of Markdown: by how much the gap is wider, and seconds are more, without a
+    phase."""
+    yield "| problem | without | gap | more gap | seconds | more seconds |"
+    yield "|---|---|---|---|---|---|"
+    for part in (results, *(x for x in results.values() if isinstance(x, dict))):
+        rows = part.get("rows", [])
+        whole = {row["problem"]: row for row in rows if row["without"] == "nothing"}
+        for row in rows:
+            base, gap = whole[row["problem"]], row.get("gap")
+            cells = [row["problem"], row["without"], "nothing fits", "", "", ""]
+            if gap is not None:
+                cells[2:4] = f"{gap:.3%}", f"{gap - base['gap']:+.3%}"
+                cells[4:] = (
+                    f"{row['seconds']:.1f}",
+                    f"{row['seconds'] - base['seconds']:+.1f}",
+                )
+            if row is base:
+                cells[3] = cells[5] = ""
+            yield f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--table", help="print a file of --json as Markdown instead")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("."))
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", default="", help="problems whose names hold this")
     parser.add_argument(
@@ -227,6 +251,9 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.table:
+        print(*table(json.loads(Path(args.table).read_text())), sep="\n")
+        return
     if args.one:
         if args.cpu:
             time.perf_counter = time.process_time

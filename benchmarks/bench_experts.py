@@ -47,8 +47,11 @@ class Expert:
     rest: Mapping[str, Any]
 
 
-def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The Program that a search sees: moments as sums, so that they can be split."""
+def program_of(
+    model: Any, batch: Mapping[str, Any], mesh: Any = None, **how: Any
+) -> Any:
+    """The Program that a search sees: moments as sums, so that they can be split.
+    ``mesh`` and ``how``: of the request, where the program depends on them."""
     from fxpar.passes.normalize import MOMENTS, expand_moments
     from fxpar.passes.signature import read_signature
     from fxpar.pipeline import JOINT, JointState, run_steps
@@ -65,7 +68,7 @@ def program_of(model: Any, batch: Mapping[str, Any]) -> Any:
     )
     state = JointState(
         graph=module.graph,
-        request=Request(Mesh((("all", 1),)), signature),
+        request=Request(mesh or Mesh((("all", 1),)), signature, **how),
         fake_mode=mode,
         normalized=module.graph,
     )

@@ -282,3 +282,39 @@ MODELS: dict[str, Model] = {
         one=True,
     ),
 }
+
+
+def _mixtral(layers: int, batch: int) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = MixtralConfig(num_hidden_layers=layers, use_cache=False)
+    with no_init_weights():
+        return Loss(MixtralForCausalLM(config)), _ids(batch, 4096)
+
+
+def _qwen3_moe(layers: int, batch: int) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        use_cache=False,
+    )
+    with no_init_weights():
+        return Loss(Qwen3MoeForCausalLM(config)), _ids(batch, 4096)
+
+
+# Dropless mixtures: (layers, batch) -> (module, batch).
+MIXTURES: dict[str, Callable[[int, int], Any]] = {
+    "mixtral-8x7b": _mixtral,
+    "qwen3-30b-a3b": _qwen3_moe,
+}

@@ -10,6 +10,7 @@ in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.errors import PlanError
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize, size_nodes
-from fxpar.passes.builder import Builder
+from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_masks import causal_masks
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
@@ -37,6 +39,7 @@ from fxpar.passes.order_collectives import (
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import (
     consensus,
+    expert_axes,
     lowering_steps,
     plan_steps,
     presence,
@@ -238,6 +241,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     Raises HintError, RuleError, PlanError, ScheduleError, and UnknownOpError under
     ``strict``.
     """
+    request, note = _over_axes(graph, fake_mode, request)
     state = JointState(
         graph=graph,
         request=request,
@@ -247,7 +251,41 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     )
     show(state, "traced")
     run_steps(JOINT, state)
-    return _result(state)
+    return _result(state).noted(*note)
+
+
+def _over_axes(
+    graph: fx.Graph, fake_mode: Any, request: Request
+) -> tuple[Request, list[str]]:
+    """The request with the axes that experts are split over, where a plan has some or a
+    search finds some that pay; notes of why."""
+    if isinstance(request.mode, Plan):
+        return replace(request, experts_over=request.mode.experts or None), []
+    seconds = {
+        axes: _predicted(graph, fake_mode, expert_axes.trial(request, axes))
+        for axes in expert_axes.choices(graph, request)
+    }
+    if not seconds:
+        return request, []
+    axes, note = expert_axes.best(seconds)
+    return replace(request, experts_over=axes), [note] if note else []
+
+
+def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+    """Seconds of a step of the plan that a search finds for a copy of a graph; infinite
+    where none fits."""
+    copied = copy_of(graph)
+    copied.owning_module = graph.owning_module
+    state = JointState(
+        graph=copied, request=request, fake_mode=fake_mode, normalized=copied
+    )
+    names = [step.name for step in JOINT]
+    try:
+        run_steps(JOINT[: names.index("plan") + 1], state)
+    except PlanError:
+        return math.inf
+    found = state.decided.found
+    return found.predicted if found is not None else math.inf
 
 
 def _result(state: JointState) -> Result:

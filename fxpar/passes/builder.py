@@ -262,6 +262,12 @@ class Builder:
         )
         return self.call(aten.where.self, condition, x, constant)
 
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``x`` in another dtype; itself if it has that."""
+        if x.meta["val"].dtype == dtype:
+            return x
+        return self.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
     def product(self, sizes: Iterable[Size]) -> Size:
         """The product of sizes."""
         out: Size = 1

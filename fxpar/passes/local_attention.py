@@ -123,9 +123,7 @@ def _merged(
         out = weighted(build, out, lse, total)
     else:
         out, total = merge_attention.of_ranks(build, out, lse, of_ranks)
-    if out.meta["val"].dtype != dtype:
-        out = build.call(aten._to_copy.default, out, dtype=dtype)
-    return out, total
+    return build.cast(out, dtype), total
 
 
 def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:

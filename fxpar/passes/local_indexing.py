@@ -98,6 +98,12 @@ def trailing(call: LocalCall, x: fx.Node, dims: int) -> fx.Node:
     return x
 
 
+def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
+    """Rows of a dim at these places, as Inductor takes it: ``index_select`` is gone by
+    then."""
+    return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
+
+
 def _spare(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpar.passes import collective_nodes
 from fxpar.passes.local_call import LocalCall, Localizer
+from fxpar.passes.local_indexing import rows_at
 from fxpar.passes.local_reductions import least, most
 from fxpar.sharding.factors import Axes
 
@@ -183,9 +184,7 @@ def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
     is_first = build.call(aten.eq.Scalar, before, 0)
     before = build.call(aten.sub.Tensor, before, 1)
     before = build.call(aten.clamp.default, before, 0)
-    total, at = (
-        build.call(aten.index_select.default, n, d, before) for n in (totals, at)
-    )
+    total, at = (rows_at(call, n, d, before) for n in (totals, at))
     places = build.call(
         aten.add.Tensor, places, build.own_start(call.shapes[0][d], axes)
     )

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpar._torch.symbols import Inexpressible
 from fxpar.passes.local_call import LocalCall, Localizer
-from fxpar.passes.local_indexing import part_of, trailing
+from fxpar.passes.local_indexing import part_of, rows_at, trailing
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def _own_rows(call: LocalCall, x: fx.Node, dim: int, positions: range) -> fx.Nod
     index = build.call(aten.add.Tensor, index, positions.start)
     part = part_of(call, dim, index)
     assert part is not None
-    found = build.call(aten.index_select.default, part.rows_of(x), dim, part.read())
+    found = rows_at(call, part.rows_of(x), dim, part.read())
     ndim = x.meta["val"].dim()
     return call.where(trailing(call, part.inside, ndim - 1 - dim), found, 0)
 
@@ -77,7 +77,7 @@ def _put(
     high = build.call(aten.lt.Scalar, place, len(positions))
     inside = build.call(aten.bitwise_and.Tensor, low, high)
     place = call.where(inside, place, 0)
-    moved = build.call(aten.index_select.default, source, dim, place)
+    moved = rows_at(call, source, dim, place)
     inside = trailing(call, inside, len(shape) - 1 - dim)
     return build.call(aten.where.self, inside, moved, x)
 

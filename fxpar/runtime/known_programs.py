@@ -129,8 +129,8 @@ def keep(known: KnownProgram, record: Mapping[str, Any]) -> None:
 
 def is_led(known: KnownProgram, examples: Sequence[Any]) -> bool:
     """Whether rank 0 plans and compiles a program before all other ranks do: nobody
-    did before, and they see its files. Not on devices where ranks make kernels
-    together. ``examples``: the inputs."""
+    did before, and they see its files. On CPUs alone: on others a schedule may fuse
+    regions, whose kernels all ranks make together. ``examples``: the inputs."""
     channel = current()
     if known.plan is not None or channel is None:
         return False

@@ -41,11 +41,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import OPEN, Program
-from fxpar.sharding.propagate.conventions import (
-    batch_axes,
-    expert_axes,
-    sequence_axes,
-)
+from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
 from fxpar.sharding.read_program import read
 from fxpar.sharding.recall_plan import recall
 from fxpar.sharding.refine_mesh import by_speed, refine
@@ -123,7 +119,7 @@ def split_batch(state: JointState) -> None:
 def place_experts(state: JointState) -> None:
     """Tokens sorted by expert are computed where they lie."""
     mesh, notes = state.request.mesh, []
-    axes = expert_axes(mesh)
+    axes = state.request.expert_axes
 
     def groups(experts: int) -> int:
         count = mesh.count(axes)
@@ -146,7 +142,8 @@ def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int)
     takes less time than to gather the tokens, or is asked for; 0: these are gathered.
     """
     mesh, asked, room = request.mesh, request.expert_exchange, request.expert_room
-    axes, parts = expert_axes(mesh), mesh.count(batch_axes(mesh))
+    axes = request.expert_axes
+    parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
     split = rows // copies % parts == 0 and not sequence_axes(mesh)
     if not split or asked == "gather" or (asked == "auto" and room is None):
         return 0
@@ -320,6 +317,7 @@ def describe(state: JointState) -> None:
         plan,
         stages=state.stages,
         schedule=str(state.schedule),
+        experts=state.request.experts_over or (),
         near=state.near,
         notes=(*plan.notes, *state.notes, *notes),
     )

@@ -90,7 +90,8 @@ class Plan:
     ``collectives``: of one step in the order they run, before small ones are joined;
     what forward and backward both do stands twice. ``dearest``: what
     resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
-    to the local graph; ``near``: what came near to be, and why it is not. ``regions``:
+    to the local graph; ``experts``: axes that experts are split over, where the
+    search chose them; ``near``: what came near to be, and why it is not. ``regions``:
     of a compiled graph, what runs as generated kernels, how, and why so.
     """
 
@@ -109,6 +110,7 @@ class Plan:
     memory: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
     schedule: str = ""
+    experts: tuple[str, ...] = ()
     near: tuple[str, ...] = field(default=(), compare=False)
     regions: tuple[str, ...] = field(default=(), compare=False)
     # Of a mesh with an axis of stages, in the order of the forward.
@@ -154,6 +156,7 @@ class Plan:
             for node in self.nodes
         ]
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
+        data |= {"experts": list(self.experts)} if self.experts else {}
         if self.stages:
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
@@ -265,6 +268,7 @@ class Plan:
             ),
             dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
             schedule=saved.get("schedule", "").text(),
+            experts=texts("experts"),
             near=texts("near"),
             regions=texts("regions"),
             stages=saved.get("stages", ()).each(_stage),

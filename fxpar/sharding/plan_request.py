@@ -16,12 +16,13 @@ from fxpar.config import Options
 from fxpar.errors import DeviceError
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output, Signature
-from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.search.mesh_candidates import (
     candidates,
     in_nodes,
@@ -71,6 +72,8 @@ class Request:
     # Rows of experts that a rank has room for, in multiples of its even share; None:
     # all.
     expert_room: float | None = None
+    # Axes that experts are split over; None: those that are named for them.
+    experts_over: Axes | None = None
     # "auto", "gather", or "all_to_all": how tokens come to their experts.
     expert_exchange: str = "auto"
     # "auto", "none", a schedule's text, or the file that holds it.
@@ -110,6 +113,12 @@ class Request:
         if self.local is None:
             return signature
         return local_batch(signature, self.local, self.summands, self.mesh)
+
+    @property
+    def expert_axes(self) -> Axes:
+        """Axes that experts are split over."""
+        over = self.experts_over
+        return expert_axes(self.mesh) if over is None else over
 
     @property
     def label(self) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fxpar
 from fxpar.errors import RoomError
+from fxpar.runtime import expert_axes
 from tests.helpers.models import build_loss
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import Run, compare, loop, one_device, part, train
@@ -110,6 +112,29 @@ def mixture(
     rows = torch.ops.transformers.grouped_mm_fallback(x[order], up, offs=ends)
     rows = torch.ops.transformers.grouped_mm_fallback(rows, down, offs=ends)
     return torch.zeros_like(x).index_add(0, order, rows * weights[order])
+
+
+def searched_over_any_axis() -> tuple[tuple[str, ...], bool]:
+    """(the axes that experts are split over, whether results are right)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shapes = (16, 8), (16, 4), (4, 8, 8), (4, 8, 8)
+    args = [torch.rand(n, requires_grad=True) for n in shapes]
+    options = {"mesh": "x=2", "codegen": "eager", "plan": "search"}
+    options["cache_plans"] = False
+    compiled = torch.compile(mixture, backend="fxpar", options=options)
+    with mock.patch.object(expert_axes, "best", lambda s: ([*s][-1], "the last")):
+        got = compiled(*args)
+    grads = torch.autograd.grad(got.sum(), args)
+    want = mixture(*args)
+    wanted = [want, *torch.autograd.grad(want.sum(), args)]
+    pairs = zip([got, *grads], wanted, strict=True)
+    right = all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+    return fxpar.plans()[-1].experts, right
+
+
+def test_a_search_says_to_all_ranks_where_experts_are() -> None:
+    assert ranks_of("x=2").run(searched_over_any_axis) == [(("x",), True)] * 2
 
 
 def one_group_overflows(mesh: str, exchange: str) -> tuple[float, str, bool]:

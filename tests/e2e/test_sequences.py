@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+import fxpar
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import compare, one_device, train
 
@@ -30,3 +35,42 @@ def test_a_model_with_its_own_mask() -> None:
     options = {"mesh": "sp=2", "plan": "propagate", "codegen": "eager"}
     runs = ranks_of("sp=2").run(train, "gpt2/1", options, STEPS, timeout=300.0)
     compare(runs, one_device("gpt2/1", STEPS))
+
+
+class Cuts(nn.Module):
+    """Cuts a few tokens out of what runs over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(16, 32), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.wide(x))
+        both = torch.stack([hidden, hidden.cummax(1)[0]], 1).sum(1)
+        last = nn.functional.cross_entropy(self.out(both[:, -1]), labels)
+        return last + self.out(both[:, 0]).square().mean() + both[:, 3:5].mean()
+
+
+def cut(options: dict[str, Any] | None) -> Any:
+    """The loss, the gradients and what the plan sends."""
+    torch.manual_seed(0)
+    model = Cuts().double()
+    x, labels = torch.randn(4, 24, 16).double(), torch.tensor([3, 1, 4, 1])
+    run: Any = model
+    if options is not None:
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="fxpar", options=options)
+    loss = run(x, labels)
+    loss.backward()
+    sent = [] if options is None else [c.bytes for c in fxpar.plans()[-1].collectives]
+    return loss.detach(), [p.grad for p in model.parameters()], sent
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_a_few_tokens_are_cut_out(codegen: str) -> None:
+    options = {"mesh": "sp=2", "plan": "propagate", "codegen": codegen}
+    want = cut(None)
+    for *got, sent in ranks_of("sp=2").run(cut, options, timeout=900.0):
+        torch.testing.assert_close(got, [*want[:2]], rtol=1e-9, atol=1e-9)
+        # All tokens of what is cut are 4 * 24 * 32 numbers.
+        assert sent and max(sent) <= 4 * 24 * 32 * 8

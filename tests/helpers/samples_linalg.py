@@ -126,3 +126,5 @@ SAMPLES[_EFFECTS] = [
     _s(torch.empty(0), _CHECK, torch.zeros(()).int(), "linalg.inv", is_matrix=True),
     _s(torch.empty(0), torch.ops.aten.relu.default, _f(4)),
 ]
+
+_add("linalg_cross", _s(_f(4, 8, 3), _f(1, 8, 3)), _s(_f(4, 3, 8), _f(4, 3, 1), dim=1))

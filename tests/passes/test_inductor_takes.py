@@ -62,7 +62,8 @@ def test_attention_by_a_schedule(
         return choose_schedule.Chosen(schedule, after, (1, 1), (1, 1))
 
     monkeypatch.setattr(choose_schedule, "choose", choose)
-    args = [torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3)]
+    dtype = torch.bfloat16
+    args = [torch.randn(1, 2, 8, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
     options = {"mesh": "cp=2", "in_specs": [SEQUENCE] * 3, "mode": "propagate"}
     plan = fxpar.plan(fn, *args, **options, grad=True, schedule="auto")
     assert not refused(plan.result.local)
@@ -70,7 +71,7 @@ def test_attention_by_a_schedule(
 
 @pytest.mark.parametrize("fn", [causal, window])
 def test_attention_on_split_keys(fn: Any) -> None:
-    args = [torch.randn(1, 2, rows, 4) for rows in (1, 16, 16)]
+    args = [torch.randn(1, 2, rows, 4, dtype=torch.bfloat16) for rows in (1, 16, 16)]
     specs = [None, SEQUENCE, SEQUENCE]
     plan = fxpar.plan(fn, *args, mesh="cp=2", in_specs=specs, mode="propagate")
     assert not refused(plan.result.local)

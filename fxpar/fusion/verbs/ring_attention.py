@@ -249,7 +249,7 @@ class _RingAttention:
             ]
             merge = _merged if self.mask is None else self._merged_under_mask
             out, lse = merge(build, made)
-            out = laid_out(build, _cast(build, out, whole[0].dtype), whole[0])
+            out = laid_out(build, build.cast(out, whole[0].dtype), whole[0])
             more = {
                 i: build.call(operator.getitem, made[0], i)
                 for i, value in enumerate(whole[2:], 2)
@@ -288,7 +288,7 @@ class _RingAttention:
             def summands(i: int) -> fx.Node:
                 made = self._on_part(build, ring, i, next(coming))
                 item = build.call(operator.getitem, made, 0)
-                item = _cast(build, item, _exact(whole[0].dtype))
+                item = build.cast(item, _exact(whole[0].dtype))
                 sums.append(
                     build.call(aten.add.Tensor, sums.pop(), item) if sums else item
                 )
@@ -299,7 +299,7 @@ class _RingAttention:
                 return _packed(build, parts)
 
             kept = ring.reduced(build, summands, "sum")
-            total = laid_out(build, _cast(build, sums[0], whole[0].dtype), whole[0])
+            total = laid_out(build, build.cast(sums[0], whole[0].dtype), whole[0])
             given = _unpacked(build, kept, shapes)
         for scatter, part in zip(scatters, given, strict=True):
             scatter.replace_all_uses_with(part)
@@ -358,12 +358,6 @@ def _merged(build: Builder, made: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
-
-
-def _cast(build: Builder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if x.meta["val"].dtype == dtype:
-        return x
-    return build.call(aten._to_copy.default, x, dtype=dtype)
 
 
 def _packed(build: Builder, parts: Sequence[fx.Node]) -> fx.Node:

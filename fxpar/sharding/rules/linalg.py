@@ -59,6 +59,14 @@ def batched(form: str) -> Callable[..., Rule]:
     return made
 
 
+def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
+    """Vectors along ``dim`` are whole."""
+    common, own = aligned([a.shape, b.shape])
+    whole = common[dim]
+    *operands, result = (["_" if w == whole else w for w in x] for x in (*own, common))
+    return make(operands, [result])
+
+
 def svd(a: torch.Tensor, full: bool = False, vectors: bool = True, **_: Any) -> Rule:
     form = "... _ _ -> ... _ _, ... _, ... _ _"
     return _rule(form, [a], empty=() if vectors else (0, 2))
@@ -146,6 +154,7 @@ ROWS = {
     **rows("_linalg_eigh", eigh),
     **rows("linalg_eig", batched("... _ _ -> ... _, ... _ _")),
     **rows("linalg_eigvals _linalg_eigvals", batched("... _ _ -> ... _")),
+    **rows("linalg_cross", cross, linear="0|1"),
     **rows("linalg_qr", qr),
     **rows("geqrf", batched("... _ _ -> ... _ _, ... _")),
     **rows("linalg_householder_product", batched("... _ _, ... _ -> ... _ _")),

@@ -20,7 +20,6 @@ from fxpar.sharding.solver import (
     message_passing,
     milp,
     neighborhood_search,
-    reduced_cost_fixing,
 )
 from fxpar.sharding.solver.exact_reductions import reduce
 from fxpar.sharding.solver.flat_arrays import Flat, fits, flatten
@@ -133,28 +132,17 @@ def _core(search: Search, net: Network, certify: float, seed: int) -> None:
     search.note("messages on the core")
     if search.closed():
         return
-    unary, off = flat.unary, 0.0
+    unary = flat.unary
     if len(flat.room):
         until = time.perf_counter() + min(certify, 0.5 * search.left())
         priced = lagrangian.raise_prices(flat, until, target=search.cost)
         _take(search, net, flat, priced)
         unary = lagrangian.priced_unary(flat, priced.prices)
-        off = float(priced.prices @ flat.room)
         search.note("prices")
     if search.choice is None and len(flat.room):
         _fit(search, net, flat)
         search.note("least excess")
-    size = milp.variables(flat)
-    if size > _SMALL and not search.closed():
-        until = time.perf_counter() + 0.4 * search.left()
-        choice = inside(search, net, flat)
-        better, bound = reduced_cost_fixing.solve_near(
-            flat, unary, off, choice, until, search.tolerance
-        )
-        search.raise_bound(bound)
-        offer(search, net, flat, better)
-        search.note("integer program of the best strategies")
-    small = size <= _PROGRAM
+    small = milp.variables(flat) <= _PROGRAM
     if not search.closed() and (small or search.choice is None):
         share = 0.4 if search.choice is not None else 0.7
         until = time.perf_counter() + share * search.left()
@@ -223,15 +211,55 @@ def _layered(search: Search, net: Network, seed: int) -> None:
         search.note("prices")
     else:
         until = time.perf_counter() + 0.95 * search.left()
-        choice, bound = reduced_cost_fixing.pass_pruned(
-            flat, search.cost, until, search.tolerance
-        )
+        choice, bound = pass_pruned(flat, search.cost, until, search.tolerance)
         search.raise_bound(bound)
         offer(search, net, flat, choice)
         search.note("messages")
     if not search.closed():
         _improve(search, net, flat, unary, seed)
         search.note("windows")
+
+
+def pass_pruned(
+    flat: Flat, upper: float, deadline: float, tolerance: float
+) -> tuple[np.ndarray | None, float]:
+    """(a choice or None, a bound that holds for all that is below ``upper``): messages
+    on everything, then without the strategies that are in nothing below ``upper``,
+    reduced. Memory is left aside.
+
+    A strategy's excess over the bound of message passing is what a choice with it costs
+    more at least: reduced-cost fixing by min-marginals (Savchynskyy et al., "Global MAP
+    optimality by shrinking the combinatorial search area", NIPS 2013).
+    """
+    begun = time.perf_counter()
+    state = message_passing.start(flat)
+    enough = upper - tolerance * abs(upper) - flat.constant
+    until = begun + 0.35 * (deadline - begun)
+    bound, before = message_passing.converge(state, flat.unary, until, enough=enough)
+    bound += flat.constant
+    choice = state.choice.copy()
+    state.descend(flat.unary, choice)
+    if upper - bound <= tolerance * abs(upper):
+        return choice, bound
+    keep = state.excess <= upper - (before + flat.constant) + 1e-9 * abs(upper)
+    net = neighborhood_search.restrict(flat, choice, np.arange(len(flat.size)))
+    try:
+        for i in range(len(flat.size)):
+            net.keep(i, np.flatnonzero(keep[flat.at[i] : flat.at[i + 1]]))
+        now = time.perf_counter()
+        # What dominates costs more to find here than it saves.
+        reduce(net, now + 0.5 * (deadline - now), dominance=False)
+    except Infeasible:  # ``upper`` is the optimum, but for rounding
+        return choice, max(bound, upper)
+    core = flatten(net)
+    better, _, higher = message_passing.pass_messages(
+        core, deadline, tolerance=tolerance
+    )
+    bound = max(bound, min(higher, upper))
+    if better is None:
+        return choice, bound
+    found = {int(i): int(k) for i, k in zip(core.nodes, better, strict=True)}
+    return np.array(net.expand(found), np.int64), bound
 
 
 def _mixed(

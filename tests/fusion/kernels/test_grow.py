@@ -55,6 +55,18 @@ def test_from_one_product_to_the_next() -> None:
     assert not found.near
 
 
+def test_what_kernels_apart_move_is_what_is_simulated() -> None:
+    """What is reduced is in memory once, though it is returned as well."""
+
+    def both(x: Any, w: Any, r: Any) -> Any:
+        y = all_reduce(x @ w)
+        return y, y.exp()
+
+    _, found = fused(both)
+    # The collective reads and writes, the kernel behind it too; one kernel reads once.
+    assert (found.before, found.after) == (4 * 576, 3 * 576)
+
+
 def test_up_to_what_is_computed_for_it_alone() -> None:
     graph, found = fused(GRAPHS["prologue"])
     assert ops(graph) == ["mm", "region", "getitem", "mm"]
