@@ -46,6 +46,13 @@ def llama(layers: int, *, scale: str = "small") -> Any:
             "num_attention_heads": 64,
             "num_key_value_heads": 8,
         },
+        "405b": {
+            "vocab_size": 128256,
+            "hidden_size": 16384,
+            "intermediate_size": 53248,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 8,
+        },
     }
     torch.manual_seed(0)
     config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **shapes[scale])

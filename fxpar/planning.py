@@ -50,6 +50,7 @@ from fxpar.sharding.plan_request import (
     machine,
     named_machine,
     plan_mode,
+    staged_choices,
 )
 from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
@@ -319,7 +320,8 @@ def plan(
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
-    planned, pipeline = split_off(mesh, options.pipeline)
+    asked_for = "auto" if auto else options.pipeline
+    planned, pipeline = split_off(mesh, asked_for)
     request = Request(
         planned,
         signature,
@@ -328,6 +330,8 @@ def plan(
         strict=options.strict,
         disable=options.disable,
         meshes=choices(mesh, chosen) if auto else (),
+        staged=staged_choices(mesh, chosen) if auto else (),
+        pipeline_schedule=options.pipeline,
         microbatches=options.microbatches,
         pipeline=pipeline,
         expert_room=options.expert_room,

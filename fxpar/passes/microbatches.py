@@ -33,9 +33,10 @@ from fxpar.passes.local_ops import LOCAL
 from fxpar.passes.localize import partition
 from fxpar.passes.lower import contiguous
 from fxpar.passes.stage_kinds import shown
+from fxpar.sharding.cut_in_time import MEMORY, TIME
 from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.factors import Rule
-from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Program, Signature, user_line
 from fxpar.sharding.propagate.conventions import batch_inputs
 from fxpar.sharding.read_program import read
@@ -45,11 +46,6 @@ from fxpar.sharding.rules.table import Row
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
-
-# The axis in time. What would cross a link between its places is read and written in
-# memory: a reduction is the cheaper the earlier it stands.
-TIME = "microbatch"
-_MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
 
 _UNLIKE = "the batch is not cut, since shards of some dim are not alike"
 
@@ -96,7 +92,7 @@ def cut_microbatches(
         ]
     if count == 1:
         return graph, tuple(notes)
-    mesh = Mesh(((TIME, count),), (_MEMORY,))
+    mesh = Mesh(((TIME, count),), (MEMORY,))
     seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
     timed = decide(program, mesh, {}, seeds, batch=())
     if not timed.is_even:

@@ -29,10 +29,11 @@ from fxpar.passes.program_at_place import program_at
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
 from fxpar.runtime.pipeline_state import JointState
-from fxpar.runtime.stage_steps import on_whole_mesh
+from fxpar.runtime.stage_steps import on_whole_mesh, parts_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
-from fxpar.sharding.choose_mesh import balanced, decide_on, fastest
+from fxpar.sharding.choose_mesh import balanced, decide_on
+from fxpar.sharding.choose_stages import chosen, decide_in_stages
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -183,7 +184,13 @@ def look_up_plan(state: JointState) -> None:
     known = [mesh.unrefined.axes for mesh in meshes]
     if plan and not (request.meshes or plan.mesh.is_refined):
         return
-    if plan and plan.mesh.unrefined.axes in known:
+    if (
+        isinstance(asked, Plan)
+        and request.meshes
+        and asked.mesh.unrefined.axes in known
+    ):
+        _on(state, asked.mesh)  # with its stages
+    elif plan and plan.mesh.unrefined.axes in known:
         _on(state, plan.mesh)
 
 
@@ -281,16 +288,21 @@ def make_plan(state: JointState) -> None:
         state.decision = recall(_program(state), request.mesh, plan)
     elif request.meshes or state.decision is None:
         with stage(SEARCH if _searches(request) else PLAN):
-            choose = fastest if request.meshes else decide_on
-            state.decision = choose(state.program, request)
+            if request.meshes:
+                state.decision, state.request = chosen(state.program, request)
+            else:
+                parts = parts_of(request)
+                state.decision = decide_in_stages(state.program, request, parts)
             if state.open_shares and _searches(request):
                 open_ = state.open_shares
                 state.decision = balanced(state.decision, request, open_, state.rows)
-        if request.meshes or state.open_shares:
+        if state.open_shares:
             state.request = request.on(state.decision.mesh)
+        if request.meshes and state.request.pipeline is not None:
+            state.key = ""  # whoever looks for it asks for any mesh but these
     mesh = state.decision.mesh
     report_unknown(state.decision.program, mesh, request.strict)
-    state.decision = on_whole_mesh(state.decision, request.pipeline)
+    state.decision = on_whole_mesh(state.decision, state.request.pipeline)
 
 
 def describe(state: JointState) -> None:

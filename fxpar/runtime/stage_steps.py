@@ -36,15 +36,6 @@ def on_whole_mesh(decision: Decision, pipeline: Pipeline | None) -> Decision:
     return replace(decision, mesh=with_stages(decision.mesh, pipeline))
 
 
-def schedule_of(request: Request) -> str:
-    """The name of the pipeline's schedule."""
-    assert request.pipeline is not None, "of a program in stages"
-    asked = request.pipeline.schedule
-    if asked != "auto":
-        return asked
-    return schedules.AUTO if request.step else schedules.AUTO_APART
-
-
 def parts_of(request: Request) -> int:
     """Microbatches to cut the batch into."""
     if request.microbatches is not None:
@@ -71,7 +62,7 @@ def find_stages(state: JointState) -> None:
     priced = StageCosts(
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
     )
-    places = schedules.stage_places(schedule_of(request), request.pipeline.places)
+    places = schedules.stage_places(request.pipeline_order, request.pipeline.places)
     try:
         state.stages = assign_stages(state.graph, decision.program, priced, places)
     except PlanError as error:
@@ -94,7 +85,7 @@ def order_stages(state: JointState) -> None:
     request, pipeline = state.request, state.request.pipeline
     if pipeline is None or not state.stages:
         return
-    name = schedule_of(request)
+    name = request.pipeline_order
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)

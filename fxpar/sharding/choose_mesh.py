@@ -20,6 +20,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import Program
 from fxpar.sharding.refine_mesh import refine, rounded
+from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.mesh_candidates import unlike
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.search.unequal_shards import best_shares
@@ -33,10 +34,13 @@ _UNFIT = (HintError, MeshError, PlanError, SpecError)
 
 
 def decide_on(
-    program: Program, request: Request, before: SearchResult | None = None
+    program: Program,
+    request: Request,
+    before: SearchResult | None = None,
+    parts: PartProgram | None = None,
 ) -> Decision:
     """The decision on the request's mesh. ``before``: a shorter search of the same,
-    from which a search goes on.
+    from which a search goes on; ``parts``: as for ``run_search.search``.
 
     Raises HintError for hints that do not fit, PlanError if no searched plan does.
     """
@@ -51,6 +55,7 @@ def decide_on(
             mode,
             keep_gathered=request.keep_gathered,
             before=before,
+            parts=parts,
         )
     assert isinstance(mode, str)
     hardware = request.named_hardware
@@ -136,7 +141,7 @@ class _Tried:
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
         known = math.isfinite(self.seconds)
-        return f"{self.mesh} {_ms(self.seconds) if known else 'not tried'}"
+        return f"{self.mesh} {ms(self.seconds) if known else 'not tried'}"
 
 
 def fastest(program: Program, request: Request) -> Decision:
@@ -206,7 +211,7 @@ def _finished(
     others = [t for t in tried if t.mesh.axes != found.mesh.unrefined.axes]
     rivals = min((t.bound for t in others), default=math.inf)
     found = replace(found, took=spent, rivals=rivals)
-    note = f"mesh {found.mesh} chosen of {len(tried)}: {_ms(found.predicted)} a step"
+    note = f"mesh {found.mesh} chosen of {len(tried)}: {ms(found.predicted)} a step"
     if others:
         listed = sorted(others, key=lambda t: t.seconds)
         note += f"; {', '.join(map(str, listed))}"
@@ -226,5 +231,6 @@ def _hopeless(
     return _attempt(program, request, searches[-1].mesh, asked)
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """As text."""
     return f"{seconds * 1e3:.4g} ms"

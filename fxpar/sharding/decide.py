@@ -31,6 +31,7 @@ from fxpar.sharding.propagate.propagation import Origin, Propagation, Seed, Stat
 from fxpar.sharding.reshard.needed import Edges, Reshard, connect
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.reshard.steps import Step
+from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.rank_candidates import ranked
 from fxpar.sharding.search.run_search import (
     SearchOptions,
@@ -141,9 +142,10 @@ def searched(
     *,
     keep_gathered: bool = False,
     before: SearchResult | None = None,
+    parts: PartProgram | None = None,
 ) -> Decision:
-    """The fastest plan that keeps the hints and fits in memory. ``before``: as for
-    ``find.search``.
+    """The fastest plan that keeps the hints and fits in memory. ``before``, ``parts``:
+    as for ``run_search.search``.
 
     Raises HintError for hints that do not fit, PlanError if no plan does.
     """
@@ -154,10 +156,16 @@ def searched(
     for seed in _given(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
     found = search(
-        program, mesh, asked, seeds, keep_gathered=keep_gathered, before=before
+        program,
+        mesh,
+        asked,
+        seeds,
+        keep_gathered=keep_gathered,
+        before=before,
+        parts=parts,
     )
     wide = found.solution.gap > _WIDE and found.bound < asked.enough
-    rank = asked.ranked and len(program.ops) <= _RANKED
+    rank = asked.ranked and len(program.ops) <= _RANKED and parts is None
     # What one would begin with by hand.
     known = [
         decide(

@@ -14,15 +14,21 @@ from typing import TypeVar
 
 from fxpar.config import Options
 from fxpar.errors import DeviceError
+from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import Hardware, detect, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import Pipeline
+from fxpar.sharding.pipeline_axis import Pipeline, pipeline_axis, split_off
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
-from fxpar.sharding.search.mesh_candidates import candidates, in_nodes, read_auto
+from fxpar.sharding.search.mesh_candidates import (
+    candidates,
+    in_nodes,
+    read_auto,
+    staged_candidates,
+)
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
 
@@ -44,6 +50,10 @@ class Request:
     mode: Mode = "propagate"
     # Meshes that a search may choose from; none: ``mesh`` is named.
     meshes: tuple[Mesh, ...] = ()
+    # Meshes with an axis of stages that a search may choose from besides, and the
+    # schedule they are asked for.
+    staged: tuple[Mesh, ...] = ()
+    pipeline_schedule: str = "auto"
     # Names of the inputs of which each rank feeds its own part of the batch; None:
     # every input is global.
     local: tuple[str, ...] | None = None
@@ -120,9 +130,25 @@ class Request:
         """Whether this process says what is the same on every rank."""
         return not self.rank
 
+    @property
+    def whole_mesh(self) -> Mesh:
+        """With the axis of stages, if there is one."""
+        return self.pipeline.mesh if self.pipeline else self.mesh
+
+    @property
+    def pipeline_order(self) -> str:
+        """The name of the pipeline's schedule."""
+        assert self.pipeline is not None, "of a program in stages"
+        if self.pipeline.schedule != "auto":
+            return self.pipeline.schedule
+        return schedules.AUTO if self.step else schedules.AUTO_APART
+
     def on(self, mesh: Mesh) -> Request:
-        """The request for one of ``meshes``."""
-        return replace(self, mesh=mesh, meshes=())
+        """The request for one of ``meshes``, or of ``staged``."""
+        if pipeline_axis(mesh) is None:
+            return replace(self, mesh=mesh, meshes=(), staged=())
+        planned, pipeline = split_off(mesh, self.pipeline_schedule)
+        return replace(self, mesh=planned, meshes=(), staged=(), pipeline=pipeline)
 
 
 def _lies(end: End, mesh: Mesh) -> End:
@@ -195,6 +221,14 @@ def choices(mesh: Mesh, mode: Mode, *, local: bool = False) -> tuple[Mesh, ...]:
     if isinstance(mode, SearchOptions):
         return candidates(mesh.size, mode.hardware, local=local)
     return (mesh,)
+
+
+def staged_choices(mesh: Mesh, mode: Mode) -> tuple[Mesh, ...]:
+    """Meshes with an axis of stages that a plan of this mode may choose from. ``mesh``:
+    all ranks along one axis."""
+    if isinstance(mode, SearchOptions):
+        return staged_candidates(mesh.size, mode.hardware)
+    return ()
 
 
 def plan_mode(text: str, options: Options, graph: str = "") -> Mode:

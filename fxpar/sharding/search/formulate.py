@@ -26,6 +26,7 @@ from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import ProgramKernels
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Output, Program
+from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.memory_constraints import Entry, Places, entries, rows
 from fxpar.sharding.search.problem_builder import FixedFacts, ProblemBuilder
 from fxpar.sharding.search.search_space import EdgeEnd, Node
@@ -48,6 +49,10 @@ class Formulation:
     kernels: ProgramKernels
     entries: Sequence[Entry] = ()
     launches: float = 0.0  # seconds that no choice changes
+    # Of each row of the problem's memory the entry it is of.
+    held: tuple[Entry, ...] = ()
+    # Where the program is one part of a batch.
+    parts: PartProgram | None = None
 
 
 def formulate(
@@ -57,7 +62,9 @@ def formulate(
     facts: FixedFacts,
     limit: float | None = None,
 ) -> Formulation:
-    """The problem of a program. ``mesh`` carries the hardware's links."""
+    """The problem of a program, of one part of its batch if that is cut. ``mesh``
+    carries the hardware's links."""
+    program = facts.parts.program if facts.parts is not None else program
     build = ProblemBuilder(program, mesh, hardware, facts)
     ops = build.op_nodes()
     makers: dict[int, EdgeEnd] = {}
@@ -74,13 +81,15 @@ def formulate(
     _constants(build, makers)
     _values(build, makers, readers)
     live = entries(program, build.kernels, build.backward, build.apart)
-    memory = _memory(build, live, makers, readers)
+    if facts.parts is not None:
+        live = facts.parts.held(live)
+    held = _memory(build, live, makers, readers)
     launches = hardware.launch * sum(w.launches for w in build.kernels.works)
     problem = Problem(
         tuple(build.costs),
         tuple(build.edges),
         tuple(build.tables),
-        tuple(memory),
+        tuple(row for _, row in held),
         limit,
         None,
     )
@@ -94,6 +103,8 @@ def formulate(
         build.kernels,
         live,
         launches,
+        tuple(entry for entry, _ in held),
+        facts.parts,
     )
 
 
@@ -257,7 +268,7 @@ def _settle_or_copy(
     if key not in build.table_of:
         build.table_of[key] = len(build.tables)
         rests = have[:, None] == need[None, :]
-        table = build.between(v, have, need)
+        table = build.between(v, have, need) * build.share(v)
         build.tables.append(np.where(rests == copies, np.inf, table))
     build.edges.append(Edge(maker.node, node, build.table_of[key]))
     return node
@@ -268,7 +279,7 @@ def _memory(
     live: Sequence[Entry],
     makers: dict[int, EdgeEnd],
     readers: Sequence[Sequence[tuple[int, EdgeEnd]]],
-) -> list[Live]:
+) -> list[tuple[Entry, Live]]:
     """Rows of memory, of what lives when."""
     lone = {
         v: found[0][1]

@@ -47,8 +47,9 @@ class Entry:
 
     value: int
     # "parameter", "optimizer", "buffer", "input", "gradient", "gathered" (a copy of a
-    # parameter), "saved" (the backward reads it), "passing", or "made" (what an op
-    # leaves before it is brought to where it settles).
+    # parameter), "saved" (the backward reads it), "passing", "made" (what an op leaves
+    # before it is brought to where it settles), or "accumulated" (a sum over parts of
+    # the batch, until it is).
     kind: str
     begin: int
     end: int
@@ -194,8 +195,8 @@ class Places:
 
 def rows(
     live: Sequence[Entry], places: Places, pool: Sequence[Spec], mesh: Mesh
-) -> list[Live]:
-    """One per entry, at most, with those that need nothing left out."""
+) -> list[tuple[Entry, Live]]:
+    """Of each entry, with those that need nothing left out."""
     share = np.array([mesh.largest_share(spec.sharded_axes) for spec in pool])
     partial = np.array([bool(spec.partial) for spec in pool])
     out = []
@@ -206,7 +207,8 @@ def rows(
             if counts is not None:
                 usage = np.where(counts, usage, 0.0)
             if usage.any():
-                out.append(Live(end.node, entry.begin, entry.end, usage))
+                row = Live(end.node, entry.begin, entry.end, usage)
+                out.append((entry, row))
     return out
 
 
@@ -219,6 +221,8 @@ def _ends(
     if entry.kind == "made":
         if settled is not None:
             yield maker, partial[nodes[maker.node].specs[:, maker.column]]
+    elif entry.kind == "accumulated":
+        yield maker, None
     elif entry.kind == "gradient":
         if v in places.gradients:
             yield places.gradients[v], None

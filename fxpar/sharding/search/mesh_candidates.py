@@ -22,6 +22,8 @@ _AUTO = re.compile(r"auto(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
 # Names of the outer axis, one between, the inner one. Where each rank feeds its own
 # part of the batch, every axis is one of the batch by its name.
 NAMES = ("dp", "cp", "tp")
+# Stages are tried on so many places at most.
+MOST_PLACES = 32
 LOCAL_NAMES = ("dp", "zero", "fsdp")
 
 
@@ -80,6 +82,17 @@ def candidates(
         for count in chosen
         for sizes in _splits(ranks, count)
         if count == 1 or not several or _keeps_to_nodes(sizes, node)
+    )
+
+
+def staged_candidates(ranks: int, hardware: Hardware) -> tuple[Mesh, ...]:
+    """An outer axis of stages, and every candidate of at most two axes for a stage."""
+    return tuple(
+        Mesh((("pp", places), *(axis for axis in inner.axes if axis[1] > 1)))
+        for places in range(2, min(ranks, MOST_PLACES) + 1)
+        if ranks % places == 0
+        for inner in candidates(ranks // places, hardware)
+        if len(inner.axes) <= 2
     )
 
 

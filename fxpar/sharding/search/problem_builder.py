@@ -25,6 +25,7 @@ from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
 from fxpar.sharding.reshard.steps import ALONE, Alone
 from fxpar.sharding.search import search_space
+from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.search_space import (
     EdgeEnd,
     Node,
@@ -43,6 +44,8 @@ class FixedFacts:
 
     seeds: Mapping[int, Sequence[Seed]] = field(default_factory=dict)
     keep_gathered: bool = False
+    # The batch is cut, and what is priced is a part of it.
+    parts: PartProgram | None = None
 
 
 class ProblemBuilder:
@@ -69,7 +72,10 @@ class ProblemBuilder:
         self.apart: set[int] = set()
         if not facts.keep_gathered:
             self.apart = gathered_again(program)
-        self.kernels = kernels_of(program, self.apart)
+        if facts.parts is None:
+            self.kernels = kernels_of(program, self.apart)
+        else:
+            self.kernels = facts.parts.kernels(self.apart)
 
     def node(
         self,
@@ -104,12 +110,14 @@ class ProblemBuilder:
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
         op, mine = self.program.ops[index], self.kernels.works[index]
-        key = (op.rule, mine, messages_of(op))
+        part = self.facts.parts.op_share(index) if self.facts.parts else 1.0
+        key = (op.rule, mine, messages_of(op), part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
-                    fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
+                    part
+                    * fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
                     for strategy in options
                 ]
             )
@@ -128,7 +136,12 @@ class ProblemBuilder:
     def like(self, v: int) -> tuple[Any, ...]:
         """What prices of resharding a value depend on."""
         value = self.program.values[v]
-        return tuple(math.gcd(n, self.mesh.size) for n in value.shape), value.nbytes
+        sizes = tuple(math.gcd(n, self.mesh.size) for n in value.shape)
+        return sizes, value.nbytes, self.share(v)
+
+    def share(self, v: int) -> float:
+        """The share of what it takes to bring a value elsewhere that is paid."""
+        return self.facts.parts.value_share(v) if self.facts.parts else 1.0
 
     def edge(self, v: int, a: EdgeEnd, b: EdgeEnd) -> None:
         """Resharding ``v`` from what node ``a`` has to what ``b`` needs."""
@@ -142,7 +155,7 @@ class ProblemBuilder:
             table = self.between(v, have, need, alone)
             if inside:
                 table = table + self.in_memory(v, have, need) * (table > 0)
-            self.tables.append(table)
+            self.tables.append(table * self.share(v))
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))
 
     def alone(self, v: int, a: EdgeEnd, b: EdgeEnd) -> Alone:

@@ -19,6 +19,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.propagation import Seed
 from fxpar.sharding.reshard import all_pairs
+from fxpar.sharding.search.batch_parts import PartProgram
 from fxpar.sharding.search.formulate import Formulation, formulate
 from fxpar.sharding.search.layers import repeated, ties
 from fxpar.sharding.search.problem_builder import FixedFacts
@@ -101,9 +102,11 @@ def search(
     *,
     keep_gathered: bool = False,
     before: SearchResult | None = None,
+    parts: PartProgram | None = None,
 ) -> SearchResult:
     """The fastest plan that fits. ``before``: a shorter search of the same, whose
-    priced problem is solved again. Raises PlanError if no plan fits, naming the largest
+    priced problem is solved again. ``parts``: the batch is cut, and what is fastest for
+    one part of it is looked for. Raises PlanError if no plan fits, naming the largest
     tensors and what would be needed."""
     begun = time.perf_counter()
     if has_too_many_axes(mesh):
@@ -116,9 +119,9 @@ def search(
     # Shards are equal, so the slowest rank decides.
     options = replace(options, hardware=options.hardware.at_speed(mesh.slowest))
     if before is None:
-        facts = FixedFacts(seeds, keep_gathered)
+        facts = FixedFacts(seeds, keep_gathered, parts)
         formulation = formulate(program, mesh, options.hardware, facts, options.budget)
-        tied = repeated(program, backward_ops(program))
+        tied = repeated(formulation.program, backward_ops(program))
         formulation = replace(
             formulation,
             problem=replace(formulation.problem, tied=ties(formulation, tied)),

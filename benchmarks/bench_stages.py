@@ -1,0 +1,302 @@
+"""Stages found by the search, predicted: Llama 70B and 405B on H100s, Alpa's GPTs.
+
+    python benchmarks/bench_stages.py [--only TEXT] [--json FILE]
+
+Parameters and inputs are fake tensors; forward and backward of the loss are planned
+together, parameters free to lie as the plan wants. A row searches a mesh for so many
+devices with ``FXPAR_MESH=auto`` and 60 s (meshes without stages, then with), and once
+each of the meshes that others chose by hand. Beside a prediction stands what was
+published; README.md says in what the two differ. Tracing is left out. Each row runs in
+a process of its own, on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from _common import conditions, llama, write
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class StagesRow:
+    """One model on one machine."""
+
+    model: str
+    layers: int
+    hardware: str
+    ranks: int
+    # Sequences of a step, and their tokens.
+    batch: int
+    length: int
+    # Meshes that others chose, with a number of microbatches and a schedule each.
+    by_hand: tuple[tuple[str, int, str], ...] = ()
+    # What is published: (what, tokens/s of a device or TFLOP/s of it).
+    published: tuple[tuple[str, float], ...] = ()
+    dtype: str = "bfloat16"
+    searched: bool = True
+
+
+def _gpt(ranks: int, layers: int, hidden: int, heads: int, alpa: float) -> StagesRow:
+    """Of Alpa's weak scaling: 1024 sequences of 1024 tokens, V100s of 16 GB."""
+    return StagesRow(
+        f"gpt-{hidden}-{heads}",
+        layers,
+        "v100-dgx1",
+        ranks,
+        1024,
+        1024,
+        published=(("Alpa, TFLOP/s", alpa),),
+        dtype="float16",
+    )
+
+
+# torchtitan's benchmarks of 2024-12 and 2025-06; 405B runs its products in float8.
+ROWS = (
+    StagesRow("70b", 80, "h100", 64, 128, 8192),
+    StagesRow(
+        "70b",
+        80,
+        "h100",
+        256,
+        512,
+        8192,
+        published=(("torchtitan FSDP32 TP8, tokens/s", 597.3),),
+    ),
+    StagesRow("70b", 80, "h100", 512, 1024, 8192),
+    StagesRow(
+        "405b",
+        126,
+        "h100",
+        512,
+        256,
+        8192,
+        by_hand=(("pp=8,dp=8,tp=8", 32, "1f1b"), ("pp=8,dp=8,tp=8", 32, "interleaved")),
+        published=(
+            ("torchtitan FP8 1F1B, tokens/s", 100.0),
+            ("torchtitan FP8 interleaved, tokens/s", 128.0),
+        ),
+    ),
+    _gpt(4, 24, 2048, 32, 58.2),
+    _gpt(8, 32, 2560, 32, 61.6),
+    _gpt(16, 32, 4096, 32, 60.0),
+    _gpt(32, 48, 5120, 32, 59.9),
+    _gpt(64, 48, 8192, 64, 57.0),
+)
+
+
+def _built(row: StagesRow) -> tuple[Any, dict[str, Any]]:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    if row.model.startswith("gpt"):
+        _, hidden, heads = row.model.split("-")
+        config = GPT2Config(
+            vocab_size=51200,
+            n_positions=row.length,
+            n_embd=int(hidden),
+            n_head=int(heads),
+            n_layer=row.layers,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        model: Any = GPT2LMHeadModel(config)
+    else:
+        model = llama(row.layers, scale=row.model)
+    ids = torch.zeros(row.batch, row.length, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _flops(program: Any) -> float:
+    from fxpar.sharding.cost.fused_work import flops_of_op
+
+    return float(sum(map(flops_of_op, program.ops)))
+
+
+def run(row: StagesRow) -> dict[str, Any]:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fxpar.passes.signature import read_signature
+    from fxpar.pipeline import JOINT, run_steps
+    from fxpar.runtime.pipeline_state import JointState
+    from fxpar.runtime.tracing import TracedCall
+    from fxpar.sharding.choose_stages import chosen
+    from fxpar.sharding.cost.hardware_table import lookup
+    from fxpar.sharding.mesh import Mesh
+    from fxpar.sharding.plan_request import Request, choices, staged_choices
+    from fxpar.sharding.program import Input, Output
+    from fxpar.sharding.search.run_search import SearchOptions
+
+    class Loss(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **batch: Any) -> Any:
+            return self.model(**batch).loss
+
+    with FakeTensorMode():
+        torch.set_default_dtype(getattr(torch, row.dtype))
+        model, given = _built(row)
+    call = TracedCall(Loss(model), (), given, True)
+    module, fake_mode = call.trace()
+    rests = [None] * max(call.count, 1)
+    signature = read_signature(
+        module.graph,
+        lambda kind, payload, node: call.declare(kind, payload, node, rests),
+        lambda kind, name, of: Output(name, kind, of, None),
+    )
+    assert all(isinstance(x, Input) for x in signature.inputs)
+    on = lookup(row.hardware)
+    asked, line = SearchOptions(on, SECONDS), Mesh((("dp", row.ranks),))
+    meshes = choices(line, asked)
+    request = Request(meshes[0], signature, mode=asked, meshes=meshes)
+    request = replace(
+        request, staged=staged_choices(line, asked), pipeline_schedule="1f1b"
+    )
+    state = JointState(
+        graph=module.graph,
+        request=request,
+        fake_mode=fake_mode,
+        normalized=module.graph,
+        open=False,
+    )
+    names = [step.name for step in JOINT]
+    run_steps(JOINT[: names.index("plan")], state)
+    program, total = state.program, _flops(state.program)
+
+    def told(decision: Any, seconds: float, took: float) -> dict[str, Any]:
+        return {
+            "mesh": str(decision.mesh),
+            "seconds": seconds,
+            "tokens_per_device": row.batch * row.length / seconds / row.ranks,
+            "tflops_per_device": total / seconds / row.ranks / 1e12,
+            "gap": decision.found.solution.gap,
+            "took": took,
+            "notes": [n for n in decision.notes if n.startswith(("mesh", "stages"))],
+        }
+
+    out = []
+    if row.searched:
+        begun = time.perf_counter()
+        decision, chosen_request = chosen(program, state.request)
+        took = time.perf_counter() - begun
+        seconds, staged = decision.found.predicted, chosen_request.pipeline
+        found = told(decision, seconds, took)
+        if staged is not None:
+            found |= _staged(decision, chosen_request, on)
+            found["tokens_per_device"] *= seconds / found["seconds"]
+            found["tflops_per_device"] *= seconds / found["seconds"]
+        out.append({"by": "search", **found})
+    for mesh, parts, schedule in row.by_hand:
+        out.append(_by_hand(program, state.request, row, mesh, parts, schedule, total))
+    return {"ops": len(program.ops), "flops": total, "plans": out}
+
+
+def _staged(decision: Any, request: Any, on: Any) -> dict[str, Any]:
+    from fxpar.sharding.search.price_stages import price_stages
+
+    step = price_stages(decision.found, request.pipeline, request.pipeline_order, on)
+    assert step is not None
+    return {"mesh": str(request.whole_mesh), **asdict(step)}
+
+
+def _by_hand(
+    program: Any,
+    request: Any,
+    row: StagesRow,
+    mesh: str,
+    parts: int,
+    schedule: str,
+    total: float,
+) -> dict[str, Any]:
+    """What a mesh that others chose takes, its plan searched."""
+    from fxpar.errors import FxparError
+    from fxpar.sharding.choose_mesh import decide_on
+    from fxpar.sharding.cost.hardware_table import lookup
+    from fxpar.sharding.cut_in_time import cut_in_time
+    from fxpar.sharding.mesh import Mesh
+    from fxpar.sharding.search.batch_parts import PartProgram
+
+    here = replace(request, pipeline_schedule=schedule).on(Mesh.parse(mesh))
+    cut, places = cut_in_time(program), here.pipeline.places
+    assert cut is not None
+    begun = time.perf_counter()
+    part = PartProgram(program, cut, parts, places, min(places, parts))
+    told: dict[str, Any] = {"by": f"{mesh}, {schedule}", "mesh": mesh}
+    free = replace(request.mode, memory=1e15, ranked=False)
+    for asked in (replace(request.mode, ranked=False), free):
+        try:
+            decision = decide_on(program, replace(here, mode=asked), parts=part)
+            break
+        except FxparError as error:
+            told["error"] = str(error.what).splitlines()[0]
+    else:
+        return told
+    told |= _staged(decision, here, lookup(row.hardware))
+    tokens = row.batch * row.length / told["seconds"] / row.ranks
+    return told | {
+        "fits": "error" not in told,
+        "tokens_per_device": tokens,
+        "tflops_per_device": total / told["seconds"] / row.ranks / 1e12,
+        "gap": decision.found.solution.gap,
+        "took": time.perf_counter() - begun,
+    }
+
+
+def _show(row: StagesRow, plan: dict[str, Any]) -> None:
+    if "seconds" not in plan:
+        print(f"  {plan['by']}: {plan['error']}", flush=True)
+        return
+    held = max(plan.get("memory", [0.0])) / 2**30
+    print(
+        f"  {plan['by']}: {plan['mesh']}, {plan.get('parts', 1)} microbatches, "
+        f"{plan['seconds'] * 1e3:.4g} ms, {plan['tokens_per_device']:.0f} tokens/s and "
+        f"{plan['tflops_per_device']:.1f} TFLOP/s a device, gap {plan['gap']:.2%}, "
+        f"waits {plan.get('bubble', 0.0):.0%}, {held:.1f} GiB, "
+        f"{plan['took']:.0f} s of search",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json")
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row is not None:
+        print("ROW", json.dumps(run(ROWS[args.row])))
+        return
+    before, out = conditions(), []
+    for i, row in enumerate(ROWS):
+        name = f"{row.model} x{row.layers} on {row.ranks} {row.hardware}"
+        if args.only not in name:
+            continue
+        command = [sys.executable, __file__, "--row", str(i)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        lines = [x for x in done.stdout.splitlines() if x.startswith("ROW")]
+        if not lines:
+            sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")
+        found = json.loads(lines[0].removeprefix("ROW"))
+        print(f"{name}: {found['ops']} ops; published {dict(row.published)}")
+        for plan in found["plans"]:
+            _show(row, plan)
+        out.append({**asdict(row), **found})
+        write(args.json, "bench_stages", {"conditions": before, "rows": out})
+
+
+if __name__ == "__main__":
+    main()

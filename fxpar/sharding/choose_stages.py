@@ -1,0 +1,277 @@
+"""Stages along a pipeline axis, where a search may choose them: mesh and microbatches.
+
+In: a Program, a Request with ``staged`` meshes, and the Decision on the best mesh
+without stages. Out: the faster of both, and its Request. The plan of a stage is
+searched once for each mesh and number of microbatches, for one part of the batch on all
+stages together, and cut (``search.price_stages``). What cannot win is not searched: no
+pipeline beats its bubble with perfectly shared arithmetic. Never looks at graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from fxpar.errors import HintError, MeshError, PlanError, SpecError
+from fxpar.sharding.choose_mesh import decide_on, fastest, found_of, ms
+from fxpar.sharding.cost.program_kernels import kernels_of
+from fxpar.sharding.cut_in_time import cut_in_time
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import Program
+from fxpar.sharding.refine_mesh import refine
+from fxpar.sharding.search.batch_parts import BatchCut, PartProgram
+from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+
+# By how much stages must be faster: nothing overlaps in either price, and a pipeline
+# has more that is not in it.
+PAYS = 0.05
+
+# Microbatches for each place, as many as the batch has for all axes of its own.
+PARTS_A_PLACE = (8, 4, 2, 1)
+
+_UNFIT = (HintError, MeshError, SpecError)
+
+
+class _TooLarge(PlanError):
+    """No plan in so many parts fits in memory."""
+
+
+@dataclass(frozen=True)
+class StagedChoice:
+    """A plan in stages: what is asked for, and what was found."""
+
+    request: Request
+    decision: Decision
+    step: StagedStep
+
+
+def chosen(program: Program, request: Request) -> tuple[Decision, Request]:
+    """The decision on the best mesh of a request, and the request for it. With stages
+    where these are faster by ``PAYS``, or where nothing else fits.
+
+    Raises as ``choose_mesh.fastest``.
+    """
+    best, refused = None, None
+    try:
+        best = fastest(program, request)
+    except PlanError as error:
+        if not request.staged:
+            raise
+        refused = error
+    known = None if best is None else found_of(best)
+    bar = math.inf if known is None else known.predicted * (1 - PAYS)
+    staged, tried = fastest_staged(program, request, bar, known)
+    if staged is not None:
+        mesh = staged.request.whole_mesh
+        note = f"mesh {mesh} chosen: {staged.step}"
+        if known is not None:
+            note += f"; {known.mesh} {ms(known.predicted)}"
+        notes = (*staged.decision.notes, note, *tried)
+        asked = replace(staged.request, mode=request.mode)
+        return replace(staged.decision, notes=notes), asked
+    if best is None:
+        assert refused is not None
+        raise refused
+    best = replace(best, notes=(*best.notes, *tried))
+    return best, request.on(best.mesh)
+
+
+def decide_in_stages(program: Program, request: Request, parts: int) -> Decision:
+    """The decision on a named mesh with stages: searched for a stage of one of
+    ``parts`` microbatches, as many as the batch has; else as ``decide_on``."""
+    pipeline, asked = request.pipeline, request.mode
+    if pipeline is None or not isinstance(asked, SearchOptions):
+        return decide_on(program, request)
+    cut = cut_in_time(program)
+    count = max(n for n in range(1, parts + 1) if not cut or cut.rows % n == 0)
+    if cut is None or count == 1:
+        return decide_on(program, request)
+    decision = decide_on(
+        program, request, parts=_one_part(program, request, cut, count)
+    )
+    order = request.pipeline_order
+    step = price_stages(found_of(decision), pipeline, order, asked.hardware)
+    notes = () if step is None else (str(step),)
+    return replace(decision, notes=(*decision.notes, *notes))
+
+
+def _one_part(
+    program: Program, request: Request, cut: BatchCut, parts: int
+) -> PartProgram:
+    assert request.pipeline is not None, "of a mesh with stages"
+    places = request.pipeline.places
+    flying = parts if request.pipeline_order == "gpipe" else min(places, parts)
+    return PartProgram(program, cut, parts, places, flying)
+
+
+def fastest_staged(
+    program: Program,
+    request: Request,
+    bar: float,
+    known: SearchResult | None = None,
+) -> tuple[StagedChoice | None, tuple[str, ...]]:
+    """The fastest plan in stages that takes less than ``bar`` seconds, and what there
+    is to know of the others. ``known``: a search without stages.
+
+    Within the seconds asked for, pricing included, but for the first mesh.
+    """
+    asked = request.mode
+    if not request.staged or not isinstance(asked, SearchOptions):
+        return None, ()
+    begun = time.perf_counter()
+    least = _least_seconds(program, asked, known)
+    if all(_waiting(mesh, _most(mesh)) * least >= bar for mesh in request.staged):
+        return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
+    cut = cut_in_time(program)
+    if cut is None:
+        return None, ("stages: no batch to cut into microbatches",)
+    counts = ((mesh, _parts(mesh, cut, request)) for mesh in request.staged)
+    rows = sorted(
+        ((mesh, parts) for mesh, parts in counts if parts),
+        key=lambda row: (_waiting(*row), row[0].axes[0][1]),
+    )
+    end = begun + asked.seconds
+    asked = replace(asked, ranked=False, seconds=asked.seconds / 4)
+    best: StagedChoice | None = None
+    texts, skipped = list[str](), 0
+    for mesh, parts in rows:
+        late = time.perf_counter() > end
+        if least * _waiting(mesh, parts) >= bar or (late and texts):
+            skipped += 1
+            continue
+        found, text = _fitting(program, request.on(mesh), asked, cut, parts, bar)
+        texts.append(f"{mesh} {text}")
+        if found is not None:
+            best, bar = found, found.step.seconds
+    best = best and _other_parts(program, request, best, asked, cut)
+    listed = f"stages: {', '.join(texts)}" if texts else "stages"
+    return best, (f"{listed}; {skipped} meshes not searched",)
+
+
+def _fitting(
+    program: Program,
+    here: Request,
+    asked: SearchOptions,
+    cut: BatchCut,
+    parts: int,
+    bar: float,
+) -> tuple[StagedChoice | None, str]:
+    """As ``_attempt``, with twice as many microbatches as often as memory asks."""
+    least = _least_bytes(program, here.mesh)
+    open_ = here.microbatches is None
+    while open_ and least / parts > asked.budget and cut.rows % (2 * parts) == 0:
+        parts *= 2
+    while True:
+        try:
+            return _attempt(program, here, asked, cut, parts, bar)
+        except _TooLarge as error:
+            if not open_ or cut.rows % (2 * parts):
+                return None, str(error.what).splitlines()[0]
+        parts *= 2
+
+
+def _least_bytes(program: Program, mesh: Mesh) -> float:
+    """Bytes on a rank of the largest value, which is read and another made of it."""
+    return 2 * max(value.nbytes for value in program.values) / mesh.size
+
+
+def _other_parts(
+    program: Program,
+    request: Request,
+    best: StagedChoice,
+    asked: SearchOptions,
+    cut: BatchCut,
+) -> StagedChoice:
+    """The choice with half as many microbatches, as long as that is faster."""
+    if request.microbatches is not None:
+        return best
+    while best.step.parts % 2 == 0 and best.step.parts > 2:
+        here, bar = best.request, best.step.seconds
+        parts = best.step.parts // 2
+        try:
+            found, _ = _attempt(program, here, asked, cut, parts, bar)
+        except _TooLarge:
+            break
+        if found is None:
+            break
+        best = found
+    return best
+
+
+def _attempt(
+    program: Program,
+    here: Request,
+    asked: SearchOptions,
+    cut: BatchCut,
+    parts: int,
+    bar: float,
+) -> tuple[StagedChoice | None, str]:
+    """A plan in stages that takes less than ``bar`` seconds, and what was found.
+
+    Raises _TooLarge if none fits in memory.
+    """
+    pipeline = here.pipeline
+    assert pipeline is not None, "of a mesh with stages"
+    places, schedule = pipeline.places, here.pipeline_order
+    enough = bar / least_staged(1.0, places, parts)
+    here = replace(here, mode=replace(asked, enough=enough), microbatches=parts)
+    try:
+        here = here.on(refine(program, here))
+        program = replace(program, signature=here.laid)
+        part = _one_part(program, here, cut, parts)
+        decision = decide_on(program, here, parts=part)
+        found = found_of(decision)
+        if found.bound >= enough:
+            least = least_staged(found.bound, places, parts)
+            return None, f"takes {ms(least)} at least"
+        step = price_stages(found, pipeline, schedule, asked.hardware)
+    except PlanError as error:
+        if error.what.startswith("no plan fits"):
+            raise _TooLarge(error.what) from None
+        return None, str(error.what).splitlines()[0]
+    except _UNFIT as error:
+        return None, str(error.what).splitlines()[0]
+    if step is None:
+        return None, "has more stages than the program has ops on the batch"
+    if max(step.memory) > asked.budget:
+        raise _TooLarge(f"needs {max(step.memory) / 2**30:.3g} GiB a rank")
+    if not decision.is_even:
+        return None, "has shards that are not alike"
+    if step.seconds >= bar:
+        return None, ms(step.seconds)
+    return StagedChoice(here, decision, step), ms(step.seconds)
+
+
+def _least_seconds(
+    program: Program, asked: SearchOptions, known: SearchResult | None
+) -> float:
+    """Seconds of the arithmetic of a step on one device, at its fastest."""
+    works = known.formulation.kernels.works if known else kernels_of(program).works
+    on = asked.hardware
+    flops = ((work, on.peak(work.dtype, family=work.family)) for work in works)
+    return sum(w.flops / (peak.flops * peak.efficiency) for w, peak in flops if w.flops)
+
+
+def _most(mesh: Mesh) -> int:
+    return mesh.axes[0][1] * PARTS_A_PLACE[0]
+
+
+def _parts(mesh: Mesh, cut: BatchCut, request: Request) -> int:
+    """Microbatches to try on a mesh; 0: there is no number."""
+    if request.microbatches is not None:
+        return 0 if cut.rows % request.microbatches else request.microbatches
+    places = mesh.axes[0][1]
+    counts = [places * n for n in PARTS_A_PLACE if cut.rows % (places * n) == 0]
+    feeds = mesh.axes[1][1] if len(mesh.axes) > 1 else 1
+    fit = (n for n in counts if cut.rows // n % feeds == 0)
+    return next(fit, counts[-1] if counts else 0)
+
+
+def _waiting(mesh: Mesh, parts: int) -> float:
+    """What arithmetic on one device is multiplied by, at least."""
+    places = mesh.axes[0][1]
+    return least_staged(1.0, places, parts) * places / (parts * mesh.size)

@@ -1,0 +1,75 @@
+"""What of a program follows its batch: found by planning it over an axis in time.
+
+In: a Program in global shapes. Out: a ``BatchCut``, by the same factor rules that split
+a batch over ranks; None where nothing holds a batch. ``passes.microbatches`` cuts the
+local graph in the same way. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fxpar.sharding.decide import decide
+from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.program import Program, Signature
+from fxpar.sharding.propagate.conventions import batch_inputs
+from fxpar.sharding.search.batch_parts import BatchCut
+from fxpar.sharding.spec import Spec
+
+# The axis in time. What would cross a link between its places is read and written in
+# memory: a reduction is the cheaper the earlier it stands.
+TIME = "microbatch"
+MEMORY = Link(bandwidth=1e12, latency=0.0, overhead=0.0)
+
+
+def cut_in_time(program: Program) -> BatchCut | None:
+    """Which factors and dims follow the batch."""
+    program = replace(program, signature=_whole(program))
+    batch = batch_inputs(program)
+    if not batch:
+        return None
+    rows = math.gcd(*(program.values[v].shape[0] for v in batch))
+    if rows == 1:
+        return None
+    least = next(n for n in range(2, rows + 1) if rows % n == 0)
+    mesh = Mesh(((TIME, least),), (MEMORY,))
+    timed = decide(program, mesh, {}, [(v, (TIME,)) for v in batch], batch=())
+    if not timed.is_even:
+        return None
+    factors = [
+        frozenset(f for f, axes in strategy.factors if axes)
+        for strategy in timed.strategies
+    ]
+    dims = list(map(_split, timed.edges.made))
+    given = set(program.inputs)
+    for reshard in timed.edges.reshards:  # inputs lie whole, and are read in parts
+        if reshard.value in given:
+            dims[reshard.value] = _split(reshard.target)
+    for op, cut in zip(program.ops, factors, strict=True):
+        rows = math.gcd(rows, *(op.rule.size[f] for f in cut))
+    made = enumerate(timed.edges.made)
+    sums = frozenset(v for v, spec in made if spec.partial)
+    return BatchCut(tuple(factors), tuple(dims), sums, rows)
+
+
+def _split(spec: Spec) -> frozenset[int]:
+    return frozenset(d for d, axes in enumerate(spec.dims) if axes)
+
+
+def _whole(program: Program) -> Signature:
+    """Each input and output whole in time."""
+
+    def rest(v: int | None) -> Spec | None:
+        return None if v is None else Spec.whole(len(program.values[v].shape))
+
+    signature = program.signature
+    inputs = (
+        replace(given, rest=rest(v), use=None)
+        for given, v in zip(signature.inputs, program.inputs, strict=True)
+    )
+    outputs = (
+        replace(given, rest=rest(v), lie="whole")
+        for given, v in zip(signature.outputs, program.outputs, strict=True)
+    )
+    return Signature(tuple(inputs), tuple(outputs), signature.tangents)

@@ -1,0 +1,270 @@
+"""Stages that a search chooses: what a part of a batch costs, what a pipeline takes and
+holds, and when stages are taken at all."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.errors import PlanError
+from fxpar.sharding import choose_stages
+from fxpar.sharding.cost.hardware_table import Hardware, Level
+from fxpar.sharding.cut_in_time import cut_in_time
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import split_off
+from fxpar.sharding.program import Program
+from fxpar.sharding.search.batch_parts import PartProgram
+from fxpar.sharding.search.mesh_candidates import staged_candidates
+from fxpar.sharding.search.price_stages import StagedStep, least_staged, price_stages
+from fxpar.sharding.search.run_search import SearchOptions, SearchResult, search
+from tests.helpers.machines import machine
+from tests.helpers.programs import program_of
+
+WIDTH, ROWS, LAYERS = 64, 64, 8
+
+# Nothing has a fixed price, and a network carries anything at once.
+FREE = replace(machine(), levels=(Level(0, 1e30, 0.0, 0.0),))
+# A rank sends weights for longer than it computes.
+STARVED = replace(machine(), levels=(Level(0, 2e5, 0.0, 0.0),))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def layers(count: int = LAYERS) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer() for _ in range(count)]).double()
+
+
+def rows(count: int = ROWS) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(count, WIDTH, dtype=torch.float64)
+
+
+@functools.cache
+def trained() -> Program:
+    x = rows().requires_grad_()  # so that the first layer does as much as others
+    program: Program = program_of(layers(), x, mesh="dp=2", grad=True)
+    return program
+
+
+def part_of(
+    program: Program, count: int, places: int = 1, flying: int = 1
+) -> PartProgram:
+    cut = cut_in_time(program)
+    assert cut is not None and cut.rows == ROWS
+    return PartProgram(program, cut, count, places, flying)
+
+
+def found_for(
+    program: Program, mesh: str, on: Hardware, part: PartProgram | None = None
+) -> SearchResult:
+    return search(program, Mesh.parse(mesh), SearchOptions(on), {}, parts=part)
+
+
+def staged(
+    places: int, parts: int, schedule: str = "1f1b", on: Hardware = FREE
+) -> tuple[SearchResult, StagedStep]:
+    mesh, pipeline = split_off(Mesh.parse(f"pp={places}"))
+    assert pipeline is not None
+    flying = parts if schedule == "gpipe" else min(places, parts)
+    program = trained()
+    part = part_of(program, parts, places, flying)
+    found = search(program, mesh, SearchOptions(on), {}, parts=part)
+    step = price_stages(found, pipeline, schedule, on)
+    assert step is not None
+    return found, step
+
+
+# -- a part of a batch ---------------------------------------------------------------
+
+
+def test_a_batch_in_one_part_is_priced_as_it_is() -> None:
+    program = trained()
+    whole = found_for(program, "dp=2", machine())
+    one = found_for(program, "dp=2", machine(), part_of(program, 1))
+    assert one.predicted == pytest.approx(whole.predicted, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_parts_share_what_is_done_once(count: int) -> None:
+    """Where nothing has a fixed price all parts together take what the batch takes, the
+    reduction of gradients included; weights are read again for each."""
+    program = trained()
+    whole = found_for(program, "dp=2", STARVED)
+    part = found_for(program, "dp=2", STARVED, part_of(program, count))
+    assert count * part.predicted == pytest.approx(whole.predicted, rel=0.05)
+
+
+def test_what_does_not_follow_the_batch_stays_whole() -> None:
+    program = trained()
+    part = part_of(program, 4).program
+    for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
+        assert v is not None
+        before, after = program.values[v].shape, part.values[v].shape
+        weight = declared.kind == "parameter"
+        assert after == (before if weight else (before[0] // 4, *before[1:]))
+    cut = part_of(program, 4).cut
+    gradients = [
+        v
+        for out, v in zip(program.signature.outputs, program.outputs, strict=True)
+        if out.kind == "gradient" and program.signature.inputs[out.of].kind != "input"
+    ]
+    assert gradients and not any(cut.dims[v] for v in gradients if v is not None)
+
+
+def test_a_program_without_a_batch_is_not_cut() -> None:
+    program = program_of(layers(1), rows(1), mesh="dp=2", grad=True)
+    assert cut_in_time(program) is None
+
+
+# -- the price -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("places", "parts"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_bubbles_are_those_of_the_closed_form(
+    places: int, parts: int, schedule: str
+) -> None:
+    """Equal stages wait (p - 1) / (m + p - 1) of a step (GPipe, arXiv 1811.06965)."""
+    found, step = staged(places, parts, schedule)
+    assert max(step.forward) == pytest.approx(min(step.forward), rel=0.02)
+    assert step.bubble == pytest.approx((places - 1) / (parts + places - 1), rel=0.03)
+    least = least_staged(found.predicted, places, parts)
+    assert least <= step.seconds * (1 + 1e-6)
+    assert step.seconds == pytest.approx(least, rel=0.03)
+
+
+def test_interleaved_stages_wait_less() -> None:
+    """With v stages a place (p - 1) / (v m + p - 1) (arXiv 2104.04473)."""
+    _, step = staged(4, 8, "interleaved")
+    assert len(step.forward) == 8
+    assert step.bubble == pytest.approx(3 / (2 * 8 + 3), rel=0.05)
+
+
+def test_stages_hold_the_parts_in_flight() -> None:
+    """1F1B: as many as there are places behind; GPipe: all."""
+    _, one = staged(4, 8)
+    _, all_ = staged(4, 8, "gpipe")
+    assert list(one.memory[:3]) == sorted(one.memory[:3], reverse=True)
+    assert min(all_.memory) > max(one.memory)
+
+
+def test_messages_and_reductions_are_paid() -> None:
+    _, free = staged(4, 8)
+    _, paid = staged(4, 8, on=replace(FREE, levels=(Level(0, 1e5, 0.0, 0.0),)))
+    assert paid.sending == pytest.approx(ROWS // 8 * WIDTH * 8 / 1e5)
+    # There and back, across the three borders, at least.
+    assert paid.seconds >= free.seconds + 6 * paid.sending * 0.99
+
+
+def test_fewer_ops_than_stages_have_no_price() -> None:
+    mesh, pipeline = split_off(Mesh.parse("pp=32"))
+    assert pipeline is not None
+    program = program_of(layers(1), rows(), mesh=str(mesh), grad=True)
+    found = search(
+        program, mesh, SearchOptions(FREE), {}, parts=part_of(program, 32, 32, 32)
+    )
+    assert price_stages(found, pipeline, "1f1b", FREE) is None
+
+
+# -- the choice ----------------------------------------------------------------------
+
+
+def planned(
+    on: Hardware, path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str = "auto:4"
+) -> Any:
+    on.save(path / "machine.json")
+    monkeypatch.setenv("FXPAR_HARDWARE", str(path / "machine.json"))
+    return fxpar.plan(
+        layers(), rows(), mesh=mesh, mode="search", grad=True, schedule="none"
+    )
+
+
+def test_meshes_with_stages() -> None:
+    texts = [str(mesh) for mesh in staged_candidates(8, machine())]
+    assert texts == ["pp=2,dp=4", "pp=2,dp=2,tp=2", "pp=4,dp=2", "pp=8"]
+
+
+def test_stages_are_chosen_where_weights_are_dear_to_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(STARVED, tmp_path, monkeypatch)
+    assert str(plan.mesh) == "pp=4,dp=1" and len(plan.stages) == 4
+    assert any(n.startswith("mesh pp=4,dp=1 chosen: 4 stages") for n in plan.notes)
+    got, want = plan.simulate(rows()), plan.reference(rows())
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+    plan.save(tmp_path / "plan.json")
+    again = fxpar.plan(
+        layers(),
+        rows(),
+        mesh="auto:4",
+        mode=str(tmp_path / "plan.json"),
+        grad=True,
+        schedule="none",
+    )
+    assert again.mesh.axes == plan.mesh.axes and len(again.stages) == 4
+
+
+def test_what_cannot_win_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mock.patch.object(choose_stages, "_attempt") as attempt:
+        plan = planned(FREE, tmp_path, monkeypatch)
+    assert not attempt.called and not plan.stages and "pp" not in str(plan.mesh)
+    assert "stages: none of 2 meshes can be faster" in plan.notes
+
+
+@pytest.mark.slow
+def test_a_place_keeps_to_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(*args: Any) -> StagedStep:
+        step = price_stages(*args)
+        assert step is not None
+        return replace(step, memory=(1e12,))
+
+    monkeypatch.setattr(choose_stages, "price_stages", large)
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "16")
+    plan = planned(STARVED, tmp_path, monkeypatch)
+    assert not plan.stages
+    assert any("needs 931 GiB a rank" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_stages_of_a_batch_that_cannot_be_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "7")  # which no number of rows here is
+    plan = planned(STARVED, tmp_path, monkeypatch)
+    assert not plan.stages
+
+
+@pytest.mark.slow
+def test_memory_of_a_named_mesh_is_that_of_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too much for one device fits in stages, and is searched as such."""
+    whole = 4 * sum(p.nbytes for p in layers().parameters())  # gradients, Adam's state
+    tight = replace(FREE, memory=0.6 * whole)
+    with pytest.raises(PlanError, match="no plan fits"):
+        planned(tight, tmp_path, monkeypatch, "dp=1")
+    plan = planned(tight, tmp_path, monkeypatch, "pp=4")
+    assert len(plan.stages) == 4
+    assert any("4 stages, gpipe, 16 microbatches" in note for note in plan.notes)
