@@ -143,8 +143,8 @@ def _philox(counter: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
 def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
     """``x % n``, the bits of ``x`` read as unsigned."""
     half = x >> 1 & 0x7FFFFFFFFFFFFFFF
-    rest = x - half // n * 2 * n
-    return torch.where((rest < 0) | (rest >= n), rest - n, rest)
+    remainder = x - half // n * 2 * n
+    return torch.where((remainder < 0) | (remainder >= n), remainder - n, remainder)
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ class _InductorValue:
             other = _InductorValue(
                 self.ops, self.ops.constant(other, self.dtype), self.dtype
             )
-        made = getattr(self.ops, name)(self.value, other.value)
-        return _InductorValue(self.ops, made, dtype or self.dtype)
+        value = getattr(self.ops, name)(self.value, other.value)
+        return _InductorValue(self.ops, value, dtype or self.dtype)
 
     def __add__(self, other: Any) -> _InductorValue:
         return self._with("add", other)
