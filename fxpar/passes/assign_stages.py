@@ -198,14 +198,10 @@ def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
                     limit = min(limit, home.stage)
                 else:
                     common = common & stages_with.get(read, every)
-            own_stage = forward.get(node.meta.get("seq_nr"))
-            candidates = [stage for stage in common if stage <= limit]
-            stage_found = (
-                max(candidates, default=limit)
-                if own_stage is None
-                else min(own_stage, limit)
-            )
-            node.meta[STAGE] = StageHome(BACKWARD, stage_found)
+            own = forward.get(node.meta.get("seq_nr"))
+            candidates = [at for at in common if at <= limit]
+            stage = max(candidates, default=limit) if own is None else min(own, limit)
+            node.meta[STAGE] = StageHome(BACKWARD, stage)
 
 
 def _stage_of_op(kinds: Kinds) -> dict[Any, int]:

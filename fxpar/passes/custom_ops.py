@@ -342,9 +342,9 @@ def _(x, w, op, dim, count, group):
 
 @torch.library.impl("fxpar::gather_matmul", "CompositeExplicitAutograd")
 def _(x, ws, dim, count, group):
-    made = _joined("gather", x, ws, dim, count, group)
-    if made is not None:
-        return made
+    results = _joined("gather", x, ws, dim, count, group)
+    if results is not None:
+        return results
     if _torch.distributed.shares_memory(x, group):
         return _torch.distributed.fused_all_gather_matmul(x, ws, dim, group)
     c10d = torch.ops._c10d_functional
@@ -356,9 +356,9 @@ def _(x, ws, dim, count, group):
 
 @torch.library.impl("fxpar::matmul_scatter", "CompositeExplicitAutograd")
 def _(x, w, op, dim, count, group):
-    made = _joined("scatter", x, w, op, dim, count, group)
-    if made is not None:
-        return made
+    results = _joined("scatter", x, w, op, dim, count, group)
+    if results is not None:
+        return results
     if _torch.distributed.shares_memory(x, group):
         return _torch.distributed.fused_matmul_reduce_scatter(x, w, op, dim, group)
     c10d = torch.ops._c10d_functional

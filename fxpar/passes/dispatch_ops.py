@@ -38,12 +38,10 @@ def dispatch_slots(
     slots = torch.where(inside.any(1), slot, NONE).flatten()
     part = torch.arange(sources, device=device)[:, None, None]
     last = groups * sources * room
-    position = torch.where(
-        inside, place + (group_numbers * sources + part) * room, last
-    )
-    numbers = torch.arange(count, device=device).expand(position.shape)
+    index = torch.where(inside, place + (group_numbers * sources + part) * room, last)
+    numbers = torch.arange(count, device=device).expand(index.shape)
     rows = ids.new_full((last + 1,), NONE).scatter(
-        0, position.flatten(), numbers.flatten()
+        0, index.flatten(), numbers.flatten()
     )
     most = chosen.sum(2).amax() if chosen.numel() else ids.new_zeros(())
     return rows[:last].reshape(groups, sources, room), slots, most
@@ -67,9 +65,9 @@ def dispatch_rows(
     ``x``."""
     sources = rows.shape[1]
     first = torch.arange(sources, device=x.device)[:, None] * (x.shape[0] // sources)
-    rows_taken = x[rows.clamp(min=0) // copies + first]
+    rows_read = x[rows.clamp(min=0) // copies + first]
     empty = (rows == NONE).reshape(*rows.shape, *[1] * (x.dim() - 1))
-    return rows_taken.masked_fill_(empty, fill)
+    return rows_read.masked_fill_(empty, fill)
 
 
 @dispatch_rows.register_fake
@@ -85,9 +83,9 @@ def combine_rows(y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     slot = slots.reshape(sources, -1)
     part = torch.arange(sources, device=y.device)[:, None]
     own_slot = slot.clamp(min=0)
-    position = (own_slot // room * sources + part) * room + own_slot % room
-    rows_taken = y.flatten(0, 2)[position.flatten()]
-    return rows_taken.masked_fill_((slots == NONE).reshape(-1, *[1] * (y.dim() - 3)), 0)
+    index = (own_slot // room * sources + part) * room + own_slot % room
+    rows_read = y.flatten(0, 2)[index.flatten()]
+    return rows_read.masked_fill_((slots == NONE).reshape(-1, *[1] * (y.dim() - 3)), 0)
 
 
 @combine_rows.register_fake

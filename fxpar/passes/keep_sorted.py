@@ -62,8 +62,8 @@ def _whole(order: fx.Node) -> Any:
 
 def _put_back(node: fx.Node, order: fx.Node) -> Any:
     """The rows in order that a node puts back where they lay; None of any other."""
-    all_rows = _whole(order)
-    read: Any = node.args[1] if all_rows is not order and len(node.args) == 3 else node
+    whole = _whole(order)
+    read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
     if node.target is not (aten.where.self if read is not node else aten.index.Tensor):
         return None
     if read.target is not aten.index.Tensor or len(read.args[1]) != 1:
@@ -71,10 +71,7 @@ def _put_back(node: fx.Node, order: fx.Node) -> Any:
     (place,) = read.args[1]
     if read is not node and place.target is aten.clamp.default:
         place = place.args[0]
-    back = place.target is aten.index_put.default and place.args[:2] == (
-        all_rows,
-        [all_rows],
-    )
+    back = place.target is aten.index_put.default and place.args[:2] == (whole, [whole])
     return read.args[0] if back else None
 
 
@@ -85,7 +82,7 @@ class _InOrder:
         self.build, self.order = build, order
         # How many there is room for; None: all.
         self.rows = None if _whole(order) is order else shape_of(order)[0]
-        self._is_near_of: dict[tuple[fx.Node, int], bool] = {}
+        self._near: dict[tuple[fx.Node, int], bool] = {}
         self._in_order: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def has(self, node: fx.Node) -> bool:
@@ -100,10 +97,10 @@ class _InOrder:
         """Whether a value is made, row by row, of some that were put back, and can be
         made in order."""
         key = node, dim
-        if key not in self._is_near_of:
-            self._is_near_of[key] = False
-            self._is_near_of[key] = self._is_near(node, dim)
-        return self._is_near_of[key]
+        if key not in self._near:
+            self._near[key] = False
+            self._near[key] = self._is_near(node, dim)
+        return self._near[key]
 
     def _is_near(self, node: fx.Node, dim: int) -> bool:
         if dim == 0 and _put_back(node, self.order) is not None:
@@ -127,15 +124,13 @@ class _InOrder:
             return self.build.call(aten.index.Tensor, node, [self.order])
         operands = _row_operands(node, dim)
         source, i = call_of(node)
-        call_key = source, -1  # one call for all its results
-        if call_key not in self._in_order:
+        key = source, -1  # one call for all its results
+        if key not in self._in_order:
             call = row_call(source, operands)
             assert call is not None
             in_order = {x: self.of(x, d) for x, d in operands.items()}
-            self._in_order[call_key] = call.with_operands(
-                self.build, in_order, self.rows
-            )
-        result = self._in_order[call_key]
+            self._in_order[key] = call.with_operands(self.build, in_order, self.rows)
+        result = self._in_order[key]
         return (
             result if source is node else self.build.call(operator.getitem, result, i)
         )

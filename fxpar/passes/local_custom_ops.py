@@ -131,20 +131,18 @@ def _constrain(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
 
 def _random(call: LocalCall, *args: Any) -> fx.Node:
     """The shard counts by global index: same seed, same numbers as one device."""
-    *leading, size, starts = args
+    *head, size, starts = args
     axes = call.results[0].dims
     local = list(call.local_shape())
     offsets = [
         _further(call, start, a, n) if a else start
         for start, a, n in zip(starts, axes, call.result_shape(), strict=True)
     ]
-    if leading and isinstance(
-        leading[0], (list, tuple)
-    ):  # fxpar::random: size comes first
-        leading = [local, *leading[1:]]
+    if head and isinstance(head[0], (list, tuple)):  # fxpar::random: size comes first
+        head = [local, *head[1:]]
     else:  # fxpar::randint: low, high, size, seed
-        leading = [*leading[:2], local, *leading[3:]]
-    return call.build.call(call.node.target, *leading, size, offsets)
+        head = [*head[:2], local, *head[3:]]
+    return call.build.call(call.node.target, *head, size, offsets)
 
 
 def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:

@@ -139,22 +139,16 @@ def _within(
 def _expert_mm(
     call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
-    sort, mm = (
-        _sorted(call, ids, 0, 1, *options),
-        torch.ops.fxpar.grouped_mm.default,
-    )
-    return sort.put_back(
-        call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
-    )
+    sort, mm = _sorted(call, ids, 0, 1, *options), torch.ops.fxpar.grouped_mm.default
+    product = call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
+    return sort.put_back(product)
 
 
 def _expert_outer(
     call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, _: int, *options: Any
 ) -> fx.Node:
-    sort, outer = (
-        _sorted(call, ids, 0, 3, *options),
-        torch.ops.fxpar.grouped_outer.default,
-    )
+    outer = torch.ops.fxpar.grouped_outer.default
+    sort = _sorted(call, ids, 0, 3, *options)
     return call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
 
 

@@ -187,7 +187,7 @@ def _pool_backward(
     *settings: Any,
 ) -> fx.Node:
     """Its gradient; that of the rows around the shard goes where they are."""
-    position = len(call.operands)  # the position of the result, which has the halos
+    position = len(call.operands)  # of the result, which has the halos
     padding = _padding(padding, _split(call, 1, k))
     x = _with_halo_rows(call, x, position)
     return given_back(
@@ -287,17 +287,15 @@ def _reindexed(
     sizes = [[dim.whole for dim in dims], local][:: 1 if inward else -1]
     for d, dim in enumerate(dims):
         below, above = (math.prod(n[d + 1 :]) for n in sizes)
-        position = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
+        place = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
         if d:
-            position = build.call(aten.remainder.Scalar, position, sizes[0][d])
+            place = build.call(aten.remainder.Scalar, place, sizes[0][d])
         sign = -1 if inward else 1
         start = build.offset(dim.axes, sign * dim.size, -sign * dim.before)
         if start != 0:
-            position = build.call(aten.add.Tensor, position, start)
-        position = build.call(aten.mul.Tensor, position, above)
-        total = (
-            position if total is None else build.call(aten.add.Tensor, total, position)
-        )
+            place = build.call(aten.add.Tensor, place, start)
+        place = build.call(aten.mul.Tensor, place, above)
+        total = place if total is None else build.call(aten.add.Tensor, total, place)
     assert total is not None
     return total
 

@@ -407,7 +407,7 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
         last, value = chain[-1], chain[0].args[0]
         for node in chain:
             # Each in its own place: what stands between two of them runs between.
-            with graph.inserting_before(node), build.at(last, noted=node):
+            with graph.inserting_before(node), build.at(last, notes_from=node):
                 lowering = LOWERINGS[collective_nodes.kind_of(node)]
                 cut = collective_nodes.cut_of(node)
                 lower = lowering.lower if cut is None else partial(_padded, node, cut)

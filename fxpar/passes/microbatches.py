@@ -144,9 +144,9 @@ def _without_reshards(graph: fx.Graph) -> fx.Graph:
     what is noted of theirs aside."""
     graph = copy_of(graph)
     for node in graph.nodes:
-        noted = {key: node.meta.pop(key) for key in OURS if key in node.meta}
+        step_meta = {key: node.meta.pop(key) for key in OURS if key in node.meta}
         if steps.is_step(node):
-            node.meta[_NOTED] = noted
+            node.meta[_NOTED] = step_meta
         for key in ("fxpar_op", "fxpar_value"):
             node.meta.pop(key, None)
     return graph

@@ -94,8 +94,8 @@ class _Contraction:
         if operand.target in (aten.permute.default, aten.t.default):
             order = operand.args[1] if len(operand.args) > 1 else [1, 0]
             inverse = [0] * len(order)
-            for new, old in enumerate(order):
-                inverse[old % len(order)] = new
+            for position, source_dim in enumerate(order):
+                inverse[source_dim % len(order)] = position
             self.words[i] = [self.words[i][d] for d in inverse]
             self.operands[i] = operand.args[0]
             return True

@@ -71,8 +71,8 @@ class RowCall:
 
 
 def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
-    """The call as one that makes rows one by one. ``row_dims``: operand -> the dim of its
-    rows. None if it does not treat these dims so."""
+    """The call as one that makes rows one by one. ``row_dims``: operand -> the dim of
+    its rows. None if it does not treat these dims so."""
     rule = _rule(node)
     if rule is None:
         return None

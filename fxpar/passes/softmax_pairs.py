@@ -183,8 +183,8 @@ def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
     _, dims, *keep = total.args[0].args
     maximum: Any = largest.args[0]
     if softmax.label is not None:
-        moved = [n for n in _ancestors(_places(softmax.label)) if n > largest]
-        for node in sorted(moved):
+        label_nodes = [n for n in _ancestors(_places(softmax.label)) if n > largest]
+        for node in sorted(label_nodes):
             largest.prepend(node)
     with build.before(largest):
         finite = _finite(build, maximum)

@@ -45,8 +45,8 @@ def products_by(sort: fx.Node) -> dict[fx.Node, int]:
 
 def _ends_of(node: fx.Node) -> Any:
     """Where the groups of a grouped product end; None of any other call."""
-    plain = node.target is aten._grouped_mm.default
-    if plain and len(node.args) == 3 and not node.kwargs:
+    is_aten = node.target is aten._grouped_mm.default
+    if is_aten and len(node.args) == 3 and not node.kwargs:
         return node.args[2]
     return node.args[2] if str(node.target) in _GROUPED else None
 
@@ -59,14 +59,14 @@ def _counts(ends: fx.Node, sort: fx.Node) -> bool:
     count = _plain(total.args[0])
     if count.target is not aten.histc.default:
         return False
-    experts, given = shape_of(ends)[0], len(count.args) - 1
-    bins, low, high = list(count.args[1:]) + list(_BINS[given:])
+    experts, bins_given = shape_of(ends)[0], len(count.args) - 1
+    bins, low, high = list(count.args[1:]) + list(_BINS[bins_given:])
     if (bins, low) != (experts, 0) or high not in (experts - 1, experts):
         return False
-    counted, key = _plain(count.args[0]), _plain(sort.args[0])
-    if counted.target is operator.getitem and counted.args == (sort, 0):
-        counted = key
-    return counted is key and _is_place(key)
+    values, key = _plain(count.args[0]), _plain(sort.args[0])
+    if values.target is operator.getitem and values.args == (sort, 0):
+        values = key
+    return values is key and _is_place(key)
 
 
 def _plain(node: Any) -> fx.Node:
