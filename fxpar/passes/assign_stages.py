@@ -96,7 +96,7 @@ def assign_stages(
             f"too few for {count} stages",
             fix=f"leave {axis} out of the mesh, or give the ranks another axis",
         )
-    priced = replace(priced, once=_once(graph, kinds))
+    priced = replace(priced, once=_gradient_steps(graph, kinds))
     backward = [n for n in graph.nodes if n in kinds.backward]
     share = 1.0 + (sum(map(priced.seconds, backward)) / _total(chain, priced))
     seconds = [priced.seconds(node) * share for node in chain]
@@ -118,18 +118,18 @@ def assign_stages(
     return _stages(graph, program, priced, places, kinds)
 
 
-def _once(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
+def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
     """Steps on gradients of weights: what is made of them is a result, or the update.
     These are accumulated first."""
     ends: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         passes = node in kinds.backward or is_loose_view(node)
-        if passes and all(x in ends or _ends(x, kinds) for x in node.users):
+        if passes and all(x in ends or _is_end(x, kinds) for x in node.users):
             ends.add(node)
     return frozenset(n for n in ends if steps.is_step(n))
 
 
-def _ends(node: fx.Node, kinds: Kinds) -> bool:
+def _is_end(node: fx.Node, kinds: Kinds) -> bool:
     return node.op == "output" or node in kinds.everywhere
 
 
@@ -182,7 +182,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
     every = frozenset(range(count))
-    stages_with = _where_read(graph, kinds, every)
+    stages_with = _stages_with_value(graph, kinds, every)
     forward = _stage_of_op(kinds)
     for node in graph.nodes:
         if node in kinds.backward:
@@ -215,7 +215,7 @@ def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
     return out
 
 
-def _where_read(
+def _stages_with_value(
     graph: fx.Graph, kinds: Kinds, every: frozenset[int]
 ) -> dict[fx.Node, frozenset[int]]:
     """The stages at which a value is there in the forward: where it is made, or read.

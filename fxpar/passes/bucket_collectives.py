@@ -61,8 +61,8 @@ def bucket(
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
     views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
     ``gathers``: of one of gathers."""
-    input_derived, to_output = from_inputs(graph), _to_output(graph)
-    before = _depends(graph, to_output)
+    input_derived, to_output = from_inputs(graph), _near_output(graph)
+    before = _reductions_before(graph, to_output)
     opened: dict[Any, _Bucket] = {}
     filled: list[_Bucket] = []
     home: dict[fx.Node, _Bucket] = {}
@@ -118,7 +118,7 @@ def _is_cheap(node: fx.Node) -> bool:
     return facts.moves or facts.reshapes or facts.casts
 
 
-def _to_output(graph: fx.Graph) -> set[fx.Node]:
+def _near_output(graph: fx.Graph) -> set[fx.Node]:
     """Nodes between which and the output there is nothing but cheap work."""
     ends: set[fx.Node] = set()
     passing = {WAIT, _SCATTER, _REDUCE}
@@ -151,7 +151,7 @@ def region_of(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get(REGION)
 
 
-def _depends(
+def _reductions_before(
     graph: fx.Graph, to_output: Collection[fx.Node]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node the reductions it depends on that could be joined. (Gathers that
@@ -201,7 +201,9 @@ def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
     return rewriter.call(aten.cat.default, parts, 1)
 
 
-def _cut(rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
+def _split_result(
+    rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]
+) -> None:
     """Results of the members, from their bucket's [rows, all of them]."""
     at = 0
     for member in members:
@@ -226,7 +228,7 @@ def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         row = _flat(rewriter, [m.args[0] for m in members], 1)
         joined = rewriter.call(_GATHER, row, count, group)
         whole = rewriter.call(WAIT, joined)
-        _cut(rewriter, whole, count, members)
+        _split_result(rewriter, whole, count, members)
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
@@ -246,7 +248,7 @@ def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         rows = _flat(rewriter, [m.args[0] for m in members], count)
         joined = rewriter.call(_SCATTER, rows, op, count, group)
         mine = rewriter.call(WAIT, joined)
-        _cut(rewriter, mine, 1, members)
+        _split_result(rewriter, mine, 1, members)
 
 
 def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
@@ -255,7 +257,7 @@ def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         row = _flat(rewriter, [m.args[0] for m in members], 1)
         joined = rewriter.call(_REDUCE, row, *last.args[1:])
         whole = rewriter.call(WAIT, joined)
-        _cut(rewriter, whole, 1, members)
+        _split_result(rewriter, whole, 1, members)
 
 
 _JOIN = {

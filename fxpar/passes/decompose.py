@@ -25,11 +25,11 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     table = _torch.inductor.decompositions()
     for node in list(graph.nodes):
         if node.op == "call_function" and _torch.inductor.is_decomposed(node.target):
-            _take_apart(build, node, table)
+            _decompose_node(build, node, table)
     graph.lint()
 
 
-def _take_apart(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None:
+def _decompose_node(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None:
     operands = node.all_input_nodes
 
     def call(*values: Any) -> Any:
@@ -50,10 +50,10 @@ def _take_apart(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None
                 copies[part].meta = {"val": part.meta["val"]}
                 build.stamp(copies[part])
     result: Any = parts.output_node().args[0]
-    _let_stand_for(node, result, copies)
+    _replace_uses(node, result, copies)
 
 
-def _let_stand_for(
+def _replace_uses(
     node: fx.Node, result: Any, copies: Mapping[fx.Node, fx.Node]
 ) -> None:
     """Let what was made take every use of a node; of several results, of its items."""

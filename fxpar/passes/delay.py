@@ -55,7 +55,7 @@ def delay(graph: fx.Graph) -> None:
     for at, node in enumerate(nodes):
         if node.target in WAITS or op_facts_of(node.target).mutates:
             begin = at + 1
-        end = min((place[u] for u in node.users if _ends(u, node)), default=at)
+        end = min((place[u] for u in node.users if _is_wait_of(u, node)), default=at)
         has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
         if (
             has_work_beside
@@ -76,7 +76,7 @@ def _is_work(node: fx.Node) -> bool:
     return contracts(node.target) or node.target in PRODUCTS
 
 
-def _ends(user: fx.Node, node: fx.Node) -> bool:
+def _is_wait_of(user: fx.Node, node: fx.Node) -> bool:
     return user.target in WAITS and user.args[0] is node
 
 

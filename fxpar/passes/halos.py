@@ -58,7 +58,7 @@ def given_back(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     the rows of its halos."""
     for halo in reversed(halos_of(call, position)):
         axes = axes_of(call, position, halo.dim)
-        x = _added(call, x, axes, halo)
+        x = _add_halo_rows(call, x, axes, halo)
     return x
 
 
@@ -81,7 +81,7 @@ def rows(
         if piece.further % shards:
             part = _rows_of_rank(call, part, axes, piece.further)
         if fill is not None and piece.further:
-            part = _within(call, part, axes, piece.further, fill)
+            part = _fill_beyond(call, part, axes, piece.further, fill)
         parts.append(part)
     return parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
 
@@ -101,7 +101,7 @@ def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
     return next((user for user in x.users if (user.target, *user.args) == call), None)
 
 
-def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
+def _add_halo_rows(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     build, dim = call.build, halo.dim
     size = _size(x, dim) - halo.before - halo.after
     own = cut(call, x, dim, halo.before, halo.before + size)
@@ -112,7 +112,7 @@ def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
             part = cut(call, x, dim, first, end)
             if piece.further % build.mesh.count(axes):
                 part = _rows_of_rank(call, part, axes, -piece.further)
-            part = _within(call, part, axes, -piece.further, 0)
+            part = _fill_beyond(call, part, axes, -piece.further, 0)
             own_rows = cut(call, own, dim, piece.start, piece.end)
             total = build.call(aten.add.Tensor, own_rows, part)
             own = (
@@ -145,7 +145,9 @@ def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, .
     return tuple(holder[(s + further) % len(shard)] for s in shard)
 
 
-def _within(call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any) -> Any:
+def _fill_beyond(
+    call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any
+) -> Any:
     """``x`` where there is a shard so many further on, else the constant."""
     build, shards = call.build, call.build.mesh.count(axes)
     index = build.call(

@@ -64,7 +64,7 @@ def keep_batch_apart(
             node.meta.get("val"), torch.Tensor
         ):
             continue
-        parts = {_parts(read, splits) for read in node.all_input_nodes} - {None}
+        parts = {_merged_sizes(read, splits) for read in node.all_input_nodes} - {None}
         if len(parts) == 1:
             (pair,) = parts
             assert pair is not None
@@ -73,7 +73,9 @@ def keep_batch_apart(
     graph.eliminate_dead_code()
 
 
-def _parts(node: fx.Node, splits: Callable[[int, int], bool]) -> tuple[int, int] | None:
+def _merged_sizes(
+    node: fx.Node, splits: Callable[[int, int], bool]
+) -> tuple[int, int] | None:
     """(b, s) of a value that merges its first two dims into one; None if none does."""
     if not op_facts_of(node.target).reshapes:
         return None
@@ -148,7 +150,7 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
         place = _ALONG[target]
         if not all(_is_merged(read, rows) for read in tensors) or len(args) <= place:
             return None
-        dims = _behind(args[place], node)
+        dims = _dims_behind_batch(args[place], node)
         return None if dims is None else [*args[:place], dims, *args[place + 1 :]]
     # Not what moves elements, though it makes each of one, as a transpose does.
     if torch.Tag.pointwise not in target.tags and target not in pointwise.ROWS:
@@ -160,7 +162,7 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
     return args if alike else None
 
 
-def _behind(dims: Any, node: fx.Node) -> Any:
+def _dims_behind_batch(dims: Any, node: fx.Node) -> Any:
     """Dims of an op behind the first, counted with one more before them; None if the
     first is among them."""
     source: Any = node.args[0]

@@ -50,11 +50,11 @@ def _order_of(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return None
     (order,) = node.args[1]
-    source, i = call_of(_whole(order))
+    source, i = call_of(_all_rows_order(order))
     return order if source.target is aten.sort.stable and i == 1 else None
 
 
-def _whole(order: fx.Node) -> Any:
+def _all_rows_order(order: fx.Node) -> Any:
     """The order of all rows, of which there may be room for the first only."""
     cut = order.target is aten.slice.Tensor and order.args[1:3] == (0, 0)
     return order.args[0] if cut else order
@@ -62,7 +62,7 @@ def _whole(order: fx.Node) -> Any:
 
 def _put_back(node: fx.Node, order: fx.Node) -> Any:
     """The rows in order that a node puts back where they lay; None of any other."""
-    whole = _whole(order)
+    whole = _all_rows_order(order)
     read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
     if node.target is not (aten.where.self if read is not node else aten.index.Tensor):
         return None
@@ -81,7 +81,7 @@ class _InOrder:
     def __init__(self, build: Builder, order: fx.Node) -> None:
         self.build, self.order = build, order
         # How many there is room for; None: all.
-        self.rows = None if _whole(order) is order else shape_of(order)[0]
+        self.rows = None if _all_rows_order(order) is order else shape_of(order)[0]
         self._near: dict[tuple[fx.Node, int], bool] = {}
         self._in_order: dict[tuple[fx.Node, int], fx.Node] = {}
 
@@ -153,7 +153,7 @@ def _join_alike(graph: fx.Graph) -> None:
     of."""
     first_of: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.is_impure() or not _counts(node):
+        if node.op != "call_function" or node.is_impure() or not _gives_integers(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         first = first_of.setdefault(key, node)
@@ -162,7 +162,7 @@ def _join_alike(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _counts(node: fx.Node) -> bool:
+def _gives_integers(node: fx.Node) -> bool:
     """Whether a call gives whole numbers, and the same whenever it is made."""
     facts, value = op_facts_of(node.target), node.meta.get("val")
     if facts.random or facts.draws:

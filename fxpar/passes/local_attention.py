@@ -77,15 +77,15 @@ def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             arguments["attn_bias"] = merge_attention.aligned(
                 call.build, arguments["attn_bias"]
             )
-        node = _called(call, arguments) if keys else call.same(*args, **kwargs)
+        node = _call_by_name(call, arguments) if keys else call.same(*args, **kwargs)
         if isinstance(values, torch.Tensor):
             return node
         lse = node.meta["val"][1]
         if not keys and tuple(lse.shape) == value_of(call.local_shape(1)):
             return node
-        results = [_item(call, node, i) for i in range(2)]
+        results = [_result(call, node, i) for i in range(2)]
         further_results = [
-            _item(call, node, i) if isinstance(x, torch.Tensor) else x
+            _result(call, node, i) if isinstance(x, torch.Tensor) else x
             for i, x in enumerate(values)
         ][2:]
     out, lse = results[0], _per_query(call, results[1], call.local_shape(0)[_SEQUENCE])
@@ -100,7 +100,7 @@ def _causal(call: LocalCall, arguments: dict[str, Any]) -> list[fx.Node]:
     tensors = (arguments[name] for name in ("query", "key", "value"))
     op = ours.causal_attention.default
     node = call.build.call(op, *tensors, _ahead(call, 0), arguments["scale"])
-    return [_item(call, node, i) for i in range(2)]
+    return [_result(call, node, i) for i in range(2)]
 
 
 def _mask(arguments: dict[str, Any]) -> fx.Node | None:
@@ -146,7 +146,7 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
             arguments["attn_bias"] = merge_attention.aligned(
                 call.build, arguments["attn_bias"]
             )
-        return _called(call, arguments)
+        return _call_by_name(call, arguments)
     grad = next(
         arguments[name] for name in ("grad_out", "grad_out_") if name in arguments
     )
@@ -154,12 +154,12 @@ def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
     op, ahead = ours.causal_attention_backward.default, _ahead(call, 1)
     node = call.build.call(op, grad, *tensors, weights, ahead, arguments["scale"])
     gradients = (
-        laid_out(call.build, _item(call, node, i), values[i]) for i in range(3)
+        laid_out(call.build, _result(call, node, i), values[i]) for i in range(3)
     )
     return (*gradients, *(None for _ in values[3:]))
 
 
-def _called(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
+def _call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
     """The op itself on arguments by name."""
     declared = _torch.objects.schema_of(call.node.target).arguments
     positional = [arguments[a.name] for a in declared if not a.kwarg_only]
@@ -189,7 +189,7 @@ def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
     return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
 
 
-def _item(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
+def _result(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
     return call.build.call(operator.getitem, node, i)
 
 

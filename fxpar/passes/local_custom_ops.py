@@ -135,7 +135,7 @@ def _random(call: LocalCall, *args: Any) -> fx.Node:
     axes = call.results[0].dims
     local = list(call.local_shape())
     offsets = [
-        _further(call, start, a, n) if a else start
+        _slice_start(call, start, a, n) if a else start
         for start, a, n in zip(starts, axes, call.result_shape(), strict=True)
     ]
     if head and isinstance(head[0], (list, tuple)):  # fxpar::random: size comes first
@@ -145,7 +145,7 @@ def _random(call: LocalCall, *args: Any) -> fx.Node:
     return call.build.call(call.node.target, *head, size, offsets)
 
 
-def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
+def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
     """Where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
     ``start``: a number, or the offset of a dim that other axes split already."""
     build = call.build
@@ -163,7 +163,9 @@ def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any
 _SCORE, _MASK = (1, 2), (0, 1)
 
 
-def _shifted(call: LocalCall, node: fx.Node, places: tuple[int, int]) -> fx.Node:
+def _with_global_index(
+    call: LocalCall, node: fx.Node, places: tuple[int, int]
+) -> fx.Node:
     """A function of scores, its batch and head moved on by where this rank's begin."""
     body = body_of(node)
     assert body is not None
@@ -193,14 +195,14 @@ def _shifted(call: LocalCall, node: fx.Node, places: tuple[int, int]) -> fx.Node
 def _forward(
     call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *settings: Any
 ):
-    mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))
-    return call.same(q, k, v, _shifted(call, score, _SCORE), mask, *settings)
+    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
+    return call.same(q, k, v, _with_global_index(call, score, _SCORE), mask, *settings)
 
 
 def _backward(call: LocalCall, *args: Any):
     *tensors, forward, joint, mask = args[:10]
-    functions = (_shifted(call, body, _SCORE) for body in (forward, joint))
-    mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))
+    functions = (_with_global_index(call, body, _SCORE) for body in (forward, joint))
+    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
     return call.same(*tensors, *functions, mask, *args[10:])
 
 
@@ -228,7 +230,7 @@ def _with_gradients(target: Any, *args: Any) -> Any:
         return target(*args[:12], tuple(operands), *args[13:])
 
 
-def _edge(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
+def _contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
     """An edge of a manual region: what a rank holds, laid out as it is read."""
     if x.meta["val"].is_contiguous():
         return x
@@ -261,8 +263,8 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::random": _random,
     "fxpar::randint": _random,
     "fxpar::shift": _shift,
-    "fxpar::enter_region": _edge,
-    "fxpar::leave_region": _edge,
+    "fxpar::enter_region": _contiguous,
+    "fxpar::leave_region": _contiguous,
     "fxpar::collective": _collective,
     "fxpar::axis_index": _axis_index,
     "higher_order::flex_attention": _forward,

@@ -104,14 +104,14 @@ def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
     return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
 
 
-def _spare(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+def _with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
     return call.build.call(aten.constant_pad_nd.default, x, pad, 0)
 
 
-def _cut(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
+def _without_spares(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
     """``x`` without the spare row of each part."""
     for part in parts:
         x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
@@ -121,7 +121,9 @@ def _cut(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
 # Index lists
 
 
-def _meet(call: LocalCall, indices: Sequence[fx.Node | None]) -> dict[int, _Part]:
+def _split_parts(
+    call: LocalCall, indices: Sequence[fx.Node | None]
+) -> dict[int, _Part]:
     """The split dims that an index list meets."""
     parts = {}
     for d, index in enumerate(indices):
@@ -146,7 +148,7 @@ def _inside(
 
 
 def _index(call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
-    parts = _meet(call, indices)
+    parts = _split_parts(call, indices)
     if not parts:
         return call.same(x, indices)
     places = [parts[d].read() if d in parts else i for d, i in enumerate(indices)]
@@ -163,7 +165,7 @@ def _index_put(
     values: fx.Node,
     accumulate: bool = False,
 ) -> fx.Node:
-    parts = _meet(call, indices)
+    parts = _split_parts(call, indices)
     if not parts:
         return call.same(x, indices, values, accumulate)
     if accumulate and not any(part.empty for part in parts.values()):
@@ -172,8 +174,8 @@ def _index_put(
         return call.same(x, places, call.where(inside, values, 0), True)
     places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
     accumulating = (True,) if accumulate else ()
-    put = call.same(_spare(call, x, list(parts)), places, values, *accumulating)
-    return _cut(call, put, list(parts.values()))
+    put = call.same(_with_spares(call, x, list(parts)), places, values, *accumulating)
+    return _without_spares(call, put, list(parts.values()))
 
 
 # One index along one dim
@@ -205,7 +207,9 @@ def _embedding_backward(
     own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
     places = call.where(own, part.place, n)
     rows_and_spare = call.build.compute(operator.add, n, 1)
-    return _cut(call, call.same(grad, places, rows_and_spare, n, by_count), [part])
+    return _without_spares(
+        call, call.same(grad, places, rows_and_spare, n, by_count), [part]
+    )
 
 
 def _gather(
@@ -237,7 +241,7 @@ def _one_per_row(
     return all(shape == want for shape in shapes)
 
 
-def _hit(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
     scatter, so it fuses with what comes before and after."""
     like, build = index.meta["val"], call.build
@@ -267,7 +271,7 @@ def _scatter(
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src, *settings, **named)
     if not settings and not named and _one_per_row(call, x, dim, index, src):
-        hit = _hit(call, x, dim, index)
+        hit = _index_mask(call, x, dim, index)
         if not isinstance(src, fx.Node):
             like = x.meta["val"]
             src = call.build.call(
@@ -276,9 +280,9 @@ def _scatter(
         return call.build.call(aten.where.self, hit, src, x)
     part = part_of(call, dim, index)
     assert part is not None
-    spare = _spare(call, x, [dim % x.meta["val"].dim()])
+    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
     put = call.same(spare, dim, part.store(), src, *settings, **named)
-    return _cut(call, put, [part])
+    return _without_spares(call, put, [part])
 
 
 def _scatter_add(
@@ -287,7 +291,7 @@ def _scatter_add(
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src)
     if _one_per_row(call, x, dim, index, src):
-        update = call.where(_hit(call, x, dim, index), src, 0)
+        update = call.where(_index_mask(call, x, dim, index), src, 0)
         return call.build.call(aten.add.Tensor, x, update)
     part = part_of(call, dim, index)
     assert part is not None
@@ -310,8 +314,8 @@ def _index_add(
     ndim = source.meta["val"].dim()
     inside = part.inside
     if part.empty:
-        spare = _spare(call, x, [part.dim])
-        return _cut(
+        spare = _with_spares(call, x, [part.dim])
+        return _without_spares(
             call, call.same(spare, dim, part.store(), source, **settings), [part]
         )
     if ndim:
@@ -326,8 +330,10 @@ def _index_store(
     part = part_of(call, dim, index, signed=True)
     if part is None:
         return call.same(x, dim, index, *settings, **named)
-    spare = _spare(call, x, [dim % x.meta["val"].dim()])
-    return _cut(call, call.same(spare, dim, part.store(), *settings, **named), [part])
+    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
+    return _without_spares(
+        call, call.same(spare, dim, part.store(), *settings, **named), [part]
+    )
 
 
 def _masked_scatter_backward(

@@ -91,7 +91,7 @@ def local_op(
     )
     results = tuple(result_spec(op.rule, strategy, i) for i in range(len(op.results)))
     args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: _size_of(n) or local(n)
+        (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
     )
     all_whole = all(s.is_whole for s in operands + results)
     if all_whole and op.target not in _OWN and _laid_out_alike(node, local):
@@ -110,17 +110,17 @@ def _laid_out_alike(node: fx.Node, local: Local) -> bool:
     """Whether what a node reads lies in memory as in the global graph."""
     pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
     return all(
-        a is b or not isinstance(a, torch.Tensor) or _lies(a) == _lies(b)
+        a is b or not isinstance(a, torch.Tensor) or _layout(a) == _layout(b)
         for a, b in pairs
     )
 
 
-def _lies(x: torch.Tensor) -> tuple[Any, ...]:
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of a tensor lie in its memory."""
     return x.stride(), x.storage_offset()
 
 
-def _size_of(node: fx.Node) -> Any:
+def _symbolic_size(node: fx.Node) -> Any:
     """A size that a node computes, which local forms take as the number that it is;
     None of other nodes."""
     value = node.meta.get("val")

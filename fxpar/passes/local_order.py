@@ -110,12 +110,12 @@ def _candidates(
     return _gather(call, values, d, axes), _gather(call, places, d, axes)
 
 
-def _items(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _results(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     values, places = (call.build.call(operator.getitem, node, i) for i in range(2))
     return values, places
 
 
-def _shown(call: LocalCall, x: fx.Node, d: int, keepdim: bool) -> fx.Node:
+def _squeezed(call: LocalCall, x: fx.Node, d: int, keepdim: bool) -> fx.Node:
     return x if keepdim else call.build.call(aten.squeeze.dim, x, d)
 
 
@@ -149,7 +149,9 @@ def _place(
     values = build.call(aten.gather.default, x, d, own)
     values, places = _candidates(call, values, own, d, axes)
     winner = call.same(values, d, True)
-    return _shown(call, build.call(aten.gather.default, places, d, winner), d, keepdim)
+    return _squeezed(
+        call, build.call(aten.gather.default, places, d, winner), d, keepdim
+    )
 
 
 def _row(
@@ -160,11 +162,11 @@ def _row(
     if not axes:
         return call.same(x, dim, keepdim)
     x = _filled(call, x, d, never)
-    values, places = _items(call, call.same(x, d, True))
+    values, places = _results(call, call.same(x, d, True))
     values, places = _candidates(call, values, places, d, axes)
-    values, winner = _items(call, call.same(values, d, True))
+    values, winner = _results(call, call.same(values, d, True))
     places = call.build.call(aten.gather.default, places, d, winner)
-    return tuple(_shown(call, node, d, keepdim) for node in (values, places))
+    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
 
 
 def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
@@ -174,12 +176,12 @@ def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
     if not axes:
         return call.same(x, dim)
     build = call.build
-    values, places = _items(call, call.same(x, d))
+    values, places = _results(call, call.same(x, d))
     last, its_place = (
         build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
     )
     totals, total_places = _candidates(call, last, its_place, d, axes)
-    totals, winner = _items(call, call.same(totals, d))
+    totals, winner = _results(call, call.same(totals, d))
     total_places = build.call(aten.gather.default, total_places, d, winner)
     device, shard = x.meta["val"].device, build.offset(axes, 1)
     before = build.call(aten.full.default, [1], shard, dtype=torch.int64, device=device)
@@ -204,9 +206,9 @@ def _topk(
     if not axes:
         return call.same(x, k, dim, *settings, **named)
     rows = x.meta["val"].shape[d]
-    values, places = _items(call, call.same(x, min(k, rows), d, *settings, **named))
+    values, places = _results(call, call.same(x, min(k, rows), d, *settings, **named))
     values, places = _candidates(call, values, places, d, axes)
-    values, winner = _items(call, call.same(values, k, d, *settings, **named))
+    values, winner = _results(call, call.same(values, k, d, *settings, **named))
     return values, call.build.call(aten.gather.default, places, d, winner)
 
 

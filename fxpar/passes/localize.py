@@ -92,7 +92,7 @@ class _Localizer:
         if "fxpar_op" in node.meta:
             with self.build.at(node):
                 return self._op(node, self.program.ops[node.meta["fxpar_op"]])
-        return self._other(node)
+        return self._copy(node)
 
     def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
         copy = self.graph.node_copy(node)
@@ -197,7 +197,7 @@ class _Localizer:
     def _on_batch(self, spec: Spec) -> bool:
         return spec.dims[:1] == (self.program.signature.batch,)
 
-    def _other(self, node: fx.Node) -> fx.Node:
+    def _copy(self, node: fx.Node) -> fx.Node:
         if node.target is operator.getitem:
             results = self.map[node.args[0]]
             if isinstance(results, tuple):

@@ -61,7 +61,9 @@ def run_lockstep(
     Raises PlanError on a collective it does not know.
     """
     post = Post()
-    (results,) = _run_all([_steps(graph, mesh, range(mesh.size), inputs, post)], post)
+    (results,) = _run_all(
+        [_run_steps(graph, mesh, range(mesh.size), inputs, post)], post
+    )
     return results
 
 
@@ -111,7 +113,7 @@ def run_stages(
         for i in range(len(graphs))
     ]
     stages = [
-        _steps(graph, mesh, ranks, [inputs[r] for r in ranks], post)
+        _run_steps(graph, mesh, ranks, [inputs[r] for r in ranks], post)
         for graph, ranks in zip(graphs, members, strict=True)
     ]
     result_of: dict[int, Any] = {}
@@ -138,7 +140,7 @@ def _run_all(
     return [results[i] for i in range(len(stages))]
 
 
-def _steps(
+def _run_steps(
     graph: fx.Graph | fx.GraphModule,
     mesh: Mesh,
     ranks: Sequence[int],
@@ -175,7 +177,9 @@ def _steps(
                 else [bound_body(body, r) for r in ranks]
             )
         elif node.op == "output":
-            return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
+            return [
+                fx.node.map_arg(node.args[0], _value_on(env, r)) for r in range(count)
+            ]
         elif node.op != "call_function":
             raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
         elif node.target in custom_ops.PLACES:
@@ -239,12 +243,12 @@ def _attribute(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def _on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
+def _value_on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
     return lambda node: env[node][rank]
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _on(env, rank))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_on(env, rank))
     return op_by_op(node.target)(*args, **kwargs)
 
 
@@ -306,7 +310,7 @@ def _collective(
     out: Ranks = [None] * size
     results: dict[Any, list[Any]] = {}
     for group in groups:
-        args = [fx.node.map_arg(node.args, _on(env, r)) for r in group]
+        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
         members = [a[0] for a in args]
         key = tuple(
             tuple(map(id, m)) if isinstance(m, (list, tuple)) else id(m)
@@ -355,7 +359,7 @@ def _products(
     """Products with their collective: operands differ from rank to rank."""
     run, out = PRODUCTS[node.target], [None] * size
     for group in groups:
-        args = [fx.node.map_arg(node.args, _on(env, r)) for r in group]
+        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
         for r, value in zip(group, run(args), strict=True):
             out[r] = value
     return out

@@ -77,7 +77,7 @@ def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
         elif steps or evaluated.isdisjoint(node.all_input_nodes):
             _forget_offset(node)
             continue
-        elif not _lies_by_data(node):
+        elif not _has_open_offset(node):
             continue
         if _has_unknown_size(node):
             counted.add(node)
@@ -118,12 +118,16 @@ def _has_unknown_size(node: fx.Node) -> bool:
 def _forget_offset(node: fx.Node) -> None:
     """Let an input lie at the beginning of its memory, if it lies where data says: a
     tangent is like its result, which may be a step of a loop."""
-    if node.op == "placeholder" and _lies_by_data(node) and not _has_unknown_size(node):
+    if (
+        node.op == "placeholder"
+        and _has_open_offset(node)
+        and not _has_unknown_size(node)
+    ):
         value = node.meta["val"]
         node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
 
 
-def _lies_by_data(node: fx.Node) -> bool:
+def _has_open_offset(node: fx.Node) -> bool:
     """Whether where what a node gives begins in its memory depends on data."""
     return any(map(_torch.fake.lies_by_data, tensors_of(node.meta.get("val"))))
 

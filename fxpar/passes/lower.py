@@ -214,7 +214,7 @@ class Lowering:
         )
 
 
-def _even(node: fx.Node) -> tuple[int, int]:
+def _check_even_splits(node: fx.Node) -> tuple[int, int]:
     give: Any = node.args[1]
     take: Any = node.args[2]
     if len({*give, *take}) != 1:
@@ -254,7 +254,7 @@ LOWERINGS: dict[str, Lowering] = {
         _all_to_all,
         (c10d.all_to_all_single.default,),
         (),
-        _even,
+        _check_even_splits,
         emulate_collectives.all_to_all,
     ),
     "permute": Lowering(
@@ -273,7 +273,9 @@ LOWERINGS: dict[str, Lowering] = {
 }
 
 
-def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> fx.Node:
+def _lower_uneven(
+    node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any
+) -> fx.Node:
     """A step on shards that are not alike: what it gathers and what it splits is padded
     to shards that are, and what it gives is cut to what this rank holds. Unless an axis
     has shares, only the last shards are short, so what is gathered begins with all that
@@ -304,7 +306,7 @@ def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> 
             if gathers:
                 spread[d] = room, parts
             else:
-                x = _spread(build, x, d, room, parts)
+                x = _pad_parts(build, x, d, room, parts)
                 before[d] = build.product((room, count))
         else:
             room = _room(build, build.own_size(cut.shape[d], fewer), count)
@@ -320,7 +322,7 @@ def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> 
     result = LOWERINGS[kind].lower(build, x, *args)
     x.meta[_SHAPE] = outer
     for d, (room, parts) in spread.items():
-        result = _collected(build, result, d, room, parts)
+        result = _join_parts(build, result, d, room, parts)
     for d, size in short.items():
         result = build.call(aten.slice.Tensor, result, d, 0, size)
     if short:
@@ -361,7 +363,7 @@ def _room(build: Builder, rows: Size, count: int) -> Size:
     return build.compute(operator.floordiv, rows, count)
 
 
-def _spread(
+def _pad_parts(
     build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
 ) -> fx.Node:
     """``x`` with each of the parts of a dim padded to as much room."""
@@ -376,10 +378,10 @@ def _spread(
     return build.call(aten.cat.default, blocks, d)
 
 
-def _collected(
+def _join_parts(
     build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
 ) -> fx.Node:
-    """Inverse of ``_spread``."""
+    """Inverse of ``_pad_parts``."""
     blocks = []
     for i, size in enumerate(parts):
         start = build.product((room, i)) if i else 0
@@ -410,7 +412,9 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
             with graph.inserting_before(node), build.at(last, notes_from=node):
                 lowering = LOWERINGS[collective_nodes.kind_of(node)]
                 cut = collective_nodes.cut_of(node)
-                lower = lowering.lower if cut is None else partial(_padded, node, cut)
+                lower = (
+                    lowering.lower if cut is None else partial(_lower_uneven, node, cut)
+                )
                 value = lower(build, value, *node.args[1:])
         with graph.inserting_before(last), build.at(last):
             value = contiguous(build, value)

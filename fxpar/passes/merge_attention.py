@@ -26,13 +26,13 @@ _GRAIN = 16
 
 def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
     """An output over keys of this log-sum-exp as a summand of that over all keys."""
-    return _scaled(build, out, _weight(build, lse, _finite(build, total)))
+    return _scaled(build, out, _weight(build, lse, _finite_or_zero(build, total)))
 
 
 def log_of_sum(build: Builder, lse_of_ranks: fx.Node) -> fx.Node:
     """Log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here: it is made
     of others when a program is traced."""
-    shift = _finite(build, build.call(aten.amax.default, lse_of_ranks, [0]))
+    shift = _finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
     weights = build.call(aten.sum.dim_IntList, _weight(build, lse_of_ranks, shift), [0])
     return build.call(aten.add.Tensor, build.call(aten.log.default, weights), shift)
 
@@ -50,7 +50,7 @@ def of_ranks(
 ) -> tuple[fx.Node, fx.Node]:
     """A rank's summand of the output over all keys, under a mask, and their
     log-sum-exp; ``lse_of_ranks``: that of all ranks, [ranks, batch, heads, queries]."""
-    shift = _finite(build, build.call(aten.amax.default, lse_of_ranks, [0]))
+    shift = _finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
     weights = _weight(build, lse_of_ranks, shift)
     weights = build.call(aten.sum.dim_IntList, weights, [0])
     running = RunningAttention(
@@ -74,7 +74,7 @@ class RunningAttention:
     def add(self, build: Builder, out: fx.Node, lse: fx.Node) -> RunningAttention:
         """With one part more, of as many keys."""
         shift = build.call(aten.maximum.default, self.shift, lse)
-        finite = _finite(build, shift)
+        finite = _finite_or_zero(build, shift)
         before, weight = (_weight(build, x, finite) for x in (self.shift, lse))
         weights = before
         if self.weights is not None:
@@ -89,7 +89,7 @@ class RunningAttention:
         assert self.weights is not None, "of several parts"
         sees_keys = build.call(aten.ne.Scalar, self.weights, 0)
         weights = build.where(sees_keys, self.weights, 1)
-        shift = _finite(build, self.shift)
+        shift = _finite_or_zero(build, self.shift)
         total = build.call(
             aten.add.Tensor, shift, build.call(aten.log.default, weights)
         )
@@ -107,7 +107,7 @@ def aligned(build: Builder, mask: fx.Node) -> fx.Node:
     return build.call(aten.slice.Tensor, padded, len(shape) - 1, 0, shape[-1])
 
 
-def _finite(build: Builder, lse: fx.Node) -> fx.Node:
+def _finite_or_zero(build: Builder, lse: fx.Node) -> fx.Node:
     """0 for ``-inf``: no number is infinitely less than that."""
     return build.where(build.call(aten.ne.Scalar, lse, -math.inf), lse, 0)
 

@@ -73,7 +73,7 @@ def cut_microbatches(
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     graph = _without_reshards(graph)
-    program = read(graph, _whole(graph, decision.program.signature))
+    program = read(graph, _whole_signature(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
     if not batch and not asked:
         return graph, ("the batch is not cut: no input holds one",)
@@ -152,7 +152,7 @@ def _without_reshards(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _whole(graph: fx.Graph, signature: Signature) -> Signature:
+def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
     """What a rank takes and gives: each value whole in time."""
     nodes = graph.find_nodes(op="placeholder")
     results = graph.output_node().args[0]
@@ -198,13 +198,13 @@ def _cuts_rows(node: fx.Node) -> bool:
 # Steps over axes of the mesh, as the ops that they are here
 
 
-def _alike(x: torch.Tensor, *_: Any) -> Rule:
+def _same_dims_rule(x: torch.Tensor, *_: Any) -> Rule:
     """All dims of the result are those of the operand."""
     words = words_of(x)
     return make([words], [words])
 
 
-def _resized(x: torch.Tensor, *settings: Any) -> Rule:
+def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
     """The dims that a step names have other sizes in the result: they stay whole."""
     changed = [d for d in settings if isinstance(d, int)]
     before, after = words_of(x), words_of(x)
@@ -215,11 +215,11 @@ def _resized(x: torch.Tensor, *settings: Any) -> Rule:
 
 add_rows(
     dict.fromkeys(
-        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_alike)
+        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_same_dims_rule)
     )
     | dict.fromkeys(
         (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
-        Row(_resized),
+        Row(_resized_dims_rule),
     )
 )
 

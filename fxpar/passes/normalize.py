@@ -198,7 +198,7 @@ def split_pool_gradients(decision: Decision) -> list[fx.Node]:
     program, gradients = decision.program, []
     op_of = {op.node: op for op in program.ops}
     for node in pool_gradients_of(program.ops[0].node.graph):
-        pool = op_of[_argument_of(node)[1]]
+        pool = op_of[_index_and_pool(node)[1]]
         (image, *_), k = pool.operands, len(pool.node.args[1])
         if any(decision.settled[image].dims[-k:]):
             gradients.append(node)
@@ -209,7 +209,7 @@ def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
     """The backward of a pool as one op again, which knows where windows lie: a rank
     then sends rows that others' windows reach, not the whole image."""
     for node in nodes:
-        index, pool = _argument_of(node)
+        index, pool = _index_and_pool(node)
         (result,) = node.users
         grad = node.args[3].args[0]
         with rewriter.before(result):
@@ -225,7 +225,7 @@ def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
         rewriter.replace(result, gradient)
 
 
-def _argument_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _index_and_pool(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     pool = _pool_of(node)
     assert pool is not None
     return pool

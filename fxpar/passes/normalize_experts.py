@@ -357,13 +357,13 @@ class _Mixture:
                 if node in live - sorted_values
                 and sorted_values.intersection(node.all_input_nodes)
             ]
-            return [_left(readers[0])] if readers else []
+            return [_reader_note(readers[0])] if readers else []
         for node, replacement in self.replacements.items():
             node.replace_all_uses_with(replacement)
         return []
 
 
-def _left(reader: fx.Node) -> str:
+def _reader_note(reader: fx.Node) -> str:
     """A note of what needs rows sorted by expert."""
     at = user_line(reader)
     where = f" at {at}" if at else ""

@@ -167,7 +167,7 @@ def _cat(node: fx.Node, dim: int) -> _Rows | None:
 
 def _pad(node: fx.Node, dim: int) -> _Rows | None:
     x, amounts, value = node.args[0], node.args[1], _argument(node, 2, 0)
-    padded = _padded(node)
+    padded = _padded_dim(node)
     if padded != dim or not isinstance(value, int | float) or float(value) != value:
         return None
     rows = _rows(x, dim)
@@ -183,7 +183,7 @@ def _pad(node: fx.Node, dim: int) -> _Rows | None:
     return _joined([ends[0], rows, ends[1]])
 
 
-def _padded(node: fx.Node) -> int | None:
+def _padded_dim(node: fx.Node) -> int | None:
     """The one dim that a pad changes."""
     amounts = node.args[1]
     dims = {i // 2 for i, n in enumerate(amounts) if n}
@@ -346,7 +346,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
     )
 
 
-def _second(node: fx.Node) -> int | None:
+def _dim_argument(node: fx.Node) -> int | None:
     return _argument(node, 1, 0)
 
 
@@ -355,7 +355,7 @@ def _index_dim(node: fx.Node) -> int | None:
     return None if lookup is None else lookup[0]
 
 
-def _added(node: fx.Node) -> int | None:
+def _scatter_dim(node: fx.Node) -> int | None:
     """The dim along which two additions to zeros were made."""
     if not any(
         isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
@@ -369,23 +369,23 @@ def _added(node: fx.Node) -> int | None:
 def _cut_pad(node: fx.Node) -> int | None:
     """The dim of a slice of what was padded."""
     x = node.args[0]
-    return _second(node) if x.target is aten.constant_pad_nd.default else None
+    return _dim_argument(node) if x.target is aten.constant_pad_nd.default else None
 
 
 # Along which dim a node may be a shift, and how the rows of a node are read.
 _DIM: dict[Any, Callable[[fx.Node], int | None]] = {
-    aten.cat.default: _second,
+    aten.cat.default: _dim_argument,
     aten.slice.Tensor: _cut_pad,
-    aten.constant_pad_nd.default: _padded,
+    aten.constant_pad_nd.default: _padded_dim,
     aten.slice_scatter.default: lambda node: _argument(node, 2, 0),
-    aten.add.Tensor: _added,
+    aten.add.Tensor: _scatter_dim,
     aten.index.Tensor: _index_dim,
     aten._unsafe_index.Tensor: _index_dim,
     aten.index_select.default: _index_dim,
     aten.index_put.default: _index_dim,
     aten._unsafe_index_put.default: _index_dim,
-    aten.gather.default: _second,
-    aten.scatter_add.default: _second,
+    aten.gather.default: _dim_argument,
+    aten.scatter_add.default: _dim_argument,
 }
 _READ: dict[Any, Callable[[fx.Node, int], _Rows | None]] = {
     aten.slice.Tensor: _slice,

@@ -237,7 +237,7 @@ def _cast(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 # Elements that move
 
 
-def _with_steps(
+def _moves_elements(
     steps_of: Callable[[fx.Node, tuple[int, ...]], Sequence[int] | None],
 ) -> PlaceRule:
     """Each dim has the steps of another."""
@@ -338,7 +338,7 @@ def _index(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     return function
 
 
-_SAME = _with_steps(lambda node, steps: steps)
+_SAME = _moves_elements(lambda node, steps: steps)
 
 _RULES_BY_NAME: dict[str, PlaceRule] = {
     "full": _filled(1),
@@ -365,10 +365,10 @@ _RULES_BY_NAME: dict[str, PlaceRule] = {
     "expand": _SAME,
     "alias": _SAME,
     "clone": _SAME,
-    "unsqueeze": _with_steps(_unsqueeze),
-    "permute": _with_steps(_permute),
-    "view": _with_steps(_view),
-    "reshape": _with_steps(_view),
+    "unsqueeze": _moves_elements(_unsqueeze),
+    "permute": _moves_elements(_permute),
+    "view": _moves_elements(_view),
+    "reshape": _moves_elements(_view),
     "slice": _slice,
     "cat": _cat,
     "index": _index,

@@ -53,7 +53,7 @@ class RowCall:
         """The call on other operands, each of so many rows; None: as many."""
         pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
         constants = {
-            operand: _resized(build, operand, d, rows)
+            operand: _constant_rows(build, operand, d, rows)
             for operand, d in pairs
             if rows is not None and d is not None and operand not in operands
         }
@@ -136,7 +136,7 @@ def _rule(node: fx.Node) -> Rule | None:
     return rule if len(rule.operands) == len(tensor_nodes(node)) else None
 
 
-def _resized(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
+def _constant_rows(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
     """A constant of so many rows."""
     if node.meta["val"].shape[dim] == rows:
         return node

@@ -89,14 +89,14 @@ class Kinds:
             read = node.all_input_nodes
             of_batch.update([node] if not of_batch.isdisjoint(read) else [])
             of_weights.update([node] if not of_weights.isdisjoint(read) else [])
-            staged = self._follows(node, tagged)
+            staged = self._kind_by_operands(node, tagged)
             if staged is not None:
                 staged.add(node)
             elif node in of_batch and not is_loose_view(node):
                 weighed = node in of_weights or flops_of(node)
                 self.forward.update([node] if weighed else [])
 
-    def _follows(
+    def _kind_by_operands(
         self, node: fx.Node, tagged: Collection[fx.Node]
     ) -> set[fx.Node] | None:
         """The kind of a node that is not of the forward by what it is made of."""
