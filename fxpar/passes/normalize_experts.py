@@ -45,8 +45,8 @@ _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
 class _SortedRows:
     """A value whose rows along a dim are sorted by expert, as one that is not sorted.
 
-    Row i of the value is row ``order[i]`` of ``one``; or, of ``each``, row ``order[i]``
-    of the copy for the group that has its expert.
+    Row i of the value is row ``order[i]`` of ``plain``; or, of ``per_group``, row
+    ``order[i]`` of the copy for the group that has its expert.
     """
 
     dim: int
@@ -317,7 +317,7 @@ class _Mixture:
             if len(rows_per_group) < len(operands):
                 return None
             value = call.with_operands(self.build, rows_per_group, self.copies.count)
-        kind = "one" if len(plain_rows) == len(operands) else "each"
+        kind = "plain" if len(plain_rows) == len(operands) else "per_group"
         if isinstance(value.meta["val"], torch.Tensor):
             return _SortedRows(call.result_dims[0], **{kind: value})
         self.results[node] = {
