@@ -175,7 +175,7 @@ def _called(
         job = CompileJob(options, ranks, named, frozenset(local), together, results)
         job = replace(job, recalled=recalled, notes=notes)
         if opened is not None:
-            job = replace(job, named=opened.named, local=opened.local, open=opened)
+            job = replace(job, named=opened.inputs, local=opened.local, open=opened)
         if together.kind == UNEVEN:
             whole = replace(options, inputs="global")
             job = replace(job, options=whole, local=frozenset())

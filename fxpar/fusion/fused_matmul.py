@@ -40,10 +40,10 @@ def gather_first(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:
         raise refuse("overlap", gather, "gathers the dim that a product sums over")
     weights = [_weight(end, gather) for end in ends]
     with edit.before(max(ends).next) as build:
-        made = _call(edit, build, gather, ours.gather_matmul.default, x, weights, dim)
-        whole = build.call(operator.getitem, made, 0)
+        fused = _call(edit, build, gather, ours.gather_matmul.default, x, weights, dim)
+        whole = build.call(operator.getitem, fused, 0)
         products = [
-            _shaped(build, build.call(operator.getitem, made, i + 1), end)
+            _shaped(build, build.call(operator.getitem, fused, i + 1), end)
             for i, end in enumerate(ends)
         ]
     for end, product in zip(ends, products, strict=True):
@@ -75,9 +75,9 @@ def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> An
     with edit.before(reduced) as build:
         rows = [*shape[:-1], x.meta["val"].shape[1]]
         x = build.call(aten.reshape.default, x, rows)
-        made = _call(edit, build, reduced, ours.matmul_scatter.default, x, w, op, dim)
-    edit.swap(reduced, made)
-    return [made]
+        fused = _call(edit, build, reduced, ours.matmul_scatter.default, x, w, op, dim)
+    edit.swap(reduced, fused)
+    return [fused]
 
 
 def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) -> Any:
@@ -110,16 +110,16 @@ def _weight(end: fx.Node, gather: fx.Node) -> Any:
 
 
 def _depends(node: fx.Node, on: fx.Node) -> bool:
-    seen, rest = set[fx.Node](), [node]
-    while rest:
-        at = rest.pop()
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        at = pending.pop()
         if at is on:
             return True
         if at not in seen and at > on:
             seen.add(at)
-            rest += at.all_input_nodes
+            pending += at.all_input_nodes
     return False
 
 
-def _shaped(build: Builder, made: fx.Node, like: fx.Node) -> fx.Node:
-    return build.call(aten.reshape.default, made, list(like.meta["val"].shape))
+def _shaped(build: Builder, product: fx.Node, like: fx.Node) -> fx.Node:
+    return build.call(aten.reshape.default, product, list(like.meta["val"].shape))

@@ -199,10 +199,14 @@ def fuse_regions(state: PhaseState) -> None:
     kernels = request.fuse in ("none", "triton")
     facts = cache(partial(_facts, state.mesh, kernels, device))
     fused = fuse_graph(
-        state.graph, facts_of=facts, dump=folder, found=chosen, tune=request.tune
+        state.graph,
+        facts_of=facts,
+        dump=folder,
+        beyond_schedule=chosen,
+        tune=request.tune,
     )
     state.regions += [f"{which}: {text}" for text in fused.lines]
-    if request.leads and (chosen or fused.programs or fused.left):
+    if request.leads and (chosen or fused.programs or fused.unfused):
         say(fused, f"{request.name}/{which}", request.debug)
 
 

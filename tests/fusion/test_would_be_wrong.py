@@ -126,10 +126,10 @@ def _added_by_each(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_step(patch: pytest.MonkeyPatch) -> None:
-    def step(self: Any, node: fx.Node, known: Any) -> slice_op.Made:
+    def step(self: Any, node: fx.Node, known: Any) -> slice_op.SlicedResult:
         part = known[node.args[0]]
         made = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
-        return slice_op.Made(made, (part.dim,))
+        return slice_op.SlicedResult(made, (part.dim,))
 
     patch.setattr(slice_op.Cutter, "_step", step)
 

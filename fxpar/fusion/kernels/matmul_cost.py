@@ -90,8 +90,8 @@ def profitable(
     chunk's tiles fill the device or do not.
     """
     size = dtype_of(dtype).itemsize
-    moved = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
-    collective, matmul = moved / link, 2.0 * m * (n + rest) * k / peak
+    nbytes = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
+    collective, matmul = nbytes / link, 2.0 * m * (n + rest) * k / peak
     serial = collective + matmul
     why = never(kind, m, n, k, ranks, dtype)
     if why:

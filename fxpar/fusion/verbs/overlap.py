@@ -193,25 +193,33 @@ def _collective_first(
     anchor = max(region).next
     with edit.before(anchor) as build:
         layout, dim, coming = _coming(edit, build, how)
-        skew, came, made = _Skew(anchor), list[fx.Node](), list[dict[fx.Node, Any]]()
+        skew, arrived, results = (
+            _Skew(anchor),
+            list[fx.Node](),
+            list[dict[fx.Node, Any]](),
+        )
         for i, part in enumerate(coming):
-            came.append(part)
-            made.append(on_part(edit, region, {first: SlicePart(part, dim)}, layout, i))
+            arrived.append(part)
+            results.append(
+                on_part(edit, region, {first: SlicePart(part, dim)}, layout, i)
+            )
             skew.end()
         if how.ring is None:
             skew.order()
-        lost = [end for end in ends if end not in made[0]]
+        lost = [end for end in ends if end not in results[0]]
         if lost:
             raise refuse("overlap", lost[0], "gives no one tensor")
         joined = [
-            layout.join(build, [m[end][0] for m in made], made[0][end][1])
+            layout.join(build, [m[end][0] for m in results], results[0][end][1])
             for end in ends
         ]
-        whole = layout.join(build, came, dim)
+        whole = layout.join(build, arrived, dim)
     inside = set(region)
-    left = [n for n in region if any(u not in inside for u in n.users)]
-    if set(left) - set(ends):
-        raise refuse("overlap", left[0], "is read outside of what runs in chunks")
+    read_outside = [n for n in region if any(u not in inside for u in n.users)]
+    if set(read_outside) - set(ends):
+        raise refuse(
+            "overlap", read_outside[0], "is read outside of what runs in chunks"
+        )
     for end, node in zip(ends, joined, strict=True):
         end.replace_all_uses_with(node)
     edit.erase(reversed(region))
@@ -303,8 +311,8 @@ def _chunks_last(
     _check_size(last, source if before is straight else last, dim, chunks)
     pieces, skew = [], _Skew(last)
     for i in range(chunks):
-        made = _pull(edit, region, source, before, i)
-        pieces.append(collective_nodes.step(build, last.target, made, *how.args))
+        piece = _pull(edit, region, source, before, i)
+        pieces.append(collective_nodes.step(build, last.target, piece, *how.args))
         if last.target is collective_nodes.send:
             order.instead(last, pieces[-1])
         skew.end()
@@ -323,21 +331,21 @@ def on_part(
 ) -> dict[fx.Node, Any]:
     """The region on one chunk of what was gathered."""
     cutter = _cutter(edit, layout, i, ())
-    known: dict[fx.Node, SlicePart] = dict(parts)
-    out: dict[fx.Node, Any] = {}
+    slices: dict[fx.Node, SlicePart] = dict(parts)
+    results: dict[fx.Node, Any] = {}
     for node in region:
-        if node in known:
+        if node in slices:
             continue
         try:
-            made = results_of(node, cutter.on_parts(node, known))
+            by_result = results_of(node, cutter.on_parts(node, slices))
         except Refused as error:
             raise refuse("overlap", node, str(error)) from error
-        for whole, (result, dim) in made.items():
+        for whole, (result, dim) in by_result.items():
             if dim is None:
                 raise refuse("overlap", node, "sums over the dim that is cut")
-            known[whole] = SlicePart(result, dim)
-            out[whole] = result, dim
-    return out
+            slices[whole] = SlicePart(result, dim)
+            results[whole] = result, dim
+    return results
 
 
 def _pull(
@@ -378,14 +386,14 @@ def between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.N
         at = at.next
         if any(n in after for n in at.all_input_nodes):
             after.add(at)
-    found: set[fx.Node] = {end for end in ends if end in after}
-    rest = list(found)
-    while rest:
-        for node in rest.pop().all_input_nodes:
-            if node in after and node not in found and node not in starts:
-                found.add(node)
-                rest.append(node)
-    return sorted(found - set(starts))
+    members: set[fx.Node] = {end for end in ends if end in after}
+    pending = list(members)
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in after and node not in members and node not in starts:
+                members.add(node)
+                pending.append(node)
+    return sorted(members - set(starts))
 
 
 class _Skew:
@@ -399,15 +407,15 @@ class _Skew:
 
     def end(self) -> None:
         """A chunk is built: all that stands before the anchor since the one before."""
-        built = []
+        chunk = []
         node = self.anchor.prev
         while node is not self.last:
-            built.append(node)
+            chunk.append(node)
             node = node.prev
-        for made in built:
-            if made.target in collective_nodes.COLLECTIVE:
-                made.meta["fxpar_chunk"] = True
-        self.chunks.append(built[::-1])
+        for member in chunk:
+            if member.target in collective_nodes.COLLECTIVE:
+                member.meta["fxpar_chunk"] = True
+        self.chunks.append(chunk[::-1])
         self.last = self.anchor.prev
 
     def order(self) -> None:
