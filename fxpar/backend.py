@@ -30,7 +30,7 @@ from fxpar.runtime import (
     outside_graphs,
     presence,
 )
-from fxpar.runtime.call_sizes import UNEVEN, Together
+from fxpar.runtime.call_sizes import UNEVEN, SizeAgreement
 from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.local_results import LocalResults, scale_results
@@ -165,7 +165,7 @@ def _called(
     results = LocalResults()
 
     def compile_graph(
-        together: Together,
+        together: SizeAgreement,
         gm: fx.GraphModule,
         examples: Sequence[Any],
         opened: OpenProgram | None = None,

@@ -115,13 +115,15 @@ def shapes_of(graph: fx.Graph) -> fx.Graph:
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = copy = shapes.node_copy(node, copies.__getitem__)
-        copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), _moved)
+        copy.args, copy.kwargs = fx.node.map_aggregate(
+            (copy.args, copy.kwargs), _on_meta
+        )
         if "val" in node.meta:
-            copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], _moved)
+            copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], _on_meta)
     return shapes
 
 
-def _moved(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     if isinstance(value, torch.Tensor):
@@ -143,7 +145,7 @@ def window(
     for member in members:
         for read in member.all_input_nodes:
             if read not in inside and read not in copies:
-                copies[read] = _given(graph, read, len(copies), varies)
+                copies[read] = _input_like(graph, read, len(copies), varies)
     for member in members:
         copies[member] = graph.node_copy(member, copies.__getitem__)
     read = [m for m in members if any(user not in inside for user in m.users)]
@@ -151,7 +153,7 @@ def window(
     return Window(graph, copies[node].name)
 
 
-def _given(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.Node:
+def _input_like(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.Node:
     """An input that varies over the mesh as a node does."""
     placeholder = graph.placeholder(f"given_{i}")
     placeholder.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}

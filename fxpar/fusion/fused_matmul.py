@@ -57,7 +57,7 @@ def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> An
     """Gives what is left to each rank."""
     args: Any = reduced.args
     source, dim, op = args[0], args[1], args[2]
-    product = _seen(source)
+    product = _behind_reshapes(source)
     shape = list(source.meta["val"].shape)
     if starts != (product,) or product.target is not aten.mm.default:
         why = "does not reduce the rows of a product of two matrices"
@@ -87,7 +87,7 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
     return build.call(target, *args, edit.mesh.count(axes), group_name(edit.mesh, axes))
 
 
-def _seen(node: fx.Node) -> Any:
+def _behind_reshapes(node: fx.Node) -> Any:
     """What a value is with other dims before its last: rows, all and in order."""
     while op_facts_of(node.target).reshapes:
         source = node.all_input_nodes[0]
@@ -100,7 +100,7 @@ def _seen(node: fx.Node) -> Any:
 def _weight(end: fx.Node, gather: fx.Node) -> Any:
     """The matrix that a product multiplies what is gathered with."""
     args: Any = end.args
-    if end.target is not aten.mm.default or _seen(args[0]) is not gather:
+    if end.target is not aten.mm.default or _behind_reshapes(args[0]) is not gather:
         raise refuse(
             "overlap", end, f"is no product of the rows of {gather.name} with a matrix"
         )

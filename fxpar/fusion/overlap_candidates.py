@@ -70,7 +70,7 @@ class Machine:
     mesh: Mesh
     hardware: Hardware
 
-    def moved(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
+    def transfer_seconds(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
         """Seconds of a collective of a share of what ``node`` moves."""
         size = bytes_of(node.all_input_nodes[0])
         curve = along(kind, self.mesh, collective_nodes.axes_of(node))
@@ -89,13 +89,14 @@ class Machine:
             node for node in region if node.target in collective_nodes.COLLECTIVE
         )
         return [
-            self.moved(node.target.__name__, node, 1 / parts) for node in collectives
+            self.transfer_seconds(node.target.__name__, node, 1 / parts)
+            for node in collectives
         ]
 
 
 def potential(node: fx.Node, machine: Machine) -> float:
     """Seconds of a collective: what running beside it could save at most."""
-    return machine.moved(node.target.__name__, node)
+    return machine.transfer_seconds(node.target.__name__, node)
 
 
 def improved(
@@ -253,10 +254,10 @@ def _in_parts(
 ) -> Iterator[OverlapWay]:
     """One region in chunks or in a ring."""
     kind: str = node.target.__name__
-    now = machine.moved(kind, node) + sum(map(machine.work, region))
+    now = machine.transfer_seconds(kind, node) + sum(map(machine.work, region))
     now += sum(machine.stages(region))
     for chunks in CHUNKS:
-        hop = machine.moved(kind, node, 1 / chunks)
+        hop = machine.transfer_seconds(kind, node, 1 / chunks)
         least = _at_least(region, machine, chunks, chunks, hop)
         for dim in dims_of(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
@@ -264,7 +265,7 @@ def _in_parts(
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
         count = machine.mesh.count(collective_nodes.axes_of(node))
         share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
-        hop = machine.moved("permute", node, share)
+        hop = machine.transfer_seconds("permute", node, share)
         least = _at_least(region, machine, count, count - 1, hop)
         for ring in (_BOTH_WAYS, _ONE_WAY):
             yield OverlapWay(Line("overlap", arguments, ring), least, now)

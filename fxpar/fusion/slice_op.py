@@ -128,7 +128,7 @@ class Cutter:
             for n, spec in zip(operands, reads, strict=True)
         ]
         result = self._call(node, rule, reads, results, iter(args))
-        return self._finish(node, result, results)
+        return self._reduced(node, result, results)
 
     def _rule(self, node: fx.Node) -> Rule:
         if node.op != "call_function" or not tensors_of(node.meta.get("val")):
@@ -244,7 +244,7 @@ class Cutter:
         except (PlanError, RuntimeError, ValueError) as error:
             raise Refused(f"has no form on slices: {error}") from error
 
-    def _finish(
+    def _reduced(
         self, node: fx.Node, result: fx.Node, results: tuple[Spec, ...]
     ) -> SlicedResult:
         """Check shapes; reduce a result of summands."""

@@ -145,7 +145,7 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         _calls.stack.append(_Call(watched, sys.exc_info()[1]))
         return _leave
 
-    return enter, functools.partial(_met, watched)
+    return enter, functools.partial(_meet_frame, watched)
 
 
 def options_of_call() -> Options | None:
@@ -176,7 +176,7 @@ def _tell_home(module: nn.Module, local: bool) -> None:
         home.local = local
 
 
-def _met(
+def _meet_frame(
     watched: _CompiledCallable, frame: types.FrameType, error: Exception | None
 ) -> None:
     """Dynamo met a frame; an error means that it skips it."""

@@ -55,7 +55,7 @@ def _any_view(patch: pytest.MonkeyPatch) -> None:
             node = node.all_input_nodes[0]
         return node
 
-    patch.setattr(fused_matmul, "_seen", seen)
+    patch.setattr(fused_matmul, "_behind_reshapes", seen)
 
 
 def _one_part_at_a_time(patch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,8 @@ def fastest(
     seconds: dict[int, float] = {}
     for i, way in enumerate(ways):
         try:
-            run = meeting.agreed(partial(_told, prepare, way))
-            mine = meeting.agreed(partial(_told, clock, run))
+            run = meeting.agreed(partial(_with_runtime_errors, prepare, way))
+            mine = meeting.agreed(partial(_with_runtime_errors, clock, run))
         except Unshared:
             continue
         seconds[i] = max(map(float, meeting.told(repr(mine))))
@@ -101,7 +101,7 @@ def fastest(
     return ways[best], {str(ways[i]): each for i, each in seconds.items()}
 
 
-def _told(fn: Callable[[Any], Any], x: Any) -> Any:
+def _with_runtime_errors(fn: Callable[[Any], Any], x: Any) -> Any:
     """``fn(x)``; whatever it raises is something to tell the others."""
     try:
         return fn(x)
@@ -123,7 +123,7 @@ def tuned(
     Raises Unshared on all ranks.
     """
     path = _path(program, meeting.ranks, where)
-    recorded = _read(meeting.told(_kept(path))[0])
+    recorded = _read(meeting.told(_text_of(path))[0])
     if recorded is not None and recorded in ways:
         return recorded
     way, seconds = fastest(ways, prepare, meeting, clock)
@@ -139,7 +139,7 @@ def _path(program: RegionProgram, ranks: int, where: Mapping[str, Any]) -> Path:
     return cache_files.folder() / "tuned" / f"{digest}.json"
 
 
-def _kept(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """A file's text, "" if there is none."""
     try:
         return path.read_text()

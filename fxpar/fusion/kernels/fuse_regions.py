@@ -125,7 +125,7 @@ def fuse_graph(
             log.programs.append(region.outline.program)
             rung = log.rungs[-1]
             replace(graph, region, "measured" if tune and rung.is_fused else rung.name)
-    unfused = tuple(_told(Miss(n, n, why)) for n, why in log.unfused.items())
+    unfused = tuple(_miss_text(Miss(n, n, why)) for n, why in log.unfused.items())
     fused = Fused(
         tuple(log.programs),
         log.before,
@@ -144,7 +144,7 @@ def _region(
 ) -> SelectedRegion | None:
     """That of a collective, if it pays or a schedule wants it."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
-    log.near |= {_told(miss): None for miss in misses}
+    log.near |= {_miss_text(miss): None for miss in misses}
     log.unfused |= {miss.node: miss.why for miss in misses if miss.node in log.unfused}
     if region is None:
         return None
@@ -160,7 +160,7 @@ def _region(
     elif rung.name == "nccl":
         why = f"its collective would run between kernels: {rung.why}"
     if why and not region_of(start):
-        log.near[_told(Miss(start, start, why))] = None
+        log.near[_miss_text(Miss(start, start, why))] = None
         return None
     log.rungs.append(rung)
     log.before += before
@@ -265,7 +265,7 @@ def drop_double_permutes(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(lambda n: n.target is not permute)
 
 
-def _told(miss: Miss) -> str:
+def _miss_text(miss: Miss) -> str:
     """A near miss as text."""
     what = f"near miss: {miss.node.name} ({op_name(miss.node)})"
     if miss.node is not miss.collective:

@@ -117,7 +117,7 @@ def prepared_gather(
 
     def start() -> tuple[torch.Tensor, list[torch.Tensor]]:
         peers[rank].copy_(x)
-        _together(provider, meet, fetch, multiply, flags, waits=True)
+        _beside_copies(provider, meet, fetch, multiply, flags, waits=True)
         for run in later:
             run()
         return whole, products
@@ -158,7 +158,7 @@ def prepared_scatter(
             slots[other][rank].copy_(chunks[other], non_blocking=True)
 
     def start() -> torch.Tensor:
-        _together(provider, meet, send, multiply, flags, waits=False)
+        _beside_copies(provider, meet, send, multiply, flags, waits=False)
         total()
         return part
 
@@ -272,7 +272,7 @@ def _load(provider: Provider, *calls: KernelLaunch) -> None:
 Copies = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 
-def _together(
+def _beside_copies(
     provider: Provider,
     meet: KernelLaunch,
     copies: Copies,

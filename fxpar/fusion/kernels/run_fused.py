@@ -251,7 +251,7 @@ def launched(
     del spare
     if provider.device == CPU:  # the kernel is done
         provider.check()
-    return run_kernels.named(kernel, writes)
+    return run_kernels.by_name(kernel, writes)
 
 
 def prepared(
@@ -277,4 +277,4 @@ def start(kernel: Kernel, arguments: Sequence[Any]) -> None:
     run_kernels.call(kernel, arguments, None)
 
 
-named = run_kernels.named
+by_name = run_kernels.by_name

@@ -144,7 +144,7 @@ def run_kernel(
     writes = places(kernel, reads, targets, device)
     scalars = given_numbers(kernel, values, numbers)
     call(kernel, (*reads, *writes, *scalars), region)
-    return named(kernel, writes)
+    return by_name(kernel, writes)
 
 
 def given_numbers(
@@ -155,7 +155,7 @@ def given_numbers(
     return [*alone, *(numbers[i] for i in kernel.numbers)]
 
 
-def named(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a kernel wrote, by name, with parts of sums added up."""
     sums = kernel.sums
     return {

@@ -165,20 +165,20 @@ def cut(program: RegionProgram) -> SplitProgram:
             assert isinstance(step, ComputeStep)
             parts[len(moves)] = step.program
     if {0, 1} <= parts.keys():
-        parts[0], parts[1] = _settled(program, moves[0], parts[0], parts[1])
+        parts[0], parts[1] = _masks_behind(program, moves[0], parts[0], parts[1])
     output_names = {t.name for t in program.outputs}
     full = []
     for k in range(len(moves) + 1):
         part = parts.get(k, RegionProgram((), (), (), program.numbers, program.ranks))
         if k and moves[k - 1].result in output_names:
-            part = _given(part, row_major(program.values[moves[k - 1].result]))
+            part = _passing_on(part, row_major(program.values[moves[k - 1].result]))
         if k < len(moves) and moves[k].operand not in {t.name for t in part.outputs}:
-            part = _given(part, _operand(program, moves, k))
+            part = _passing_on(part, _operand(program, moves, k))
         full.append(part)
     return SplitProgram(tuple(moves), tuple(full))
 
 
-def _settled(
+def _masks_behind(
     program: RegionProgram,
     move: CollectiveStep,
     first: RegionProgram,
@@ -237,7 +237,7 @@ def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) ->
     )
 
 
-def _given(part: RegionProgram, t: Tensor) -> RegionProgram:
+def _passing_on(part: RegionProgram, t: Tensor) -> RegionProgram:
     """A part that also hands on what it is given."""
     inputs = part.inputs
     if t.name not in {x.name for x in inputs}:

@@ -117,10 +117,10 @@ def overlap(
         why = "is no gather before products, and no product before a reduce-scatter"
         raise refuse("overlap", starts[0], why, fix="leave out fused")
     if len(starts) == 1 and starts[0].target in _FIRST:
-        how = _How(edit, starts[0], chunks, dim, ring)
+        how = _Chunking(edit, starts[0], chunks, dim, ring)
         return _collective_first(edit, how, ends)
     if len(ends) == 1 and ends[0].target in _LAST:
-        how = _How(edit, ends[0], chunks, dim, ring)
+        how = _Chunking(edit, ends[0], chunks, dim, ring)
         return _collective_last(edit, starts, how)
     raise refuse("overlap", starts[0], "is no gather, and comes before none")
 
@@ -145,7 +145,7 @@ _LAST = {
 _RINGS = {collective_nodes.all_gather, collective_nodes.reduce_scatter}
 
 
-class _How:
+class _Chunking:
     """The collective of a line, and how it is to be cut up. ``along``: the dim that it
     moves, None if it moves none; ``dim``: the one that was asked for."""
 
@@ -184,7 +184,7 @@ class _How:
 
 
 def _collective_first(
-    edit: Edit, how: _How, ends: tuple[fx.Node, ...]
+    edit: Edit, how: _Chunking, ends: tuple[fx.Node, ...]
 ) -> list[fx.Node]:
     first = how.node
     region = between((first,), ends)
@@ -230,7 +230,7 @@ def _collective_first(
 
 
 def _coming(
-    edit: Edit, build: Builder, how: _How
+    edit: Edit, build: Builder, how: _Chunking
 ) -> tuple[Layout, int, Iterator[fx.Node]]:
     """How the parts of a gather, or a message, lie; along which dim; and these, each
     appended as it is asked for."""
@@ -238,7 +238,7 @@ def _coming(
     x = node.all_input_nodes[0]
     if how.ring is not None:
         ring = Ring.near_first(edit.mesh, how.axes, along, how.ring)
-        return ring, along, ring.held(build, x)
+        return ring, along, ring.arriving(build, x)
     if node.target is collective_nodes.recv:
         dim = 0 if how.dim is None else how.dim
         _check_size(node, x, dim, chunks)
@@ -261,7 +261,7 @@ def _coming(
 
 
 def _collective_last(
-    edit: Edit, starts: tuple[fx.Node, ...], how: _How
+    edit: Edit, starts: tuple[fx.Node, ...], how: _Chunking
 ) -> list[fx.Node]:
     last = how.node
     source = last.all_input_nodes[0]
@@ -281,7 +281,9 @@ def _collective_last(
     return [joined]
 
 
-def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> fx.Node:
+def _ring_last(
+    edit: Edit, build: Builder, region: list[fx.Node], how: _Chunking
+) -> fx.Node:
     """The region on each part, the sums of which go from rank to rank."""
     if how.node.target is not collective_nodes.reduce_scatter:
         raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
@@ -293,7 +295,7 @@ def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> 
 
 
 def _chunks_last(
-    edit: Edit, build: Builder, region: list[fx.Node], how: _How
+    edit: Edit, build: Builder, region: list[fx.Node], how: _Chunking
 ) -> fx.Node:
     """The region on each chunk, and the collective of it."""
     last, along, chunks = how.node, how.along, how.chunks

@@ -102,7 +102,7 @@ class Ring:
         permuted.meta["fxpar_chunk"] = True
         return permuted
 
-    def held(self, build: Builder, own: fx.Node) -> Iterator[fx.Node]:
+    def arriving(self, build: Builder, own: fx.Node) -> Iterator[fx.Node]:
         """The parts as they arrive, of ranks that each start with their own; a rank
         passes one on before it is given out here, and so before it is worked on."""
         arrived = {0: own}

@@ -62,7 +62,7 @@ class AttentionForm:
     # Of all, in order; those by keyword too.
     names: tuple[str, ...]
 
-    def given(self, node: fx.Node, *names: str) -> Any:
+    def argument(self, node: fx.Node, *names: str) -> Any:
         """What a call gives for the argument that has one of these names."""
         for name in names:
             if name in node.kwargs:
@@ -151,7 +151,7 @@ class _RingAttention:
                 raise refuse("overlap", gather, "is no gather of keys or values")
         self.axes = collective_nodes.axes_of(gathers[0])
         self._check(chunks, dim, ring)
-        masks = (name for name in BIASES if form.given(node, name) is not None)
+        masks = (name for name in BIASES if form.argument(node, name) is not None)
         self.mask = next(masks, None)
         self.read: Any = node.args[self.form.keys : self.form.keys + 2]
         paths = chunked.between(gathers, tuple(dict.fromkeys(self.read)))
@@ -168,12 +168,12 @@ class _RingAttention:
             why = "goes in parts of the ranks, in one direction"
             raise refuse("overlap", node, why, fix="leave out chunks and dim, ring=1")
         queries = node.args[self.form.keys - 1]
-        if self.form.given(node, "is_causal"):
+        if self.form.argument(node, "is_causal"):
             raise refuse("overlap", node, "counts places from its first key")
-        if any(self.form.given(node, "grad_input_mask") or ()[3:]):
+        if any(self.form.argument(node, "grad_input_mask") or ()[3:]):
             raise refuse("overlap", node, "makes a gradient of its bias")
         backward = self.form.backward
-        lse = self.form.given(node, "logsumexp") if backward else node
+        lse = self.form.argument(node, "logsumexp") if backward else node
         value = lse.meta["val"] if backward else lse.meta["val"][1]
         if value.shape != queries.meta["val"].shape[:3]:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
@@ -231,7 +231,7 @@ class _RingAttention:
         """Of the i-th part of the keys."""
         if self.mask is None:
             return None
-        mask = self.form.given(self.node, self.mask)
+        mask = self.form.argument(self.node, self.mask)
         last = mask.meta["val"].dim() - 1
         if mask.meta["val"].shape[last] == 1:
             return mask
@@ -264,7 +264,7 @@ class _RingAttention:
         parts = []
         for node in attentions:
             out, lse = (build.call(operator.getitem, node, k) for k in range(2))
-            mask = self.form.given(node, *BIASES)
+            mask = self.form.argument(node, *BIASES)
             parts.append((out, of_visible(build, lse, mask)))
         running = RunningAttention(*parts[0])
         for part in parts[1:]:
