@@ -191,7 +191,7 @@ def _called(
         if call is None:
             raise
     else:
-        own = results.own
+        own = results.summand_names
         call = Calls(
             lean, examples, named, local, own, options, ranks, compile_graph, owner
         )

@@ -138,7 +138,7 @@ class JointPass:
             mesh,
             Signature((), ()),
             local=_fed(job),
-            summands=frozenset(job.results.own),
+            summands=frozenset(job.results.summand_names),
             strict=options.strict,
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,

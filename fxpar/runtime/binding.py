@@ -326,14 +326,14 @@ def _draws(node: fx.Node) -> bool:
     )
 
 
-def _of_rank_0(build: Builder, drawn: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
+def _of_rank_0(build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
     """What rank 0 drew for all: generators of ranks may have drifted apart (a data
     loader that augments, a print of a random number), masks may not."""
     if mesh.size == 1:
-        return drawn
+        return draw
     group = group_of(mesh.names)
-    dtype = drawn.meta["val"].dtype
+    dtype = draw.meta["val"].dtype
     wire_dtype = _WIDER.get(dtype)
-    x = drawn if wire_dtype is None else _convert(build, drawn, wire_dtype)
+    x = draw if wire_dtype is None else _convert(build, draw, wire_dtype)
     broadcast = build.wait(build.call(_C10D.broadcast.default, x, 0, group))
     return broadcast if wire_dtype is None else _convert(build, broadcast, dtype)

@@ -61,7 +61,7 @@ class Fed:
         mesh: Mesh,
         where: str | None,
     ) -> None:
-        self.named, self.mesh, self.where = inputs, mesh, where
+        self.inputs, self.mesh, self.where = inputs, mesh, where
         self.local = frozenset(local)
         values = [value_of(node) for node in placeholders(gm)]
         self.tensors, self.numbers = list[int](), list[int]()
@@ -134,7 +134,7 @@ class Fed:
     def _other_numbers(self, i: int, values: Sequence[Any]) -> InputMismatchError:
         text = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(values))
         return _on_all_ranks(
-            f"number {self.named[i].name} differs between ranks: {text}",
+            f"number {self.inputs[i].name} differs between ranks: {text}",
             "give it one value on every rank",
             self.where,
         )
@@ -144,7 +144,7 @@ class Fed:
     ) -> InputMismatchError:
         other = next(r for r, shape in enumerate(shapes) if shape != shapes[0])
         fact = (
-            f"input {self.named[i].name} has other sizes on other ranks: "
+            f"input {self.inputs[i].name} has other sizes on other ranks: "
             f"{list(shapes[0])} on rank 0, {list(shapes[other])} on rank {other}"
         )
         fix = "give every rank tensors of one shape; where each rank feeds its own "

@@ -83,7 +83,7 @@ class Calls:
         """``local``: positions of inputs of which each rank feeds a part; ``counts``:
         of results that leave as each rank's summand. ``owner``: graphs of unlike owners
         share nothing."""
-        self.gm, self.named = gm, inputs
+        self.gm, self.inputs = gm, inputs
         self.local, self.options, self.ranks = frozenset(local), options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
         self.fed = Fed(gm, inputs, local, ranks.mesh, self.where)
@@ -103,7 +103,7 @@ class Calls:
         marked = (i for i in self.local if hasattr(examples[i], OPENED_MARK))
         self.compiler = VariantCompiler(
             gm=gm,
-            named=inputs,
+            inputs=inputs,
             local=self.local,
             marked=frozenset(marked),
             counts=frozenset(counts),
@@ -130,15 +130,15 @@ class Calls:
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
         words = meet(f"{head}\t{sums}\t{gradient_sketches.word()}", self.what)
-        heads, told, noted = zip(*(word.split("\t") for word in words), strict=True)
+        heads, all_sums, noted = zip(*(word.split("\t") for word in words), strict=True)
         if any(noted):
             gradient_sketches.compare(noted)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS):
-                run = self._decided(heads, told, args)
+                run = self._variant_for(heads, all_sums, args)
         elif self.drift is not None:
-            self.drift.compare(told)
+            self.drift.compare(all_sums)
         return run(*args)
 
     def _drift(self, examples: Sequence[Any]) -> Drift | None:
@@ -148,7 +148,7 @@ class Calls:
 
         fed = {
             i: (entry.name, "batch" if i in self.local else "input", examples[i].dim())
-            for i, entry in enumerate(self.named)
+            for i, entry in enumerate(self.inputs)
             if i in self.fed.tensors
             and entry.kind == "input"
             and not isinstance(examples[i], DTensor)
@@ -163,7 +163,7 @@ class Calls:
         self.heads[sizes] = json.dumps(entries, default=str)
         return self.heads[sizes]
 
-    def _decided(
+    def _variant_for(
         self, heads: tuple[str, ...], sums: Sequence[str], args: Sequence[Any]
     ) -> Callable[..., Any]:
         """The variant to run, the same on every rank, for what all have written."""
@@ -185,7 +185,7 @@ class Calls:
         every = set(map(int, meet(str(mine), self.what)))
         agreed = mine if every == {mine} else 0
         if any_fresh or not agreed:
-            Checks(self.named, self.options, self.ranks).run(args)
+            Checks(self.inputs, self.options, self.ranks).run(args)
         number = agreed or self._new(key, agreement, args)
         own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
         self.variants.last[own_sizes] = number
@@ -196,8 +196,8 @@ class Calls:
 
     def _refuse_others(self, entries: Sequence[Any]) -> None:
         """Raise RankMismatchError, on all ranks: they call other programs."""
-        own = entries[self.ranks.rank]
-        shapes = dict(zip(self._names(), own[3], strict=True))
+        mine = entries[self.ranks.rank]
+        shapes = dict(zip(self._names(), mine[3], strict=True))
         sizes = [f"{name}: {list(shape)}" for name, shape in shapes.items()]
         text = "\n".join([*sizes, self.text])
         what = "the program they call"
@@ -210,7 +210,7 @@ class Calls:
             raise
 
     def _names(self) -> list[str]:
-        return [self.named[i].name for i in self.fed.tensors]
+        return [self.inputs[i].name for i in self.fed.tensors]
 
     def _new(
         self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]

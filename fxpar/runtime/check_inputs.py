@@ -42,7 +42,7 @@ Fed = tuple[str, str, torch.Tensor]
 class Checks:
     """What to compare when a compiled graph is called first."""
 
-    named: Sequence[Named]
+    inputs: Sequence[Named]
     options: Options
     ranks: Ranks
 
@@ -55,7 +55,7 @@ class Checks:
 
         fed = [
             (entry.name, self._kind(entry, x), x)
-            for entry, x in zip(self.named, args, strict=True)
+            for entry, x in zip(self.inputs, args, strict=True)
             if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
         ]
         devices = {x.device for *_, x in fed}

@@ -162,17 +162,17 @@ def _compile_for_others(
 
 def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     """Wait until the rank that compiles has, and take over what it made."""
-    done = f"{key}/done"
+    done_key = f"{key}/done"
     patience = Patience(channel.presence, presence.timeout())
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
-        if not poll(lambda: channel.has(done), patience, lambda: [leader]):
+        if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(
                 f"rank {leader} did not end compiling {what}, for which this rank "
                 f"waited {patience.seconds:.0f} s (FXPAR_TIMEOUT)"
                 f"{patience.tell([leader])}",
                 fix="see what that rank printed; it may have ended, or hang",
             )
-    message = json.loads(channel.read(done))
+    message = json.loads(channel.read(done_key))
     if "failed" in message:
         raise RankMismatchError(
             f"rank {leader} failed to compile {what}:\n{message['failed']}",

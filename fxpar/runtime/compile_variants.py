@@ -80,7 +80,7 @@ class VariantCompiler:
     """Compiles one Dynamo graph, as it is called, for sizes."""
 
     gm: fx.GraphModule
-    named: Sequence[Named]
+    inputs: Sequence[Named]
     # Positions of inputs of which each rank feeds a part, of those that Dynamo would
     # keep open, and of results that leave as each rank's summand.
     local: frozenset[int]
@@ -146,7 +146,7 @@ class VariantCompiler:
         given."""
         gm = _torch.dynamo.copy_graph(self.gm)
         parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
-        opened = open_program(gm, args, self.named, self.fed, sizes, units, parts)
+        opened = open_program(gm, args, self.inputs, self.fed, sizes, units, parts)
         run: Any = self.compile(
             SizeAgreement(SAME),
             opened.graph,
@@ -221,7 +221,7 @@ class VariantCompiler:
             run,
             fed,
             numbers,
-            frozenset(i for i, x in enumerate(self.named) if x.kind == "summand"),
+            frozenset(i for i, x in enumerate(self.inputs) if x.kind == "summand"),
             _batch_results(self.gm, self.local)
             if batch_results is None
             else batch_results,

@@ -52,14 +52,14 @@ class LocalResults:
     """What leaves a graph that is fed parts of the batch."""
 
     # Names of results that leave as this rank's summand, by position.
-    own: Mapping[int, str] = field(default_factory=dict)
+    summand_names: Mapping[int, str] = field(default_factory=dict)
     # What was done to results, for the plan.
     notes: tuple[str, ...] = ()
 
     def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
         """The notes on a plan in which results have these specs."""
-        summands = [name for i, name in self.own.items() if specs[i].partial]
-        whole = [name for i, name in self.own.items() if specs[i].is_whole]
+        summands = [name for i, name in self.summand_names.items() if specs[i].partial]
+        whole = [name for i, name in self.summand_names.items() if specs[i].is_whole]
         return (
             *self.notes,
             *(f"result {x} counts over the batch: each rank's own" for x in summands),

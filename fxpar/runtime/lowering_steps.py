@@ -105,13 +105,13 @@ def apply_schedule(state: JointState) -> None:
     if state.open:
         _leave_unscheduled(state)
         return
-    saved = state.known
+    recalled = state.plan_with_schedule
     if request.pipeline is not None:
         return
     if not state.decided.is_even:
         _refuse_uneven(request.schedule)
         return
-    if request.schedule == "auto" and saved is None:
+    if request.schedule == "auto" and recalled is None:
         if request.hardware is None or mesh.size == 1:
             return
         hardware = request.hardware.at_speed(mesh.slowest)
@@ -123,8 +123,8 @@ def apply_schedule(state: JointState) -> None:
         state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
-        if saved is not None and text == "auto":
-            text, state.near = saved.schedule, saved.near
+        if recalled is not None and text == "auto":
+            text, state.near = recalled.schedule, recalled.near
         state.schedule = Schedule.of(text)
         after = apply(state.schedule, before, mesh) if state.schedule else before
     if state.schedule:

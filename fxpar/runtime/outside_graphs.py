@@ -317,7 +317,7 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     by_name = _names_of(optimizer, parameters, local)
     references = [ref for watched in local for ref in watched.parameters.values()]
     ours = {id(p) for ref in references if (p := ref()) is not None}
-    ours |= {id(p) for watched in local for _, p in _named(watched)}
+    ours |= {id(p) for watched in local for _, p in _parameters_of(watched)}
     if not checked.compared and not ours.isdisjoint(unchecked):
         checked.compared = True
         reduce_gradients.require_equal(by_name)
@@ -333,7 +333,7 @@ def _names_of(
     local: Sequence[_CompiledCallable],
 ) -> dict[str, torch.Tensor]:
     """Parameters of an optimizer by name; not those in shards."""
-    names = {id(p): name for watched in local for name, p in _named(watched)}
+    names = {id(p): name for watched in local for name, p in _parameters_of(watched)}
     kind = type(optimizer).__name__
     return {
         names.get(id(p), f"number {i} of the {kind}"): p
@@ -342,7 +342,7 @@ def _names_of(
     }
 
 
-def _named(watched: _CompiledCallable) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters_of(watched: _CompiledCallable) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, module in watched.modules().items():
         yield from module.named_parameters(prefix)
 

@@ -170,14 +170,14 @@ def look_up_plan(state: JointState) -> None:
         request = _on(state, refine(state.program, request))
         mode = request.mode
     if isinstance(mode, Plan):
-        state.recalled = state.known = mode.of_one_stage()
+        state.recalled = state.plan_with_schedule = mode.of_one_stage()
     elif _is_kept(state):
         assert isinstance(mode, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
         stored = plan_store.load(state.key, mode.seconds)
         if stored is not None:
             state.recalled, schedule_chosen = stored[0].of_one_stage(), stored[1]
-            state.known = (
+            state.plan_with_schedule = (
                 state.recalled if schedule_chosen and not request.tune else None
             )
             note = state.recalled.notes[-1]

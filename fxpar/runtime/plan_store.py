@@ -70,12 +70,14 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
 def lines_of(graph: fx.Graph) -> Iterator[str]:
     """Nodes with their arguments and what they make."""
 
-    def made(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x.dtype, tuple(x.shape), x.stride(), str(x.device)
-        if isinstance(x, SYMBOLIC):
-            return str(x)
-        return tuple(map(made, x)) if isinstance(x, (list, tuple)) else type(x)
+    def made(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, tuple(value.shape), value.stride(), str(value.device)
+        if isinstance(value, SYMBOLIC):
+            return str(value)
+        return (
+            tuple(map(made, value)) if isinstance(value, (list, tuple)) else type(value)
+        )
 
     for node in graph.nodes:
         target = node.target

@@ -49,7 +49,7 @@ def _source(node: fx.Node) -> str:
     return name() if callable(name) else str(name)
 
 
-def _named(source: str, example: Any) -> Named:
+def _name_input(source: str, example: Any) -> Named:
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -77,7 +77,7 @@ def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Named]:
     """One Named per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
-        _named(_source(node), example)
+        _name_input(_source(node), example)
         for node, example in zip(nodes, examples, strict=True)
     ]
     total = Counter(entry.name for entry in inputs)

@@ -54,7 +54,7 @@ _STORE = tl.constexpr("""
 @triton.jit
 def switch_sum(
     buffers,
-    given,
+    summands,
     summed,
     first,
     RANKS: tl.constexpr,
@@ -66,7 +66,7 @@ def switch_sum(
     """Sums of UNITS times 16 bytes from the unit ``first`` on, of TOTAL there are.
 
     ``buffers``: pointer to the addresses of all ranks' buffers, and behind them the
-    multicast one. ``given``, ``summed``: where in each the summands are and the sums
+    multicast one. ``summands``, ``summed``: where in each the summands are and the sums
     go, in bytes. BLOCK: a power of two, at least UNITS.
     """
     if _INTERPRETED:
@@ -76,7 +76,7 @@ def switch_sum(
         at += first * PER
         total = tl.zeros((BLOCK * PER,), tl.float32)
         for rank in tl.static_range(RANKS):
-            pointers = peer(buffers, rank, given, dtype) + at
+            pointers = peer(buffers, rank, summands, dtype) + at
             total += tl.load(pointers, mask=live, other=0).to(tl.float32)
         for rank in tl.static_range(RANKS):
             pointers = peer(buffers, rank, summed, dtype) + at
@@ -89,7 +89,7 @@ def switch_sum(
         a, b, c, d = tl.inline_asm_elementwise(
             LOAD,
             "=r,=r,=r,=r,l,r",
-            [at + given, live],
+            [at + summands, live],
             dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
             is_pure=False,
             pack=1,

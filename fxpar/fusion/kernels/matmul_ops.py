@@ -131,7 +131,7 @@ def rung_of(
     verdict = profitable(
         kind, m, n, k, ranks, hardware.levels[0].bandwidth, top.flops * top.efficiency,
         hardware.bandwidth, dtype=dtype, programs=programs, units=programs + FREE,
-        rest=further,
+        further=further,
     )  # fmt: skip
     rung = Rung("signals" if verdict.pays else "chunks", verdict.why)
     text = "%s and matmul [%d, %d] times [%d, %d] on %d ranks: %s: %s"

@@ -331,7 +331,7 @@ def _on_thread(
     flags: torch.Tensor,
     waits: bool,
 ) -> None:
-    ended, errors = threading.Event(), list[BaseException]()
+    has_ended, errors = threading.Event(), list[BaseException]()
 
     def up(chunk: int) -> None:
         flags[chunk] = 1
@@ -342,7 +342,7 @@ def _on_thread(
             if over:
                 raise RuntimeError("a matmul ended and left a chunk out")
             time.sleep(1e-4)
-            over = ended.is_set()
+            over = has_ended.is_set()
         flags[chunk] = 0
 
     def run() -> None:
@@ -360,7 +360,7 @@ def _on_thread(
     try:
         multiply()
     finally:
-        ended.set()
+        has_ended.set()
         thread.join()
     if errors:
         raise errors[0]

@@ -128,8 +128,10 @@ def under_way(region: SelectedRegion) -> fx.Node | None:
     for node in before(at):
         waits = [u for u in _waits(node) if u.args[0] is node]  # not what it sends
         late = not waits or min(waits) > at
-        begun = bool(waits) or op_name(node) in _STARTS  # also an exchange, a message
-        if begun and node not in inside and late:
+        has_begun = (
+            bool(waits) or op_name(node) in _STARTS
+        )  # also an exchange, a message
+        if has_begun and node not in inside and late:
             return node
     return None
 
@@ -182,7 +184,7 @@ class _Growth:
     misses: list[Miss] = field(default_factory=list)
     soon: dict[fx.Node, bool] = field(default_factory=dict)
     border: fx.Node | None = None  # the first heavy op behind the wait
-    asked: str | None = None  # the region of a schedule
+    schedule_region: str | None = None  # the region of a schedule
 
     def run(self) -> bool:
         """Grow; False if the collective itself cannot be in a region."""
@@ -191,15 +193,15 @@ class _Growth:
         value = start.meta.get("val")
         if len(waits) != 1 or not isinstance(value, torch.Tensor):
             return False
-        self.asked = region_of(start)
+        self.schedule_region = region_of(start)
         beside = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
-        if beside is not None and self.asked is None:
+        if beside is not None and self.schedule_region is None:
             if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
                 self._miss(start, f"it runs beside {beside.name}")
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
         self._add_move(start, waits[0], 0)
-        if self.asked is None:
+        if self.schedule_region is None:
             self.border = next((n for n in after(waits[0]) if is_heavy(n)), None)
         for node in after(start):
             if node not in self.members:
@@ -230,7 +232,7 @@ class _Growth:
         inside = [n for n in read if n in self.members]
         if not inside:
             return
-        if region_of(node) != self.asked:
+        if region_of(node) != self.schedule_region:
             self.tainted.add(node)
             return
         if self._second_move(node):
@@ -255,7 +257,7 @@ class _Growth:
         if node.args[2] != self.collective.args[3]:
             return False
         beside = any(is_heavy(n) for n in between(node, waits[0]))
-        if beside and self.asked is None:
+        if beside and self.schedule_region is None:
             return False
         self._add_move(node, waits[0], 1)
         return True
@@ -350,7 +352,7 @@ class _Growth:
         stages = {self._read_at(node, u) for u in node.users}
         if node in self.banned or len(stages) != 1 or is_heavy(node):
             return
-        if region_of(node) != self.asked:
+        if region_of(node) != self.schedule_region:
             return
         (stage,) = stages
         op = op_name(node)

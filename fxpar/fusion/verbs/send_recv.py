@@ -64,13 +64,15 @@ def _send(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
     dim = dividing("share", edit, value, dim, axes)
     with edit.before(node) as build:
         part = collective_nodes.step(build, collective_nodes.slice_, value, dim, axes)
-        sent = collective_nodes.step(build, collective_nodes.send, part, *node.args[1:])
-    node_legality.instead(node, sent)
-    _instead(edit, node, sent)
+        message = collective_nodes.step(
+            build, collective_nodes.send, part, *node.args[1:]
+        )
+    node_legality.instead(node, message)
+    _instead(edit, node, message)
     if value.target is collective_nodes.all_gather:
         take_back(edit, value)
         edit.erase([value])
-    return sent
+    return message
 
 
 def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:

@@ -270,7 +270,7 @@ def _layout(
         names_of.setdefault(id(p), []).append(name)
         parameters[id(p)] = p
     matched: set[str] = set()
-    decided = _decided(table, uses, [name for n in names_of.values() for name in n])
+    decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, decided))}
     layouts = {}
     for key, names in names_of.items():
@@ -310,7 +310,7 @@ def _layout(
     return layouts
 
 
-def _decided(
+def _axes_in_use(
     table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
 ) -> set[str]:
     """Axes that hints or a sample's plan use for some parameter: where they are not

@@ -136,11 +136,11 @@ def _property(name: str) -> property:
                 fix="evaluate on all ranks: leave out fxpar.alone() for models of "
                 "fxpar.shard",
             )
-        home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
+        home, at_rest = getattr(self, HOME), getattr(self, RESTS)[name]
         if torch.compiler.is_compiling():
-            return _globally(parameter, home, rest)
+            return _globally(parameter, home, at_rest)
         if _in_forward():
-            return _eagerly(parameter, home, rest, f"{type(self).__name__}.{name}")
+            return _eagerly(parameter, home, at_rest, f"{type(self).__name__}.{name}")
         return parameter
 
     _torch.dynamo.compile_inlined_only(read)
@@ -148,23 +148,23 @@ def _property(name: str) -> property:
 
 
 @_torch.dynamo.not_compiled
-def _eagerly(parameter: Any, home: Home, rest: ParameterAtRest, name: str) -> Any:
+def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) -> Any:
     """The global value in code that no graph contains. There each rank of local mode
     has a gradient of its own part of the batch."""
     if not home.local:
-        return _globally(parameter, home, rest)
-    reduce.meet(f"{name} {list(rest.shape)}")
-    return reduce.mean_of_gradient(_globally(parameter, home, rest))
+        return _globally(parameter, home, at_rest)
+    reduce.meet(f"{name} {list(at_rest.shape)}")
+    return reduce.mean_of_gradient(_globally(parameter, home, at_rest))
 
 
-def _globally(parameter: Any, home: Home, rest: ParameterAtRest) -> torch.Tensor:
+def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:
     """The global value of a parameter, differentiable to its part."""
     if home.batch and (home.waiting or home.unreduced):
         whole = to_global_unreduced(
             parameter,
-            list(rest.shape),
-            rest.spec,
-            rest.hint,
+            list(at_rest.shape),
+            at_rest.spec,
+            at_rest.hint,
             home.mesh,
             "+".join(home.batch),
             home.reduce_dtype,
@@ -173,9 +173,9 @@ def _globally(parameter: Any, home: Home, rest: ParameterAtRest) -> torch.Tensor
     else:
         whole = torch.ops.fxpar.to_global(
             parameter.to_local(),
-            list(rest.shape),
-            rest.spec,
-            rest.hint,
+            list(at_rest.shape),
+            at_rest.spec,
+            at_rest.hint,
             home.mesh,
             "",
             home.reduce_dtype,

@@ -117,9 +117,9 @@ def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
         return 1
     finally:
         # torchrun, told to end, ends its ranks within 30 s.
-        for told in (signal.SIGTERM, signal.SIGKILL):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             if child.poll() is None:
-                os.killpg(child.pid, told)
+                os.killpg(child.pid, signal_number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(40)
 
