@@ -143,7 +143,8 @@ def fastest_staged(
         if least * _waiting(mesh, parts) >= bar or (late and texts):
             skipped += 1
             continue
-        found, text = _fitting(program, request.on(mesh), asked, cut, parts, bar)
+        here = request.on(mesh)
+        found, text = _fitting(program, here, asked, cut, parts, bar, end)
         texts.append(f"{mesh} {text}")
         if found is not None:
             best, bar = found, found.step.seconds
@@ -159,8 +160,10 @@ def _fitting(
     cut: BatchCut,
     parts: int,
     bar: float,
+    end: float,
 ) -> tuple[StagedChoice | None, str]:
-    """As ``_attempt``, with twice as many microbatches as often as memory asks."""
+    """As ``_attempt``, with twice as many microbatches as often as memory asks, until
+    the clock shows ``end``."""
     least = _least_bytes(program, here.mesh)
     open_ = here.microbatches is None
     while open_ and least / parts > asked.budget and cut.rows % (2 * parts) == 0:
@@ -169,7 +172,8 @@ def _fitting(
         try:
             return _attempt(program, here, asked, cut, parts, bar)
         except _TooLarge as error:
-            if not open_ or cut.rows % (2 * parts):
+            late = time.perf_counter() > end
+            if late or not open_ or cut.rows % (2 * parts):
                 return None, str(error.what).splitlines()[0]
         parts *= 2
 
