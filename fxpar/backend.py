@@ -30,7 +30,7 @@ from fxpar.runtime import (
     outside_graphs,
     presence,
 )
-from fxpar.runtime.call_sizes import UNEVEN, Together
+from fxpar.runtime.call_sizes import UNEVEN, SizeAgreement
 from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.local_results import LocalResults, scale_results
@@ -165,7 +165,7 @@ def _called(
     results = LocalResults()
 
     def compile_graph(
-        together: Together,
+        together: SizeAgreement,
         gm: fx.GraphModule,
         examples: Sequence[Any],
         opened: OpenProgram | None = None,
@@ -175,7 +175,7 @@ def _called(
         job = CompileJob(options, ranks, named, frozenset(local), together, results)
         job = replace(job, recalled=recalled, notes=notes)
         if opened is not None:
-            job = replace(job, named=opened.named, local=opened.local, open=opened)
+            job = replace(job, named=opened.inputs, local=opened.local, open=opened)
         if together.kind == UNEVEN:
             whole = replace(options, inputs="global")
             job = replace(job, options=whole, local=frozenset())
@@ -191,7 +191,7 @@ def _called(
         if call is None:
             raise
     else:
-        own = results.own
+        own = results.summand_names
         call = Calls(
             lean, examples, named, local, own, options, ranks, compile_graph, owner
         )
