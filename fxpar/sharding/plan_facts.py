@@ -163,7 +163,7 @@ def _reasons(decision: Decision) -> list[tuple[str, str]]:
         if origins:
             lines = [_chain(decision, value.index, axis) for axis in origins]
             out.append((value.name, "\n".join(lines)))
-        elif decision.found is not None:
+        elif decision.search is not None:
             out.append((value.name, "  whole: search"))
     return out
 
