@@ -1,6 +1,6 @@
 """Stages found by the search, predicted: Llama 70B and 405B on H100s, Alpa's GPTs.
 
-    python benchmarks/bench_stages.py [--only TEXT] [--json FILE]
+    python benchmarks/bench_stages.py [--only TEXT] [--by-hand] [--json FILE]
 
 Parameters and inputs are fake tensors; forward and backward of the loss are planned
 together, parameters free to lie as the plan wants. A row searches a mesh for so many
@@ -23,7 +23,7 @@ from typing import Any
 
 from _common import conditions, llama, write
 
-SECONDS = 60.0
+SECONDS = 60.0  # of search, without stages and again with them
 
 
 @dataclass(frozen=True)
@@ -273,11 +273,14 @@ def _show(row: StagesRow, plan: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
+    parser.add_argument("--by-hand", action="store_true", help="search no mesh")
     parser.add_argument("--json")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row is not None:
-        print("ROW", json.dumps(run(ROWS[args.row])))
+        print(
+            "ROW", json.dumps(run(replace(ROWS[args.row], searched=not args.by_hand)))
+        )
         return
     before, out = conditions(), []
     for i, row in enumerate(ROWS):
@@ -285,6 +288,7 @@ def main() -> None:
         if args.only not in name:
             continue
         command = [sys.executable, __file__, "--row", str(i)]
+        command += ["--by-hand"] if args.by_hand else []
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         lines = [x for x in done.stdout.splitlines() if x.startswith("ROW")]

@@ -143,8 +143,9 @@ def fastest_staged(
         if least * _waiting(mesh, parts) >= bar or (late and texts):
             skipped += 1
             continue
+        staged_request = request.on(mesh)
         choice, text = _attempt_in_memory(
-            program, request.on(mesh), options, cut, parts, bar
+            program, staged_request, options, cut, parts, bar, end
         )
         texts.append(f"{mesh} {text}")
         if choice is not None:
@@ -161,8 +162,10 @@ def _attempt_in_memory(
     cut: BatchCut,
     parts: int,
     bar: float,
+    end: float,
 ) -> tuple[StagedChoice | None, str]:
-    """As ``_attempt``, with twice as many microbatches as often as memory asks."""
+    """As ``_attempt``, with twice as many microbatches as often as memory asks, until
+    the clock shows ``end``."""
     least = _least_bytes(program, request.mesh)
     open_ = request.microbatches is None
     while open_ and least / parts > options.budget and cut.rows % (2 * parts) == 0:
@@ -171,7 +174,8 @@ def _attempt_in_memory(
         try:
             return _attempt(program, request, options, cut, parts, bar)
         except _TooLarge as error:
-            if not open_ or cut.rows % (2 * parts):
+            late = time.perf_counter() > end
+            if late or not open_ or cut.rows % (2 * parts):
                 return None, str(error.what).splitlines()[0]
         parts *= 2
 
