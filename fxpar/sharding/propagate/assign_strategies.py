@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
-from fxpar.sharding.constant_values import made_of_constants
+from fxpar.sharding.constant_values import constants_of
 from fxpar.sharding.cost.fused_work import Work, seconds, work_alone
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.factors import (
@@ -47,7 +47,7 @@ def choose(
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
     # What lies, or is made, as it is read costs nothing to bring there.
-    open_ = made_of_constants(program) | may_lie_as_read(program, state)
+    open_ = constants_of(program) | may_lie_as_read(program, state)
     cache: dict = {}
     out = []
     for op in program.ops:
