@@ -111,16 +111,16 @@ class _Choice:
         options = self._options()
         if not options:
             return Strategy(self.op.rule.pinned)
-        if all(len(found) == 1 for found in options.values()):
-            single = self._build({a: found[0] for a, found in options.items()})
+        if all(len(factors) == 1 for factors in options.values()):
+            single = self._build({a: factors[0] for a, factors in options.items()})
             if single is not None and self._agrees(single):
                 return single
-        best = self._best({a: (*found, None) for a, found in options.items()})
+        best = self._best({a: (*factors, None) for a, factors in options.items()})
         return best if best is not None else Strategy(self.op.rule.pinned)
 
     def _options(self) -> dict[str, tuple[str, ...]]:
         """For each axis, the factors that some tensor of the op splits by it."""
-        whole, pin, found = self.op.rule.whole, self.op.rule.pin, {}
+        whole, pin, options = self.op.rule.whole, self.op.rule.pin, {}
         for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
             if axis in pin:
                 continue
@@ -132,8 +132,8 @@ class _Choice:
                         factors[factor] = min(rank, self._rank(i, axis))
             first = min(factors.values(), default=0)
             if factors:
-                found[axis] = tuple(f for f, rank in factors.items() if rank == first)
-        return found
+                options[axis] = tuple(f for f, rank in factors.items() if rank == first)
+        return options
 
     def _rank(self, tensor: int, axis: str) -> int:
         """How firmly a tensor's axis stays on its factor; 0 is the firmest."""

@@ -130,7 +130,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Decided:
-    found: Made
+    search: Made
     notes: tuple[str, ...] = ("search: ...",)
 
 
