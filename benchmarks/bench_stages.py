@@ -247,7 +247,7 @@ def _by_hand(
     told |= _staged(decision, here, lookup(row.hardware))
     tokens = row.batch * row.length / told["seconds"] / row.ranks
     return told | {
-        "fits": "error" not in told,
+        "fits": max(told["memory"]) <= lookup(row.hardware).memory,
         "tokens_per_device": tokens,
         "tflops_per_device": total / told["seconds"] / row.ranks / 1e12,
         "gap": decision.search.solution.gap,

@@ -66,7 +66,7 @@ def _first_rows(state: JointState) -> int:
     """Rows of dim 0 of the first plain input that has some: the batch's."""
     nodes = state.graph.find_nodes(op="placeholder")
     for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
-        value = node.meta["val"]
+        value = node.meta.get("val")
         if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
             return int(value.shape[0])
     return 0
