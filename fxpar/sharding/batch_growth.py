@@ -110,7 +110,7 @@ def _of_bodies(
 ) -> list[Growth]:
     """Of the results of an op that runs graphs of its own. What a loop carries grows
     alike in every step, or it is not known how."""
-    operands = [call.known[n][0] for n in tensor_nodes(call.a)]
+    operands = [call.growth_of[n][0] for n in tensor_nodes(call.a)]
     input_growths = [FIXED if i is None else operands[i] for i, _ in once.inputs]
     bodies = list(zip(once.bodies, twice.bodies, strict=True))
     for _ in range(_STEPS):
@@ -174,7 +174,7 @@ def _of_op(call: DoubledCall, results: int) -> list[Growth]:
 def _as_operand(call: DoubledCall, node: fx.Node, floating: bool) -> Growth:
     """Indices say where, not how much."""
     index = not node.meta["val"].dtype.is_floating_point and floating
-    growth = call.known[node][0]
+    growth = call.growth_of[node][0]
     return FIXED if index and growth.power is None else growth
 
 

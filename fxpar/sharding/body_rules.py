@@ -129,7 +129,7 @@ class Inside:
             i = self.ties.inputs[j][0]
             for d, n in enumerate(self.results[j]):
                 self._join(("operand", -1, i or 0, d), ("result", -1, j, d), n)
-        if self.ties.apart:
+        if self.ties.splits_slices:
             self._join_slices()
 
     def _join_dims(self, b: int, v: int, kind: str, i: int, sliced: bool) -> None:

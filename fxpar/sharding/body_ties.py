@@ -26,7 +26,7 @@ class Ties:
     # So many outputs of the last body are its first inputs next.
     carried: int = 0
     # Whether slices may be taken by different ranks.
-    apart: bool = False
+    splits_slices: bool = False
 
 
 def _inputs(
@@ -55,7 +55,7 @@ def _cond(count: int, pred: Any, yes: Any, no: Any, operands: Sequence[Any]) -> 
 
 def _map(count: int, body: Any, xs: Sequence[Any], others: Sequence[Any]) -> Ties:
     inputs = _inputs((xs, True), (others, False))
-    return Ties((body,), inputs, (_outputs(count, 0),), apart=True)
+    return Ties((body,), inputs, (_outputs(count, 0),), splits_slices=True)
 
 
 def _scan(

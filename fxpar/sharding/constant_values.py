@@ -23,8 +23,8 @@ def constants_of(program: Program) -> set[int]:
     constants = {v.index for v in program.values} - set(program.producers)
     constants -= {v for v in program.inputs if v is not None}
     for op in program.ops:
-        known = getattr(op.target, "namespace", "") in ("aten", "prims")
-        if known and op.known and constants.issuperset(op.operands):
+        is_aten = getattr(op.target, "namespace", "") in ("aten", "prims")
+        if is_aten and op.has_rule and constants.issuperset(op.operands):
             constants.update(op.results)
     return constants
 

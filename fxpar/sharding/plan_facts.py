@@ -67,7 +67,7 @@ def describe(
         named((v.name, decision.settled[v.index]) for v in program.values),
         nodes,
         tuple(replace(c, axes=mesh.joined(c.axes)) for c in collectives),
-        tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
+        tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.has_rule)),
         decision.reasons or tuple(_reasons(decision)),
         _notes(decision),
         memory=memory,

@@ -121,7 +121,7 @@ class Value:
 class Op:
     """One call. ``operands``/``results``: indices of values, in order of the rule.
 
-    ``known`` is False where the table has no rule: ``rule`` then keeps all dims whole.
+    Without ``has_rule`` the table has none: ``rule`` then keeps all dims whole.
     """
 
     index: int
@@ -131,7 +131,7 @@ class Op:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     node: fx.Node = field(repr=False)
-    known: bool = True
+    has_rule: bool = True
 
     @property
     def tensors(self) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class _Choice:
         program: Program,
         op: Op,
         specs: list[Spec],
-        held: tuple[frozenset[tuple[int, str]], ...],
+        fixed: tuple[frozenset[tuple[int, str]], ...],
         rests: tuple[bool, ...],
         free: tuple[bool, ...],
         mesh: Mesh,
@@ -94,9 +94,9 @@ class _Choice:
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         # (tensor, axis): axes that stay on their factors, the first kind before others.
-        self.held = held
+        self.fixed = fixed
         self.free = free  # operands that lie, or are made, as they are read
-        experts, batch = ({axis for _, axis in kind} for kind in held)
+        experts, batch = ({axis for _, axis in kind} for kind in fixed)
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
             spec.without(batch - experts) if ours else spec
@@ -128,7 +128,7 @@ class _Choice:
             for i, view in enumerate(self.views):
                 for factor, axes in view.items():
                     if axis in axes and factor not in whole:
-                        rank = factors.get(factor, len(self.held))
+                        rank = factors.get(factor, len(self.fixed))
                         factors[factor] = min(rank, self._rank(i, axis))
             first = min(factors.values(), default=0)
             if factors:
@@ -137,10 +137,10 @@ class _Choice:
 
     def _rank(self, tensor: int, axis: str) -> int:
         """How firmly a tensor's axis stays on its factor; 0 is the firmest."""
-        for rank, kind in enumerate(self.held):
+        for rank, kind in enumerate(self.fixed):
             if (tensor, axis) in kind:
                 return rank
-        return len(self.held)
+        return len(self.fixed)
 
     def _build(self, chosen: dict[str, str | None]) -> Strategy | None:
         """The strategy of an axis -> factor assignment; None if it is not expressible.

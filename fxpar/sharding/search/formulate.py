@@ -50,7 +50,7 @@ class Formulation:
     entries: Sequence[Entry] = ()
     launches: float = 0.0  # seconds that no choice changes
     # Of each row of the problem's memory the entry it is of.
-    held: tuple[Entry, ...] = ()
+    memory_entries: tuple[Entry, ...] = ()
     # Where the program is one part of a batch.
     parts: PartProgram | None = None
 

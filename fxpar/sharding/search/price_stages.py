@@ -285,7 +285,7 @@ def _memory(
     throughout = [0.0] * len(rows)
     passing: list[dict[int, float]] = [defaultdict(float) for _ in rows]
     uniform = form.parts
-    for entry, live in zip(form.held, form.problem.memory, strict=True):
+    for entry, live in zip(form.memory_entries, form.problem.memory, strict=True):
         usage = float(live.usage[solution.choice[live.node]])
         place = places[bisect_right(cuts, chain.place_of(entry.value))]
         if entry.kind in STATIC:
