@@ -48,15 +48,12 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
     return [(), *fit] if counts and fit else []
 
 
-def trial(request: Request, axes: Axes) -> Request:
-    """The request to predict a plan with experts over ``axes``, which leaves nothing
-    behind."""
+def trial(request: Request) -> Request:
+    """The request to predict a plan that is compared, which leaves nothing behind."""
     mode = request.mode
     assert isinstance(mode, SearchOptions)
     shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)
-    return replace(
-        request, experts_over=axes, mode=shorter, cached=False, debug=0, dump=None
-    )
+    return replace(request, mode=shorter, cached=False, debug=0, dump=None)
 
 
 def best(seconds: Mapping[Axes, float]) -> tuple[Axes, str]:

@@ -78,7 +78,11 @@ def absorb_regions(state: JointState) -> None:
     if state.open and any(n.target in manual_regions.EDGES for n in state.graph.nodes):
         raise PlanError("the sizes in manual regions are known")
     manual_regions.absorb_regions(
-        state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
+        state.graph,
+        state.fake_mode,
+        request.mesh,
+        bodies=request.bodies,
+        is_open=bool(request.meshes),
     )
 
 
@@ -322,6 +326,7 @@ def describe(state: JointState) -> None:
         stages=state.stages,
         schedule=str(state.schedule),
         experts=state.request.experts_over or (),
+        bodies=state.request.bodies,
         near=state.near,
         notes=(*plan.notes, *state.notes, *notes),
     )
