@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch, pipeline
+from fxpar import _torch, choose_plan, pipeline
 from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
@@ -203,7 +203,7 @@ class JointPass:
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = self._request(boundaries.declare(signature))
         with said_by_rank_0(ranks.rank):
-            plan = pipeline.searched if self.leads else pipeline.planned
+            plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)
         if self.job.open is not None and (divisors := self.job.open.divisors_asked()):
             raise DivisorsAsked(divisors, self.plan)

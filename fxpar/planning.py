@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar._torch.distributed import default_group
 from fxpar._torch.fake import fake_mode_of
+from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
 from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
@@ -34,7 +35,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
-from fxpar.pipeline import MOST_STEPS, Result, parallelize
+from fxpar.pipeline import MOST_STEPS, Result
 from fxpar.runtime.binding import sized
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
@@ -349,7 +350,7 @@ def plan(
         named_hardware=named_machine(options),
     )
     with status_line.shown("plan", MOST_STEPS, on=leads):
-        result = parallelize(module.graph, fake_mode, request)
+        result = fastest_plan(module.graph, fake_mode, request)
     return TracedPlan(
         **asdict_shallow(result.plan),
         result=result,

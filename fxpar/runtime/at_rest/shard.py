@@ -21,10 +21,10 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.signature import read_signature
-from fxpar.pipeline import planned
 from fxpar.runtime import consensus
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
