@@ -30,7 +30,7 @@ from fxpar.runtime import (
     outside_graphs,
     presence,
 )
-from fxpar.runtime.call_sizes import UNEVEN, Together
+from fxpar.runtime.call_sizes import UNEVEN, SizeAgreement
 from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.local_results import LocalResults, scale_results
@@ -165,7 +165,7 @@ def _called(
     results = LocalResults()
 
     def compile_graph(
-        size_match: Together,
+        size_match: SizeAgreement,
         gm: fx.GraphModule,
         examples: Sequence[Any],
         open_program: OpenProgram | None = None,
@@ -179,7 +179,7 @@ def _called(
         if open_program is not None:
             job = replace(
                 job,
-                named_inputs=open_program.named,
+                named_inputs=open_program.inputs,
                 local=open_program.local,
                 open=open_program,
             )
@@ -198,13 +198,13 @@ def _called(
         if call is None:
             raise
     else:
-        own_results = results.own
+        summand_names = results.summand_names
         call = Calls(
             lean,
             examples,
             named_inputs,
             local,
-            own_results,
+            summand_names,
             options,
             ranks,
             compile_graph,

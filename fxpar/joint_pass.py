@@ -34,7 +34,7 @@ from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import consensus, known_programs, presence
 from fxpar.runtime.binding import is_of_all
-from fxpar.runtime.call_sizes import UNLIKE, Together
+from fxpar.runtime.call_sizes import UNLIKE, SizeAgreement
 from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, settle
 from fxpar.runtime.known_programs import KnownProgram
@@ -75,7 +75,7 @@ class CompileJob:
     # Positions of the inputs that hold one rank's part of the batch.
     local: frozenset[int]
     # How ranks' sizes go together.
-    size_match: Together
+    size_match: SizeAgreement
     # How results leave that hold, or scale with, the batch.
     results: LocalResults = field(default_factory=LocalResults)
     # Specs that results must have, by position.
@@ -138,7 +138,7 @@ class JointPass:
             mesh,
             Signature((), ()),
             local=_fed(job),
-            summands=frozenset(job.results.own),
+            summands=frozenset(job.results.summand_names),
             strict=options.strict,
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,

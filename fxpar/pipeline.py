@@ -36,10 +36,10 @@ from fxpar.passes.order_collectives import (
     PhasePass,
     Settings,
 )
+from fxpar.passes.region_bodies import choices as body_choices
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import (
     consensus,
-    expert_axes,
     lowering_steps,
     plan_steps,
     presence,
@@ -47,6 +47,9 @@ from fxpar.runtime import (
     stage_times,
     tune_schedule,
 )
+from fxpar.runtime.expert_axes import best as best_axes
+from fxpar.runtime.expert_axes import choices as expert_choices
+from fxpar.runtime.expert_axes import trial
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.open_sizes import OpenSizesRefused
 from fxpar.runtime.pipeline_state import (
@@ -242,7 +245,8 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     Raises HintError, RuleError, PlanError, ScheduleError, and UnknownOpError under
     ``strict``.
     """
-    request, note = _over_axes(graph, fake_mode, request)
+    request, note = _with_bodies(graph, fake_mode, request)
+    request, other = _over_axes(graph, fake_mode, request)
     state = JointState(
         graph=graph,
         request=request,
@@ -252,7 +256,34 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     )
     show(state, "traced")
     run_steps(JOINT, state)
-    return _result(state).noted(*note)
+    return _result(state).noted(*note, *other)
+
+
+def _with_bodies(
+    graph: fx.Graph, fake_mode: Any, request: Request
+) -> tuple[Request, list[str]]:
+    """The request with the bodies of manual regions: those of a plan, or where it is
+    searched, one choice after the other, those predicted to be the fastest; notes of
+    why."""
+    asked = request.mode
+    if isinstance(asked, Plan):
+        return replace(request, bodies=asked.bodies), []
+    counts = body_choices(graph)
+    if not counts or not isinstance(asked, SearchOptions) or request.meshes:
+        return request, []
+    best, notes = (0,) * len(counts), []
+    for i, count in enumerate(counts):
+        seconds = {
+            bodies: _tried(graph, fake_mode, replace(request, bodies=bodies))
+            for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
+        }
+        best = min(seconds, key=seconds.__getitem__)
+        times = ", ".join(f"{s * 1e3:.4g}" for s in seconds.values())
+        notes.append(
+            f"body {best[i]} of {count} of manual region {i}: searched, a step takes "
+            f"{times} ms with each"
+        )
+    return replace(request, bodies=best if any(best) else ()), notes
 
 
 def _over_axes(
@@ -263,18 +294,19 @@ def _over_axes(
     if isinstance(request.mode, Plan):
         return replace(request, experts_over=request.mode.experts or None), []
     seconds = {
-        axes: _predicted(graph, fake_mode, expert_axes.trial(request, axes))
-        for axes in expert_axes.choices(graph, request)
+        axes: _tried(graph, fake_mode, replace(request, experts_over=axes))
+        for axes in expert_choices(graph, request)
     }
     if not seconds:
         return request, []
-    axes, note = expert_axes.best(seconds)
+    axes, note = best_axes(seconds)
     return replace(request, experts_over=axes), [note] if note else []
 
 
-def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
-    """Seconds of a step of the plan that a search finds for a copy of a graph; infinite
-    where none fits."""
+def _tried(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+    """Seconds of a step of the plan that a short search finds for a copy of a graph;
+    infinite where none fits."""
+    request = trial(request)
     copied = copy_of(graph)
     copied.owning_module = graph.owning_module
     state = JointState(

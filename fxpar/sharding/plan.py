@@ -91,7 +91,8 @@ class Plan:
     what forward and backward both do stands twice. ``dearest``: what
     resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
     to the local graph; ``experts``: axes that experts are split over, where the
-    search chose them; ``near``: what came near to be, and why it is not. ``regions``:
+    search chose them; ``bodies``: of manual regions, where it chose others than the
+    first; ``near``: what came near to be, and why it is not. ``regions``:
     of a compiled graph, what runs as generated kernels, how, and why so.
     """
 
@@ -111,6 +112,7 @@ class Plan:
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
     schedule: str = ""
     experts: tuple[str, ...] = ()
+    bodies: tuple[int, ...] = ()
     near: tuple[str, ...] = field(default=(), compare=False)
     regions: tuple[str, ...] = field(default=(), compare=False)
     # Of a mesh with an axis of stages, in the order of the forward.
@@ -157,6 +159,7 @@ class Plan:
         ]
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         data |= {"experts": list(self.experts)} if self.experts else {}
+        data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
@@ -269,6 +272,7 @@ class Plan:
             dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
             schedule=saved.get("schedule", "").text(),
             experts=texts("experts"),
+            bodies=saved.get("bodies", ()).each(Saved.count),
             near=texts("near"),
             regions=texts("regions"),
             stages=saved.get("stages", ()).each(_stage),
