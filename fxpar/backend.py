@@ -101,9 +101,9 @@ def train_step(
     not one graph, or the optimizer cannot be traced. OptionError, also on options that
     say how gradients or results leave a graph, which here they do not.
     """
-    asked = Options.read(options)
+    step_options = Options.read(options)
     for name in ("reduce_dtype", "outputs"):
-        if getattr(asked, name) != getattr(Options, name):
+        if getattr(step_options, name) != getattr(Options, name):
             raise OptionError(
                 f"fxpar.train_step has no option {name!r}",
                 fix="leave it out, or torch.compile the model instead",
@@ -125,7 +125,7 @@ def train_step(
         return compile_forward
 
     gradient_options = GradientOptions(clip, accumulate, scaler)
-    mesh = partial(mesh_of, asked)
+    mesh = partial(mesh_of, step_options)
     return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh)
 
 
@@ -198,13 +198,13 @@ def _called(
         if call is None:
             raise
     else:
-        own = results.summand_names
+        summand_names = results.summand_names
         call = Calls(
             lean,
             examples,
             named_inputs,
             local,
-            own,
+            summand_names,
             options,
             ranks,
             compile_graph,

@@ -55,28 +55,28 @@ def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Re
 
     Raises as ``choose_mesh.fastest``.
     """
-    best, refused = None, None
+    best, plan_error = None, None
     try:
         best = fastest(program, request)
     except PlanError as error:
         if not request.staged:
             raise
-        refused = error
+        plan_error = error
     unstaged = None if best is None else search_of(best)
     bar = math.inf if unstaged is None else unstaged.predicted * (1 - PAYS)
-    staged, tried = fastest_staged(program, request, bar, unstaged)
+    staged, stage_notes = fastest_staged(program, request, bar, unstaged)
     if staged is not None:
         mesh = staged.request.whole_mesh
         note = f"mesh {mesh} chosen: {staged.step}"
         if unstaged is not None:
             note += f"; {unstaged.mesh} {ms(unstaged.predicted)}"
-        notes = (*staged.decision.notes, note, *tried)
+        notes = (*staged.decision.notes, note, *stage_notes)
         staged_request = replace(staged.request, mode=request.mode)
         return replace(staged.decision, notes=notes), staged_request
     if best is None:
-        assert refused is not None
-        raise refused
-    best = replace(best, notes=(*best.notes, *tried))
+        assert plan_error is not None
+        raise plan_error
+    best = replace(best, notes=(*best.notes, *stage_notes))
     return best, request.on(best.mesh)
 
 

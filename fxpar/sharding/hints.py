@@ -108,13 +108,13 @@ def axes_of(hint: Entries, what: str) -> list[str]:
 
 def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
     """Raise HintError if axes, or parts of axes, are unknown or used twice."""
-    used = [axis for axes in dims for axis in axes]
-    for axis in used:
+    all_axes = [axis for axes in dims for axis in axes]
+    for axis in all_axes:
         try:
             mesh.axis_size(axis)
         except MeshError as error:
             raise HintError(f"{what}: {error.what}", fix=error.fix) from error
-    twice = overlapping(used)
+    twice = overlapping(all_axes)
     if twice is not None:
         one, other = twice
         raise HintError(

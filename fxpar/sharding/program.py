@@ -62,7 +62,7 @@ class Output:
     rest: Spec | None = None
     lie: str = "open"
 
-    def spec(self, settled: Spec, made: Spec, batch: Axes) -> Spec:
+    def spec(self, settled: Spec, made_spec: Spec, batch: Axes) -> Spec:
         """Where the output rests, given the specs its value was made and settled in."""
         if self.rest is not None:
             return self.rest
@@ -72,7 +72,7 @@ class Output:
         if self.lie == "batch" and settled.dims[:1] == (batch,):
             return Spec.of([batch, *whole.dims[1:]])
         sums = [(axis, "sum") for axis in batch]
-        if self.lie == "summand" and batch and set(sums) <= set(made.partial):
+        if self.lie == "summand" and batch and set(sums) <= set(made_spec.partial):
             return Spec.of(whole.dims, sums)
         return whole
 

@@ -139,7 +139,7 @@ def test_search_keeps_the_fastest(mesh: str, shape: tuple[int, ...]) -> None:
     qkv = arguments("meta" if shape else "cpu", *shape)
     how: dict[str, Any] = {"mesh": mesh, "mode": "search", "grad": True}
     alone = [fxpar.plan(attention((i,)), *qkv, **how) for i in range(3)]
-    seconds = [plan.result.decision.found.predicted for plan in alone]
+    seconds = [plan.result.decision.search.predicted for plan in alone]
     best = min(range(3), key=seconds.__getitem__)
     plan = fxpar.plan(attention(), *qkv, **how)
     assert plan.bodies == ((best,) if best else ())

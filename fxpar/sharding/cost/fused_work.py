@@ -100,17 +100,20 @@ def work_alone(op: Op, values: Sequence[Value]) -> Work:
 
 
 def work_of(
-    op: Op, values: Sequence[Value], moved: tuple[tuple[int, float], ...], launches: int
+    op: Op,
+    values: Sequence[Value],
+    traffic: tuple[tuple[int, float], ...],
+    launches: int,
 ) -> Work:
     """The work of an op that moves so much and starts so many kernels."""
     tensors = [values[v] for v in op.tensors]
     floating = [x.dtype for x in tensors if x.dtype.is_floating_point]
     dtype = floating[0] if floating else tensors[-1].dtype
-    if not moved and not launches and is_view(op):
+    if not traffic and not launches and is_view(op):
         return Work(0.0, (), (), 0, dtype)
     points = tuple(x.numel for x in tensors)
     family = family_of(op.target)
-    return Work(flops_of_op(op), moved, points, launches, dtype, family)
+    return Work(flops_of_op(op), traffic, points, launches, dtype, family)
 
 
 def _least(op: Op, shards: Mapping[str, float]) -> float:

@@ -115,30 +115,30 @@ def gather_before_views(
         if len(reads) != 1 or result in outputs:
             continue
         (need,) = reads
-        made = result_spec(op.rule, strategies[op.index], 0)
+        made_spec = result_spec(op.rule, strategies[op.index], 0)
         axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
-        after = Strategy((*op.rule.pinned, *axes_of.items()))
+        gathered = Strategy((*op.rule.pinned, *axes_of.items()))
         if (
-            set(need.sharded_axes) < set(made.sharded_axes)
-            and result_spec(op.rule, after, 0) == need
+            set(need.sharded_axes) < set(made_spec.sharded_axes)
+            and result_spec(op.rule, gathered, 0) == need
             and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
         ):
-            strategies[op.index], settled[result] = after, need
+            strategies[op.index], settled[result] = gathered, need
 
 
 def _repeating(program: Program) -> set[int]:
     """Ops that repeat a value, and those that copy or view what was repeated."""
-    values, repeated, out = program.values, set[int](), set[int]()
+    values, repeated, ops = program.values, set[int](), set[int]()
     for op in program.ops:
         if len(op.operands) != 1 or len(op.results) != 1:
             continue
-        (read,), (made,) = op.operands, op.results
+        (operand,), (result,) = op.operands, op.results
         facts = op_facts_of(op.target)
-        grows = facts.view and 1 < values[read].numel < values[made].numel
-        if grows or (read in repeated and (is_view(op) or facts.copies)):
-            repeated.add(made)
-            out.add(op.index)
-    return out
+        grows = facts.view and 1 < values[operand].numel < values[result].numel
+        if grows or (operand in repeated and (is_view(op) or facts.copies)):
+            repeated.add(result)
+            ops.add(op.index)
+    return ops
 
 
 def may_lie_as_read(program: Program, state: State) -> set[int]:
@@ -187,11 +187,11 @@ def resting(program: Program) -> set[int]:
 
 def derived(program: Program, roots: set[int]) -> set[int]:
     """``roots`` and the values computed from them alone."""
-    found = set(roots)
+    values = set(roots)
     for op in program.ops:
-        if op.operands and all(v in found for v in op.operands):
-            found.update(op.results)
-    return found
+        if op.operands and all(v in values for v in op.operands):
+            values.update(op.results)
+    return values
 
 
 def gathered_again(program: Program) -> set[int]:

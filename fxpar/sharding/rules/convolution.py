@@ -126,11 +126,11 @@ def _convolution_backward(
     if transposed:
         at_grad, at_x = spatial.many, spatial.few
         halos = spatial.halos(0, 2) * (mask[0] or mask[1])
-    given = ["n", ci, *at_x]
+    operand = ["n", ci, *at_x]
     # The bias is not in the product, so a split of input channels leaves it complete.
-    made = zip([given, kernel, [co, "~ci"]], mask, strict=True)
-    results = [dims for dims, wanted in made if wanted]
-    words = text(["n", co, *at_grad], given, kernel, results=results)
+    gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
+    results = [dims for dims, wanted in gradients if wanted]
+    words = text(["n", co, *at_grad], operand, kernel, results=results)
     return _sliding(words, spatial, halos, groups)
 
 

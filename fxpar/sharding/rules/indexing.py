@@ -94,11 +94,11 @@ def _index(x: torch.Tensor, indices: Indices) -> str | None:
 def _masked_index(
     x: torch.Tensor, mask: torch.Tensor, indices: Indices, fill: Any
 ) -> str | None:
-    found = _advanced(x, indices, free=False)
-    if found is None:
+    advanced = _advanced(x, indices, free=False)
+    if advanced is None:
         return None
-    where = align(mask.shape, found.shape, found.result)
-    return text(found.operand, where, *found.indices, results=[found.result])
+    where = align(mask.shape, advanced.shape, advanced.result)
+    return text(advanced.operand, where, *advanced.indices, results=[advanced.result])
 
 
 def _put(words: Sequence[str], accumulate: bool) -> list[str]:

@@ -80,7 +80,7 @@ def formulate(
     _outputs(build, makers, readers)
     _constants(build, makers)
     _values(build, makers, readers)
-    live = entries(program, build.kernels, build.backward, build.apart)
+    live = entries(program, build.kernels, build.backward, build.gathered_twice)
     if facts.parts is not None:
         live = facts.parts.held(live)
     memory = _memory(build, live, makers, readers)
@@ -211,7 +211,7 @@ def _values(
             continue
         if not value_readers:
             continue
-        phases = ([0], [1]) if v in build.apart else ([0, 1],)
+        phases = ([0], [1]) if v in build.gathered_twice else ([0, 1],)
         settled: dict[int, int] = {}
         for phase in phases:
             phase_readers = [end for p, end in value_readers if p in phase]

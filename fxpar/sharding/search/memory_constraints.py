@@ -62,15 +62,16 @@ def entries(
     program: Program,
     kernels: ProgramKernels,
     backward: Collection[int],
-    apart: Collection[int] = (),
+    gathered_twice: Collection[int] = (),
 ) -> list[Entry]:
-    """In order of inputs, then of ops. ``apart``: values that forward and backward
-    gather each for itself. Small values that pass within one phase are left out."""
+    """In order of inputs, then of ops. ``gathered_twice``: values that forward and
+    backward gather each for itself. Small values that pass within one
+    phase are left out."""
     spans = _read_spans(program, kernels, backward)
     return [
-        *_inputs(program, spans, apart),
+        *_inputs(program, spans, gathered_twice),
         *_gradients(program, kernels),
-        *_results(program, kernels, backward, spans, apart),
+        *_results(program, kernels, backward, spans, gathered_twice),
     ]
 
 
@@ -107,7 +108,9 @@ def _widened(
     return first, second
 
 
-def _inputs(program: Program, spans: _ReadSpans, apart: Collection[int]) -> list[Entry]:
+def _inputs(
+    program: Program, spans: _ReadSpans, gathered_twice: Collection[int]
+) -> list[Entry]:
     out, end = [], len(program.ops) + 1
     trained = {out.of for out in program.signature.outputs if out.kind == "gradient"}
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
@@ -122,20 +125,22 @@ def _inputs(program: Program, spans: _ReadSpans, apart: Collection[int]) -> list
             continue
         if k in trained:
             out.append(Entry(v, "optimizer", 0, end, MOMENTS * size))
-        for phase, (first, last) in enumerate(_copies(spans.get(v), v in apart)):
+        for phase, (first, last) in enumerate(
+            _copies(spans.get(v), v in gathered_twice)
+        ):
             if last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, phase))
     return out
 
 
 def _copies(
-    spans: tuple[tuple[int, int], tuple[int, int]] | None, apart: bool
+    spans: tuple[tuple[int, int], tuple[int, int]] | None, gathered_twice: bool
 ) -> list[tuple[int, int]]:
     """From when to when copies live, one for all phases or one for each."""
     if spans is None:
         return []
     times = [span for span in spans if span[1] != NEVER]
-    if apart or not times:
+    if gathered_twice or not times:
         return list(spans)
     return [(times[0][0], times[-1][1])]
 
@@ -154,7 +159,7 @@ def _results(
     kernels: ProgramKernels,
     backward: Collection[int],
     spans: _ReadSpans,
-    apart: Collection[int],
+    gathered_twice: Collection[int],
 ) -> list[Entry]:
     out: list[Entry] = []
     floor = _SMALL * max((value.nbytes for value in program.values), default=0)
@@ -166,14 +171,14 @@ def _results(
                 continue
             size = program.values[v].nbytes
             (_, early), (first, last) = spans.get(v, unread)
-            recomputed = v in kernels.again and not late
+            recomputed = v in kernels.recomputed and not late
             saved = not late and last != NEVER and not recomputed
             if not saved and size < floor:
                 continue
             until = max(at, early if recomputed else max(early, last)) + 1
             out.append(Entry(v, "saved" if saved else "passing", at, until, size))
             out.append(Entry(v, "made", at, at + 1, size))
-            if recomputed and v in apart and last != NEVER:
+            if recomputed and v in gathered_twice and last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, 1))
     return out
 

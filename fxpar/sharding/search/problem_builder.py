@@ -69,13 +69,13 @@ class ProblemBuilder:
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward bring, each for itself, to what they read.
-        self.apart: set[int] = set()
+        self.gathered_twice: set[int] = set()
         if not facts.keep_gathered:
-            self.apart = gathered_again(program)
+            self.gathered_twice = gathered_again(program)
         if facts.parts is None:
-            self.kernels = kernels_of(program, self.apart)
+            self.kernels = kernels_of(program, self.gathered_twice)
         else:
-            self.kernels = facts.parts.kernels(self.apart)
+            self.kernels = facts.parts.kernels(self.gathered_twice)
 
     def node(
         self,

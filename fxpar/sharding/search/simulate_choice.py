@@ -117,7 +117,7 @@ class Overlap:
         i, j, table = self.problem.edges[e]
         key = table, a, b
         if key not in self._cells:
-            edge_value, formulation = self.layout.moved[e], self.formulation
+            edge_value, formulation = self.layout.edge_values[e], self.formulation
             source = formulation.pool[formulation.nodes[i].specs[a, edge_value.source]]
             target = formulation.pool[formulation.nodes[j].specs[b, edge_value.target]]
             total = float(self.problem.tables[table][a, b])

@@ -126,11 +126,11 @@ def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
         speeds = {
             axis: whole.speeds_of(axis)[i] for axis, i in zip(axes, places, strict=True)
         }
-        others = (
+        other_speeds = (
             min(whole.speeds_of(axis)) for axis in whole.names if axis not in axes
         )
         rank = whole.rank(dict(zip(axes, places, strict=True)))
-        out.append((rank, math.prod(speeds.values()) * math.prod(others)))
+        out.append((rank, math.prod(speeds.values()) * math.prod(other_speeds)))
     return out
 
 

@@ -22,7 +22,7 @@ _CUTS = 32
 def mix(
     flat: Flat,
     choice: np.ndarray,
-    others: Sequence[np.ndarray],
+    other_choices: Sequence[np.ndarray],
     deadline: float,
     layer: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -30,7 +30,7 @@ def mix(
     and each of them, until none is better or the deadline. ``layer``: (nodes,) of each
     node, by which cuts are tried first."""
     best, cost = choice, cost_of(flat, choice)
-    choices = [choice, *others]
+    choices = [choice, *other_choices]
     pairs = [(a, b) for k, a in enumerate(choices) for b in choices[k + 1 :]]
     while pairs:
         before = cost
@@ -43,7 +43,7 @@ def mix(
                     mixed = _cut(flat, x, y, order, ends, below)
                     if mixed is not None and (value := cost_of(flat, mixed)) < cost:
                         best, cost = mixed, value
-        pairs = [(best, other) for other in others] if cost < before else []
+        pairs = [(best, other) for other in other_choices] if cost < before else []
     return best
 
 

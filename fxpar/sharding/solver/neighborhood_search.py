@@ -113,12 +113,12 @@ def around(
 
 
 def combine(
-    flat: Flat, choice: np.ndarray, others: Sequence[np.ndarray], deadline: float
+    flat: Flat, choice: np.ndarray, other_choices: Sequence[np.ndarray], deadline: float
 ) -> np.ndarray | None:
     """The best choice met in which every node does as in ``choice`` or in one of the
-    first few of ``others``; None if none fits and is better."""
+    first few of ``other_choices``; None if none fits and is better."""
     keep = np.zeros(len(flat.unary), bool)
-    for option in [choice, *others[:_COMBINED]]:
+    for option in [choice, *other_choices[:_COMBINED]]:
         keep[flat.at[:-1] + option] = True
     combined, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
     return combined
