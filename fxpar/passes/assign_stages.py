@@ -283,23 +283,23 @@ def _stages(
 
 def _readers(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """What reads a node, through views."""
-    out, queue = list[fx.Node](), [node]
-    while queue:
-        for user in queue.pop().users:
-            (queue if is_loose_view(user) else out).append(user)
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            (stack if is_loose_view(user) else out).append(user)
     return out
 
 
 def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """The weights that a node reads, through what is computed where it is read."""
     out: dict[fx.Node, None] = {}
-    queue, seen = [*node.all_input_nodes], set[fx.Node]()
-    while queue:
-        read = queue.pop()
+    stack, seen = [*node.all_input_nodes], set[fx.Node]()
+    while stack:
+        read = stack.pop()
         if read in seen or home_of(read) is not None:
             continue
         seen.add(read)
         if read in kinds.weights:
             out[read] = None
-        queue += read.all_input_nodes
+        stack += read.all_input_nodes
     return list(out)

@@ -61,8 +61,8 @@ def bucket(
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
     views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
     ``gathers``: of one of gathers."""
-    input_derived, to_output = from_inputs(graph), _near_output(graph)
-    before = _reductions_before(graph, to_output)
+    input_derived, near_output = from_inputs(graph), _near_output(graph)
+    before = _reductions_before(graph, near_output)
     opened: dict[Any, _Bucket] = {}
     filled: list[_Bucket] = []
     home: dict[fx.Node, _Bucket] = {}
@@ -71,7 +71,9 @@ def bucket(
             joins = node.args[0] in input_derived
         else:
             joins = (
-                reductions and node.target in (_SCATTER, _REDUCE) and node in to_output
+                reductions
+                and node.target in (_SCATTER, _REDUCE)
+                and node in near_output
             )
         if not joins or is_chunk(node) or region_of(node):
             continue
@@ -152,7 +154,7 @@ def region_of(node: fx.Node) -> str | None:
 
 
 def _reductions_before(
-    graph: fx.Graph, to_output: Collection[fx.Node]
+    graph: fx.Graph, near_output: Collection[fx.Node]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node the reductions it depends on that could be joined. (Gathers that
     could be depend on nothing.)"""
@@ -163,7 +165,7 @@ def _reductions_before(
         out[node] = reductions
         if node.target is WAIT:
             source = node.args[0]
-            if source in to_output and source.target in (_SCATTER, _REDUCE):
+            if source in near_output and source.target in (_SCATTER, _REDUCE):
                 out[node] = reductions | {source}
     return out
 
@@ -176,12 +178,12 @@ def _buckets(
     """Ids of the buckets that must be done before ``nodes`` are: theirs, and those that
     any member of these depends on."""
     ids: set[int] = set()
-    queue = list(nodes)
-    while queue:
-        bucket_of_node = home.get(queue.pop())
+    stack = list(nodes)
+    while stack:
+        bucket_of_node = home.get(stack.pop())
         if bucket_of_node is not None and id(bucket_of_node) not in ids:
             ids.add(id(bucket_of_node))
-            queue += [n for member in bucket_of_node.members for n in before[member]]
+            stack += [n for member in bucket_of_node.members for n in before[member]]
     return ids
 
 

@@ -73,7 +73,7 @@ class Post:
             self.draws[name] = draw()
         return self.draws[name]
 
-    def is_there(self, ends: Ends) -> bool:
+    def has_message(self, ends: Ends) -> bool:
         return all(self.boxes.get(box) for box in ends)
 
     def receive(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
@@ -109,7 +109,7 @@ def shared(
     ends = [
         (g[source], r) for r, g in zip(ranks, groups, strict=True) if g[source] != r
     ]
-    while not post.is_there(ends):
+    while not post.has_message(ends):
         yield
     received = {r: post.boxes[source, r].pop(0)[1] for source, r in ends}
     return [received.get(r, value) for r, value in zip(ranks, values, strict=True)]

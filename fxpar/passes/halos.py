@@ -1,8 +1,8 @@
 """Rows around a shard of a dim that is split, in the local graph.
 
 In: a local call and one of its tensors. Out: the tensor with rows of its neighbours
-(``extended``), or what was computed of such rows added to those whose they are
-(``given_back``), which is the other's transpose. Rows go by permutes, from as many
+(``with_halo_rows``), or what was computed of such rows added to those whose they are
+(``add_halo_rows``), which is the other's transpose. Rows go by permutes, from as many
 shards on as it takes; what lies beyond the ends of the dim is a constant, or dropped.
 Where several dims are split the corners come with the rows of the later ones.
 """
@@ -42,7 +42,7 @@ def halos_of(call: LocalCall, position: int) -> list[Halo]:
     ]
 
 
-def extended(
+def with_halo_rows(
     call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
 ) -> fx.Node:
     """``x``, a shard of the tensor at this position, with the rows of its halos."""
@@ -53,12 +53,12 @@ def extended(
     return x
 
 
-def given_back(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """The shard of the tensor at this position, of its summands ``x`` for the shard and
     the rows of its halos."""
     for halo in reversed(halos_of(call, position)):
         axes = axes_of(call, position, halo.dim)
-        x = _add_halo_rows(call, x, axes, halo)
+        x = _add_halo(call, x, axes, halo)
     return x
 
 
@@ -101,7 +101,7 @@ def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
     return next((user for user in x.users if (user.target, *user.args) == call), None)
 
 
-def _add_halo_rows(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
+def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     build, dim = call.build, halo.dim
     size = _size(x, dim) - halo.before - halo.after
     own = cut(call, x, dim, halo.before, halo.before + size)

@@ -126,34 +126,34 @@ def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
     stage = home_of(nodes[0])
     ends = [n for n in nodes if any(_is_before(user, stage) for user in _readers(n))]
     awaited = dict.fromkeys(ends)
-    queue = list(ends)
-    while queue:
-        for read in queue.pop().all_input_nodes:
+    stack = list(ends)
+    while stack:
+        for read in stack.pop().all_input_nodes:
             for base in _bases(read):
                 if base in own and base not in awaited:
                     awaited[base] = None
-                    queue.append(base)
+                    stack.append(base)
     return {n: None for n in nodes if n in awaited} if ends else dict.fromkeys(nodes)
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
     """Nodes with homes that a node is made of, itself if it has one."""
-    out, queue = [], [node]
-    while queue:
-        top = queue.pop()
+    out, stack = [], [node]
+    while stack:
+        top = stack.pop()
         if home_of(top) is not None:
             out.append(top)
         else:
-            queue += top.all_input_nodes
+            stack += top.all_input_nodes
     return out
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """What reads a node that has a home, through what has none."""
-    out, queue = list[fx.Node](), [node]
-    while queue:
-        for user in queue.pop().users:
-            (queue if home_of(user) is None and user.op != "output" else out).append(
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            (stack if home_of(user) is None and user.op != "output" else out).append(
                 user
             )
     return out
@@ -171,16 +171,16 @@ def _is_before(node: fx.Node, home: StageHome | None) -> bool:
 
 def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
     """Append what belongs to all parts of a stage and now has all that it reads."""
-    queue = list(placed)
-    while queue:
-        for user in queue.pop().users:
+    stack = list(placed)
+    while stack:
+        for user in stack.pop().users:
             home = home_of(user)
             shared = PART not in user.meta and user.op != "output"
-            is_staged = home is None or home.phase != EVERYWHERE
+            of_one_stage = home is None or home.phase != EVERYWHERE
             ready = all(read in order for read in user.all_input_nodes)
-            if shared and is_staged and ready and user not in order:
+            if shared and of_one_stage and ready and user not in order:
                 order[user] = None
-                queue.append(user)
+                stack.append(user)
 
 
 # Places, and what crosses between them

@@ -19,7 +19,13 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import Size
-from fxpar.passes.halos import axes_of, extended, given_back, halos_of, is_split
+from fxpar.passes.halos import (
+    add_halo_rows,
+    axes_of,
+    halos_of,
+    is_split,
+    with_halo_rows,
+)
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules.window_dims import SlidingWindow, each, windows
 
@@ -81,11 +87,13 @@ def _convolution(
     padding = _padding(padding, split)
     if not transposed:
         settings = stride, padding, dilation, transposed, output_padding, groups
-        return call.same(extended(call, x, 0), weight, bias, *settings)
+        return call.same(with_halo_rows(call, x, 0), weight, bias, *settings)
     slid = windows(call.shapes[1][2:], stride, call.node.args[4], dilation, k)
     output_padding = _output_padding(output_padding, slid, split)
     settings = stride, padding, dilation, transposed, output_padding, groups
-    result = given_back(call, call.same(x, weight, None, *settings), len(call.operands))
+    result = add_halo_rows(
+        call, call.same(x, weight, None, *settings), len(call.operands)
+    )
     if bias is None:
         return result
     bias = call.build.call(aten.reshape.default, bias, [-1, *[1] * k])
@@ -119,9 +127,9 @@ def _convolution_backward(
         padding = _padding(padding, split)
         if transposed:
             output_padding = _output_padding(output_padding, slid, split)
-            grad = extended(call, grad, 0)
+            grad = with_halo_rows(call, grad, 0)
         else:
-            x = extended(call, x, 1) if mask[1] else _with_halo_rows(call, x, 3)
+            x = with_halo_rows(call, x, 1) if mask[1] else _halo_shaped(call, x, 3)
     settings = stride, padding, dilation, transposed, output_padding, groups
     if not any(split):
         return call.same(grad, x, weight, bias_sizes, *settings, mask)
@@ -133,14 +141,14 @@ def _convolution_backward(
             if mask[i]:
                 results[i] = call.build.call(operator.getitem, gradients, i)
     if mask[0]:
-        results[0] = given_back(call, results[0], 3)
+        results[0] = add_halo_rows(call, results[0], 3)
     if mask[2]:
         over = [0, *range(2, k + 2)]
         results[2] = call.build.call(aten.sum.dim_IntList, own, over)
     return tuple(results)
 
 
-def _with_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+def _halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """A tensor of the shape of ``x`` with the rows of another one's halos; of those its
     values mean nothing."""
     if not halos_of(call, position):
@@ -173,7 +181,9 @@ def _pool(
 ) -> fx.Node:
     """A pool of a shard with the rows around it; ``fill`` stands for padding."""
     padding = _padding(padding, _split(call, 0, k))
-    return call.same(extended(call, x, 0, fill), kernel, stride, padding, *settings)
+    return call.same(
+        with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
+    )
 
 
 def _pool_backward(
@@ -189,8 +199,8 @@ def _pool_backward(
     """Its gradient; that of the rows around the shard goes where they are."""
     position = len(call.operands)  # of the result, which has the halos
     padding = _padding(padding, _split(call, 1, k))
-    x = _with_halo_rows(call, x, position)
-    return given_back(
+    x = _halo_shaped(call, x, position)
+    return add_halo_rows(
         call, call.same(grad, x, kernel, stride, padding, *settings), position
     )
 

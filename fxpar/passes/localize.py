@@ -248,12 +248,12 @@ def _sample_dims(program: Program, specs: Sequence[Spec]) -> frozenset[_Dim]:
         and declared.kind in ("input", "tangent")
         and specs[v].dims[:1] == (batch,)
     ]
-    seen, queue = set(seeds), list(seeds)
-    while queue:
-        for tied in ties.get(queue.pop(), ()):
+    seen, stack = set(seeds), list(seeds)
+    while stack:
+        for tied in ties.get(stack.pop(), ()):
             if tied not in seen:
                 seen.add(tied)
-                queue.append(tied)
+                stack.append(tied)
     return frozenset(seen)
 
 

@@ -192,14 +192,14 @@ def _run_steps(
             env[node] = post.send(node, env, ends_of(node, mesh, ranks))
         elif node.target is c10d.irecv.default:
             ends = [(peer, r) for r, peer in ends_of(node, mesh, ranks)]
-            while not post.is_there(ends):
+            while not post.has_message(ends):
                 yield
             env[node] = post.receive(node, env, ends)
         elif node.target is ours.send.default:
             env[node] = post.start(node, env, peers_of(node, mesh, ranks))
         elif node.target is ours.receive.default:
             ends = [(peer, r) for r, peer in peers_of(node, mesh, ranks)]
-            while not post.is_there(ends):
+            while not post.has_message(ends):
                 yield
             env[node] = post.arrived(node, ends)
         elif node.target is ours.share.default:

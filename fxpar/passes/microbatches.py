@@ -62,20 +62,20 @@ def cut_microbatches(
     parts: int,
     fake_mode: Any,
     *,
-    asked: bool = True,
+    required: bool = True,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """The graph with its batch in ``parts``, and what there is to know of the cut.
 
     Of rows that ``parts`` does not divide the most parts are taken that do; where some
-    shards are larger than others the batch stays whole. Unless it is ``asked`` for so
-    many, as many parts are made as can be. Raises PlanError if no input holds a batch.
+    shards are larger than others the batch stays whole. Unless ``required``, as many
+    are made as can be. Raises PlanError if no input holds a batch.
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     graph = _without_reshards(graph)
     program = read(graph, _whole_signature(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
-    if not batch and not asked:
+    if not batch and not required:
         return graph, ("the batch is not cut: no input holds one",)
     if not batch:
         raise PlanError(
@@ -85,7 +85,7 @@ def cut_microbatches(
     rows = min(program.values[v].shape[0] for v in batch)
     count = max(n for n in range(1, min(parts, rows) + 1) if rows % n == 0)
     notes = []
-    if count < parts and asked:
+    if count < parts and required:
         notes = [
             f"microbatches: {rows} rows on a rank are cut in {count} parts, which "
             f"{parts} do not divide"

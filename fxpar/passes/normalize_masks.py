@@ -22,9 +22,9 @@ from fxpar.passes.merge_attention import BIASES
 from fxpar.passes.place_functions import (
     Affine,
     TwoValued,
-    are_alike,
+    equal_sizes,
     is_constant,
-    turned,
+    with_opposite_bound,
 )
 from fxpar.passes.place_rules import PlaceFunctions, function_of
 
@@ -74,12 +74,12 @@ def _is_causal(
     if is_constant(function):
         return False if function.constant == sees else None
     if isinstance(function, TwoValued) and len(function.bounds) == 1:
-        function = function if function.yes == sees else turned(function)
+        function = function if function.yes == sees else with_opposite_bound(function)
     if not isinstance(function, TwoValued) or function.yes != sees:
         return None
     least = 0 if sees else torch.finfo(dtype).min
     rows, keys = (shape_of(arguments[name])[-2] for name in ("query", "key"))
-    if function.no > least or not are_alike(rows, keys):
+    if function.no > least or not equal_sizes(rows, keys):
         return None
     rank = len(shape_of(mask))
     visible = Affine((*(0,) * (rank - 2), 1, -1), 0) if rank > 1 else None

@@ -79,14 +79,14 @@ def range_of(
     return least, most
 
 
-def turned(choice: TwoValued) -> TwoValued:
+def with_opposite_bound(choice: TwoValued) -> TwoValued:
     """The same choice by the inequality that holds where its one bound does not."""
     (bound,) = choice.bounds  # of integers: what is not at least 0 is at most -1
     opposite = combined(Affine((), -1), bound, -1)
     return TwoValued(frozenset([opposite]), choice.no, choice.yes)
 
 
-def are_alike(one: Any, other: Any) -> bool:
+def equal_sizes(one: Any, other: Any) -> bool:
     """Whether two sizes are known to be equal."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
@@ -114,7 +114,7 @@ def shifted(function: Affine, dim: int, by: int, step: int = 1) -> Affine:
     return Affine(tuple(steps), constant)
 
 
-def on_each(
+def map_bounds(
     x: PlaceFunction | None, mapping: Callable[[Affine], Affine | None]
 ) -> PlaceFunction | None:
     """``mapping`` a function, or of all bounds of a choice."""

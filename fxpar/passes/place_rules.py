@@ -21,15 +21,15 @@ from fxpar.passes.place_functions import (
     Number,
     PlaceFunction,
     TwoValued,
-    are_alike,
     combined,
+    equal_sizes,
     is_constant,
+    map_bounds,
     normal,
-    on_each,
     on_sizes,
     range_of,
     shifted,
-    turned,
+    with_opposite_bound,
 )
 
 aten = torch.ops.aten
@@ -198,7 +198,7 @@ def _not(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         return None
     if isinstance(x, TwoValued):
         opposite = replace(x, yes=not x.yes, no=not x.no)
-        return turned(opposite) if len(x.bounds) == 1 else opposite
+        return with_opposite_bound(opposite) if len(x.bounds) == 1 else opposite
     return Affine((), not x.constant) if is_constant(x) else None
 
 
@@ -247,7 +247,7 @@ def _moves_elements(
             steps = steps_of(node, function.steps)
             return None if steps is None else replace(function, steps=tuple(steps))
 
-        return on_each(ask(node.args[0]), of)
+        return map_bounds(ask(node.args[0]), of)
 
     return rule
 
@@ -266,12 +266,12 @@ def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
     before, after = shape_of(node.args[0]), shape_of(node)
     if not any(steps):
         return [0] * len(after)
-    before_dims = [i for i, n in enumerate(before) if not are_alike(n, 1)]
-    after_dims = [i for i, n in enumerate(after) if not are_alike(n, 1)]
+    before_dims = [i for i, n in enumerate(before) if not equal_sizes(n, 1)]
+    after_dims = [i for i, n in enumerate(after) if not equal_sizes(n, 1)]
     if len(before_dims) != len(after_dims):
         return None
     if not all(
-        are_alike(before[i], after[j])
+        equal_sizes(before[i], after[j])
         for i, j in zip(before_dims, after_dims, strict=True)
     ):
         return None
@@ -288,9 +288,9 @@ def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     if source.target is aten.constant_pad_nd.default and not start:
         unpadded, amounts = source.args[:2]
         sizes = zip(shape_of(node), shape_of(unpadded), strict=True)
-        if not any(amounts[::2]) and all(are_alike(n, m) for n, m in sizes):
+        if not any(amounts[::2]) and all(equal_sizes(n, m) for n, m in sizes):
             return ask(unpadded)
-    return on_each(ask(source), lambda f: shifted(f, dim, start, step))
+    return map_bounds(ask(source), lambda f: shifted(f, dim, start, step))
 
 
 def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
@@ -303,7 +303,7 @@ def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     along = {
         f.steps[dim]
         for f, n in zip(functions, sizes, strict=True)
-        if not are_alike(n, 1)
+        if not equal_sizes(n, 1)
     }
     step = along.pop() if along else 0
     across = {f.steps[:dim] + f.steps[dim + 1 :] for f in functions}

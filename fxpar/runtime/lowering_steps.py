@@ -84,7 +84,7 @@ def cut_batch(state: JointState) -> None:
             state.decided,
             parts,
             state.fake_mode,
-            asked=microbatches is not None,
+            required=microbatches is not None,
         )
         state.notes = (*state.notes, *notes)
 
