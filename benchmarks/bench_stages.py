@@ -131,7 +131,7 @@ def run(row: StagesRow) -> dict[str, Any]:
     from fxpar.pipeline import JOINT, run_steps
     from fxpar.runtime.pipeline_state import JointState
     from fxpar.runtime.tracing import TracedCall
-    from fxpar.sharding.choose_stages import chosen
+    from fxpar.sharding.choose_stages import choose_with_stages
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request, choices, staged_choices
@@ -182,7 +182,7 @@ def run(row: StagesRow) -> dict[str, Any]:
             "seconds": seconds,
             "tokens_per_device": row.batch * row.length / seconds / row.ranks,
             "tflops_per_device": total / seconds / row.ranks / 1e12,
-            "gap": decision.found.solution.gap,
+            "gap": decision.search.solution.gap,
             "took": took,
             "notes": [n for n in decision.notes if n.startswith(("mesh", "stages"))],
         }
@@ -190,9 +190,9 @@ def run(row: StagesRow) -> dict[str, Any]:
     out = []
     if row.searched:
         begun = time.perf_counter()
-        decision, chosen_request = chosen(program, state.request)
+        decision, chosen_request = choose_with_stages(program, state.request)
         took = time.perf_counter() - begun
-        seconds, staged = decision.found.predicted, chosen_request.pipeline
+        seconds, staged = decision.search.predicted, chosen_request.pipeline
         found = told(decision, seconds, took)
         if staged is not None:
             found |= _staged(decision, chosen_request, on)
@@ -207,7 +207,7 @@ def run(row: StagesRow) -> dict[str, Any]:
 def _staged(decision: Any, request: Any, on: Any) -> dict[str, Any]:
     from fxpar.sharding.search.price_stages import price_stages
 
-    step = price_stages(decision.found, request.pipeline, request.pipeline_order, on)
+    step = price_stages(decision.search, request.pipeline, request.pipeline_order, on)
     assert step is not None
     return {"mesh": str(request.whole_mesh), **asdict(step)}
 
@@ -250,7 +250,7 @@ def _by_hand(
         "fits": max(told["memory"]) <= lookup(row.hardware).memory,
         "tokens_per_device": tokens,
         "tflops_per_device": total / told["seconds"] / row.ranks / 1e12,
-        "gap": decision.found.solution.gap,
+        "gap": decision.search.solution.gap,
         "took": time.perf_counter() - begun,
     }
 

@@ -285,8 +285,8 @@ def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
         run_steps(JOINT[: names.index("plan") + 1], state)
     except PlanError:
         return math.inf
-    found = state.decided.found
-    return found.predicted if found is not None else math.inf
+    search = state.decided.search
+    return search.predicted if search is not None else math.inf
 
 
 def _result(state: JointState) -> Result:
@@ -353,10 +353,10 @@ def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
 
 def _on_hardware(request: Request) -> Request:
     """The request, of a search on a mesh with the links of its hardware."""
-    asked = request.mode
-    if not isinstance(asked, SearchOptions):
+    options = request.mode
+    if not isinstance(options, SearchOptions):
         return request
-    return replace(request, mesh=asked.hardware.on(request.mesh))
+    return replace(request, mesh=options.hardware.on(request.mesh))
 
 
 def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:

@@ -33,7 +33,7 @@ from fxpar.runtime.stage_steps import on_whole_mesh, parts_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import balanced, decide_on
-from fxpar.sharding.choose_stages import chosen, decide_in_stages
+from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -291,7 +291,9 @@ def make_plan(state: JointState) -> None:
     elif request.meshes or state.decision is None:
         with stage(SEARCH if _searches(request) else PLAN):
             if request.meshes:
-                state.decision, state.request = chosen(state.program, request)
+                state.decision, state.request = choose_with_stages(
+                    state.program, request
+                )
             else:
                 parts = parts_of(request)
                 state.decision = decide_in_stages(state.program, request, parts)
@@ -350,7 +352,7 @@ def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, 
 
 def keep_plan(state: JointState) -> None:
     """Leave a plan that was searched on disk."""
-    searched, mode = state.decided.found, state.request.mode
+    searched, mode = state.decided.search, state.request.mode
     if state.key and searched is not None and isinstance(mode, SearchOptions):
         request = state.request
         schedule_chosen = (

@@ -115,7 +115,7 @@ def test_typed_values() -> None:
         ({"disable": 3}, "separated by commas"),
         (
             {"disable": "bucket,prefech"},
-            "did you mean 'prefetch'.*passes are share_by_speed",
+            "did you mean 'prefetch'.*passes are share_by",
         ),
         ({"hints": "/no/such/hints.toml"}, "no such file"),
         ({"mesh": 4}, "dp=2,tp=4"),

@@ -52,19 +52,19 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         dims = op.rule.tensors[position]
         return 1 / math.prod(shards.get(f, 1) for dim in dims for f in dim)
 
-    moved = sum(size * share(position) for position, size in work.moved)
+    nbytes = sum(size * share(position) for position, size in work.moved)
     messages = shift_messages.seconds(op, strategy, mesh)
     if not work.flops:
         # Registers are not free either: else what is between would be left whole.
         points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
-        streamed = moved / on.bandwidth + points / on.peak("float32").flops
+        streamed = nbytes / on.bandwidth + points / on.peak("float32").flops
         return streamed + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
     flops = work.flops / math.prod(n for f, n in shards.items() if f not in pinned)
     arithmetic = on.arithmetic(
         flops, _least(op, shards), work.dtype, family=work.family
     )
-    return max(arithmetic, moved / on.bandwidth) + messages
+    return max(arithmetic, nbytes / on.bandwidth) + messages
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:

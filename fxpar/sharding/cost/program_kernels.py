@@ -102,19 +102,19 @@ class _Run:
         anew = values_by_node(self.program).items() if gathered else ()
         first, second = phases(graph, {node for node, v in anew if v in gathered})
         late = backward_ops(self.program)
-        mine = [
+        phase_ops = [
             [self.op_of.get(node, NEVER) for node in part] for part in (first, second)
         ]
         self.again.update(
             v
-            for op in mine[1]
+            for op in phase_ops[1]
             if op != NEVER and op not in late
             for v in self.program.ops[op].results
         )
         self.early = len(first)
         self.times = [
-            *_times(mine[0], range(len(self.program.ops)), len(self.program.ops)),
-            *_times(mine[1], late, len(self.program.ops)),
+            *_times(phase_ops[0], range(len(self.program.ops)), len(self.program.ops)),
+            *_times(phase_ops[1], late, len(self.program.ops)),
         ]
         for node in graph.nodes:
             if node.op == "placeholder":

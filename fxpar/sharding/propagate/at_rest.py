@@ -48,30 +48,34 @@ def at_rest(
     dims lies whole). An axis for experts first splits dim 0 of stacked matrices.
     """
     ndim = len(shape)
-    given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
+    dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
     shut = [*closed, *[False] * (ndim - len(closed))]
-    used = {*decided, *(axis for axes in given for axis in axes)}
+    used_axes = {*decided, *(axis for axes in dim_axes for axis in axes)}
     batch, experts = batch_axes(mesh), expert_axes(mesh)
-    open_ = ndim == 3 and not (shut[0] or given[0] or used.intersection(experts))
+    open_ = ndim == 3 and not (
+        shut[0] or dim_axes[0] or used_axes.intersection(experts)
+    )
     if open_ and shard_sizes.is_even(shape[0], mesh, experts):
-        given[0] = experts
-        used.update(experts)
+        dim_axes[0] = experts
+        used_axes.update(experts)
     # Batch axes are gathered at each use: minor, so that what is left is one block.
-    left = [
+    free_axes = [
         axis
         for axis in sorted(mesh.names, key=lambda axis: axis in batch)
-        if axis not in used and mesh.sizes[axis] > 1
+        if axis not in used_axes and mesh.sizes[axis] > 1
     ]
-    choices = [axes for n in range(len(left)) for axes in combinations(left, n + 1)]
+    choices = [
+        axes for n in range(len(free_axes)) for axes in combinations(free_axes, n + 1)
+    ]
     # The more shards the better, else batch axes: those are gathered anyway.
     choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
     for axes in choices:
         for d in range(ndim):
-            split = (*given[d], *axes)
+            split = (*dim_axes[d], *axes)
             if not shut[d] and shard_sizes.is_even(shape[d], mesh, split):
-                given[d] = split
-                return Spec.of(given)
-    return Spec.of(given)
+                dim_axes[d] = split
+                return Spec.of(dim_axes)
+    return Spec.of(dim_axes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
@@ -195,31 +199,31 @@ def gathered_again(program: Program) -> set[int]:
     itself: all but those of parameters which the forward's last reader and the
     backward's first both read. Between the two nothing else is gathered: they would be
     dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
-    ours, late = derived(program, resting(program)), backward_ops(program)
+    parameter_values, late = derived(program, resting(program)), backward_ops(program)
     roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in resting(program)}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
     for op in program.ops:
         of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
-        if of and ours.issuperset(op.results) and op.results:
+        if of and parameter_values.issuperset(op.results) and op.results:
             roots.update(dict.fromkeys(op.results, of))
         elif of and op.index not in late:
             last = of
         elif of and first is None:
             first = of
     kept = last & (first or frozenset())
-    return {v for v in ours if kept.isdisjoint(roots.get(v, frozenset()))}
+    return {v for v in parameter_values if kept.isdisjoint(roots.get(v, frozenset()))}
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:
     """``results`` and the values from which they are computed, one operand an op."""
-    found, stack = set(results), list(results)
+    values, stack = set(results), list(results)
     while stack:
         producer = program.producers.get(stack.pop())
         op = program.ops[producer[0]] if producer else None
         if op is not None and len(op.operands) == 1:
             for v in op.operands:
-                if v not in found:
-                    found.add(v)
+                if v not in values:
+                    values.add(v)
                     stack.append(v)
-    return found
+    return values

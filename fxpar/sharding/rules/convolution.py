@@ -77,19 +77,23 @@ def _convolution(
     rows = [int(n) for n in x.shape[2:]]
     if transposed:
         more = zip(rows, slid, each(output_padding, k), strict=True)
-        made = [
+        result_rows = [
             (n - 1) * w.stride - 2 * w.padding + w.dilation * (w.kernel - 1) + 1 + extra
             for n, w, extra in more
         ]
-        spatial = spatial_dims(slid, made, rows)
-        given, result = spatial.few, spatial.many
+        spatial = spatial_dims(slid, result_rows, rows)
+        operand_dims, result_dims = spatial.few, spatial.many
     else:
-        made = [w.count(n) for n, w in zip(rows, slid, strict=True)]
-        spatial = spatial_dims(slid, rows, made)
-        given, result = spatial.many, spatial.few
-    operands = [["n", ci, *given], kernel, *([["+", co]] if bias is not None else [])]
+        result_rows = [w.count(n) for n, w in zip(rows, slid, strict=True)]
+        spatial = spatial_dims(slid, rows, result_rows)
+        operand_dims, result_dims = spatial.many, spatial.few
+    operands = [
+        ["n", ci, *operand_dims],
+        kernel,
+        *([["+", co]] if bias is not None else []),
+    ]
     halos = spatial.halos(len(operands) if transposed else 0, 2)
-    words = text(*operands, results=[["n", co, *result]])
+    words = text(*operands, results=[["n", co, *result_dims]])
     rule = _sliding(words, spatial, halos, groups)
     summed = (2,) if bias is not None else ()
     return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))

@@ -109,15 +109,15 @@ class ProblemBuilder:
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
-        op, mine = self.program.ops[index], self.kernels.works[index]
+        op, work = self.program.ops[index], self.kernels.works[index]
         part = self.facts.parts.op_share(index) if self.facts.parts else 1.0
-        key = (op.rule, mine, messages_of(op), part)
+        key = (op.rule, work, messages_of(op), part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
                     part
-                    * fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
+                    * fused_work.seconds(op, work, strategy, self.mesh, self.hardware)
                     for strategy in options
                 ]
             )
@@ -148,12 +148,12 @@ class ProblemBuilder:
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
-        inside = self.kernels.base[v] not in self.kernels.written
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, inside)
+        in_kernel = self.kernels.base[v] not in self.kernels.written
+        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
-            if inside:
+            if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
             self.tables.append(table * self.share(v))
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))
