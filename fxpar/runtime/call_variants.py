@@ -238,9 +238,7 @@ def with_open_sizes(
     """For a graph that Dynamo fixed to one sample, or none: the same program with open
     sizes, if it was traced before."""
     calls = _OPEN.get(digest(program_text(gm, inputs)))
-    if calls is None or any(
-        i not in calls.fed.sources for i in calls.fed.numbers
-    ):
+    if calls is None or any(i not in calls.fed.sources for i in calls.fed.numbers):
         return None
     tensors = [i for i, x in enumerate(placeholders(gm)) if is_tensor(x)]
     places = [i for i, x in enumerate(placeholders(calls.gm)) if is_tensor(x)]
