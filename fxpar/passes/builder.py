@@ -8,7 +8,7 @@ activation checkpointing finds the user's line.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -80,9 +80,22 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     copied_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = copied_graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
+        copies[node] = copy_node(copied_graph, node, copies)
     return copied_graph
+
+
+def copy_node(
+    graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """As ``graph.node_copy``, the node's operands being ``copies`` of its own; a third
+    of what that takes is a look for symbols in arguments, which a node that was made
+    went through before."""
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copy.args = fx.node.map_arg(node.args, copies.__getitem__)
+    if node.kwargs:
+        copy.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
+    copy.meta = dict(node.meta)
+    return copy
 
 
 class Builder:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxpar.passes.bucket_collectives import phase_of
+from fxpar.passes.builder import copy_node
 from fxpar.passes.order_collectives import DEFAULT, Settings, schedule
 from fxpar.sharding.cost.recompute import given_of, phases
 from fxpar.sharding.program import depending_on_tangents
@@ -58,42 +59,40 @@ def _graph(
     made: dict[Any, Any] = {}
     for node in inputs:
         if node.op == "placeholder":
-            made[node] = graph.node_copy(node)
+            made[node] = copy_node(graph, node, made)
         else:
             made[node] = graph.placeholder(node.name)
             made[node].meta = dict(node.meta)
     for node in calls:
-        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node] = copy_node(graph, node, made)
     graph.output([made.get(r, r) for r in results])
     return graph
 
 
 def _joined(forward: fx.Graph, backward: fx.Graph, late: Sequence[bool]) -> fx.Graph:
-    """Forward and backward one after the other. ``late``: which of the results are of
-    the backward."""
-    graph = fx.Graph()
-    early = _append(graph, forward, [], "is_forward")
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    """The backward behind the forward, whose graph it is added to: both are copies of
+    their own. ``late``: which of the results are of the backward."""
+    graph, end = forward, forward.output_node()
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.nodes:
+        node.meta["partitioner_tag"] = "is_forward"
+    results = list(end.args[0])
+    graph.erase_node(end)
     count = late.count(False)
-    grads = _append(graph, backward, [*inputs, *early[count:]], "is_backward")
-    of = iter(early[:count]), iter(grads)
+    grads = _append(graph, backward, [*inputs, *results[count:]])
+    of = iter(results[:count]), iter(grads)
     graph.output([next(of[is_late]) for is_late in late])
     graph.lint()
     return graph
 
 
-def _append(
-    graph: fx.Graph, part: fx.Graph, given: Sequence[fx.Node], tag: str
-) -> list[fx.Node]:
-    """Add tagged copies of a part's nodes, ``given`` being its inputs, or else copies
-    of them too; returns its results."""
-    made: dict[fx.Node, fx.Node] = {}
-    feeds = iter(given)
-    for node in part.nodes:
-        if node.op == "placeholder" and given:
-            made[node] = next(feeds)
-        elif node.op != "output":
-            made[node] = graph.node_copy(node, made.__getitem__)
-            made[node].meta["partitioner_tag"] = tag
-    results = part.output_node().args[0]
+def _append(graph: fx.Graph, backward: fx.Graph, given: Sequence[fx.Node]) -> list[Any]:
+    """Add tagged copies of a backward's calls, ``given`` being its inputs; returns its
+    results."""
+    made = dict(zip(backward.find_nodes(op="placeholder"), given, strict=True))
+    for node in backward.nodes:
+        if node.op not in ("placeholder", "output"):
+            made[node] = copy_node(graph, node, made)
+            made[node].meta["partitioner_tag"] = "is_backward"
+    results = backward.output_node().args[0]
     return [made[r] if isinstance(r, fx.Node) else r for r in results]
