@@ -237,24 +237,22 @@ def with_open_sizes(
 ) -> Callable[..., Any] | None:
     """For a graph that Dynamo fixed to one sample, or none: the same program with open
     sizes, if it was traced before."""
-    variants = _OPEN.get(digest(program_text(gm, inputs)))
-    if variants is None or any(
-        i not in variants.fed.sources for i in variants.fed.numbers
-    ):
+    calls = _OPEN.get(digest(program_text(gm, inputs)))
+    if calls is None or any(i not in calls.fed.sources for i in calls.fed.numbers):
         return None
     tensors = [i for i, x in enumerate(placeholders(gm)) if is_tensor(x)]
-    places = [i for i, x in enumerate(placeholders(variants.gm)) if is_tensor(x)]
-    results = variants.gm.graph.output_node().args[0]
+    places = [i for i, x in enumerate(placeholders(calls.gm)) if is_tensor(x)]
+    results = calls.gm.graph.output_node().args[0]
     if len(tensors) != len(places) or not all(map(is_tensor, results)):
         return None
 
     def call(*args: Any) -> Any:
-        values: list[Any] = [None] * (len(places) + len(variants.fed.numbers))
+        values: list[Any] = [None] * (len(places) + len(calls.fed.numbers))
         for i, n in zip(places, tensors, strict=True):
             values[i] = args[n]
-        for i, (source, dim) in variants.fed.sources.items():
+        for i, (source, dim) in calls.fed.sources.items():
             values[i] = values[source].shape[dim]
-        return variants(*values)
+        return calls(*values)
 
     return call
 

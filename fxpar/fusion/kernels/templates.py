@@ -141,7 +141,9 @@ class _TemplateBuilder:
         self.nbytes = 0
         self.bodies: list[Body] = []
         self.lines = [f"rank = n{program.numbers}", START]
-        self.made: dict[str, Tensor] = {}  # by phases so far, in memory of its own
+        self.phase_outputs: dict[
+            str, Tensor
+        ] = {}  # by phases so far, in memory of its own
         # Of these, what can be read again, by whether a phase runs over all parts.
         self.by_blocks: dict[bool, set[str]] = {False: set(), True: set()}
 
@@ -200,7 +202,7 @@ class _TemplateBuilder:
         )  # fmt: skip
         sources: dict[str, Source] = {
             name: _same_place(name, pointer_source(name))
-            for name in self.made.keys() & self.by_blocks[every]
+            for name in self.phase_outputs.keys() & self.by_blocks[every]
         }
         sources |= {name: number_source(name) for name in self.alone}
         sinks: dict[str, Sink] = {}
@@ -211,7 +213,7 @@ class _TemplateBuilder:
         if lost:
             raise CannotEmit(lost[0], "is not made block by block")
         for t in part.outputs:
-            self.made[t.name] = t
+            self.phase_outputs[t.name] = t
         if k < len(moves):
             sinks[moves[k].operand] = self._give(k)
         space = self.whole if every and self.spread else self.space
@@ -244,7 +246,7 @@ class _TemplateBuilder:
         stored |= {x.name for x in self.program.outputs}
         plain = pointer_sink(name) if name in stored else None
         if plain is None:
-            self.made.pop(name)
+            self.phase_outputs.pop(name)
 
         def write(offset: str, value: str, mask: str) -> Sequence[str]:
             _check(name, offset)
@@ -359,7 +361,7 @@ class _TemplateBuilder:
         alone = tuple(
             t.name for t in program.inputs if f"{t.name}_value" in body_parameters
         )
-        writes = tuple(self.made.values())
+        writes = tuple(self.phase_outputs.values())
         parameters = ["buffers_ptr", "signals_ptr"]
         parameters += [f"{t.name}_ptr" for t in (*reads, *writes)]
         parameters += [f"{name}_value" for name in alone]

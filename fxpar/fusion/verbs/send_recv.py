@@ -93,7 +93,8 @@ def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
 def _instead(
     edit: Edit, old: fx.Node, stand_in: fx.Node, read: fx.Node | None = None
 ) -> None:
-    """``new`` takes the name of ``old``, and what is ``read`` (itself) its readers."""
+    """``stand_in`` takes the name of ``old``, and what is ``read`` (itself) its
+    readers."""
     name = old.name
     edit.swap(old, read or stand_in)
     stand_in.name = name

@@ -57,7 +57,7 @@ class GradientOptions:
 
 
 @dataclass(frozen=True)
-class How:
+class StepCall:
     """What a step does beside forward and backward."""
 
     # The largest global norm of the gradients.

@@ -164,7 +164,7 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedState:
     """What a stand-in holds."""
 
     # Of those with a gradient or None, in the order of ``parameters(optimizer)``.
@@ -174,7 +174,7 @@ class Traced:
 
 
 def stand_in(
-    optimizer: torch.optim.Optimizer, traced: Traced
+    optimizer: torch.optim.Optimizer, traced: TracedState
 ) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
     """An optimizer of the same class on traced values; and by its position each
     parameter that it holds. Hooks, and ``step`` as schedulers wrap it, stay behind."""
@@ -257,7 +257,7 @@ class TracedComparison:
 class Numbers(TorchFunctionMode):
     """Inside, tensors that stand for numbers are taken where numbers are.
 
-    ``known``: by id of a tensor the slot and the number it stands for. ``answers``:
+    ``by_id``: by id of a tensor the slot and the number it stands for. ``answers``:
     comparisons so far. A number changed in place is no longer known. ``item()`` of any
     tensor gives one that stands for its value.
     """

@@ -38,7 +38,7 @@ from fxpar.runtime.train_step.forward import (
     refuse_hooks,
     spec_of,
 )
-from fxpar.runtime.train_step.gradients import GradientOptions, How
+from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
 from fxpar.runtime.train_step.optimizer import (
     Slot,
     attributes,
@@ -135,7 +135,7 @@ class _Variant:
     """A compiled step."""
 
     step: TracedStep
-    how: How
+    how: StepCall
     run: Callable[..., Any]
 
 
@@ -161,7 +161,7 @@ class _Stage:
     def __call__(self, *args: Any) -> Any:
         optimizer = self.owner.optimizer
         places = self._places(args)
-        how = self._how(args)
+        how = self._step_call(args)
         slot_values = dict(slots(optimizer))
         variant = self._find(slot_values, places, how)
         if variant is None:
@@ -173,7 +173,7 @@ class _Stage:
             )
         return self._run(variant, args, slot_values)
 
-    def _how(self, args: Sequence[Any]) -> How:
+    def _step_call(self, args: Sequence[Any]) -> StepCall:
         """What this call does. Gradients of zero are made for parameters that this
         forward is the first to reach, if they are to be kept.
 
@@ -199,7 +199,7 @@ class _Stage:
             )
         accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
         calls, scales = options.accumulate, options.scales
-        return How(options.clip, calls, updates, tuple(accumulated), scales)
+        return StepCall(options.clip, calls, updates, tuple(accumulated), scales)
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Position of a parameter in the optimizer -> among the inputs."""
@@ -221,7 +221,7 @@ class _Stage:
         return is_number(x) and (slot.place == "state" or slot in self.inputs)
 
     def _key(
-        self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: How
+        self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> Any:
         """All that a graph was traced with, but the numbers that are its inputs."""
         if not how.updates:
@@ -244,7 +244,7 @@ class _Stage:
         return signature, sizes, tuple(places.items()), settings, how
 
     def _find(
-        self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: How
+        self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> _Variant | None:
         for variant in self.variants.get(self._key(slot_values, places, how), ()):
             if all(
@@ -255,7 +255,7 @@ class _Stage:
         return None
 
     def _make(
-        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: How
+        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> _Variant:
         step = self._trace(places, slot_values, how)
         rests = {}
@@ -279,7 +279,7 @@ class _Stage:
         return p if isinstance(p, DTensor) and tuple(p.shape) == tuple(shape) else None
 
     def _trace(
-        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: How
+        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
         """The step with as many numbers as inputs as need be and can be."""
         groups = {
@@ -313,7 +313,7 @@ class _Stage:
                 )
 
     def _traced(
-        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: How
+        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
         numbers = {
             slot: x

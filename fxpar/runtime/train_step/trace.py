@@ -29,13 +29,18 @@ from fxpar.runtime.train_step.forward import (
     loss_of,
     spec_of,
 )
-from fxpar.runtime.train_step.gradients import How, add_accumulated, unless, unscale
+from fxpar.runtime.train_step.gradients import (
+    StepCall,
+    add_accumulated,
+    unless,
+    unscale,
+)
 from fxpar.runtime.train_step.optimizer import (
     NUMBER,
     Numbers,
     Slot,
-    Traced,
     TracedComparison,
+    TracedState,
     attributes,
     choosing,
     is_number,
@@ -48,7 +53,7 @@ from fxpar.runtime.train_step.optimizer import (
 @dataclass(frozen=True)
 class TracedStep:
     """A traced step. Its inputs are those of the forward, then ``read``: slots of the
-    optimizer, then gradients of earlier calls and the scale as ``How`` says. Its
+    optimizer, then gradients of earlier calls and the scale as ``StepCall`` says. Its
     results are ``count`` of the forward, the first of them the loss, then new values of
     ``result_slots``, of global ``shapes``, then, where the loss is scaled, a number
     that is positive if a gradient is not finite."""
@@ -86,7 +91,7 @@ def trace(
     optimizer: torch.optim.Optimizer,
     places: Mapping[int, int],
     numbers: Mapping[Slot, Any],
-    how: How,
+    how: StepCall,
 ) -> TracedStep:
     """Trace one step.
 
@@ -234,7 +239,7 @@ def _update(
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
-    double, stand_ins = stand_in(optimizer, Traced(leaves, values))
+    double, stand_ins = stand_in(optimizer, TracedState(leaves, values))
     by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
     mode = Numbers(by_id)
     with torch.no_grad(), _torch.aot.as_compiling():
