@@ -240,7 +240,7 @@ def free_search(program: Any, mesh: Any, memory: float | None) -> Any:
     from fxpar.sharding.search.run_search import SearchOptions
 
     asked = SearchOptions(lookup(HARDWARE), SECONDS, memory, ranked=False)
-    return searched(program, mesh, {}, (), asked).found
+    return searched(program, mesh, {}, (), asked).search
 
 
 def completed(program: Any, mesh: Any, expert: Expert, memory: float) -> Any:

@@ -1,6 +1,6 @@
 """Stages found by the search, predicted: Llama 70B and 405B on H100s, Alpa's GPTs.
 
-    python benchmarks/bench_stages.py [--only TEXT] [--json FILE]
+    python benchmarks/bench_stages.py [--only TEXT] [--by-hand] [--json FILE]
 
 Parameters and inputs are fake tensors; forward and backward of the loss are planned
 together, parameters free to lie as the plan wants. A row searches a mesh for so many
@@ -23,7 +23,7 @@ from typing import Any
 
 from _common import conditions, llama, write
 
-SECONDS = 60.0
+SECONDS = 60.0  # of search, without stages and again with them
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def run(row: StagesRow) -> dict[str, Any]:
     from fxpar.pipeline import JOINT, run_steps
     from fxpar.runtime.pipeline_state import JointState
     from fxpar.runtime.tracing import TracedCall
-    from fxpar.sharding.choose_stages import chosen
+    from fxpar.sharding.choose_stages import choose_with_stages
     from fxpar.sharding.cost.hardware_table import lookup
     from fxpar.sharding.mesh import Mesh
     from fxpar.sharding.plan_request import Request, choices, staged_choices
@@ -182,7 +182,7 @@ def run(row: StagesRow) -> dict[str, Any]:
             "seconds": seconds,
             "tokens_per_device": row.batch * row.length / seconds / row.ranks,
             "tflops_per_device": total / seconds / row.ranks / 1e12,
-            "gap": decision.found.solution.gap,
+            "gap": decision.search.solution.gap,
             "took": took,
             "notes": [n for n in decision.notes if n.startswith(("mesh", "stages"))],
         }
@@ -190,9 +190,9 @@ def run(row: StagesRow) -> dict[str, Any]:
     out = []
     if row.searched:
         begun = time.perf_counter()
-        decision, chosen_request = chosen(program, state.request)
+        decision, chosen_request = choose_with_stages(program, state.request)
         took = time.perf_counter() - begun
-        seconds, staged = decision.found.predicted, chosen_request.pipeline
+        seconds, staged = decision.search.predicted, chosen_request.pipeline
         found = told(decision, seconds, took)
         if staged is not None:
             found |= _staged(decision, chosen_request, on)
@@ -207,7 +207,7 @@ def run(row: StagesRow) -> dict[str, Any]:
 def _staged(decision: Any, request: Any, on: Any) -> dict[str, Any]:
     from fxpar.sharding.search.price_stages import price_stages
 
-    step = price_stages(decision.found, request.pipeline, request.pipeline_order, on)
+    step = price_stages(decision.search, request.pipeline, request.pipeline_order, on)
     assert step is not None
     return {"mesh": str(request.whole_mesh), **asdict(step)}
 
@@ -247,10 +247,10 @@ def _by_hand(
     told |= _staged(decision, here, lookup(row.hardware))
     tokens = row.batch * row.length / told["seconds"] / row.ranks
     return told | {
-        "fits": "error" not in told,
+        "fits": max(told["memory"]) <= lookup(row.hardware).memory,
         "tokens_per_device": tokens,
         "tflops_per_device": total / told["seconds"] / row.ranks / 1e12,
-        "gap": decision.found.solution.gap,
+        "gap": decision.search.solution.gap,
         "took": time.perf_counter() - begun,
     }
 
@@ -273,11 +273,14 @@ def _show(row: StagesRow, plan: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
+    parser.add_argument("--by-hand", action="store_true", help="search no mesh")
     parser.add_argument("--json")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row is not None:
-        print("ROW", json.dumps(run(ROWS[args.row])))
+        print(
+            "ROW", json.dumps(run(replace(ROWS[args.row], searched=not args.by_hand)))
+        )
         return
     before, out = conditions(), []
     for i, row in enumerate(ROWS):
@@ -285,6 +288,7 @@ def main() -> None:
         if args.only not in name:
             continue
         command = [sys.executable, __file__, "--row", str(i)]
+        command += ["--by-hand"] if args.by_hand else []
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         lines = [x for x in done.stdout.splitlines() if x.startswith("ROW")]

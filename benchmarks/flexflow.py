@@ -137,7 +137,7 @@ def run(name: str, size: int, clusters: list[str], seconds: float) -> dict[str, 
         begun = time.perf_counter()
         plan = fxpar.plan(model, *inputs, mesh=mesh, mode="search", grad=True)
         spent = time.perf_counter() - begun
-        found = plan.result.decision.found
+        found = plan.result.decision.search
         theirs = cost_of(found.formulation, one.result.decision.strategies)
         out[cluster] = {
             "ops": len(plan.nodes),
@@ -162,12 +162,12 @@ def chosen(
     parallelism's choice), and where a walk from there leads, all lowered."""
     from fxpar.sharding.search.rank_candidates import polish, with_choice
 
-    found = plan.result.decision.found
+    found = plan.result.decision.search
     out = {"search": facts(plan.result.decision, plan.result.local, machine)}
     begun = time.perf_counter()
-    ranked = polish(found, seconds=seconds, others=[data])
+    ranked = polish(found, seconds=seconds, extra_choices=[data])
     spent = time.perf_counter() - begun
-    best = ranked.found.solution.choice
+    best = ranked.search.solution.choice
     walked = random_walk.walk(found.formulation, best, PROPOSALS)
     known = {found.solution.choice: out["search"]}
     for key, choice in (("ranked", best), ("walked", walked.choice)):

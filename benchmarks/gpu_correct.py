@@ -153,7 +153,7 @@ def one_case(
         ready = prepare(here, made, job, given, playing)
         play(here, made, [arguments for arguments, _ in ready], ours)
         here.sync()
-        got = [run_fused.named(made.kernel, writes) for _, writes in ready]
+        got = [run_fused.by_name(made.kernel, writes) for _, writes in ready]
         want = programs.oracle(here, job, case, given)
         outputs = [t.name for t in job.program.outputs]
         for mine, his in zip(got, want, strict=True):

@@ -293,7 +293,7 @@ def all_reduce(here: Here, ranks: int, mib: int, ceiling: float) -> None:
         times = measure(here, sides, longest=2500.0, gate=LONG_GATE)
         inside(0)
         here.sync()
-        (mine,) = run_fused.named(made.kernel, ready[0][0][1]).values()
+        (mine,) = run_fused.by_name(made.kernel, ready[0][0][1]).values()
         far = apart(here, mine, parts(0)[0])
         here.sync()
     size = given[0][0][0].nbytes

@@ -157,10 +157,10 @@ def steps(plan: Any, theirs: Sequence[int]) -> dict[str, Any]:
     from fxpar.sharding.search.rank_candidates import polish, with_choice
     from fxpar.sharding.search.simulate_choice import Overlap
 
-    found, machine = plan.result.decision.found, lookup("h100")
+    found, machine = plan.result.decision.search, lookup("h100")
     form = found.formulation
     begun = time.perf_counter()
-    ranked = polish(found, seconds=2.0).found.solution
+    ranked = polish(found, seconds=2.0).search.solution
     spent = time.perf_counter() - begun
     begun = time.perf_counter()
     walked = walk(form, ranked.choice, PROPOSALS)
@@ -193,7 +193,7 @@ def run(name: str, mesh: str, seconds: float) -> dict[str, Any]:
     model, inputs = traced(name)
     data = fxpar.plan(model, *inputs, mesh=mesh, mode="propagate", grad=True)
     plan = fxpar.plan(model, *inputs, mesh=mesh, mode="search", grad=True)
-    found = plan.result.decision.found
+    found = plan.result.decision.search
     theirs = cost_of(found.formulation, data.result.decision.strategies).choice
     problem, start = joined(found.formulation, theirs)
     return {**costs(problem, start, seconds), "steps": steps(plan, theirs)}

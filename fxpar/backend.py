@@ -30,7 +30,7 @@ from fxpar.runtime import (
     outside_graphs,
     presence,
 )
-from fxpar.runtime.call_sizes import UNEVEN, Together
+from fxpar.runtime.call_sizes import UNEVEN, SizeAgreement
 from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.local_results import LocalResults, scale_results
@@ -63,10 +63,10 @@ def fxpar(
     instead of inside Dynamo's wrapping of backend errors.
     """
     try:
-        asked, ranks = _joined(gm, options)
-        if is_plain(asked, ranks):
+        job_options, ranks = _joined(gm, options)
+        if is_plain(job_options, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
-        return _called(gm, examples, asked, ranks, compile_graph, FORWARD)
+        return _called(gm, examples, job_options, ranks, compile_graph, FORWARD)
     except FxparError as error:
         return compiled_graph.raiser(error)
 
@@ -101,9 +101,9 @@ def train_step(
     not one graph, or the optimizer cannot be traced. OptionError, also on options that
     say how gradients or results leave a graph, which here they do not.
     """
-    asked = Options.read(options)
+    step_options = Options.read(options)
     for name in ("reduce_dtype", "outputs"):
-        if getattr(asked, name) != getattr(Options, name):
+        if getattr(step_options, name) != getattr(Options, name):
             raise OptionError(
                 f"fxpar.train_step has no option {name!r}",
                 fix="leave it out, or torch.compile the model instead",
@@ -115,18 +115,18 @@ def train_step(
 
                 def stage(job: CompileJob, gm: fx.GraphModule, examples: Any) -> Any:
                     finish = partial(compile_step, job)
-                    return step.stage(gm, examples, job.named, finish)
+                    return step.stage(gm, examples, job.named_inputs, finish)
 
-                asked, ranks = _joined(gm, options)
-                return _called(gm, examples, asked, ranks, stage, step)
+                job_options, ranks = _joined(gm, options)
+                return _called(gm, examples, job_options, ranks, stage, step)
             except FxparError as error:
                 return compiled_graph.raiser(error)
 
         return compile_forward
 
-    step_asked = GradientOptions(clip, accumulate, scaler)
-    mesh = partial(mesh_of, asked)
-    return TrainStep(model, loss_fn, optimizer, step_asked, backend, mesh)
+    gradient_options = GradientOptions(clip, accumulate, scaler)
+    mesh = partial(mesh_of, step_options)
+    return TrainStep(model, loss_fn, optimizer, gradient_options, backend, mesh)
 
 
 def _joined(
@@ -135,15 +135,15 @@ def _joined(
     """What is asked for a Dynamo graph, and this process's place on the mesh. Raises
     RegionError for a manual region that was refused while it was traced."""
     raise_refused(gm)
-    asked = Options.read(options)
-    presence.set_timeout(asked.timeout)
+    job_options = Options.read(options)
+    presence.set_timeout(job_options.timeout)
     homes = compiled_graph.homes(gm)
-    if homes and asked.mesh is None:
-        asked = replace(asked, mesh=homes[0].mesh)
-    ranks = join(asked)
-    compiled_graph.follow_dtypes(homes, asked)
+    if homes and job_options.mesh is None:
+        job_options = replace(job_options, mesh=homes[0].mesh)
+    ranks = join(job_options)
+    compiled_graph.follow_dtypes(homes, job_options)
     outside_graphs.warn_around(ranks)
-    return asked, ranks
+    return job_options, ranks
 
 
 def _called(
@@ -156,27 +156,34 @@ def _called(
 ) -> Callable[..., Any]:
     """What Dynamo calls for a graph: compiled when ranks meet at its first call. Dynamo
     may be told to trace it again."""
-    lean, kept, numbers = lean_graph(gm, examples)
+    lean, positions, numbers = lean_graph(gm, examples)
     compiled_graph.forget_homes(lean)
-    examples = [_fed(examples[i], i in numbers) for i in kept]
-    named = name_inputs(lean.graph, examples)
-    local = compiled_graph.local_inputs(named, examples, options)
+    examples = [_fed(examples[i], i in numbers) for i in positions]
+    named_inputs = name_inputs(lean.graph, examples)
+    local = compiled_graph.local_inputs(named_inputs, examples, options)
 
     results = LocalResults()
 
     def compile_graph(
-        together: Together,
+        size_match: SizeAgreement,
         gm: fx.GraphModule,
         examples: Sequence[Any],
-        opened: OpenProgram | None = None,
+        open_program: OpenProgram | None = None,
         recalled: Plan | None = None,
         notes: tuple[str, ...] = (),
     ) -> Callable[..., Any]:
-        job = CompileJob(options, ranks, named, frozenset(local), together, results)
+        job = CompileJob(
+            options, ranks, named_inputs, frozenset(local), size_match, results
+        )
         job = replace(job, recalled=recalled, notes=notes)
-        if opened is not None:
-            job = replace(job, named=opened.named, local=opened.local, open=opened)
-        if together.kind == UNEVEN:
+        if open_program is not None:
+            job = replace(
+                job,
+                named_inputs=open_program.inputs,
+                local=open_program.local,
+                open=open_program,
+            )
+        if size_match.kind == UNEVEN:
             whole = replace(options, inputs="global")
             job = replace(job, options=whole, local=frozenset())
         return compile_as(job, gm, examples)
@@ -185,21 +192,29 @@ def _called(
         if local:
             compiled_graph.require_dynamic_batch(lean, examples, local)
             with said_by_rank_0(ranks.rank), stage(RESULTS):
-                results = _scaled(lean, examples, named, local, ranks.mesh)
+                results = _scaled(lean, examples, named_inputs, local, ranks.mesh)
     except PlanError:
-        call = with_open_sizes(lean, named)
+        call = with_open_sizes(lean, named_inputs)
         if call is None:
             raise
     else:
-        own = results.own
+        summand_names = results.summand_names
         call = Calls(
-            lean, examples, named, local, own, options, ranks, compile_graph, owner
+            lean,
+            examples,
+            named_inputs,
+            local,
+            summand_names,
+            options,
+            ranks,
+            compile_graph,
+            owner,
         )
     if numbers:
-        return lambda *args: call(*(_fed(args[i], i in numbers) for i in kept))
-    if len(kept) == len(placeholders(gm)):
+        return lambda *args: call(*(_fed(args[i], i in numbers) for i in positions))
+    if len(positions) == len(placeholders(gm)):
         return call
-    return lambda *args: call(*(args[i] for i in kept))
+    return lambda *args: call(*(args[i] for i in positions))
 
 
 def _fed(x: Any, number: bool) -> Any:
@@ -211,7 +226,7 @@ def _fed(x: Any, number: bool) -> Any:
 def _scaled(
     gm: fx.GraphModule,
     examples: Sequence[Any],
-    named: Sequence[Named],
+    named_inputs: Sequence[Named],
     local: Sequence[int],
     mesh: Mesh,
 ) -> LocalResults:
@@ -219,4 +234,4 @@ def _scaled(
     args = [compiled_graph.hint_of(x) for x in examples]
     sizes = compiled_graph.batch_sizes(gm, examples, local)
     sized = partial(compiled_graph.resized, args, local, sizes)
-    return scale_results(gm, named, sized, mesh.count(batch_axes(mesh)))
+    return scale_results(gm, named_inputs, sized, mesh.count(batch_axes(mesh)))

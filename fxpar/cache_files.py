@@ -29,17 +29,17 @@ def folder() -> Path:
 def folder_mark() -> str:
     """A word of the folder: equal on processes that see the same one. One that cannot
     be written is seen by one process alone."""
-    own = uuid.uuid4().hex
+    mark = uuid.uuid4().hex
     with contextlib.suppress(OSError):
         path = folder() / "mark"
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{own}.new")
-        draft.write_text(own)
+        draft = path.with_name(f"{mark}.new")
+        draft.write_text(mark)
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)  # in one step, and never over one that is there
         draft.unlink()
         return path.read_text()
-    return own
+    return mark
 
 
 def read_record(path: Path, form: str, key: str) -> dict[str, Any] | None:

@@ -101,7 +101,7 @@ def compile_step(
         return _torch.aot.compile_fx(
             compiled_graph.without_hints(step.module), step.fakes
         )
-    job = replace(job, named=step.ends, rests=rests, writes=True)
+    job = replace(job, named_inputs=step.ends, rests=rests, writes=True)
     return compile_graph(job, step.module, step.fakes)
 
 
@@ -119,11 +119,11 @@ def compile_graph(
     if job.ranks.open:  # the mesh may have been chosen since
         job = replace(job, ranks=join(job.options))
     number = next_graph()
-    known, leads = _look_up(job, gm, examples, number), False
-    if known is not None and known_programs.is_led(known, examples):
+    entry, leads = _look_up(job, gm, examples, number), False
+    if entry is not None and known_programs.is_led(entry, examples):
         leads = job.ranks.rank == 0
-        known = known if leads else _follow(job, known, number)
-    step = JointPass(job, number, broken_at, known, leads=leads)
+        entry = entry if leads else _await_leader(job, entry, number)
+    step = JointPass(job, number, broken_at, entry, leads=leads)
     showing = status_line.shown(
         f"graph{number}",
         pipeline.MOST_STEPS,
@@ -142,14 +142,14 @@ def compile_graph(
                 schedule=step.schedule,
                 inner=None if job.options.codegen == "inductor" else run_op_by_op,
                 once=step.compile_once,
-                key=_key(job, known),
-                kept=known is not None,
+                key=_cache_key(job, entry),
+                kept=entry is not None,
                 local_border=bool(job.local) or job.options.outputs == "dtensor",
                 symbolic=job.open is not None,
             )
         if job.open is not None:
             step.sizes = size_range(job.open, step.written())
-        step.take_known()
+        step.report_known_plan()
         status_line.begin("waiting for the other ranks")
         step.agree_on_launches()
     step.keep()
@@ -171,11 +171,11 @@ def _checks(job: CompileJob, step: JointPass) -> list[Callable[..., Any]]:
     checks: list[Callable[..., Any]] = []
     if job.writes:
         # Inputs of which each rank holds a part go by another kind.
-        named = [
+        named_inputs = [
             Named(x.name, "part") if isinstance(x, StepInput) and x.rest else x
-            for x in job.named
+            for x in job.named_inputs
         ]
-        checks.append(inputs.Checks(named, job.options, step.ranks).run)
+        checks.append(inputs.Checks(named_inputs, job.options, step.ranks).run)
     return [*checks, step.verify] if job.options.verify else checks
 
 
@@ -189,38 +189,40 @@ def _look_up(
     if job.open is not None or pipeline_axis(job.ranks.mesh) is not None:
         return None
     text = None
-    if job.together.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):
-        asked = job.writes, *sorted(job.rests.items())
+    if job.size_match.kind != UNLIKE and all(map(_torch.dtensor.brings_mesh, examples)):
+        extras = job.writes, *sorted(job.rests.items())
         text = known_programs.text_of(
-            gm, job.named, examples, job.options, job.ranks, asked
+            gm, job.named_inputs, examples, job.options, job.ranks, extras
         )
     with _told_to_others():
-        known = known_programs.look_up(text, f"what is known of graph{number}")
-    _make_groups(job, known)
-    return known
+        entry = known_programs.look_up(text, f"what is known of graph{number}")
+    _make_groups(job, entry)
+    return entry
 
 
-def _follow(job: CompileJob, known: KnownProgram, number: int) -> KnownProgram | None:
+def _await_leader(
+    job: CompileJob, entry: KnownProgram, number: int
+) -> KnownProgram | None:
     """The program once rank 0 has compiled it; None if it could not be planned, which
     this rank then finds out for itself."""
     graph = f"graph{number}"
     with _told_to_others():
-        planned = known_programs.await_plan(graph, known)
+        planned = known_programs.await_plan(graph, entry)
         if planned is None:
             return None
         _make_groups(job, planned)
         return known_programs.await_compiled(graph, planned)
 
 
-def _make_groups(job: CompileJob, known: KnownProgram | None) -> None:
-    for axes in known.groups if known else ():
+def _make_groups(job: CompileJob, entry: KnownProgram | None) -> None:
+    for axes in entry.groups if entry else ():
         job.ranks.group(axes)
 
 
-def _key(job: CompileJob, known: KnownProgram | None) -> str:
+def _cache_key(job: CompileJob, entry: KnownProgram | None) -> str:
     """Of the program in torch's caches, beside its graph."""
-    asked = f"{job.ranks.mesh}|{job.options}"
-    return f"{asked}|{known.name_of(job.ranks.rank)}" if known else asked
+    key = f"{job.ranks.mesh}|{job.options}"
+    return f"{key}|{entry.name_of(job.ranks.rank)}" if entry else key
 
 
 def run_op_by_op(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

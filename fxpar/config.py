@@ -344,21 +344,21 @@ class Options:
         Raises OptionError on unknown keys, on FXPAR_ variables that do not exist, and
         on values that an option cannot take.
         """
-        given = {k: v for k, v in (options or {}).items() if v is not None}
-        known = [row.name for row in fields(cls)]
-        unknown = [key for key in given if key not in known]
+        options_given = {k: v for k, v in (options or {}).items() if v is not None}
+        names = [row.name for row in fields(cls)]
+        unknown = [key for key in options_given if key not in names]
         if unknown:
-            hints = [nearest(str(key), known) for key in unknown]
+            hints = [nearest(str(key), names) for key in unknown]
             raise OptionError(
                 f"unknown option {', '.join(map(repr, unknown))}",
-                fix=" ".join([*filter(None, hints), f"known are {', '.join(known)}"]),
+                fix=" ".join([*filter(None, hints), f"known are {', '.join(names)}"]),
             )
         _refuse_unknown(environ)
         values = {}
         for row in fields(cls):
             variable = _variable(row)
-            if row.name in given:
-                value, where = given[row.name], f"option {row.name!r}"
+            if row.name in options_given:
+                value, where = options_given[row.name], f"option {row.name!r}"
             elif variable and environ.get(variable):
                 value, where = environ[variable], variable
             else:
@@ -389,10 +389,12 @@ def _variable(row: Any) -> str | None:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    known = [_variable(row) for row in fields(Options)]
+    variables = [_variable(row) for row in fields(Options)]
     for name in environ:
-        if name.startswith(PREFIX) and name not in known:
-            hint = nearest(name, filter(None, known)) or "docs/debugging.md lists them"
+        if name.startswith(PREFIX) and name not in variables:
+            hint = (
+                nearest(name, filter(None, variables)) or "docs/debugging.md lists them"
+            )
             raise OptionError(f"variable {name} is not one of fxpar's", fix=hint)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar import _torch, pipeline
+from fxpar import _torch, choose_plan, pipeline
 from fxpar.config import Options
 from fxpar.errors import (
     FxparError,
@@ -34,7 +34,7 @@ from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
 from fxpar.runtime import consensus, known_programs, presence
 from fxpar.runtime.binding import is_of_all
-from fxpar.runtime.call_sizes import UNLIKE, Together
+from fxpar.runtime.call_sizes import UNLIKE, SizeAgreement
 from fxpar.runtime.compile_once import CompileGraph, compile_once
 from fxpar.runtime.groups import Ranks, settle
 from fxpar.runtime.known_programs import KnownProgram
@@ -71,11 +71,11 @@ class CompileJob:
 
     options: Options
     ranks: Ranks
-    named: Sequence[Named]
+    named_inputs: Sequence[Named]
     # Positions of the inputs that hold one rank's part of the batch.
     local: frozenset[int]
     # How ranks' sizes go together.
-    together: Together
+    size_match: SizeAgreement
     # How results leave that hold, or scale with, the batch.
     results: LocalResults = field(default_factory=LocalResults)
     # Specs that results must have, by position.
@@ -95,7 +95,7 @@ def _fed(job: CompileJob) -> tuple[str, ...] | None:
     is global."""
     if job.options.inputs != "local":
         return None
-    return tuple(job.named[i].name for i in job.local)
+    return tuple(job.named_inputs[i].name for i in job.local)
 
 
 def _apart(schedule: str) -> str:
@@ -113,12 +113,12 @@ class JointPass:
         job: CompileJob,
         number: int,
         broken_at: str | None,
-        known: KnownProgram | None = None,
+        entry: KnownProgram | None = None,
         *,
         leads: bool = False,
     ) -> None:
         self.job, self.number, self.broken_at = job, number, broken_at
-        self.known = known
+        self.entry = entry
         # The other ranks wait for what this one plans and compiles, and take it over.
         self.leads = leads
         self.has_told = False  # the others its plan
@@ -138,7 +138,7 @@ class JointPass:
             mesh,
             Signature((), ()),
             local=_fed(job),
-            summands=frozenset(job.results.own),
+            summands=frozenset(job.results.summand_names),
             strict=options.strict,
             disable=options.disable,
             keep_gathered=not options.reshard_after_forward,
@@ -166,7 +166,7 @@ class JointPass:
     @property
     def plan(self) -> Any:
         if self.result is None:
-            return self.known.plan if self.known and self.is_taken else None
+            return self.entry.plan if self.entry and self.is_taken else None
         return self.result.plan
 
     @property
@@ -203,15 +203,15 @@ class JointPass:
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = self._request(boundaries.declare(signature))
         with said_by_rank_0(ranks.rank):
-            plan = pipeline.searched if self.leads else pipeline.planned
+            plan = choose_plan.searched if self.leads else choose_plan.planned
             self.result = plan(gm.graph, fake_mode, request)
-        if self.job.open is not None and (asked := self.job.open.divisors_asked()):
-            raise DivisorsAsked(asked, self.plan)
-        planned_before = self.known is not None and self.known.plan is not None
+        if self.job.open is not None and (divisors := self.job.open.divisors_asked()):
+            raise DivisorsAsked(divisors, self.plan)
+        planned_before = self.entry is not None and self.entry.plan is not None
         if not planned_before:
             parts = self.plan.mesh.count(batch_axes(self.plan.mesh))
-            said = self.job.results.said(self.results(), parts)
-            self.result = self.result.noted(*said)
+            result_notes = self.job.results.said(self.results(), parts)
+            self.result = self.result.noted(*result_notes)
         if ranks.open:
             ranks = self.ranks = settle(ranks, self.plan.mesh)
         inductor = options.codegen == "inductor"
@@ -222,7 +222,7 @@ class JointPass:
         if self.leads:
             known_programs.tell_plan(name, self._record())
             self.has_told = True
-        elif self.job.together.kind != UNLIKE and not planned_before:
+        elif self.job.size_match.kind != UNLIKE and not planned_before:
             consensus.agree(name, self.plan.hash, str(self.plan))
         report(self.plan, options, ranks.rank, name, self.broken_at)
         ends = [out.of for out in signature.outputs if out.kind == "mutation"]
@@ -264,8 +264,8 @@ class JointPass:
     def _request(self, signature: Signature) -> Request:
         """What is asked of the pipeline, on the mesh or for a mesh to be chosen."""
         options, ranks = self.job.options, self.ranks
-        known = self.known.plan if self.known else self.job.recalled
-        mode = known or plan_mode(options.plan, options, self.request.name)
+        known_plan = self.entry.plan if self.entry else self.job.recalled
+        mode = known_plan or plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
         return replace(
             self.request,
@@ -277,29 +277,29 @@ class JointPass:
             named_hardware=named_machine(options),
         )
 
-    def take_known(self) -> None:
+    def report_known_plan(self) -> None:
         """The plan of a program that was taken from AOTAutograd's cache as it is."""
-        known, options = self.known, self.job.options
-        if self.result is None and known is not None and known.plan is not None:
-            self.is_taken, self.launches = True, list(known.launches)
+        entry, options = self.entry, self.job.options
+        if self.result is None and entry is not None and entry.plan is not None:
+            self.is_taken, self.launches = True, list(entry.launches)
             name = self.request.name
-            report(known.plan, options, self.ranks.rank, name, self.broken_at)
+            report(entry.plan, options, self.ranks.rank, name, self.broken_at)
 
     def keep(self) -> None:
         """Leave the program on disk for the next start, if it is a new one. What has
         generated kernels is not kept: they are made when it is compiled."""
-        known, result = self.known, self.result
-        if known is None or known.plan is not None or result is None or self.regions:
+        entry, result = self.entry, self.result
+        if entry is None or entry.plan is not None or result is None or self.regions:
             return
         if self.ranks.rank == 0:
-            known_programs.keep(known, self._record())
+            known_programs.keep(entry, self._record())
 
     def _record(self) -> dict[str, Any]:
         """What is known of the program by now."""
-        assert self.known is not None
+        assert self.entry is not None
         assert self.result is not None
         return known_programs.describe(
-            self.known,
+            self.entry,
             self.compiled_plan,
             self.results(),
             self.launches,
@@ -326,10 +326,10 @@ class JointPass:
             return call(text)
 
         status_line.rename(f"waiting for the rank that compiles the {which}")
-        made = compile_once(graph, f"{self.request.name}/{which}", compile_here)
+        compiled = compile_once(graph, f"{self.request.name}/{which}", compile_here)
         if which == "backward":
             self.say_seconds(which)
-        return made
+        return compiled
 
     def say_seconds(self, which: str) -> None:
         """Where the seconds until a forward or a backward was compiled went."""
@@ -342,17 +342,17 @@ class JointPass:
         Raises RankMismatchError if they do not; InputMismatchError where that comes
         from sizes that differ.
         """
-        text, mismatch = "\n".join(self.launches), self.job.together.mismatch
-        what, fix = "the collectives they launch", None
+        text, mismatch = "\n".join(self.launches), self.job.size_match.mismatch
+        subject, fix = "the collectives they launch", None
         error: type[FxparError] = RankMismatchError
-        if self.job.together.kind == UNLIKE and mismatch is not None:
-            what = f"what crosses between them: {mismatch.what}; more than sums do"
+        if self.job.size_match.kind == UNLIKE and mismatch is not None:
+            subject = f"what crosses between them: {mismatch.what}; more than sums do"
             error, fix = InputMismatchError, mismatch.fix
         consensus.agree(
             f"graph{self.number} is compiled",
             consensus.digest_of(text),
             text,
-            what=what,
+            what=subject,
             fix=fix,
             error=error,
         )
@@ -370,7 +370,7 @@ class JointPass:
     def results(self) -> dict[int, Spec]:
         """Specs of the results, by position among the graph's own results."""
         if self.result is None:
-            return dict(self.known.results) if self.known and self.is_taken else {}
+            return dict(self.entry.results) if self.entry and self.is_taken else {}
         decision = self.result.decision
         outputs = decision.program.signature.outputs
         pairs = zip(outputs, decision.edges.outputs, strict=True)
@@ -396,21 +396,21 @@ class JointPass:
     def _declare(self, kind: str, payload: Any, node: fx.Node) -> Input:
         whole = Spec.whole(node.meta["val"].dim()) if _is_tensor(node) else None
         if kind == "input":
-            named = self.job.named[payload]
-            if isinstance(named, StepInput):
-                return Input(named.name, named.kind, named.rest or whole, named.use)
-            return Input(named.name, named.kind, whole)
+            end = self.job.named_inputs[payload]
+            if isinstance(end, StepInput):
+                return Input(end.name, end.kind, end.rest or whole, end.use)
+            return Input(end.name, end.kind, whole)
         rest = None if kind == "tangent" else whole
         return Input(f"{kind}_{node.name}", kind, rest)
 
     def _output(self, kind: str, name: str, of: int | None) -> Output:
         if self.job.writes and kind == "mutation" and of is not None:
             return Output(name, kind, of, self.declared[of].rest)
-        rest = None
+        rest_spec = None
         if kind == "output":
-            rest = self.job.rests.get(int(name.removeprefix("output_")))
+            rest_spec = self.job.rests.get(int(name.removeprefix("output_")))
         open_ended = self.job.options.outputs == "dtensor" and kind == "output"
-        return Output(name, kind, of, rest, "even" if open_ended else "whole")
+        return Output(name, kind, of, rest_spec, "even" if open_ended else "whole")
 
 
 @contextlib.contextmanager

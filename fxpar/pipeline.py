@@ -9,8 +9,6 @@ in, whether FXPAR_DISABLE may leave it out. Data goes in (``Request``) and comes
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PlanError
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize, size_nodes
-from fxpar.passes.builder import Builder, copy_of
+from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.normalize_masks import causal_masks
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
@@ -38,17 +35,13 @@ from fxpar.passes.order_collectives import (
 )
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.runtime import (
-    consensus,
-    expert_axes,
     lowering_steps,
     plan_steps,
-    presence,
     stage_steps,
     stage_times,
     tune_schedule,
 )
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.open_sizes import OpenSizesRefused
 from fxpar.runtime.pipeline_state import (
     JointState,
     PhaseState,
@@ -59,7 +52,6 @@ from fxpar.runtime.stage_times import stage
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.search.run_search import SearchOptions
 
 
 @dataclass(frozen=True)
@@ -242,7 +234,6 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     Raises HintError, RuleError, PlanError, ScheduleError, and UnknownOpError under
     ``strict``.
     """
-    request, note = _over_axes(graph, fake_mode, request)
     state = JointState(
         graph=graph,
         request=request,
@@ -252,41 +243,7 @@ def parallelize(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
     )
     show(state, "traced")
     run_steps(JOINT, state)
-    return _result(state).noted(*note)
-
-
-def _over_axes(
-    graph: fx.Graph, fake_mode: Any, request: Request
-) -> tuple[Request, list[str]]:
-    """The request with the axes that experts are split over, where a plan has some or a
-    search finds some that pay; notes of why."""
-    if isinstance(request.mode, Plan):
-        return replace(request, experts_over=request.mode.experts or None), []
-    seconds = {
-        axes: _predicted(graph, fake_mode, expert_axes.trial(request, axes))
-        for axes in expert_axes.choices(graph, request)
-    }
-    if not seconds:
-        return request, []
-    axes, note = expert_axes.best(seconds)
-    return replace(request, experts_over=axes), [note] if note else []
-
-
-def _predicted(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
-    """Seconds of a step of the plan that a search finds for a copy of a graph; infinite
-    where none fits."""
-    copied = copy_of(graph)
-    copied.owning_module = graph.owning_module
-    state = JointState(
-        graph=copied, request=request, fake_mode=fake_mode, normalized=copied
-    )
-    names = [step.name for step in JOINT]
-    try:
-        run_steps(JOINT[: names.index("plan") + 1], state)
-    except PlanError:
-        return math.inf
-    found = state.decided.found
-    return found.predicted if found is not None else math.inf
+    return _result(state)
 
 
 def _result(state: JointState) -> Result:
@@ -321,55 +278,6 @@ def with_schedule(
     names = [step.name for step in JOINT]
     run_steps(JOINT[names.index("schedule") :], state)
     return _result(state)
-
-
-def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
-    """What ``parallelize`` gives; of a search, what it gives on rank 0: it depends on
-    the clock, so one rank searches and the others follow its plan, mesh and links.
-
-    Raises as ``parallelize`` does, and RankMismatchError if rank 0 does not come.
-    """
-    tag = f"the plan of {request.name}"
-    if not isinstance(request.mode, SearchOptions):
-        return parallelize(graph, fake_mode, request)
-    request = _on_hardware(request)
-    if request.leads:
-        with presence.works(f"searches {tag}"):
-            result = _led(graph, fake_mode, request, tag)
-        consensus.gather(tag, json.dumps(result.plan.to_record()))
-        return result
-    text, *_ = consensus.gather(tag, "")
-    record = json.loads(text)
-    if "refused" in record:
-        raise OpenSizesRefused(record["refused"])
-    plan = Plan.from_dict(record)
-    return parallelize(graph, fake_mode, replace(request, mode=plan))
-
-
-def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
-    """What ``parallelize`` gives on rank 0, which plans for all and tells nobody."""
-    return parallelize(graph, fake_mode, _on_hardware(request))
-
-
-def _on_hardware(request: Request) -> Request:
-    """The request, of a search on a mesh with the links of its hardware."""
-    asked = request.mode
-    if not isinstance(asked, SearchOptions):
-        return request
-    return replace(request, mesh=asked.hardware.on(request.mesh))
-
-
-def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:
-    """What ``parallelize`` gives on rank 0; where that fails for a program with open
-    sizes, which are then fixed, the others are told."""
-    try:
-        return parallelize(graph, fake_mode, request)
-    except Exception as error:
-        if not size_nodes.is_open(graph):
-            raise
-        what = f"{type(error).__name__}: {error}"
-        consensus.gather(tag, json.dumps({"refused": what}))
-        raise OpenSizesRefused(what) from error
 
 
 def tuned(

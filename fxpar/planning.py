@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar._torch.distributed import default_group
 from fxpar._torch.fake import fake_mode_of
+from fxpar.choose_plan import fastest_plan
 from fxpar.config import PREFIX, Options
 from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanError
 from fxpar.explain import status_line
@@ -34,7 +35,7 @@ from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate
 from fxpar.passes.step_collectives import facts_of
-from fxpar.pipeline import MOST_STEPS, Result, parallelize
+from fxpar.pipeline import MOST_STEPS, Result
 from fxpar.runtime.binding import sized
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.tracing import Outcome, TracedCall
@@ -166,11 +167,13 @@ class TracedPlan(Plan):
         op that makes it could do, or where else it could rest if it is an input, and
         what the whole plan would then cost, solved again."""
         text = super().why(name)
-        found = self.result.decision.found if self.result else None
+        search = self.result.decision.search if self.result else None
         value = self.result.decision.program.named(name) if self.result else None
-        if found is None or value is None:
+        if search is None or value is None:
             return text
-        return f"{text}\n{alternatives_text(found, value, alternatives(found, value))}"
+        return (
+            f"{text}\n{alternatives_text(search, value, alternatives(search, value))}"
+        )
 
     def why_not(self, name: str, spec: Spec | Sequence[Any] | str) -> str:
         """What a searched plan would cost if ``name`` were made with ``spec``.
@@ -180,8 +183,8 @@ class TracedPlan(Plan):
         """
         result, _ = self._traced()
         self.spec(name)
-        found, value = result.decision.found, result.decision.program.named(name)
-        if found is None or value is None:
+        search, value = result.decision.search, result.decision.program.named(name)
+        if search is None or value is None:
             raise PlanError(
                 "only a searched plan knows its alternatives",
                 fix='plan again with mode="search"',
@@ -189,7 +192,7 @@ class TracedPlan(Plan):
         if not isinstance(spec, Spec):
             spec = Spec.parse(spec) if isinstance(spec, str) else Spec(*spec)
         spec = spec.refined(self.mesh)
-        return alternatives_text(found, value, alternatives(found, value, spec=spec))
+        return alternatives_text(search, value, alternatives(search, value, spec=spec))
 
     def ratios(self) -> Ratios:
         """How the shards would best be cut by the speeds of the mesh
@@ -298,25 +301,29 @@ def plan(
     Raises MeshError, SpecError, HintError, RuleError, OptionError, PlanError.
     """
     _refuse_options(fn, kwargs)
-    asked = {"mesh": mesh} | ({} if schedule is None else {"schedule": str(schedule)})
-    options = Options.read(asked)
+    plan_options = {"mesh": mesh} | (
+        {} if schedule is None else {"schedule": str(schedule)}
+    )
+    options = Options.read(plan_options)
     chosen = plan_mode(mode or options.plan, options)
     auto = read_auto(mesh)
-    mesh = _line(auto) if auto else Mesh.parse(mesh)
+    mesh = _mesh_of_ranks(auto) if auto else Mesh.parse(mesh)
     call = TracedCall(fn, args, kwargs, grad)
     leads = options.progress and not _rank()
     with status_line.shown("plan", MOST_STEPS, on=leads), traced_for(lambda: mesh):
         module, fake_mode = call.trace()
-    given = _given(in_specs, call.count, "in_specs", "tensor arguments")
+    input_specs = _specs_of(in_specs, call.count, "in_specs", "tensor arguments")
 
     def make_input(kind: str, payload: Any, node: fx.Node) -> Input:
-        return call.declare(kind, payload, node, given)
+        return call.declare(kind, payload, node, input_specs)
 
-    results = _given(out_specs, call.result_count, "out_specs", "tensor results")
+    result_specs = _specs_of(
+        out_specs, call.result_count, "out_specs", "tensor results"
+    )
 
     def make_output(kind: str, name: str, of: int | None) -> Output:
         k = int(name.removeprefix("output_")) if kind == "output" else None
-        rest = results[k] if k is not None else None
+        rest = result_specs[k] if k is not None else None
         return Output(name, kind, of, rest)
 
     signature = read_signature(module.graph, make_input, make_output)
@@ -343,7 +350,7 @@ def plan(
         named_hardware=named_machine(options),
     )
     with status_line.shown("plan", MOST_STEPS, on=leads):
-        result = parallelize(module.graph, fake_mode, request)
+        result = fastest_plan(module.graph, fake_mode, request)
     return TracedPlan(
         **asdict_shallow(result.plan),
         result=result,
@@ -358,12 +365,12 @@ def _refuse_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     that takes any keyword would swallow."""
     call = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
-        own = inspect.signature(call).parameters
+        parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):
         return
     for row in fields(Options):
         value = kwargs.get(row.name)
-        if row.name not in own and isinstance(value, (str, int, float)):
+        if row.name not in parameters and isinstance(value, (str, int, float)):
             variable = PREFIX + row.name.upper()
             raise OptionError(
                 f"fxpar.plan does not take {row.name}={value!r}",
@@ -378,7 +385,7 @@ def _rank() -> int:
     return 0 if group is None else int(group.rank())
 
 
-def _line(auto: Auto) -> Mesh:
+def _mesh_of_ranks(auto: Auto) -> Mesh:
     """All ranks along one axis. Raises MeshError if nothing says how many there are."""
     group = default_group()
     if auto.ranks is None and group is None:
@@ -389,14 +396,14 @@ def _line(auto: Auto) -> Mesh:
     return Mesh((("dp", auto.ranks or group.size()),))
 
 
-def _given(
-    specs: Sequence[Any] | None, count: int, name: str, what: str
+def _specs_of(
+    specs: Sequence[Any] | None, count: int, name: str, counted: str
 ) -> list[Spec | None]:
     if specs is None:
         return [None] * count
     if len(specs) != count:
         raise HintError(
-            f"{name} has {len(specs)} entries for {count} {what}",
+            f"{name} has {len(specs)} entries for {count} {counted}",
             fix="give one entry per tensor; None leaves it open",
         )
     return [

@@ -27,6 +27,7 @@ LEVELS = [
     {"fusion"},
     {"runtime", "explain"},
     {"pipeline"},
+    {"choose_plan"},
     {"joint_pass"},
     {"compile_job"},
     # ``fxpar.shard`` is an entry as the others are: it may plan a sample's call.

@@ -62,16 +62,16 @@ def demo(
             fix="run it in a checkout of fxpar, or name a script: fxpar demo train.py",
         )
     ranks = Mesh.parse(mesh).size
-    shown = os.path.relpath(path)
+    relative_path = os.path.relpath(path)
     arguments = [str(path), "--steps", str(steps)]
     try:
-        print(f"[1/2] one device, plain PyTorch: python {shown}", flush=True)
-        alone = _losses(
+        print(f"[1/2] one device, plain PyTorch: python {relative_path}", flush=True)
+        device_losses = _losses(
             _run([sys.executable, *arguments], _environment(1, plain=True), timeout)
         )
         print(
             f'[2/2] FXPAR_MESH="{mesh}" FXPAR_PLAN={PLAN} torchrun --standalone '
-            f"--nproc-per-node {ranks} -m fxpar run {shown}",
+            f"--nproc-per-node {ranks} -m fxpar run {relative_path}",
             flush=True,
         )
         environment = _environment(ranks, mesh=mesh, codegen=codegen)
@@ -79,26 +79,28 @@ def demo(
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc-per-node", str(ranks), "--log-dir", logs]
             command += ["--redirects", "2", "-m", "fxpar", "run", *arguments]
-            together = _losses(_run(command, environment, timeout, Path(logs)))
+            mesh_losses = _losses(_run(command, environment, timeout, Path(logs)))
             for warning in _warnings(Path(logs)):
                 print(f"warning: {warning}", flush=True)
     except ChildFailed as failure:
         print(f"FAILED: {failure}", flush=True)
         return 1
-    return report(alone, together, mesh)
+    return report(device_losses, mesh_losses, mesh)
 
 
-def report(alone: Mapping[int, float], together: Mapping[int, float], mesh: str) -> int:
+def report(
+    device_losses: Mapping[int, float], mesh_losses: Mapping[int, float], mesh: str
+) -> int:
     """Print losses side by side. 0 if they agree, 1 if not or if steps are missing."""
     print(f"\n{'step':>4}  {'one device':>14}  {mesh:>14}  relative difference")
     worst = 0.0
-    for step in sorted(alone.keys() | together.keys()):
-        a, b = alone.get(step, math.nan), together.get(step, math.nan)
+    for step in sorted(device_losses.keys() | mesh_losses.keys()):
+        a, b = device_losses.get(step, math.nan), mesh_losses.get(step, math.nan)
         difference = abs(a - b) / abs(a) if a else abs(b)
         # A missing or infinite loss makes a nan, which must count as wrong.
         worst = max(worst, math.inf if math.isnan(difference) else difference)
         print(f"{step:>4}  {a:>14.8f}  {b:>14.8f}  {difference:.1e}")
-    if not alone:
+    if not device_losses:
         print("FAILED: the script printed no line of the form 'step 0 loss 5.54'")
         return 1
     if worst > TOLERANCE:
@@ -181,19 +183,19 @@ def _run(
 
 def _lines(child: subprocess.Popen[str], deadline: float) -> Iterator[str | None]:
     """Lines of a child's output; None now and then while it is silent."""
-    found: queue.Queue[str | None] = queue.Queue()
+    lines: queue.Queue[str | None] = queue.Queue()
     assert child.stdout is not None
     stdout = child.stdout
 
     def read() -> None:
         for line in stdout:
-            found.put(line.rstrip("\n"))
-        found.put(None)
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    while (left := deadline - time.monotonic()) > 0:
+    while (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            line = found.get(timeout=min(HEARTBEAT, left))
+            line = lines.get(timeout=min(HEARTBEAT, seconds_left))
         except queue.Empty:
             yield None
             continue
@@ -229,8 +231,8 @@ def _tail(errors: str, logs: Path | None) -> str:
 
 def _warnings(logs: Path) -> list[str]:
     """What fxpar warned of in any rank, each once."""
-    found = (match for _, text in _written(logs) for match in _WARNING.findall(text))
-    return list(dict.fromkeys(text.rstrip() for text in found))
+    texts = (match for _, text in _written(logs) for match in _WARNING.findall(text))
+    return list(dict.fromkeys(text.rstrip() for text in texts))
 
 
 def _written(logs: Path | None) -> Iterator[tuple[str, str]]:

@@ -91,7 +91,7 @@ def graph_python(graph: fx.Graph) -> str:
         for name, obj in code.globals.items()
         if obj is None
     )
-    known = {
+    import_lines = {
         "torch": "import torch",
         "device": "from torch import device",
         "inf": "from math import inf",
@@ -100,11 +100,13 @@ def graph_python(graph: fx.Graph) -> str:
         "operator": "import operator",
     }
     lines = ["import torch", "import operator", "import fxpar.passes.custom_ops"]
-    lines += [known[name] for name in code.globals if name in known]
+    lines += [import_lines[name] for name in code.globals if name in import_lines]
     lines += [
         f"from {obj.__module__} import {obj.__name__} as {name}"
         for name, obj in code.globals.items()
-        if name not in known and hasattr(obj, "__module__") and hasattr(obj, "__name__")
+        if name not in import_lines
+        and hasattr(obj, "__module__")
+        and hasattr(obj, "__name__")
     ]
     return "\n".join(dict.fromkeys(lines)) + "\n" + imports + code.src
 
@@ -198,26 +200,26 @@ def report(
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
     if _splits_nothing(plan):
-        what = (
+        text = (
             f"{name}: the plan splits nothing, all {plan.mesh.size} ranks compute the "
         )
-        what += f"whole of it: {_why_whole(plan)}"
+        text += f"whole of it: {_why_whole(plan)}"
         fix = (
             "see what splits would cost with python -m fxpar plan; or ask for one with "
         )
         fix += "hints, or fxpar.constrain"
-        warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=2)
+        warnings.warn(compose(text, fix=fix), FxparWarning, stacklevel=2)
     # In local mode parts of the batch stay local: ``runtime.eager`` says what it costs.
     if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
-        what = (
+        text = (
             f"{name} ends in a graph break: its results cross as ordinary tensors, "
             f"whole on every rank ({sum(c.bytes for c in made_whole)} bytes gathered "
             f"in {len(made_whole)} collectives)"
         )
         fix = "let the code be traced in one piece (torch.compile(fullgraph=True))"
         warnings.warn(
-            compose(what, where=broken_at, fix=fix), FxparWarning, stacklevel=2
+            compose(text, where=broken_at, fix=fix), FxparWarning, stacklevel=2
         )
     if options.debug >= 2:
         log.warning("%s\n%s", name, plan)

@@ -176,11 +176,11 @@ def _page(plan: Plan) -> _Page:
     where = {row.name: first + i for i, row in enumerate(ops)}
     for i, row in enumerate(rows[first + len(ops) :], start=first + len(ops)):
         where.setdefault(f"output {row.name}", i)
-    left: Sequence[Collective] = plan.collectives
+    uncharged: Sequence[Collective] = plan.collectives
     edges: list[_Edge] = []
     if decision is not None:
-        edges, left = _reshards(decision, left, first, where)
-    edges += _charged(left, where)
+        edges, uncharged = _reshards(decision, uncharged, first, where)
+    edges += _charged(uncharged, where)
     return _Page(rows, values, edges, _memory(decision))
 
 
@@ -189,12 +189,14 @@ def _op_row(
 ) -> _Row:
     n = len(node.operands)
     makes = []
-    for i, (made, settled) in enumerate(zip(node.results, node.settled, strict=True)):
+    for i, (made_spec, settled) in enumerate(
+        zip(node.results, node.settled, strict=True)
+    ):
         v = index.get(node.name if len(node.results) == 1 else f"{node.name}.{i}")
         if v is None:  # of a tuple with other results than tensors
             v = index[f"{node.name}.{i}"]
         value = values[v]
-        value.made, value.settled = made, settled
+        value.made, value.settled = made_spec, settled
         value.shape, value.dtype = node.shapes[n + i], node.dtypes[n + i]
         makes.append(v)
     split = ", ".join(f"{f} over {'+'.join(axes)}" for f, axes in node.factors if axes)
@@ -208,20 +210,20 @@ def _input_rows(
     plan: Plan, decision: Decision | None, values: Sequence[_ValueRow]
 ) -> list[_Row]:
     """A row for every value that no op makes."""
-    made = {v for node in plan.nodes for v in _result_names(node)}
+    op_results = {v for node in plan.nodes for v in _result_names(node)}
     kinds = {name: "parameter" for name, _ in plan.parameters}
     if decision is not None:
         program = decision.program
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
             if v is not None:
                 kinds[program.values[v].name] = declared.kind
-        for value, known in zip(values, program.values, strict=True):
-            value.made = decision.edges.made[known.index]
-            value.shape = known.shape
-            value.dtype = str(known.dtype).removeprefix("torch.")
+        for value, program_value in zip(values, program.values, strict=True):
+            value.made = decision.edges.made[program_value.index]
+            value.shape = program_value.shape
+            value.dtype = str(program_value.dtype).removeprefix("torch.")
     rows = []
     for v, value in enumerate(values):
-        if value.name not in made:
+        if value.name not in op_results:
             kind = kinds.get(value.name, "input")
             module = f"{_GROUPS.get(kind, 'inputs')}/{value.name.rpartition('.')[0]}"
             rows.append(_Row(value.name, kind, module, makes=[v]))
@@ -235,22 +237,24 @@ def _result_names(node: NodePlan) -> Iterator[str]:
 
 
 def _output_rows(plan: Plan, decision: Decision | None) -> list[_Row]:
-    found: list[tuple[str, str, int, Spec]] = []
+    ends_of_plan: list[tuple[str, str, int, Spec]] = []
     if decision is not None:
         outputs = decision.program.signature.outputs
         ends = zip(
             outputs, decision.program.outputs, decision.edges.outputs, strict=True
         )
-        found = [
+        ends_of_plan = [
             (declared.name, declared.kind, v, spec)
             for declared, v, spec in ends
             if v is not None and spec is not None
         ]
     else:
-        found = [(f"output_{i}", "output", -1, s) for i, s in enumerate(plan.outputs)]
-        found += [(name, "gradient", -1, spec) for name, spec in plan.gradients]
+        ends_of_plan = [
+            (f"output_{i}", "output", -1, s) for i, s in enumerate(plan.outputs)
+        ]
+        ends_of_plan += [(name, "gradient", -1, spec) for name, spec in plan.gradients]
     rows = []
-    for name, kind, v, spec in found:
+    for name, kind, v, spec in ends_of_plan:
         path = name.rpartition(".")[0] if kind == "gradient" else ""
         module = f"{_GROUPS.get(kind, 'outputs')}/{path}"
         rows.append(_Row(name, kind, module, reads=[(v, spec)]))
@@ -286,8 +290,8 @@ def _reshards(
         edge = _Edge(row, reshard.early, steps, reshard.value)
         edge.source, edge.target = reshard.source, reshard.target
         edges.append(edge)
-    left = {id(c) for queue in waiting.values() for c in queue}
-    return edges, [c for c in collectives if id(c) in left]
+    unused = {id(c) for queue in waiting.values() for c in queue}
+    return edges, [c for c in collectives if id(c) in unused]
 
 
 def _charged(
@@ -307,10 +311,10 @@ def _tree(page: _Page) -> list[ModuleGroup | int]:
     keys = []
     for number, row in enumerate(page.rows):
         values = [page.values[v] for v in row.makes]
-        made = tuple((v.made, v.settled, v.shape, v.dtype) for v in values)
+        results = tuple((v.made, v.settled, v.shape, v.dtype) for v in values)
         reads = tuple(spec for _, spec in row.reads)
         short = row.name.rpartition(".")[2] if row.op in _GROUPS else ""
-        keys.append((row.op, short, reads, made, tuple(edges[number])))
+        keys.append((row.op, short, reads, results, tuple(edges[number])))
     return tree([row.module for row in page.rows], keys)
 
 
@@ -333,15 +337,15 @@ def _totals(collectives: Sequence[Collective]) -> list[list[Any]]:
 def _dearest(plan: Plan) -> list[list[Any]]:
     """[kind, axes, calls, bytes of all calls, op of the first, line], most bytes first;
     one entry for calls of one kind and size that one line of the user's causes."""
-    found: dict[Any, list[Any]] = {}
+    entries: dict[Any, list[Any]] = {}
     for c in plan.collectives:
         name, _, line = c.source.partition(" (")
         line = line.removesuffix(")")
         key = c.kind, c.axes, c.bytes, line or name
-        entry = found.setdefault(key, [c.kind, "+".join(c.axes), 0, 0, name, line])
+        entry = entries.setdefault(key, [c.kind, "+".join(c.axes), 0, 0, name, line])
         entry[2] += 1
         entry[3] += c.bytes
-    return sorted(found.values(), key=lambda entry: -entry[3])[:DEAREST]
+    return sorted(entries.values(), key=lambda entry: -entry[3])[:DEAREST]
 
 
 def _memory(decision: Decision | None) -> dict[str, int]:
@@ -350,18 +354,18 @@ def _memory(decision: Decision | None) -> dict[str, int]:
         return {}
     program, edges, out = decision.program, decision.edges, Counter[str]()
 
-    def held(v: int, spec: Spec) -> int:
+    def local_bytes(v: int, spec: Spec) -> int:
         return program.values[v].nbytes // decision.mesh.count(spec.sharded_axes)
 
     for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
         if v is not None:
-            out[_GROUPS.get(declared.kind, f"{declared.kind}s")] += held(
+            out[_GROUPS.get(declared.kind, f"{declared.kind}s")] += local_bytes(
                 v, edges.made[v]
             )
     ends = zip(program.signature.outputs, program.outputs, edges.outputs, strict=True)
     for result, v, spec in ends:
         if v is not None and spec is not None and result.kind != "mutation":
-            out[_GROUPS[result.kind]] += held(v, spec)
+            out[_GROUPS[result.kind]] += local_bytes(v, spec)
     return dict(out.most_common())
 
 
@@ -384,8 +388,8 @@ def _timeline(timeline: Any, text: _Texts) -> dict[str, Any] | None:
         for e in get(timeline, "events", ())
     ]
     memory = [[round(float(t), 9), int(n)] for t, n in get(timeline, "memory", ())]
-    held = [
+    held_values = [
         [str(get(x, "name")), int(get(x, "bytes", 0)), str(get(x, "line") or "")]
         for x in get(timeline, "held", ())
     ]
-    return {"events": events, "memory": memory, "held": held}
+    return {"events": events, "memory": memory, "held": held_values}

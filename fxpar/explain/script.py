@@ -107,15 +107,15 @@ def first_call(path: str, arguments: Sequence[str]) -> PlanTarget:
     """
     if not os.path.isfile(path):
         raise OptionError(f"there is no script {path!r}", fix=FORM)
-    found: list[PlanTarget] = []
+    targets: list[PlanTarget] = []
     compile_ = torch.compile
 
     def catching(function: Callable[..., Any], called: Callable[..., Any]) -> Any:
         @functools.wraps(called)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if found:  # the script has ended, and this is planned
+            if targets:  # the script has ended, and this is planned
                 return called(*args, **kwargs)
-            found.append(PlanTarget(function, args, kwargs, torch.is_grad_enabled()))
+            targets.append(PlanTarget(function, args, kwargs, torch.is_grad_enabled()))
             raise _Stopped
 
         return call
@@ -146,7 +146,7 @@ def first_call(path: str, arguments: Sequence[str]) -> PlanTarget:
             raise
     finally:
         torch.compile = compile_
-    if not found:
+    if not targets:
         what = f'{path} calls nothing that it compiled with backend="fxpar"'
         raise OptionError(what, fix=FORM)
-    return found[0]
+    return targets[0]

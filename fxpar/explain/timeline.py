@@ -88,7 +88,7 @@ def _slices(
 
 def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
     """What the viewer shows of an event; what does not apply is left out."""
-    found = {
+    arguments = {
         "node": event.name,
         "bytes": event.bytes,
         "flops": event.flops,
@@ -98,7 +98,7 @@ def _arguments(event: Event, specs: Mapping[str, Any]) -> dict[str, Any]:
         "spec": str(specs.get(event.origin or "", "")),
         "source": event.line,
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in arguments.items() if value}
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:

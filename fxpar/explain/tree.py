@@ -66,7 +66,7 @@ def _fold(
 ) -> tuple[list[ModuleGroup | int], list[int]]:
     """The items, runs of alike layers folded; and a number per item given, equal for
     those that do the same."""
-    done: list[ModuleGroup | int] = []
+    folded: list[ModuleGroup | int] = []
     same: list[int] = []
     for item in items:
         key: Hashable
@@ -76,9 +76,9 @@ def _fold(
             inner, inside = _fold(item.items, keys, numbers)
             item = replace(item, items=tuple(inner))
             key = ("group", _stem(item.label), tuple(inside))
-        done.append(item)
+        folded.append(item)
         same.append(numbers.setdefault(key, len(numbers)))
-    return list(_runs(done, same)), same
+    return list(_runs(folded, same)), same
 
 
 def _runs(
@@ -86,17 +86,19 @@ def _runs(
 ) -> Iterator[ModuleGroup | int]:
     pairs = zip(items, same, strict=True)
     for _, run in groupby(pairs, lambda pair: pair[1]):
-        found = [item for item, _ in run]
-        first, last = found[0], found[-1]
+        members = [item for item, _ in run]
+        first, last = members[0], members[-1]
         # Neighbours of one stem differ by a number.
         if (
             isinstance(first, ModuleGroup)
             and isinstance(last, ModuleGroup)
-            and len(found) > 1
+            and len(members) > 1
         ):
-            yield ModuleGroup(f"{first.label} … {last.label}", tuple(found), alike=True)
+            yield ModuleGroup(
+                f"{first.label} … {last.label}", tuple(members), alike=True
+            )
         else:
-            yield from found
+            yield from members
 
 
 def _stem(label: str) -> str:

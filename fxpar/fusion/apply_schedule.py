@@ -118,8 +118,10 @@ def opened(
     lifted = lift(copy, build, groups)
     written = writes_as_results.lift(copy)
     node_legality.admit(copy)
-    found = node_legality.number(copy)
-    return Edit(copy, build, frozenset(permit), ordered=found, written=written), lifted
+    ordered = node_legality.number(copy)
+    return Edit(
+        copy, build, frozenset(permit), ordered=ordered, written=written
+    ), lifted
 
 
 def finish(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
@@ -154,15 +156,15 @@ def _lay(graph: fx.Graph, inputs: Sequence[Any] | None) -> None:
             f"inputs has {len(inputs)} entries for {len(tensors)} tensors",
             fix="give one entry per tensor input; None is whole",
         )
-    for node, given in zip(tensors, inputs, strict=True):
+    for node, entry in zip(tensors, inputs, strict=True):
         whole = Spec.whole(node.meta["val"].dim())
-        node.meta["fxpar_spec"] = whole if given is None else _spec(given)
+        node.meta["fxpar_spec"] = whole if entry is None else _spec(entry)
 
 
-def _spec(given: Spec | Sequence[Any] | str) -> Spec:
-    if isinstance(given, Spec):
-        return given
-    return Spec.parse(given) if isinstance(given, str) else Spec(*given)
+def _spec(entry: Spec | Sequence[Any] | str) -> Spec:
+    if isinstance(entry, Spec):
+        return entry
+    return Spec.parse(entry) if isinstance(entry, str) else Spec(*entry)
 
 
 def do(edit: Edit, line: Line, *, check: bool = True) -> None:
@@ -174,8 +176,8 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
     edit.look()
     try:
         arguments, options = parse.read(edit, line)
-        made = VERBS[line.verb](edit, *arguments, **options)
-        _name(edit, line, made)
+        results = VERBS[line.verb](edit, *arguments, **options)
+        _name(edit, line, results)
         if check:
             node_legality.check(edit.graph, line.verb, edit.ordered)
             edit.graph.lint()
@@ -189,11 +191,11 @@ def do(edit: Edit, line: Line, *, check: bool = True) -> None:
         ) from error
 
 
-def _name(edit: Edit, line: Line, made: Sequence[fx.Node]) -> None:
-    if len(line.gives) > len(made):
+def _name(edit: Edit, line: Line, results: Sequence[fx.Node]) -> None:
+    if len(line.gives) > len(results):
         raise ScheduleError(
-            f"{shown(line)}: gives {len(made)} values, {len(line.gives)} are named",
-            fix=f"name at most {len(made)} after '->'",
+            f"{shown(line)}: gives {len(results)} values, {len(line.gives)} are named",
+            fix=f"name at most {len(results)} after '->'",
         )
-    for name, node in zip(line.gives, made, strict=False):
+    for name, node in zip(line.gives, results, strict=False):
         edit.call(node, name)

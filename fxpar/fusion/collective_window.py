@@ -57,8 +57,8 @@ class Window:
     @property
     def others(self) -> list[fx.Node]:
         """Collectives over other axes, which read what is computed from this one."""
-        found = (node for node in self.graph.nodes if node.target in _MOVED)
-        return [node for node in found if node.name != self.name]
+        collectives = (node for node in self.graph.nodes if node.target in _MOVED)
+        return [node for node in collectives if node.name != self.name]
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -82,16 +82,16 @@ class Window:
     def seconds(self, lines: Schedule, mesh: Mesh, hardware: Hardware) -> float:
         """Of the window by itself, after some lines. Raises ScheduleError."""
         lowered = apply(lines, self.graph, mesh, lowered=True)
-        found = simulate(as_run(lowered, disable=_OUTSIDE), mesh, hardware)
-        return found.seconds
+        simulated = simulate(as_run(lowered, disable=_OUTSIDE), mesh, hardware)
+        return simulated.seconds
 
     def renamed(self, lines: Schedule, other: Window, suffix: str) -> Schedule:
         """Lines for another window of this form, as lines for this. What lines give is
         called by ``suffix`` too, so that no two windows' results have one name."""
         pairs = zip(other.graph.nodes, self.graph.nodes, strict=True)
         names = {theirs.name: mine.name for theirs, mine in pairs}
-        given = {name for line in lines.lines for name in line.gives}
-        names |= {name: f"{name}_{suffix}" for name in given}
+        results = {name for line in lines.lines for name in line.gives}
+        names |= {name: f"{name}_{suffix}" for name in results}
 
         def named(argument: Argument) -> Argument:
             if isinstance(argument, str):
@@ -111,17 +111,19 @@ class Window:
 def shapes_of(graph: fx.Graph) -> fx.Graph:
     """A copy whose values are on the meta device, on which ops cost least: of what is
     tried, shapes are all that is asked for."""
-    new = fx.Graph()
+    shapes = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = made = new.node_copy(node, copies.__getitem__)
-        made.args, made.kwargs = fx.node.map_aggregate((made.args, made.kwargs), _moved)
+        copies[node] = copy = shapes.node_copy(node, copies.__getitem__)
+        copy.args, copy.kwargs = fx.node.map_aggregate(
+            (copy.args, copy.kwargs), _on_meta
+        )
         if "val" in node.meta:
-            made.meta["val"] = fx.node.map_aggregate(node.meta["val"], _moved)
-    return new
+            copy.meta["val"] = fx.node.map_aggregate(node.meta["val"], _on_meta)
+    return shapes
 
 
-def _moved(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     if isinstance(value, torch.Tensor):
@@ -139,62 +141,62 @@ def window(
     members = sorted(_before(node, late) | _behind(node, late, most))
     inside = set(members)
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for member in members:
         for read in member.all_input_nodes:
-            if read not in inside and read not in made:
-                made[read] = _given(graph, read, len(made), varies)
+            if read not in inside and read not in copies:
+                copies[read] = _input_like(graph, read, len(copies), varies)
     for member in members:
-        made[member] = graph.node_copy(member, made.__getitem__)
+        copies[member] = graph.node_copy(member, copies.__getitem__)
     read = [m for m in members if any(user not in inside for user in m.users)]
-    graph.output(tuple(made[m] for m in read))
-    return Window(graph, made[node].name)
+    graph.output(tuple(copies[m] for m in read))
+    return Window(graph, copies[node].name)
 
 
-def _given(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.Node:
+def _input_like(graph: fx.Graph, node: fx.Node, i: int, varies: Varies) -> fx.Node:
     """An input that varies over the mesh as a node does."""
-    made = graph.placeholder(f"given_{i}")
-    made.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+    placeholder = graph.placeholder(f"given_{i}")
+    placeholder.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
     rank = next((v.dim() for v in tensors_in(node.meta.get("val"))), 0)
     partial = dict.fromkeys(sorted(varies[node]), "sum")
-    made.meta["fxpar_spec"] = Spec.of([()] * rank, partial)
-    return made
+    placeholder.meta["fxpar_spec"] = Spec.of([()] * rank, partial)
+    return placeholder
 
 
 def _before(node: fx.Node, late: Collection[fx.Node]) -> set[fx.Node]:
     """The collective, and what is computed for it alone since those before."""
-    found, at = {node}, node.prev
+    members, at = {node}, node.prev
     for _ in range(_FAR):
         if at.op in ("root", "placeholder"):
             break
-        alone = bool(at.users) and found.issuperset(at.users)
-        if alone and _may_join(at, node, late) and len(found) < _MOST:
-            found.add(at)
+        alone = bool(at.users) and members.issuperset(at.users)
+        if alone and _may_join(at, node, late) and len(members) < _MOST:
+            members.add(at)
         at = at.prev
-    return found
+    return members
 
 
 def _behind(node: fx.Node, late: Collection[fx.Node], most: int) -> set[fx.Node]:
     """The collective, and what is computed from it up to the next ones; with those of
     them that go over other axes, since both can run at once. No path leads out of the
     set and back."""
-    found, outside, at = {node}, set[fx.Node](), node.next
+    members, outside, at = {node}, set[fx.Node](), node.next
     for _ in range(_FAR):
         if at.op == "output":
             break
         read = at.all_input_nodes
         if not outside.isdisjoint(read):
             outside.add(at)
-        elif not found.isdisjoint(read):
-            room = (at in late) == (node in late) and len(found) < most
+        elif not members.isdisjoint(read):
+            room = (at in late) == (node in late) and len(members) < most
             ends = at.target in _MOVED and _apart(at, collective_nodes.axes_of(node))
             joins = _may_join(at, node, late)
             if room and (joins or ends):
-                found.add(at)
+                members.add(at)
             if not (room and joins):
                 outside.add(at)
         at = at.next
-    return found
+    return members
 
 
 def _apart(at: fx.Node, axes: tuple[str, ...]) -> bool:

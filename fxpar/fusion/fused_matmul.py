@@ -40,10 +40,10 @@ def gather_first(edit: Edit, gather: fx.Node, ends: tuple[fx.Node, ...]) -> Any:
         raise refuse("overlap", gather, "gathers the dim that a product sums over")
     weights = [_weight(end, gather) for end in ends]
     with edit.before(max(ends).next) as build:
-        made = _call(edit, build, gather, ours.gather_matmul.default, x, weights, dim)
-        whole = build.call(operator.getitem, made, 0)
+        fused = _call(edit, build, gather, ours.gather_matmul.default, x, weights, dim)
+        whole = build.call(operator.getitem, fused, 0)
         products = [
-            _shaped(build, build.call(operator.getitem, made, i + 1), end)
+            _shaped(build, build.call(operator.getitem, fused, i + 1), end)
             for i, end in enumerate(ends)
         ]
     for end, product in zip(ends, products, strict=True):
@@ -57,7 +57,7 @@ def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> An
     """Gives what is left to each rank."""
     args: Any = reduced.args
     source, dim, op = args[0], args[1], args[2]
-    product = _seen(source)
+    product = _behind_reshapes(source)
     shape = list(source.meta["val"].shape)
     if starts != (product,) or product.target is not aten.mm.default:
         why = "does not reduce the rows of a product of two matrices"
@@ -75,9 +75,9 @@ def reduce_last(edit: Edit, starts: tuple[fx.Node, ...], reduced: fx.Node) -> An
     with edit.before(reduced) as build:
         rows = [*shape[:-1], x.meta["val"].shape[1]]
         x = build.call(aten.reshape.default, x, rows)
-        made = _call(edit, build, reduced, ours.matmul_scatter.default, x, w, op, dim)
-    edit.swap(reduced, made)
-    return [made]
+        fused = _call(edit, build, reduced, ours.matmul_scatter.default, x, w, op, dim)
+    edit.swap(reduced, fused)
+    return [fused]
 
 
 def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) -> Any:
@@ -87,7 +87,7 @@ def _call(edit: Edit, build: Builder, node: fx.Node, target: Any, *args: Any) ->
     return build.call(target, *args, edit.mesh.count(axes), group_name(edit.mesh, axes))
 
 
-def _seen(node: fx.Node) -> Any:
+def _behind_reshapes(node: fx.Node) -> Any:
     """What a value is with other dims before its last: rows, all and in order."""
     while op_facts_of(node.target).reshapes:
         source = node.all_input_nodes[0]
@@ -100,7 +100,7 @@ def _seen(node: fx.Node) -> Any:
 def _weight(end: fx.Node, gather: fx.Node) -> Any:
     """The matrix that a product multiplies what is gathered with."""
     args: Any = end.args
-    if end.target is not aten.mm.default or _seen(args[0]) is not gather:
+    if end.target is not aten.mm.default or _behind_reshapes(args[0]) is not gather:
         raise refuse(
             "overlap", end, f"is no product of the rows of {gather.name} with a matrix"
         )
@@ -110,16 +110,16 @@ def _weight(end: fx.Node, gather: fx.Node) -> Any:
 
 
 def _depends(node: fx.Node, on: fx.Node) -> bool:
-    seen, rest = set[fx.Node](), [node]
-    while rest:
-        at = rest.pop()
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        at = pending.pop()
         if at is on:
             return True
         if at not in seen and at > on:
             seen.add(at)
-            rest += at.all_input_nodes
+            pending += at.all_input_nodes
     return False
 
 
-def _shaped(build: Builder, made: fx.Node, like: fx.Node) -> fx.Node:
-    return build.call(aten.reshape.default, made, list(like.meta["val"].shape))
+def _shaped(build: Builder, product: fx.Node, like: fx.Node) -> fx.Node:
+    return build.call(aten.reshape.default, product, list(like.meta["val"].shape))

@@ -82,8 +82,8 @@ def _argument(node: fx.Node, name: str) -> Any:
     target: Any = node.target
     for i, argument in enumerate(_torch.objects.schema_of(target).arguments):
         if argument.name == name:
-            given = node.args[i] if i < len(node.args) else argument.default_value
-            return node.kwargs.get(name, given)
+            positional = node.args[i] if i < len(node.args) else argument.default_value
+            return node.kwargs.get(name, positional)
     return None
 
 
@@ -105,8 +105,8 @@ def _over_what_others_see(node: fx.Node) -> bool:
     if node.target is not collective_nodes.recv:
         return False
     buffer = node.all_input_nodes[0]
-    own = buffer.op == "placeholder" or is_fresh(buffer)
-    return not own or list(buffer.users) != [node]
+    unshared = buffer.op == "placeholder" or is_fresh(buffer)
+    return not unshared or list(buffer.users) != [node]
 
 
 def _holds_graphs(node: fx.Node) -> bool:
@@ -184,13 +184,13 @@ _FIX = "leave what draws or communicates where it is: name other nodes"
 
 def number(graph: fx.Graph) -> Counter[str]:
     """Note the order of what keeps it; how many there are of each kind."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for node in flat(graph):
         for kind, (belongs, _) in _KINDS.items():
             if belongs(node):
-                node.meta[_NUMBER] = found[kind]
-                found[kind] += 1
-    return found
+                node.meta[_NUMBER] = counts[kind]
+                counts[kind] += 1
+    return counts
 
 
 def instead(old: fx.Node, new: fx.Node) -> None:
@@ -198,9 +198,9 @@ def instead(old: fx.Node, new: fx.Node) -> None:
     new.meta[_NUMBER] = old.meta[_NUMBER]
 
 
-def check(graph: fx.Graph, verb: str, found: Counter[str]) -> None:
+def check(graph: fx.Graph, verb: str, counts: Counter[str]) -> None:
     """Raise ScheduleError unless all draws are there, once, and all in the order they
-    were numbered in. ``found``: as of ``number``."""
+    were numbered in. ``counts``: as of ``number``."""
     last, drawn = dict.fromkeys(_KINDS, -1), 0
     for node in flat(graph):
         for kind, (belongs, why) in _KINDS.items():
@@ -212,7 +212,7 @@ def check(graph: fx.Graph, verb: str, found: Counter[str]) -> None:
                 raise ScheduleError(what, where=user_line(node), fix=_FIX)
             last[kind] = now
             drawn += kind == "draw"
-    if drawn < found["draw"]:
+    if drawn < counts["draw"]:
         what = f"{verb}: random numbers that others draw after would not be drawn"
         raise ScheduleError(what, fix=_FIX)
 
@@ -227,7 +227,7 @@ def arrange(graph: fx.Graph) -> None:
     order, behind the one before it; otherwise as they are. Raises ScheduleError if
     there is no such order."""
     first = _chained(graph)
-    done: set[fx.Node] = set()
+    placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
     order: list[fx.Node] = []
 
@@ -236,34 +236,34 @@ def arrange(graph: fx.Graph) -> None:
         while stack:
             at = stack.pop()
             needed = (*at.all_input_nodes, *first.get(at, ()))
-            missing = next((n for n in needed if n not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(at)
+            unplaced = next((n for n in needed if n not in placed), None)
+            if unplaced is not None:
+                waiting.setdefault(unplaced, []).append(at)
                 continue
-            done.add(at)
+            placed.add(at)
             order.append(at)
             stack += reversed(waiting.pop(at, []))
 
     for node in graph.nodes:
-        if node not in done:
+        if node not in placed:
             place(node)
-    left = next((node for node in graph.nodes if node not in done), None)
-    if left is not None:
-        what = f"{left.name} would wait for itself: random draws and messages keep"
-        raise ScheduleError(f"{what} their order", where=user_line(left), fix=_FIX)
+    stuck = next((node for node in graph.nodes if node not in placed), None)
+    if stuck is not None:
+        what = f"{stuck.name} would wait for itself: random draws and messages keep"
+        raise ScheduleError(f"{what} their order", where=user_line(stuck), fix=_FIX)
     _put(graph, order)
 
 
 def _chained(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Node -> those of its kinds right before it."""
-    out: dict[fx.Node, list[fx.Node]] = {}
+    before: dict[fx.Node, list[fx.Node]] = {}
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:
         for kind in _kinds(node):
             if kind in last:
-                out.setdefault(node, []).append(last[kind])
+                before.setdefault(node, []).append(last[kind])
             last[kind] = node
-    return out
+    return before
 
 
 def _kinds(node: fx.Node) -> Iterator[str]:

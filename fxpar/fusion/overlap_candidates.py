@@ -70,7 +70,7 @@ class Machine:
     mesh: Mesh
     hardware: Hardware
 
-    def moved(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
+    def transfer_seconds(self, kind: str, node: fx.Node, share: float = 1.0) -> float:
         """Seconds of a collective of a share of what ``node`` moves."""
         size = bytes_of(node.all_input_nodes[0])
         curve = along(kind, self.mesh, collective_nodes.axes_of(node))
@@ -85,13 +85,18 @@ class Machine:
 
     def stages(self, region: Sequence[fx.Node], parts: int = 1) -> list[float]:
         """Seconds of one of equal parts of each collective of a region."""
-        found = (node for node in region if node.target in collective_nodes.COLLECTIVE)
-        return [self.moved(node.target.__name__, node, 1 / parts) for node in found]
+        collectives = (
+            node for node in region if node.target in collective_nodes.COLLECTIVE
+        )
+        return [
+            self.transfer_seconds(node.target.__name__, node, 1 / parts)
+            for node in collectives
+        ]
 
 
 def potential(node: fx.Node, machine: Machine) -> float:
     """Seconds of a collective: what running beside it could save at most."""
-    return machine.moved(node.target.__name__, node)
+    return machine.transfer_seconds(node.target.__name__, node)
 
 
 def improved(
@@ -101,18 +106,18 @@ def improved(
     no more than ``least`` seconds. ``split``: whether to try an all-reduce in two."""
     mesh, hardware = machine.mesh, machine.hardware
     base = window.seconds(Schedule(), mesh, hardware)
-    found = _best(window, machine, base, least)
+    best = _best(window, machine, base, least)
     node = window.collective
     if node.target is not collective_nodes.all_reduce:
-        return found
+        return best
     if len(collective_nodes.axes_of(node)) > 1:
-        nested = _nested(window, machine, base, max(least, found.seconds))
-        found = nested if nested.lines else found
+        nested = _nested(window, machine, base, max(least, best.seconds))
+        best = nested if nested.lines else best
     if not split:
-        return found
-    more = potential(node, machine)
+        return best
+    reachable = potential(node, machine)
     for dim in dims_of(node):
-        if more - found.seconds <= least:
+        if reachable - best.seconds <= least:
             break
         gives = "scattered", "gathered"
         lines = Schedule((Line("split", (node.name,), (("dim", dim),), gives),))
@@ -128,9 +133,9 @@ def improved(
         except ScheduleError:
             continue
         saved = base - now + second.seconds
-        if saved > max(found.seconds, least):
-            found = OverlapCandidate(lines + first.lines + second.lines, saved)
-    return found
+        if saved > max(best.seconds, least):
+            best = OverlapCandidate(lines + first.lines + second.lines, saved)
+    return best
 
 
 def _nested(
@@ -138,14 +143,14 @@ def _nested(
 ) -> OverlapCandidate:
     """An all-reduce in a step for the inner axes and one for the outer, which go over
     links of their own: chunks pass through one behind the other."""
-    node, found = window.collective, OverlapCandidate(Schedule(), least)
+    node, best = window.collective, OverlapCandidate(Schedule(), least)
     starts = list(_starts(node))
     ways: list[tuple[float, Schedule]] = []
     for inner, outer in _halves(collective_nodes.axes_of(node)):
         for dim in dims_of(node, machine.mesh.count(inner)):
-            said = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
+            steps = ("inner", "_and_".join(inner)), ("outer", "_and_".join(outer))
             gives = "scattered", "reduced", "gathered"
-            options = (*said, ("dim", dim))
+            options = (*steps, ("dim", dim))
             first = Line("hierarchical", (node.name,), options, gives)
             now = potential(node, machine)
             alone = sum(_hops(node, machine, inner, outer, 1))
@@ -160,17 +165,17 @@ def _nested(
                     second = Line("overlap", (start, "gathered"), how)
                     ways.append((now + work - passes, Schedule((first, second))))
     for saves, lines in sorted(ways, key=lambda way: -way[0]):
-        if saves <= found.seconds:
+        if saves <= best.seconds:
             break
         try:
-            taken = window.seconds(lines, machine.mesh, machine.hardware)
+            seconds = window.seconds(lines, machine.mesh, machine.hardware)
         except Unexpected:
             raise
         except ScheduleError:
             continue
-        if base - taken > found.seconds:
-            found = OverlapCandidate(lines, base - taken)
-    return found
+        if base - seconds > best.seconds:
+            best = OverlapCandidate(lines, base - seconds)
+    return best
 
 
 def _hops(
@@ -204,12 +209,12 @@ def _best(
     window: Window, machine: Machine, base: float, least: float
 ) -> OverlapCandidate:
     """The best one line."""
-    found = OverlapCandidate(Schedule(), 0.0)
+    best = OverlapCandidate(Schedule(), 0.0)
     tried: set[Line] = set()
     slower_both_ways = False
     least = max(least, _LEAST * base)
     for way in sorted(_ways(window, machine), key=lambda way: way.least - way.now):
-        if way.now - way.least <= max(found.seconds, least):
+        if way.now - way.least <= max(best.seconds, least):
             break
         if way.line in tried:
             continue
@@ -218,16 +223,16 @@ def _best(
             continue
         try:
             lines = Schedule((way.line,))
-            taken = window.seconds(lines, machine.mesh, machine.hardware)
+            seconds = window.seconds(lines, machine.mesh, machine.hardware)
         except Unexpected:
             raise
         except ScheduleError:
             continue
-        if way.line.options == _BOTH_WAYS and taken >= base:
+        if way.line.options == _BOTH_WAYS and seconds >= base:
             slower_both_ways = True
-        if base - taken > max(found.seconds, least):
-            found = OverlapCandidate(lines, base - taken)
-    return found
+        if base - seconds > max(best.seconds, least):
+            best = OverlapCandidate(lines, base - seconds)
+    return best
 
 
 def _ways(window: Window, machine: Machine) -> Iterator[OverlapWay]:
@@ -249,34 +254,34 @@ def _in_parts(
 ) -> Iterator[OverlapWay]:
     """One region in chunks or in a ring."""
     kind: str = node.target.__name__
-    now = machine.moved(kind, node) + sum(map(machine.work, region))
+    now = machine.transfer_seconds(kind, node) + sum(map(machine.work, region))
     now += sum(machine.stages(region))
     for chunks in CHUNKS:
-        taken = machine.moved(kind, node, 1 / chunks)
-        least = _at_least(region, machine, chunks, chunks, taken)
+        hop = machine.transfer_seconds(kind, node, 1 / chunks)
+        least = _at_least(region, machine, chunks, chunks, hop)
         for dim in dims_of(node, chunks):
             options = (("chunks", chunks), ("dim", dim))
             yield OverlapWay(Line("overlap", arguments, options), least, now)
     if node.target in (collective_nodes.all_gather, collective_nodes.reduce_scatter):
         count = machine.mesh.count(collective_nodes.axes_of(node))
         share = 1.0 if node.target is collective_nodes.all_gather else 1 / count
-        taken = machine.moved("permute", node, share)
-        least = _at_least(region, machine, count, count - 1, taken)
+        hop = machine.transfer_seconds("permute", node, share)
+        least = _at_least(region, machine, count, count - 1, hop)
         for ring in (_BOTH_WAYS, _ONE_WAY):
             yield OverlapWay(Line("overlap", arguments, ring), least, now)
 
 
 def _at_least(
-    region: Sequence[fx.Node], machine: Machine, parts: int, hops: int, taken: float
+    region: Sequence[fx.Node], machine: Machine, parts: int, hops: int, hop: float
 ) -> float:
     """Seconds of a region in so many parts beside collectives that take so long each:
     either runs without a break, but for the first or last part of the other; or the
     longest of the collectives within the region does."""
     work = sum(machine.work(node, parts) for node in region)
-    lost = machine.hardware.beside * taken
-    others = machine.stages(region, parts)
-    alone = max(hops * taken + work, parts * work + hops * lost + (taken - lost))
-    return max(alone + sum(others), parts * max(others, default=0.0) + work)
+    lost = machine.hardware.beside * hop
+    stages = machine.stages(region, parts)
+    alone = max(hops * hop + work, parts * work + hops * lost + (hop - lost))
+    return max(alone + sum(stages), parts * max(stages, default=0.0) + work)
 
 
 def dims_of(node: fx.Node, chunks: int = 1) -> list[int]:
@@ -296,14 +301,14 @@ def _starts(node: fx.Node) -> Iterator[tuple[str, list[fx.Node]]]:
 
 def _leading(node: fx.Node) -> list[fx.Node]:
     """What is computed for a collective alone, in order."""
-    found, at = {node}, node.prev
+    leading, at = {node}, node.prev
     while at.op == "call_function":
-        if at.users and found.issuperset(at.users):
+        if at.users and leading.issuperset(at.users):
             if at.target in collective_nodes.COLLECTIVE:
                 break
-            found.add(at)
+            leading.add(at)
         at = at.prev
-    return sorted(found - {node})
+    return sorted(leading - {node})
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
@@ -329,40 +334,40 @@ def _ends(node: fx.Node) -> Iterator[tuple[tuple[str, ...], list[fx.Node]]]:
 
 def _near(node: fx.Node) -> list[fx.Node]:
     """The products that read what is gathered, through views alone."""
-    ends, rest = set[fx.Node](), list(node.users)
-    while rest:
-        user = rest.pop()
+    ends, pending = set[fx.Node](), list(node.users)
+    while pending:
+        user = pending.pop()
         if contracts(user.target):
             ends.add(user)
         elif user.op == "call_function" and is_view(user):
-            rest += user.users
+            pending += user.users
     return sorted(ends)
 
 
 def _following(node: fx.Node) -> list[fx.Node]:
-    found, at = {node}, node.next
+    following, at = {node}, node.next
     while at.op != "output":
-        reads = not found.isdisjoint(at.all_input_nodes)
+        reads = not following.isdisjoint(at.all_input_nodes)
         if reads and at.target not in collective_nodes.COLLECTIVE:
-            found.add(at)
+            following.add(at)
         at = at.next
-    return sorted(found - {node})
+    return sorted(following - {node})
 
 
 def _beyond(node: fx.Node) -> list[fx.Node]:
     """Collectives that read what is computed from a gather: in a window, over other
     axes."""
-    found = {node, *_following(node)}
-    users = {user for one in found for user in one.users}
+    behind = {node, *_following(node)}
+    users = {user for one in behind for user in one.users}
     return sorted(user for user in users if user.target in collective_nodes.COLLECTIVE)
 
 
 def _between(node: fx.Node, end: fx.Node) -> list[fx.Node]:
     """What leads from a gather to a node, which is the last of it."""
     behind = set(_following(node))
-    found, rest = {end}, [end]
-    while rest:
-        more = behind.intersection(rest.pop().all_input_nodes) - found
-        found |= more
-        rest += sorted(more)
-    return sorted(found)
+    members, pending = {end}, [end]
+    while pending:
+        readers = behind.intersection(pending.pop().all_input_nodes) - members
+        members |= readers
+        pending += sorted(readers)
+    return sorted(members)

@@ -28,7 +28,7 @@ class Kind:
     """A kind of argument that verbs take."""
 
     # What it is, as errors say it.
-    said: str
+    text: str
     # Gives the value that a verb is called with, or raises ``_Unfit``.
     read: Callable[[Edit, Argument], Any]
 
@@ -42,43 +42,43 @@ class Takes:
     # Nodes among the arguments that must be there.
     nodes: tuple[Kind, ...] = ()
     # A node that may be there.
-    more: Kind | None = None
+    optional: Kind | None = None
     # Nodes of any number behind them.
-    rest: Kind | None = None
+    further: Kind | None = None
     # By keyword; of these ``needs`` must be there.
     options: Mapping[str, Kind] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 
 
-def _node(edit: Edit, given: Argument) -> fx.Node:
-    if not isinstance(given, str):
+def _node(edit: Edit, argument: Argument) -> fx.Node:
+    if not isinstance(argument, str):
         raise _Unfit
-    return edit.node(given)
+    return edit.node(argument)
 
 
-def _nodes(edit: Edit, given: Argument) -> tuple[fx.Node, ...]:
-    if not isinstance(given, tuple) or not given:
+def _nodes(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
+    if not isinstance(argument, tuple) or not argument:
         raise _Unfit
-    return tuple(map(edit.node, given))
+    return tuple(map(edit.node, argument))
 
 
-def _ends(edit: Edit, given: Argument) -> tuple[fx.Node, ...]:
-    return _nodes(edit, given if isinstance(given, tuple) else (str(given),))
+def _ends(edit: Edit, argument: Argument) -> tuple[fx.Node, ...]:
+    return _nodes(edit, argument if isinstance(argument, tuple) else (str(argument),))
 
 
-def _axes(_: Edit, given: Argument) -> tuple[str, ...]:
-    names = tuple(given.split("_and_")) if isinstance(given, str) else ()
+def _axes(_: Edit, argument: Argument) -> tuple[str, ...]:
+    names = tuple(argument.split("_and_")) if isinstance(argument, str) else ()
     if not names or len(set(names)) < len(names):
         raise _Unfit
     return names
 
 
 def _number(least: int, most: int | None = None) -> Kind:
-    def read(_: Edit, given: Argument) -> int:
-        over = most is not None and isinstance(given, int) and given > most
-        if not isinstance(given, int) or given < least or over:
+    def read(_: Edit, argument: Argument) -> int:
+        over = most is not None and isinstance(argument, int) and argument > most
+        if not isinstance(argument, int) or argument < least or over:
             raise _Unfit
-        return given
+        return argument
 
     if most is None:
         return Kind(f"a number that is at least {least}", read)
@@ -105,13 +105,13 @@ TAKES: dict[str, Takes] = {
         options={"inner": _AXES, "outer": _AXES, "dim": _DIM},
         needs=("inner", "outer"),
     ),
-    "merge": Takes("merge(ag, ag_1) -> ag", (_NODE, _NODE), rest=_NODE),
-    "drop": Takes("drop(ag)", (_NODE,), rest=_NODE),
+    "merge": Takes("merge(ag, ag_1) -> ag", (_NODE, _NODE), further=_NODE),
+    "drop": Takes("drop(ag)", (_NODE,), further=_NODE),
     "hoist": Takes("hoist(ag)", (_NODE,)),
     "sink": Takes("sink(ag)", (_NODE,)),
     "balance": Takes("balance(attention)", (_NODE,)),
-    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, _NODE), rest=_NODE),
-    "as_slice": Takes("as_slice(m, ag)", (_NODE,), more=_NODE),
+    "reorder": Takes("reorder([a, b], ag) -> ag_1", (_NODES, _NODE), further=_NODE),
+    "as_slice": Takes("as_slice(m, ag)", (_NODE,), optional=_NODE),
     "fuse": Takes("fuse([a, b]) -> region", (_NODES,)),
     "overlap": Takes(
         "overlap(ag, [mm, mm_1], chunks=4)",
@@ -137,15 +137,15 @@ def read(edit: Edit, line: Line) -> tuple[list[Any], dict[str, Any]]:
     takes = TAKES[line.verb]
     kinds = _kinds(takes, line)
     values = [
-        _value(edit, line, kind, f"argument {i}", given)
-        for i, (kind, given) in enumerate(zip(kinds, line.arguments, strict=True), 1)
+        _value(edit, line, kind, f"argument {i}", argument)
+        for i, (kind, argument) in enumerate(zip(kinds, line.arguments, strict=True), 1)
     ]
     options = {}
-    for name, given in line.options:
+    for name, argument in line.options:
         if name not in takes.options:
-            known = ", ".join(takes.options) or "none"
-            raise _unfit(line, f"{name}= is no option of it ({known})")
-        options[name] = _value(edit, line, takes.options[name], name, given)
+            names = ", ".join(takes.options) or "none"
+            raise _unfit(line, f"{name}= is no option of it ({names})")
+        options[name] = _value(edit, line, takes.options[name], name, argument)
     missing = [name for name in takes.needs if name not in options]
     if missing:
         raise _unfit(line, f"{missing[0]}= is missing")
@@ -159,19 +159,19 @@ def _kinds(takes: Takes, line: Line) -> list[Kind]:
     count, fixed = len(line.arguments), len(takes.nodes)
     if count < fixed:
         raise _unfit(line, f"{count} arguments of at least {fixed} are there")
-    kinds = [*takes.nodes, *((takes.more,) if takes.more else ())]
-    if count > len(kinds) and takes.rest is None:
+    kinds = [*takes.nodes, *((takes.optional,) if takes.optional else ())]
+    if count > len(kinds) and takes.further is None:
         raise _unfit(line, f"{count} arguments are there, of at most {len(kinds)}")
-    kinds += [takes.rest] * (count - len(kinds)) if takes.rest else []
+    kinds += [takes.further] * (count - len(kinds)) if takes.further else []
     return kinds[:count]
 
 
-def _value(edit: Edit, line: Line, kind: Kind, name: str, given: Argument) -> Any:
+def _value(edit: Edit, line: Line, kind: Kind, name: str, argument: Argument) -> Any:
     try:
-        return kind.read(edit, given)
+        return kind.read(edit, argument)
     except _Unfit:
-        shown = f"[{', '.join(given)}]" if isinstance(given, tuple) else given
-        raise _unfit(line, f"{name} is {shown}, not {kind.said}") from None
+        text = f"[{', '.join(argument)}]" if isinstance(argument, tuple) else argument
+        raise _unfit(line, f"{name} is {text}, not {kind.text}") from None
 
 
 def _check_once(line: Line, values: list[Any]) -> None:

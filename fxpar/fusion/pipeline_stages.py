@@ -43,24 +43,24 @@ def apply_stages(
 
     Raises ScheduleError.
     """
-    mesh, given = Mesh.parse(mesh), inputs or [None] * len(graphs)
-    if len(graphs) != mesh.axis_size(axis) or len(given) != len(graphs):
+    mesh, specs_of_stages = Mesh.parse(mesh), inputs or [None] * len(graphs)
+    if len(graphs) != mesh.axis_size(axis) or len(specs_of_stages) != len(graphs):
         raise ScheduleError(
             f"{len(graphs)} graphs for {mesh.axis_size(axis)} stages along {axis!r}, "
-            f"and inputs of {len(given)}",
+            f"and inputs of {len(specs_of_stages)}",
             fix="give a graph, and its inputs, for each position along the axis",
         )
     edits = [
         opened(graph, mesh, specs, permit, groups)[0]
-        for graph, specs in zip(graphs, given, strict=True)
+        for graph, specs in zip(graphs, specs_of_stages, strict=True)
     ]
     for edit in edits:
         edit.staged = True
     _compare(edits, axis)
     for line in Schedule.of(schedule).lines:
         _learn(edits, axis)
-        bare, named = _meant(line, edits)
-        for edit in named:
+        bare, meant = _meant(line, edits)
+        for edit in meant:
             do(edit, bare)
     _compare(edits, axis)
     for edit in edits:
@@ -82,13 +82,13 @@ def _meant(line: Line, edits: Sequence[Edit]) -> tuple[Line, list[Edit]]:
                 fix=f"stages are 0 to {len(edits) - 1}",
             )
         return bare, [edits[stage]]
-    found = [edit for edit in edits if _has(edit, bare)]
-    if not found:
+    stages = [edit for edit in edits if _has(edit, bare)]
+    if not stages:
         raise ScheduleError(
             f"no stage has all that this names: {line}",
             fix="name nodes of one stage's graph, or a message by its tag",
         )
-    return bare, found
+    return bare, stages
 
 
 def _has(edit: Edit, line: Line) -> bool:
@@ -96,13 +96,13 @@ def _has(edit: Edit, line: Line) -> bool:
     options = dict(line.options)
     if not line.arguments:
         tag = options.get("tag", 0)
-        found = isinstance(tag, int) and bool(with_tag(edit, tag))
-        return found or line.verb != "share"
+        has_message = isinstance(tag, int) and bool(with_tag(edit, tag))
+        return has_message or line.verb != "share"
     lists = [value for value in options.values() if isinstance(value, tuple)]
     edit.look()
     try:
-        for given in (*line.arguments, *lists):
-            for name in given if isinstance(given, tuple) else (str(given),):
+        for argument in (*line.arguments, *lists):
+            for name in argument if isinstance(argument, tuple) else (str(argument),):
                 edit.node(name)
     except ScheduleError:
         return False
@@ -131,11 +131,11 @@ def _pairs(
 ) -> Iterator[tuple[int, list[fx.Node], fx.Node]]:
     """(sender's stage, what is sent, what is received); while one end is changed and
     the other not yet, all that is sent."""
-    found = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
-    for j, each in enumerate(found):
+    messages_of = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
+    for j, each in enumerate(messages_of):
         for (i, to), received in each.items():
             if to == j:
-                sent = found[i].get((i, j), [])
+                sent = messages_of[i].get((i, j), [])
                 for k, node in enumerate(received):
                     same = len(sent) == len(received)
                     yield i, [sent[k]] if same else sent, node
@@ -143,14 +143,16 @@ def _pairs(
 
 def _compare(edits: Sequence[Edit], axis: str) -> None:
     """Raise ScheduleError unless every message that is sent is received."""
-    found = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
-    for i, j in sorted({ends for each in found for ends in each}):
+    messages_of = [messages(edit.graph, i, axis) for i, edit in enumerate(edits)]
+    for i, j in sorted({ends for each in messages_of for ends in each}):
         if i == j or not 0 <= j < len(edits) or not 0 <= i < len(edits):
             raise ScheduleError(
                 f"stage {i} sends to stage {j} of {len(edits)} along {axis!r}",
                 fix="peers are positions along the axis, other than its own",
             )
-        ends = zip_longest(found[i].get((i, j), ()), found[j].get((i, j), ()))
+        ends = zip_longest(
+            messages_of[i].get((i, j), ()), messages_of[j].get((i, j), ())
+        )
         for number, (node, received) in enumerate(ends):
             one, other = (content(n) if n else None for n in (node, received))
             if one != other:

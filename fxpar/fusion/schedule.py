@@ -100,8 +100,8 @@ class Schedule:
 
     def __add__(self, other: Schedule) -> Schedule:
         default = asdict(DEFAULT)
-        said = {k: v for k, v in asdict(other.settings).items() if v != default[k]}
-        return Schedule(self.lines + other.lines, replace(self.settings, **said))
+        options = {k: v for k, v in asdict(other.settings).items() if v != default[k]}
+        return Schedule(self.lines + other.lines, replace(self.settings, **options))
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -123,11 +123,11 @@ class Schedule:
         return cls(tuple(lines), settings)
 
     @classmethod
-    def of(cls, given: Schedule | str | Path) -> Schedule:
+    def of(cls, source: Schedule | str | Path) -> Schedule:
         """A schedule, its text, or the file that holds it. Raises ScheduleError."""
-        if isinstance(given, Schedule):
-            return given
-        text = str(given)
+        if isinstance(source, Schedule):
+            return source
+        text = str(source)
         if "(" in text or not text.strip():
             return cls.parse(text)
         try:
@@ -157,26 +157,26 @@ def _setting_lines(settings: Settings) -> Iterator[Line]:
 
 def _with_settings(settings: Settings, line: Line) -> Settings:
     """The settings with what a line says. Raises ScheduleError."""
-    known, said = SETTINGS[line.verb], dict(line.options)
+    setting, options = SETTINGS[line.verb], dict(line.options)
     why = None
     if line.arguments or line.gives:
         why = f"it names no node, {line.arguments or line.gives} stand there"
-    for name, value in said.items():
-        if name not in known.fields:
-            why = f"{name}= is no option of it ({', '.join(known.fields)})"
-        elif not isinstance(value, int) or value < known.least:
-            why = f"{name} is {value}, not a number that is at least {known.least}"
-    if known.needs not in said:
-        why = why or f"{known.needs}= is missing"
+    for name, value in options.items():
+        if name not in setting.fields:
+            why = f"{name}= is no option of it ({', '.join(setting.fields)})"
+        elif not isinstance(value, int) or value < setting.least:
+            why = f"{name} is {value}, not a number that is at least {setting.least}"
+    if setting.needs not in options:
+        why = why or f"{setting.needs}= is missing"
     if why:
         error = ScheduleError(
-            f"{shown(line)}: {why}", fix=f"write it as in: {known.form}"
+            f"{shown(line)}: {why}", fix=f"write it as in: {setting.form}"
         )
         error.add_note(f"in the schedule: {shown(line)}")
         raise error
     default = asdict(DEFAULT)
-    fields = known.fields.items()
-    return replace(settings, **{f: said.get(name, default[f]) for name, f in fields})
+    fields = setting.fields.items()
+    return replace(settings, **{f: options.get(name, default[f]) for name, f in fields})
 
 
 def _written(argument: Argument) -> str:
@@ -224,7 +224,7 @@ def _argument(tree: ast.expr, bad: ScheduleError) -> Argument:
         case ast.Constant(value=str(value)):
             return value
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            found = [_argument(element, bad) for element in elements]
-            if all(isinstance(name, str) for name in found):
-                return tuple(map(str, found))
+            items = [_argument(element, bad) for element in elements]
+            if all(isinstance(name, str) for name in items):
+                return tuple(map(str, items))
     raise bad

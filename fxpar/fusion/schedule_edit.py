@@ -58,11 +58,15 @@ class Edit:
 
     def node(self, name: str) -> fx.Node:
         """The node that a line means. Raises ScheduleError if there is none."""
-        given = self.names.get(name)
-        found = self._index.get(given.name if given is not None else name)
-        if found is not None and given in (None, found):
-            return found
-        near = [known for known in self._index if name.rstrip("_0123456789") in known]
+        named = self.names.get(name)
+        node = self._index.get(named.name if named is not None else name)
+        if node is not None and named in (None, node):
+            return node
+        near = [
+            candidate
+            for candidate in self._index
+            if name.rstrip("_0123456789") in candidate
+        ]
         raise ScheduleError(
             f"the graph has no node named {name!r}",
             fix=f"names are such as {(near or list(self._index))[:5]}",
@@ -102,14 +106,14 @@ class Edit:
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Erase nodes that nobody reads, and of what only they read all but what has
         an effect besides."""
-        rest, there = list(nodes), set(self.graph.nodes)
-        while rest:
-            node = rest.pop()
-            kept = node.users or node.op in ("placeholder", "output")
-            if node in there and not kept:
-                rest += filter(node_legality.is_free, node.all_input_nodes)
+        pending, present = list(nodes), set(self.graph.nodes)
+        while pending:
+            node = pending.pop()
+            needed = node.users or node.op in ("placeholder", "output")
+            if node in present and not needed:
+                pending += filter(node_legality.is_free, node.all_input_nodes)
                 self.graph.erase_node(node)
-                there.discard(node)
+                present.discard(node)
 
 
 def refuse(verb: str, node: fx.Node, why: str, fix: str | None = None) -> ScheduleError:
@@ -139,7 +143,7 @@ def lift(
 
     Raises ScheduleError on a group whose axes are unknown.
     """
-    found = False
+    lifted = False
     for node in list(graph.nodes):
         if node.target not in _LIFT:
             continue
@@ -147,16 +151,16 @@ def lift(
         target, arguments = _LIFT[node.target]
         args = arguments(node)
         with graph.inserting_before(node), build.at(node):
-            made = collective_nodes.step(build, target, node.args[0], *args, axes)
+            step = collective_nodes.step(build, target, node.args[0], *args, axes)
         if target is collective_nodes.recv:
-            made.meta["fxpar_sent"] = frozenset(build.mesh.names)  # it may be anything
+            step.meta["fxpar_sent"] = frozenset(build.mesh.names)  # it may be anything
         name = node.name
-        _replace_waited(graph, node, made)
-        made.name = name  # which lines of a schedule call it by
-        found = True
-    if found:
+        _replace_waited(graph, node, step)
+        step.name = name  # which lines of a schedule call it by
+        lifted = True
+    if lifted:
         graph.lint()
-    return found
+    return lifted
 
 
 def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
@@ -168,19 +172,19 @@ def _axes(node: fx.Node, groups: Mapping[str, Axes], mesh: Mesh) -> Axes:
             fix='pass groups={name: axes}, or trace with a group named "fxpar:tp"',
         )
     axes = tuple(groups[name]) if name in groups else custom_ops.group_axes(name)
-    known = mesh.ordered(axes)
+    ordered = mesh.ordered(axes)
     if len(set(axes)) < len(axes):
         what = f"{node.name} communicates twice along one axis: {axes}"
         raise ScheduleError(what, fix=f"name axes of {mesh}, each once")
-    return known
+    return ordered
 
 
-def _replace_waited(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
+def _replace_waited(graph: fx.Graph, node: fx.Node, step: fx.Node) -> None:
     """Readers of the collective's result, behind one or more waits, read the step."""
     for user in list(node.users):
         if user.target is c10d.wait_tensor.default:
-            _replace_waited(graph, user, made)
-    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+            _replace_waited(graph, user, step)
+    node.replace_all_uses_with(step, delete_user_cb=lambda user: user is not step)
     graph.erase_node(node)
 
 

@@ -56,14 +56,14 @@ class SliceCut:
     # All-reduces that are split, and along which dim.
     split: dict[fx.Node, int]
     # Those that are not, of which ops on slices read slices.
-    kept: dict[fx.Node, int]
+    unsplit: dict[fx.Node, int]
     # Seconds.
     saved: float
 
     @property
     def starts(self) -> dict[fx.Node, int]:
         """The all-reduces that slices begin at."""
-        return {**self.split, **self.kept}
+        return {**self.split, **self.unsplit}
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,13 @@ class _Network:
         graph.sum_duplicates()
         graph.data = np.minimum(graph.data, _NEVER).astype(np.int32)
         flow = maximum_flow(graph, 0, 1)
-        left = (graph - flow.flow).tocsr()
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
+        residual = (graph - flow.flow).tocsr()
+        residual.data = np.maximum(residual.data, 0)
+        residual.eliminate_zeros()
         # What cannot reach the sink any more stands with the source.
-        reach = set(breadth_first_order(left.T.tocsr(), 1, return_predecessors=False))
+        reach = set(
+            breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)
+        )
         side = {key for key, i in self.number.items() if i not in reach}
         return side, flow.flow_value * unit
 
@@ -139,11 +141,11 @@ def cut(rows: Rows, prices: Prices, *, split: bool = False) -> SliceCut:
     sliced = tuple(op for op in rows.ops if op in side)
     read = {value for op in sliced for value in rows.ops[op]}
     dims = {value: rows.dims[value] for value in rows.reduced}
-    known = {value: dim for value, dim in dims.items() if dim is not None}
+    dim_of = {value: dim for value, dim in dims.items() if dim is not None}
     return SliceCut(
         sliced,
-        {value: dim for value, dim in known.items() if value in side},
-        {value: dim for value, dim in known.items() if value in read - side},
+        {value: dim for value, dim in dim_of.items() if value in side},
+        {value: dim for value, dim in dim_of.items() if value in read - side},
         before - after,
     )
 
@@ -172,16 +174,16 @@ def at_most(rows: Rows, prices: Prices) -> tuple[float, float]:
     """(seconds of ops that slices can save at most, seconds that collectives then take
     longer at least): all ops on slices, and gathers where something reads whole."""
     work = sum(prices.work(op, 1.0) - prices.work(op, prices.share) for op in rows.ops)
-    more = 0.0
+    longer = 0.0
     for value in rows.reduced:
-        more += prices.collective("reduce_scatter", value)
-        more -= prices.collective("all_reduce", value)
+        longer += prices.collective("reduce_scatter", value)
+        longer -= prices.collective("all_reduce", value)
     for value, dim in rows.dims.items():
-        made = value in rows.reduced or value in rows.makers
+        computed = value in rows.reduced or value in rows.makers
         whole = any(value not in rows.ops.get(user, ()) for user in value.users)
-        if made and whole and dim is not None:
-            more += prices.collective("all_gather", value)
-    return work, more
+        if computed and whole and dim is not None:
+            longer += prices.collective("all_gather", value)
+    return work, longer
 
 
 # What saves this share of what it costs comes near to pay.
@@ -194,22 +196,22 @@ def alternatives(cuts: Sequence[SliceCut]) -> list[tuple[SliceCut, ...]]:
     and the best region alone."""
 
     def leads(one: SliceCut) -> set[tuple[int, bool]]:
-        return {(dim, bool(one.kept)) for dim in one.starts.values()}
+        return {(dim, bool(one.unsplit)) for dim in one.starts.values()}
 
     firsts = dict.fromkeys(first for one in cuts for first in sorted(leads(one)))
-    out = []
+    sets = []
     for first in firsts:
         order = sorted(cuts, key=lambda one: first not in leads(one))
-        taken: set[fx.Node] = set()
-        some = []
+        starts: set[fx.Node] = set()
+        chosen = []
         for one in order:
-            if taken.isdisjoint(one.starts):
-                some.append(one)
-                taken.update(one.starts)
-        out.append(tuple(some))
-        if len(some) > 1:
-            out.append(tuple(some[:1]))
-    return out
+            if starts.isdisjoint(one.starts):
+                chosen.append(one)
+                starts.update(one.starts)
+        sets.append(tuple(chosen))
+        if len(chosen) > 1:
+            sets.append(tuple(chosen[:1]))
+    return sets
 
 
 def candidates(
@@ -220,23 +222,27 @@ def candidates(
     prices = _prices(mesh, axes, hardware)
     regions = rows_of(graph, mesh, axes, varying(graph))
     cuts = sorted(((cut(rows, prices), rows) for rows in regions), key=_saved)
-    out = [one for one, _ in cuts if one.starts and one.sliced]
+    paying = [one for one, _ in cuts if one.starts and one.sliced]
     # What splits every all-reduce may be slower by the sum of seconds and faster in a
     # step: more can run beside its gathers.
-    every = [cut(rows, prices, split=True) for one, rows in cuts if one.kept]
-    out += [one for one in every if one.sliced]
-    taken = {node for one in out for node in one.starts}
+    every = [cut(rows, prices, split=True) for one, rows in cuts if one.unsplit]
+    paying += [one for one in every if one.sliced]
+    starts = {node for one in paying for node in one.starts}
     near = []
     for one, rows in cuts:
-        work, more = at_most(rows, prices)
-        if one not in out and taken.isdisjoint(rows.reduced) and work > _NEAR * more:
+        work, longer = at_most(rows, prices)
+        if (
+            one not in paying
+            and starts.isdisjoint(rows.reduced)
+            and work > _NEAR * longer
+        ):
             near.append(
                 f"{'+'.join(axes)}: {len(rows.reduced)} all-reduces could be split "
                 f"and {len(rows.ops)} ops run on slices, which saves "
-                f"{work * 1e6:.4g} us of them and takes {more * 1e6:.4g} us more of "
+                f"{work * 1e6:.4g} us of them and takes {longer * 1e6:.4g} us more of "
                 f"communication"
             )
-    return out, near
+    return paying, near
 
 
 def _saved(pair: tuple[SliceCut, Rows]) -> float:
@@ -273,32 +279,32 @@ def _work(mesh: Mesh, hardware: Hardware) -> Callable[[fx.Node, float], float]:
 def lines_of(cuts: Sequence[SliceCut], start: int) -> Schedule:
     """Cuts as verbs: every all-reduce split, or cut where it is kept, then all ops
     across the gathers; who reads whole what was cut reads it as it was."""
-    out: list[Line] = []
-    for found in cuts:
-        gathers, again = [], []
-        for node, dim in found.starts.items():
-            number = start + len(out)
+    lines: list[Line] = []
+    for one in cuts:
+        gathers, cut_gathers = [], []
+        for node, dim in one.starts.items():
+            number = start + len(lines)
             gathers.append(f"gather_{number}")
             gives = f"scatter_{number}", gathers[-1]
             where = ("dim", dim)
-            if node in found.split:
-                out.append(Line("split", (node.name,), (where,), gives))
+            if node in one.split:
+                lines.append(Line("split", (node.name,), (where,), gives))
                 continue
             axes = ("axes", "_and_".join(collective_nodes.axes_of(node)))
-            out.append(Line("cut", (node.name,), (axes, where), gives))
-            again.append(gathers[-1])
-        names = tuple(op.name for op in found.sliced)
-        out.append(Line("reorder", (names, *gathers)))
-        out += [Line("drop", (gather,)) for gather in again]
-    return Schedule(tuple(out))
+            lines.append(Line("cut", (node.name,), (axes, where), gives))
+            cut_gathers.append(gathers[-1])
+        names = tuple(op.name for op in one.sliced)
+        lines.append(Line("reorder", (names, *gathers)))
+        lines += [Line("drop", (gather,)) for gather in cut_gathers]
+    return Schedule(tuple(lines))
 
 
 def described(axes: tuple[str, ...], cuts: Sequence[SliceCut]) -> str:
     """What cuts do, for the notes on near misses."""
-    split = sum(len(found.split) for found in cuts)
-    kept = sum(len(found.kept) for found in cuts)
-    sliced = sum(len(found.sliced) for found in cuts)
-    also = f", taking slices of {kept} others" if kept else ""
+    split = sum(len(one.split) for one in cuts)
+    cut_only = sum(len(one.unsplit) for one in cuts)
+    sliced = sum(len(one.sliced) for one in cuts)
+    also = f", taking slices of {cut_only} others" if cut_only else ""
     return (
         f"{'+'.join(axes)}: splitting {split} all-reduces{also} and running {sliced} "
         "ops on slices"

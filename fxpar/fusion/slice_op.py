@@ -56,7 +56,7 @@ class SlicePart:
 
 
 @dataclass(frozen=True)
-class Made:
+class SlicedResult:
     """The op on slices: ``node``, and for each of its results the dim that is sliced
     (None: the result is whole, and equal on all ranks of the axes)."""
 
@@ -90,7 +90,9 @@ class Cutter:
         self._rules = RuleReader()
         self._cuts: dict[tuple[fx.Node, int], fx.Node] = {}
 
-    def on_parts(self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]) -> Made:
+    def on_parts(
+        self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]
+    ) -> SlicedResult:
         """Append ``node`` on slices of those of its operands that ``parts`` has.
 
         Raises Refused. Operands that are not in ``parts`` are read as they are.
@@ -98,33 +100,35 @@ class Cutter:
         if collective_nodes.is_step(node):
             return self._step(node, parts)
         rule = self._rule(node)
-        cut = [
+        factors = [
             self._factor(rule, dims, parts[n].dim)
             for n, dims in zip(tensor_nodes(node), rule.operands, strict=True)
             if n in parts
         ]
-        return self._run(node, rule, cut, parts)
+        return self._run(node, rule, factors, parts)
 
     def _run(
         self,
         node: fx.Node,
         rule: Rule,
-        cut: Sequence[str],
+        factors: Sequence[str],
         parts: Mapping[fx.Node, SlicePart],
-    ) -> Made:
-        """``node`` where slices ``cut`` these factors."""
+    ) -> SlicedResult:
+        """``node`` where slices cut ``factors``."""
         operands = tensor_nodes(node)
         for number in set(node.all_input_nodes).difference(operands):
             self._check_equal(number)
-        strategy = self._strategy(rule, cut)
+        strategy = self._strategy(rule, factors)
         reads = tuple(operand_spec(rule, strategy, i) for i in range(len(operands)))
-        made = tuple(result_spec(rule, strategy, i) for i in range(len(rule.results)))
+        results = tuple(
+            result_spec(rule, strategy, i) for i in range(len(rule.results))
+        )
         args = [
             self._operand(n, spec, parts)
             for n, spec in zip(operands, reads, strict=True)
         ]
-        result = self._call(node, rule, reads, made, iter(args))
-        return self._finish(node, result, made)
+        result = self._call(node, rule, reads, results, iter(args))
+        return self._reduced(node, result, results)
 
     def _rule(self, node: fx.Node) -> Rule:
         if node.op != "call_function" or not tensors_of(node.meta.get("val")):
@@ -132,36 +136,36 @@ class Cutter:
         if bodies_of(node):
             raise Refused("runs graphs of its own, which no verb looks into")
         try:
-            rule, known = self._rules(node)
+            rule, has_rule = self._rules(node)
         except RuleError as error:
             raise Refused(error.what) from error
-        if not known:
+        if not has_rule:
             raise Refused("has no sharding rule")
         return rule
 
-    def _strategy(self, rule: Rule, cut: Sequence[str]) -> Strategy:
+    def _strategy(self, rule: Rule, factors: Sequence[str]) -> Strategy:
         """All axes on the one factor that slices cut."""
-        if len(set(cut)) != 1:
-            raise Refused(f"would be cut along {sorted(set(cut))} at once")
-        factor, mesh = cut[0], self.build.mesh
+        if len(set(factors)) != 1:
+            raise Refused(f"would be cut along {sorted(set(factors))} at once")
+        factor, mesh = factors[0], self.build.mesh
         if factor in rule.whole:
             raise Refused("reads all of the dim that is sliced")
         if factor in rule.exchanged:
             raise Refused("reads rows around each slice")
         if rule.size[factor] % self.grain:
             raise Refused("would cut through the parts that slices are made of")
-        found = {factor: self.axes}
-        if not all(expressible(t, found, rule.size, mesh) for t in rule.tensors):
+        assignment = {factor: self.axes}
+        if not all(expressible(t, assignment, rule.size, mesh) for t in rule.tensors):
             raise Refused("would not have contiguous slices")
         return Strategy(((factor, self.axes),))
 
     def _factor(self, rule: Rule, dims: Dims, dim: int) -> str:
         """The factor that slices of ``dim`` of a tensor with these factors cut."""
         spec = Spec.of([self.axes if d == dim else () for d in range(len(dims))])
-        found = project(dims, spec, rule.size, self.build.mesh)
-        if list(found.values()) != [self.axes]:
+        factors = project(dims, spec, rule.size, self.build.mesh)
+        if list(factors.values()) != [self.axes]:
             raise Refused("reads all of the dim that is sliced")
-        return next(iter(found))
+        return next(iter(factors))
 
     def _operand(
         self, node: fx.Node, spec: Spec, parts: Mapping[fx.Node, SlicePart]
@@ -191,27 +195,27 @@ class Cutter:
             return source
         if (node, dim) not in self._cuts:
             pulls = node in self.pull and isinstance(node.meta["val"], torch.Tensor)
-            made = self._pulled(node, dim) if pulls else self.cut(node, dim)
-            self._cuts[node, dim] = made
+            piece = self._pulled(node, dim) if pulls else self.cut(node, dim)
+            self._cuts[node, dim] = piece
         return self._cuts[node, dim]
 
     def _pulled(self, node: fx.Node, dim: int) -> fx.Node:
         """The slice of a value, computed on slices."""
         try:
             with self.build.at(node):
-                made = self._backwards(node, dim)
+                pulled = self._backwards(node, dim)
         except Refused as error:
             raise Refused(f"needs {node.name} on slices, which {error}") from error
-        self.pulled[node] = made.node
-        return made.node
+        self.pulled[node] = pulled.node
+        return pulled.node
 
-    def _backwards(self, node: fx.Node, dim: int) -> Made:
+    def _backwards(self, node: fx.Node, dim: int) -> SlicedResult:
         if collective_nodes.is_step(node):
             source: Any = node.args[0]
             return self._step(node, {source: SlicePart(self.sliced(source, dim), dim)})
         rule = self._rule(node)
-        cut = self._factor(rule, rule.results[0], dim)
-        return self._run(node, rule, [cut], {})
+        factor = self._factor(rule, rule.results[0], dim)
+        return self._run(node, rule, [factor], {})
 
     def _cut(self, node: fx.Node, dim: int) -> fx.Node:
         return collective_nodes.step(
@@ -223,7 +227,7 @@ class Cutter:
         node: fx.Node,
         rule: Rule,
         reads: tuple[Spec, ...],
-        made: tuple[Spec, ...],
+        results: tuple[Spec, ...],
         args: Any,
     ) -> fx.Node:
         values = [*tensor_nodes(node)]
@@ -234,32 +238,34 @@ class Cutter:
             return next(args) if isinstance(n.meta.get("val"), torch.Tensor) else n
 
         new_args, new_kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-        call = LocalCall(self.build, node, rule, reads, made, tuple(shapes))
+        call = LocalCall(self.build, node, rule, reads, results, tuple(shapes))
         try:
             return local_form(call, new_args, new_kwargs)
         except (PlanError, RuntimeError, ValueError) as error:
             raise Refused(f"has no form on slices: {error}") from error
 
-    def _finish(self, node: fx.Node, result: fx.Node, made: tuple[Spec, ...]) -> Made:
+    def _reduced(
+        self, node: fx.Node, result: fx.Node, results: tuple[Spec, ...]
+    ) -> SlicedResult:
         """Check shapes; reduce a result of summands."""
         mesh = self.build.mesh
         whole = tensors_of(node.meta["val"])
-        got = tensors_of(result.meta["val"])
-        for spec, want, have in zip(made, whole, got, strict=True):
+        local = tensors_of(result.meta["val"])
+        for spec, want, have in zip(results, whole, local, strict=True):
             if tuple(have.shape) != spec.local_shape(mesh, want.shape):
                 raise Refused(f"has no form on slices of {list(want.shape)}")
-        if any(spec.partial for spec in made):
+        if any(spec.partial for spec in results):
             if not isinstance(node.meta["val"], torch.Tensor):
                 raise Refused("gives several results that would have to be reduced")
-            ((_, op), *_) = made[0].partial
+            ((_, op), *_) = results[0].partial
             result = collective_nodes.step(
                 self.build, collective_nodes.all_reduce, result, op, self.axes
             )
-            return Made(result, (None,))
-        where = [[d for d, axes in enumerate(spec.dims) if axes] for spec in made]
-        return Made(result, tuple(dims[0] if dims else None for dims in where))
+            return SlicedResult(result, (None,))
+        where = [[d for d, axes in enumerate(spec.dims) if axes] for spec in results]
+        return SlicedResult(result, tuple(dims[0] if dims else None for dims in where))
 
-    def _step(self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]) -> Made:
+    def _step(self, node: fx.Node, parts: Mapping[fx.Node, SlicePart]) -> SlicedResult:
         """A step over other axes, which does to every slice what it does to the
         whole."""
         source: Any = node.args[0]
@@ -271,24 +277,26 @@ class Cutter:
         numbers = [a for a in node.args[1:-1] if isinstance(a, int)]
         if part.dim in numbers:
             raise Refused("moves the dim that is sliced")
-        made = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
-        return Made(made, (part.dim,))
+        step = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
+        return SlicedResult(step, (part.dim,))
 
 
-def results_of(node: fx.Node, made: Made) -> dict[fx.Node, tuple[fx.Node, int | None]]:
+def results_of(
+    node: fx.Node, sliced: SlicedResult
+) -> dict[fx.Node, tuple[fx.Node, int | None]]:
     """What was made of ``node``, by the nodes that stand for its results: itself, or
     those that take the elements of its tuple. Raises Refused."""
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
-        return {node: (made.node, made.dims[0])}
+        return {node: (sliced.node, sliced.dims[0])}
     tensors = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
-    dims = dict(zip(tensors, made.dims, strict=True))
-    out = {}
-    for taken in list(node.users):
-        if taken.target is not operator.getitem:
-            raise Refused(f"gives a tuple that {taken.name} reads")
-        position: Any = taken.args[1]
-        copy = node.graph.call_function(operator.getitem, (made.node, position))
-        copy.meta = {**taken.meta, "val": made.node.meta["val"][position]}
-        out[taken] = copy, dims.get(position)
-    return out
+    dims = dict(zip(tensors, sliced.dims, strict=True))
+    slices = {}
+    for item in list(node.users):
+        if item.target is not operator.getitem:
+            raise Refused(f"gives a tuple that {item.name} reads")
+        position: Any = item.args[1]
+        copy = node.graph.call_function(operator.getitem, (sliced.node, position))
+        copy.meta = {**item.meta, "val": sliced.node.meta["val"][position]}
+        slices[item] = copy, dims.get(position)
+    return slices

@@ -104,15 +104,15 @@ def rows_of(graph: fx.Graph, mesh: Mesh, axes: Axes, varies: Varies) -> list[Row
                 rows.put(node, dim)
                 rows.reduced += [node] if node not in rows.reduced[-1:] else []
     for tie in ties:
-        found = groups.get(sets.find(tie.tokens[0]))
-        if found is None:
+        group = groups.get(sets.find(tie.tokens[0]))
+        if group is None:
             continue
         for value, dim in tie.tokens:
-            found.put(value, dim)
-        found.ops.setdefault(tie.node, set()).update(v for v, _ in tie.reads)
-        found.makers.update((value, tie.node) for value, _ in tie.makes)
+            group.put(value, dim)
+        group.ops.setdefault(tie.node, set()).update(v for v, _ in tie.reads)
+        group.makers.update((value, tie.node) for value, _ in tie.makes)
         if not tie.makes:
-            found.sums.add(tie.node)
+            group.sums.add(tie.node)
     return list(groups.values())
 
 
@@ -134,10 +134,10 @@ def _all_ties(
         if results is None:
             continue
         try:
-            rule, known = rules(node)
+            rule, has_rule = rules(node)
         except RuleError:
             continue
-        if known and not rule.accumulates:
+        if has_rule and not rule.accumulates:
             for factor in (f for f in rule.free if f not in rule.exchanged):
                 tie = _tie(node, rule, factor, mesh, axes, results)
                 if tie is not None:
@@ -151,11 +151,11 @@ def _results(node: fx.Node) -> list[fx.Node | None] | None:
         return [node]
     if not isinstance(value, (tuple, list)):
         return None
-    taken = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-    if len(taken) != len(node.users):
+    items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    if len(items) != len(node.users):
         return None
     positions = [i for i, v in enumerate(value) if isinstance(v, torch.Tensor)]
-    return [taken.get(i) for i in positions]
+    return [items.get(i) for i in positions]
 
 
 def _tie(
@@ -203,7 +203,7 @@ def _step_ties(node: fx.Node, axes: Axes) -> Iterator[_Tie]:
     """A step over other axes ties the dims that it leaves as they are."""
     source: Any = node.args[0]
     if not set(collective_nodes.axes_of(node)) & set(axes):
-        moved = [a for a in node.args[1:-1] if isinstance(a, int)]
+        step_dims = [a for a in node.args[1:-1] if isinstance(a, int)]
         for dim in range(node.meta["val"].dim()):
-            if dim not in moved:
+            if dim not in step_dims:
                 yield _Tie(node, ((source, dim),), ((node, dim),))

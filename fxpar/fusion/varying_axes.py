@@ -36,43 +36,43 @@ _EQUAL = {collective_nodes.all_reduce, collective_nodes.all_gather}
 def varying(graph: fx.Graph) -> Varies:
     """Raises ScheduleError if an input does not know its spec."""
     inputs = graph.find_nodes(op="placeholder")
-    out = {node: of_spec(node) for node in inputs}
-    _through(graph, out)
-    return out
+    varies = {node: of_spec(node) for node in inputs}
+    _through(graph, varies)
+    return varies
 
 
-def _through(graph: fx.Graph, out: Varies) -> None:
+def _through(graph: fx.Graph, varies: Varies) -> None:
     """Add what the nodes of a graph vary over, its inputs being known."""
     # Of what gives several values: over what each of them varies.
     each: dict[Any, list[Axes]] = {}
     for node in graph.nodes:
-        read = _of_any(out[n] for n in node.all_input_nodes)
+        read = _of_any(varies[n] for n in node.all_input_nodes)
         if node.op == "placeholder":
             continue
         if node.target is operator.getitem and node.args[0] in each:
-            out[node] = each[node.args[0]][node.args[1]]
+            varies[node] = each[node.args[0]][node.args[1]]
         elif isinstance(node.target, CallableRegion):
-            each[node] = _of_region(node, out)
-            out[node] = _of_any(each[node])
+            each[node] = _of_region(node, varies)
+            varies[node] = _of_any(each[node])
         elif node.target is _GATHERED:
-            each[node] = _of_gathered(node, out)
-            out[node] = _of_any(each[node])
+            each[node] = _of_gathered(node, varies)
+            varies[node] = _of_any(each[node])
         elif node.target in PRODUCTS:
-            out[node] = read | set(custom_ops.group_axes(node.args[-1]))
+            varies[node] = read | set(custom_ops.group_axes(node.args[-1]))
         elif node.target in custom_ops.PLACES:
-            out[node] = frozenset(node.args[1])
+            varies[node] = frozenset(node.args[1])
         elif (body := body_of(node)) is not None:
             nodes = all_nodes(body.graph)
             inside = (n for n in nodes if n.target in custom_ops.PLACES)
-            out[node] = frozenset[str]().union(*(n.args[1] for n in inside))
+            varies[node] = frozenset[str]().union(*(n.args[1] for n in inside))
         elif node.target is collective_nodes.recv:
-            out[node] = node.meta["fxpar_sent"]
+            varies[node] = node.meta["fxpar_sent"]
         elif node.target in _EQUAL:
-            out[node] = read - set(collective_nodes.axes_of(node))
+            varies[node] = read - set(collective_nodes.axes_of(node))
         elif collective_nodes.is_step(node):
-            out[node] = read | set(collective_nodes.axes_of(node))
+            varies[node] = read | set(collective_nodes.axes_of(node))
         else:
-            out[node] = read
+            varies[node] = read
 
 
 _GATHERED = torch.ops.fxpar.gather_matmul.default
@@ -82,21 +82,21 @@ def _of_any(several: Any) -> Axes:
     return frozenset[str]().union(*several)
 
 
-def _of_region(node: fx.Node, out: Varies) -> list[Axes]:
+def _of_region(node: fx.Node, varies: Varies) -> list[Axes]:
     """Of each result of a region, whose nodes may cut and communicate."""
     region: Any = node.target
     inputs = region.graph.find_nodes(op="placeholder")
-    out.update(zip(inputs, (out[n] for n in node.args), strict=True))
-    _through(region.graph, out)
+    varies.update(zip(inputs, (varies[n] for n in node.args), strict=True))
+    _through(region.graph, varies)
     results: Any = region.graph.output_node().args[0]
-    return [out[result] for result in results]
+    return [varies[result] for result in results]
 
 
-def _of_gathered(node: fx.Node, out: Varies) -> list[Axes]:
+def _of_gathered(node: fx.Node, varies: Varies) -> list[Axes]:
     """Of what was gathered, and of its products."""
     x, weights, *_, group = node.args
-    whole = out[x] - set(custom_ops.group_axes(group))
-    return [whole, *(whole | out[w] for w in weights)]
+    whole = varies[x] - set(custom_ops.group_axes(group))
+    return [whole, *(whole | varies[w] for w in weights)]
 
 
 def of_spec(node: fx.Node) -> Axes:

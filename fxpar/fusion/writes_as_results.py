@@ -36,7 +36,7 @@ class Write:
 def lift(graph: fx.Graph) -> tuple[Write, ...]:
     """Take writes off a graph, in place; their values are results, behind its own."""
     output = graph.output_node()
-    found: list[Write] = []
+    writes: list[Write] = []
     values: list[Any] = []
     results = _results(output)
     for node in graph.find_nodes(op="call_function", target=_WRITE):
@@ -44,15 +44,15 @@ def lift(graph: fx.Graph) -> tuple[Write, ...]:
         last = target.op == "placeholder" and set(node.users) <= {output}
         if last and isinstance(value, fx.Node) and not _read_behind(target, node):
             returned = tuple(i for i, x in enumerate(results) if x is node)
-            found.append(Write(target.name, dict(node.meta), returned))
+            writes.append(Write(target.name, dict(node.meta), returned))
             values.append(value)
             node.replace_all_uses_with(value)
             graph.erase_node(node)
-    if found:
+    if writes:
         several = isinstance(output.args[0], (list, tuple))
         output.args = ((*_results(output), *values),)
         output.meta = output.meta | {"fxpar_single": not several}
-    return tuple(found)
+    return tuple(writes)
 
 
 def put(graph: fx.Graph, writes: Sequence[Write]) -> None:
@@ -61,16 +61,16 @@ def put(graph: fx.Graph, writes: Sequence[Write]) -> None:
         return
     output = graph.output_node()
     results: Any = output.args[0]
-    kept, values = list(results[: -len(writes)]), results[-len(writes) :]
+    own_results, values = list(results[: -len(writes)]), results[-len(writes) :]
     inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
     with graph.inserting_before(output):
         for write, value in zip(writes, values, strict=True):
             node = graph.call_function(_WRITE, (inputs[write.target], value))
             node.meta = dict(write.meta)
             for i in write.returned:
-                kept[i] = node
+                own_results[i] = node
     single = output.meta.pop("fxpar_single")
-    output.args = (kept[0] if single else tuple(kept),)
+    output.args = (own_results[0] if single else tuple(own_results),)
     graph.lint()
 
 

@@ -96,11 +96,11 @@ def assign_stages(
             f"too few for {count} stages",
             fix=f"leave {axis} out of the mesh, or give the ranks another axis",
         )
-    priced = replace(priced, once=_once(graph, kinds))
-    late = [n for n in graph.nodes if n in kinds.backward]
-    share = 1.0 + (sum(map(priced.seconds, late)) / _total(chain, priced))
+    priced = replace(priced, once=_gradient_steps(graph, kinds))
+    backward = [n for n in graph.nodes if n in kinds.backward]
+    share = 1.0 + (sum(map(priced.seconds, backward)) / _total(chain, priced))
     seconds = [priced.seconds(node) * share for node in chain]
-    trains = 2 if late else 1
+    trains = 2 if backward else 1
     crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
     crossing = _between_ops(chain, crossing, count)
     cuts = (*cut_chain(seconds, crossing, count, priced.microbatches), len(chain))
@@ -118,18 +118,18 @@ def assign_stages(
     return _stages(graph, program, priced, places, kinds)
 
 
-def _once(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
+def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
     """Steps on gradients of weights: what is made of them is a result, or the update.
     These are accumulated first."""
     ends: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         passes = node in kinds.backward or is_loose_view(node)
-        if passes and all(x in ends or _ends(x, kinds) for x in node.users):
+        if passes and all(x in ends or _is_end(x, kinds) for x in node.users):
             ends.add(node)
     return frozenset(n for n in ends if steps.is_step(n))
 
 
-def _ends(node: fx.Node, kinds: Kinds) -> bool:
+def _is_end(node: fx.Node, kinds: Kinds) -> bool:
     return node.op == "output" or node in kinds.everywhere
 
 
@@ -182,7 +182,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
     every = frozenset(range(count))
-    there = _where_read(graph, kinds, every)
+    stages_with = _stages_with_value(graph, kinds, every)
     forward = _stage_of_op(kinds)
     for node in graph.nodes:
         if node in kinds.backward:
@@ -191,17 +191,17 @@ def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
                 base = shown(source)
                 node.meta[STAGE] = base.meta[STAGE]
                 continue
-            limit, held = count - 1, every
+            limit, common = count - 1, every
             for read in map(shown, node.all_input_nodes):
                 home = home_of(read)
                 if home is not None and home.phase == BACKWARD:
                     limit = min(limit, home.stage)
                 else:
-                    held = held & there.get(read, every)
-            mine = forward.get(node.meta.get("seq_nr"))
-            fit = [stage for stage in held if stage <= limit]
-            found = max(fit, default=limit) if mine is None else min(mine, limit)
-            node.meta[STAGE] = StageHome(BACKWARD, found)
+                    common = common & stages_with.get(read, every)
+            own = forward.get(node.meta.get("seq_nr"))
+            candidates = [at for at in common if at <= limit]
+            stage = max(candidates, default=limit) if own is None else min(own, limit)
+            node.meta[STAGE] = StageHome(BACKWARD, stage)
 
 
 def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
@@ -215,7 +215,7 @@ def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
     return out
 
 
-def _where_read(
+def _stages_with_value(
     graph: fx.Graph, kinds: Kinds, every: frozenset[int]
 ) -> dict[fx.Node, frozenset[int]]:
     """The stages at which a value is there in the forward: where it is made, or read.
@@ -225,22 +225,22 @@ def _where_read(
         home = home_of(node)
         if node in kinds.backward or node in kinds.everywhere or node.op == "output":
             continue
-        mine = {home.stage} if home is not None else read.get(node, set())
+        stages = {home.stage} if home is not None else read.get(node, set())
         for operand in node.all_input_nodes:
-            read.setdefault(operand, set()).update(mine)
-    there: dict[fx.Node, frozenset[int]] = {}
+            read.setdefault(operand, set()).update(stages)
+    stages_with: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         home = home_of(node)
         if node in kinds.weights:
-            there[node] = frozenset(read.get(node, ())) or every
+            stages_with[node] = frozenset(read.get(node, ())) or every
         elif home is not None and home.phase == FORWARD:
-            there[node] = frozenset((home.stage, *read.get(node, ())))
+            stages_with[node] = frozenset((home.stage, *read.get(node, ())))
         elif node.op == "call_function" and home is None:
-            held = every
+            common = every
             for operand in node.all_input_nodes:
-                held = held & there.get(operand, every)
-            there[node] = held
-    return there
+                common = common & stages_with.get(operand, every)
+            stages_with[node] = common
+    return stages_with
 
 
 def _stages(
@@ -262,10 +262,10 @@ def _stages(
         seconds[home.stage][home.phase] += priced.seconds(node)
         for weight in _weights_of(node, kinds):
             read[home.stage][weight] = kinds.weights[weight]
-        others = {at.stage for at in map(home_of, _readers(node, kinds)) if at}
-        others.discard(home.stage)
-        others.discard(ALL.stage)
-        sent[home.stage] += bytes_of(node) * len(others) // priced.microbatches
+        reading_stages = {at.stage for at in map(home_of, _readers(node, kinds)) if at}
+        reading_stages.discard(home.stage)
+        reading_stages.discard(ALL.stage)
+        sent[home.stage] += bytes_of(node) * len(reading_stages) // priced.microbatches
     return tuple(
         PipelineStage(
             i,
@@ -283,23 +283,23 @@ def _stages(
 
 def _readers(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """What reads a node, through views."""
-    out, rest = list[fx.Node](), [node]
-    while rest:
-        for user in rest.pop().users:
-            (rest if is_loose_view(user) else out).append(user)
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            (stack if is_loose_view(user) else out).append(user)
     return out
 
 
 def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """The weights that a node reads, through what is computed where it is read."""
     out: dict[fx.Node, None] = {}
-    rest, seen = [*node.all_input_nodes], set[fx.Node]()
-    while rest:
-        read = rest.pop()
+    stack, seen = [*node.all_input_nodes], set[fx.Node]()
+    while stack:
+        read = stack.pop()
         if read in seen or home_of(read) is not None:
             continue
         seen.add(read)
         if read in kinds.weights:
             out[read] = None
-        rest += read.all_input_nodes
+        stack += read.all_input_nodes
     return list(out)

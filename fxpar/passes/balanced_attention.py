@@ -42,10 +42,10 @@ def _backward(
 ) -> Tensors:  # fmt: skip
     """Gradients of both sets of queries, of keys and of values."""
     differentiate = ours.causal_attention_backward
-    given = near_grad, near, k, v, near_out, near_lse, near_ahead, scale
-    near_dq, near_dk, near_dv = differentiate(*given)
-    given = far_grad, far, k, v, far_out, far_lse, far_ahead, scale
-    far_dq, far_dk, far_dv = differentiate(*given)
+    arguments = near_grad, near, k, v, near_out, near_lse, near_ahead, scale
+    near_dq, near_dk, near_dv = differentiate(*arguments)
+    arguments = far_grad, far, k, v, far_out, far_lse, far_ahead, scale
+    far_dq, far_dk, far_dv = differentiate(*arguments)
     return near_dq, far_dq, near_dk + far_dk, near_dv + far_dv
 
 

@@ -78,10 +78,10 @@ class _Draws:
     # What was drawn, in order.
     drawn: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def next(self, device: Any, *what: Any) -> torch.Tensor:
-        """A seed that no other draw of this body has. ``what``: it is to draw."""
+    def next(self, device: Any, *request: Any) -> torch.Tensor:
+        """A seed that no other draw of this body has. ``request``: of what draw."""
         count = len(self.drawn)
-        self.drawn.append(what)
+        self.drawn.append(request)
         place = -1 - count if self.down else count
         seed = self.seed if place == 0 else self.seed + place
         device = torch.device(device or torch.get_default_device())
@@ -242,14 +242,14 @@ def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
     if not _draws(call, args):
         return args, 0
     seeds = _new_seeds(call.seeds(args), _device(args))
-    given = list(args)
-    given[call.seed] = (*args[call.seed], seeds)
+    seeded_args = list(args)
+    seeded_args[call.seed] = (*args[call.seed], seeds)
     place = sum(len(args[g]) for g in call.inputs if g <= call.seed)
     for i in call.bodies:
-        given[i] = with_seed(args[i], place, hands_on=call.carried)
+        seeded_args[i] = with_seed(args[i], place, hands_on=call.carried)
     if call.test is not None:
-        given[call.test] = with_seed(args[call.test], place, down=True)
-    return tuple(given), int(call.carried)
+        seeded_args[call.test] = with_seed(args[call.test], place, down=True)
+    return tuple(seeded_args), int(call.carried)
 
 
 def with_seed(
@@ -259,15 +259,15 @@ def with_seed(
     that of the next step.
 
     It raises PlanError if it draws something else when it is traced for a backward."""
-    before: list[list[tuple[Any, ...]]] = []
+    draws_of_runs: list[list[tuple[Any, ...]]] = []
 
     def seeded(*inputs: Any) -> Any:
         seed = inputs[place]
-        others = (*inputs[:place], *inputs[place + 1 :])
+        operands = (*inputs[:place], *inputs[place + 1 :])
         draws = _Draws(seed, down=down)
-        results = _run(body, draws, others)
-        before.append(draws.drawn)
-        if before[0] != draws.drawn:
+        results = _run(body, draws, operands)
+        draws_of_runs.append(draws.drawn)
+        if draws_of_runs[0] != draws.drawn:
             what = "random numbers inside a branch or loop are drawn in another order"
             raise PlanError(f"{what} in its backward", fix=_FIX)
         return (*results, seed + STEP) if hands_on else results

@@ -57,30 +57,32 @@ def absorb(graph: fx.Graph, fake_mode: Any, mesh: Mesh) -> Boundaries:
     Raises MeshError if a parameter rests on another mesh, PlanError if the program
     computes with one rank's part.
     """
-    found, rewriter = Boundaries(), Builder(graph, fake_mode)
+    boundaries, rewriter = Boundaries(), Builder(graph, fake_mode)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     places = {node: i for i, node in enumerate(inputs)}
     for node in list(graph.nodes):
         if node.target is torch.ops.fxpar.to_global.default:
-            _enter(node, places, found, rewriter, mesh)
+            _enter(node, places, boundaries, rewriter, mesh)
     leaving: dict[fx.Node, Spec] = {}
-    taken = {_owner(x) for x in graph.output_node().args[0] if isinstance(x, fx.Node)}
+    result_owners = {
+        _owner(x) for x in graph.output_node().args[0] if isinstance(x, fx.Node)
+    }
     for node in list(graph.nodes):
         if node.target is torch.ops.fxpar.to_local.default:
-            _leave(node, leaving, taken, rewriter)
+            _leave(node, leaving, result_owners, rewriter)
         elif node.op == "output":
             for k, arg in enumerate(node.args[0]):
                 if isinstance(arg, fx.Node) and arg in leaving:
-                    found.gradients[k] = leaving[arg]
+                    boundaries.gradients[k] = leaving[arg]
         elif any(arg in leaving for arg in node.all_input_nodes):
             _carry(node, leaving, rewriter)
-    return found
+    return boundaries
 
 
 def _enter(
     node: fx.Node,
     places: dict[fx.Node, int],
-    found: Boundaries,
+    boundaries: Boundaries,
     rewriter: Builder,
     mesh: Mesh,
 ) -> None:
@@ -92,11 +94,11 @@ def _enter(
             where=user_line(node),
             fix="give fxpar.shard and torch.compile one mesh, best by FXPAR_MESH alone",
         )
-    between = []
+    views = []
     while local not in places:
         if not op_facts_of(local.target).renames:
             raise _looks_inside(local)
-        between.append(local)
+        views.append(local)
         local = local.args[0]
     value = local.meta["val"]
     with rewriter.fake_mode:
@@ -104,9 +106,9 @@ def _enter(
     whole.requires_grad_(value.requires_grad)
     local.meta["val"] = whole
     local.meta.pop("tensor_meta", None)
-    found.inputs[places[local]] = (Spec.parse(spec), tuple(hint.split(",")))
+    boundaries.inputs[places[local]] = (Spec.parse(spec), tuple(hint.split(",")))
     rewriter.replace(node, local)
-    for view in between:
+    for view in views:
         if not view.users:
             rewriter.graph.erase_node(view)
 
@@ -114,21 +116,21 @@ def _enter(
 def _leave(
     node: fx.Node,
     leaving: dict[fx.Node, Spec],
-    taken: set[fx.Node],
+    result_owners: set[fx.Node],
     rewriter: Builder,
 ) -> None:
     """The gradient itself, in global shape, for its part. It owns its memory, since
-    autograd adds to it in place: ``taken`` are values that others have as results."""
+    autograd adds to it in place: ``result_owners`` hold other results."""
     x, spec, _, reduce = node.args
     if Spec.parse(spec).partial:
         reduce = ""  # nothing is reduced yet
     if reduce and x.meta["val"].dtype != getattr(torch, reduce):
         convert = torch.ops.prims.convert_element_type.default
         with rewriter.before(node):
-            own = x.meta["val"].dtype
+            own_dtype = x.meta["val"].dtype
             x = rewriter.call(convert, x, getattr(torch, reduce))
             x.meta["fxpar_reduce_here"] = True
-            x = rewriter.call(convert, x, own)
+            x = rewriter.call(convert, x, own_dtype)
     elif reduce:
         x.meta["fxpar_reduce_here"] = True
     # A node of its own, since one value may be the gradient of parameters that rest
@@ -139,12 +141,12 @@ def _leave(
     )
     expanded = any(size > 1 and not stride for size, stride in strides)
     with rewriter.before(node):
-        if expanded or owner in taken or owner.op == "placeholder":
+        if expanded or owner in result_owners or owner.op == "placeholder":
             contiguous = {"memory_format": torch.contiguous_format}
             copy = rewriter.call(aten.clone.default, x, **contiguous)
         else:
             copy = rewriter.call(aten.alias.default, x)
-    taken.add(owner)
+    result_owners.add(owner)
     rewriter.replace(node, copy)
     leaving[copy] = Spec.parse(spec)
 
@@ -163,8 +165,8 @@ def _carry(node: fx.Node, leaving: dict[fx.Node, Spec], rewriter: Builder) -> No
     """A step of a gradient from its crossing to the border, in global shape."""
     specs = {leaving.get(arg) for arg in node.all_input_nodes}
     facts = op_facts_of(node.target)
-    plain = facts.renames or facts.casts or node.target in _ON_GRADIENTS
-    if len(specs) > 1 or not plain:
+    may_carry = facts.renames or facts.casts or node.target in _ON_GRADIENTS
+    if len(specs) > 1 or not may_carry:
         raise _looks_inside(node)
     if facts.renames:
         rewriter.replace(node, node.args[0])

@@ -61,16 +61,20 @@ def bucket(
     """Join collectives, in place; ``reductions`` too, which makes results of the graph
     views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
     ``gathers``: of one of gathers."""
-    free, late = from_inputs(graph), _to_output(graph)
-    before = _depends(graph, late)
+    input_derived, near_output = from_inputs(graph), _near_output(graph)
+    before = _reductions_before(graph, near_output)
     opened: dict[Any, _Bucket] = {}
     filled: list[_Bucket] = []
     home: dict[fx.Node, _Bucket] = {}
     for node in list(graph.nodes):
         if node.target is _GATHER:
-            joins = node.args[0] in free
+            joins = node.args[0] in input_derived
         else:
-            joins = reductions and node.target in (_SCATTER, _REDUCE) and node in late
+            joins = (
+                reductions
+                and node.target in (_SCATTER, _REDUCE)
+                and node in near_output
+            )
         if not joins or is_chunk(node) or region_of(node):
             continue
         value, size = node.args[0].meta["val"], _size(node)
@@ -78,32 +82,36 @@ def bucket(
         if size >= room or value.is_complex():
             continue
         key = node.target, node.args[1:], value.dtype, value.device
-        held = opened.get(key)
+        open_bucket = opened.get(key)
         needs = _buckets(before[node], home, before)
-        if held is None or id(held) in needs or held.size + size > room:
-            held = opened[key] = _Bucket()
-            filled.append(held)
-        held.members.append(node)
-        held.size += size
-        home[node] = held
-    for held in filled:
-        if len(held.members) > 1:
-            _JOIN[held.members[0].target](rewriter, held.members)
-            for member in held.members:
+        if (
+            open_bucket is None
+            or id(open_bucket) in needs
+            or open_bucket.size + size > room
+        ):
+            open_bucket = opened[key] = _Bucket()
+            filled.append(open_bucket)
+        open_bucket.members.append(node)
+        open_bucket.size += size
+        home[node] = open_bucket
+    for filled_bucket in filled:
+        if len(filled_bucket.members) > 1:
+            _JOIN[filled_bucket.members[0].target](rewriter, filled_bucket.members)
+            for member in filled_bucket.members:
                 graph.erase_node(member)
     _sort(graph)
 
 
 def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
     """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
-    found: set[fx.Node] = set()
+    derived: set[fx.Node] = set()
     for node in graph.nodes:
         passes = _is_cheap(node) or node.target in through
         if node.op == "placeholder" or (
-            passes and found.issuperset(node.all_input_nodes)
+            passes and derived.issuperset(node.all_input_nodes)
         ):
-            found.add(node)
-    return found
+            derived.add(node)
+    return derived
 
 
 def _is_cheap(node: fx.Node) -> bool:
@@ -112,18 +120,18 @@ def _is_cheap(node: fx.Node) -> bool:
     return facts.moves or facts.reshapes or facts.casts
 
 
-def _to_output(graph: fx.Graph) -> set[fx.Node]:
+def _near_output(graph: fx.Graph) -> set[fx.Node]:
     """Nodes between which and the output there is nothing but cheap work."""
-    found: set[fx.Node] = set()
-    pass_on = {WAIT, _SCATTER, _REDUCE}
+    ends: set[fx.Node] = set()
+    passing = {WAIT, _SCATTER, _REDUCE}
     for node in reversed(list(graph.nodes)):
         read = all(
             user.op == "output"
             or phase_of(user) == "update"
             or (
-                user in found
+                user in ends
                 and (
-                    user.target in pass_on
+                    user.target in passing
                     or _is_cheap(user)
                     or op_facts_of(user.target).scales
                 )
@@ -131,8 +139,8 @@ def _to_output(graph: fx.Graph) -> set[fx.Node]:
             for user in node.users
         )
         if node.users and read:
-            found.add(node)
-    return found
+            ends.add(node)
+    return ends
 
 
 def phase_of(node: fx.Node) -> str | None:
@@ -145,20 +153,20 @@ def region_of(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get(REGION)
 
 
-def _depends(
-    graph: fx.Graph, late: Collection[fx.Node]
+def _reductions_before(
+    graph: fx.Graph, near_output: Collection[fx.Node]
 ) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node the reductions it depends on that could be joined. (Gathers that
     could be depend on nothing.)"""
     none: frozenset[fx.Node] = frozenset()
     out: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        found = none.union(*(out[read] for read in node.all_input_nodes))
-        out[node] = found
+        reductions = none.union(*(out[read] for read in node.all_input_nodes))
+        out[node] = reductions
         if node.target is WAIT:
             source = node.args[0]
-            if source in late and source.target in (_SCATTER, _REDUCE):
-                out[node] = found | {source}
+            if source in near_output and source.target in (_SCATTER, _REDUCE):
+                out[node] = reductions | {source}
     return out
 
 
@@ -169,14 +177,14 @@ def _buckets(
 ) -> set[int]:
     """Ids of the buckets that must be done before ``nodes`` are: theirs, and those that
     any member of these depends on."""
-    found: set[int] = set()
-    rest = list(nodes)
-    while rest:
-        held = home.get(rest.pop())
-        if held is not None and id(held) not in found:
-            found.add(id(held))
-            rest += [n for member in held.members for n in before[member]]
-    return found
+    ids: set[int] = set()
+    stack = list(nodes)
+    while stack:
+        bucket_of_node = home.get(stack.pop())
+        if bucket_of_node is not None and id(bucket_of_node) not in ids:
+            ids.add(id(bucket_of_node))
+            stack += [n for member in bucket_of_node.members for n in before[member]]
+    return ids
 
 
 def _size(node: fx.Node) -> int:
@@ -195,7 +203,9 @@ def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
     return rewriter.call(aten.cat.default, parts, 1)
 
 
-def _cut(rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]) -> None:
+def _split_result(
+    rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]
+) -> None:
     """Results of the members, from their bucket's [rows, all of them]."""
     at = 0
     for member in members:
@@ -220,7 +230,7 @@ def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         row = _flat(rewriter, [m.args[0] for m in members], 1)
         joined = rewriter.call(_GATHER, row, count, group)
         whole = rewriter.call(WAIT, joined)
-        _cut(rewriter, whole, count, members)
+        _split_result(rewriter, whole, count, members)
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
@@ -240,7 +250,7 @@ def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         rows = _flat(rewriter, [m.args[0] for m in members], count)
         joined = rewriter.call(_SCATTER, rows, op, count, group)
         mine = rewriter.call(WAIT, joined)
-        _cut(rewriter, mine, 1, members)
+        _split_result(rewriter, mine, 1, members)
 
 
 def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
@@ -249,7 +259,7 @@ def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
         row = _flat(rewriter, [m.args[0] for m in members], 1)
         joined = rewriter.call(_REDUCE, row, *last.args[1:])
         whole = rewriter.call(WAIT, joined)
-        _cut(rewriter, whole, 1, members)
+        _split_result(rewriter, whole, 1, members)
 
 
 _JOIN = {
@@ -261,18 +271,18 @@ _JOIN = {
 
 def _sort(graph: fx.Graph) -> None:
     """Move what reads a result of a bucket behind it, else keep the order."""
-    done: set[fx.Node] = set()
+    placed: set[fx.Node] = set()
     waiting: dict[fx.Node, list[fx.Node]] = {}
     *nodes, output = graph.nodes
     for first in nodes:
         stack = [first]
         while stack:
             node = stack.pop()
-            missing = next((r for r in node.all_input_nodes if r not in done), None)
+            missing = next((r for r in node.all_input_nodes if r not in placed), None)
             if missing is not None:
                 waiting.setdefault(missing, []).append(node)
                 continue
             output.prepend(node)
-            done.add(node)
+            placed.add(node)
             stack.extend(reversed(waiting.pop(node, [])))
     graph.lint()

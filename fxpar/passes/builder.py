@@ -77,11 +77,11 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
     """A copy whose nodes have metadata of their own."""
-    new = fx.Graph()
+    copied_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        copies[node] = copy_node(new, node, copies)
-    return new
+        copies[node] = copy_node(copied_graph, node, copies)
+    return copied_graph
 
 
 def copy_node(
@@ -110,7 +110,7 @@ class Builder:
     ) -> None:
         self.graph, self.fake_mode, self._mesh = graph, fake_mode, mesh
         self._origin: fx.Node | None = None
-        self._noted: fx.Node | None = None
+        self._notes_from: fx.Node | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -118,15 +118,15 @@ class Builder:
         return self._mesh
 
     @contextmanager
-    def at(self, origin: fx.Node, noted: fx.Node | None = None) -> Iterator[None]:
+    def at(self, origin: fx.Node, notes_from: fx.Node | None = None) -> Iterator[None]:
         """Nodes made inside come from ``origin``; what fxpar notes of them is that of
-        ``noted`` (default: of ``origin`` too)."""
-        outer = self._origin, self._noted
-        self._origin, self._noted = origin, noted or origin
+        ``notes_from`` (default: of ``origin`` too)."""
+        outer = self._origin, self._notes_from
+        self._origin, self._notes_from = origin, notes_from or origin
         try:
             yield
         finally:
-            self._origin, self._noted = outer
+            self._origin, self._notes_from = outer
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
@@ -147,17 +147,17 @@ class Builder:
 
     def stamp(self, node: fx.Node) -> None:
         """Note where a node that was added comes from."""
-        if self._origin is None or self._noted is None:
+        if self._origin is None or self._notes_from is None:
             return
-        meta, noted = self._origin.meta, self._noted.meta
+        meta, notes = self._origin.meta, self._notes_from.meta
         node.meta.update({key: meta[key] for key in PROVENANCE if key in meta})
         if self._mesh is not None:
-            node.meta.update({key: noted[key] for key in OURS if key in noted})
+            node.meta.update({key: notes[key] for key in OURS if key in notes})
             node.meta["fxpar_origin"] = meta.get("fxpar_origin", self._origin.name)
 
-    def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Let ``by`` take every use of ``node`` and erase the node."""
-        node.replace_all_uses_with(by)
+    def replace(self, node: fx.Node, replacement: fx.Node) -> None:
+        """Let ``replacement`` take every use of ``node`` and erase the node."""
+        node.replace_all_uses_with(replacement)
         self.graph.erase_node(node)
 
     def offset(
@@ -168,8 +168,8 @@ class Builder:
         base = base % around if around else base
         if not axes or stride == 0:
             return base
-        more = (around,) if around else ()
-        args = str(self.mesh), tuple(axes), stride, base, *more
+        around_args = (around,) if around else ()
+        args = str(self.mesh), tuple(axes), stride, base, *around_args
         node = self.graph.call_function(
             custom_ops.offset, size_nodes.as_nodes(self.graph, args)
         )
@@ -235,11 +235,11 @@ class Builder:
         axes: Sequence[str],
         rows: int,
         value: int,
-        *more: str | int,
+        *part: str | int,
     ) -> fx.Node:
         if not isinstance(rows, int):
             raise Inexpressible("shards of a size that is left open are not alike")
-        args = (str(self.mesh), tuple(axes), rows, *more)
+        args = (str(self.mesh), tuple(axes), rows, *part)
         node = self.graph.call_function(target, args)
         node.meta["val"] = value
         return node
@@ -260,9 +260,9 @@ class Builder:
         """Rows by which ``size`` falls short of ``room``."""
         return 0 if room is size else self.compute(operator.sub, room, size)
 
-    def pad(self, x: fx.Node, more: Sequence[Size], fill: float = 0) -> fx.Node:
+    def pad(self, x: fx.Node, amounts: Sequence[Size], fill: float = 0) -> fx.Node:
         """``x`` with more rows at the end of each dim."""
-        rows = [n for size in reversed(more) for n in (0, size)]
+        rows = [n for size in reversed(amounts) for n in (0, size)]
         return self.call(torch.ops.aten.constant_pad_nd.default, x, rows, fill)
 
     def where(

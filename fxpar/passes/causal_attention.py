@@ -44,12 +44,12 @@ def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
     first, ahead = max(0, -ahead), max(0, ahead)
     square = max(0, min(rows - first, keys - ahead))
     end = first + square
-    found = [
+    candidates = [
         VisibleBlock(slice(first, end), slice(0, ahead), False),
         VisibleBlock(slice(first, end), slice(ahead, ahead + square), True),
         VisibleBlock(slice(end, rows), slice(0, keys), False),
     ]
-    return [b for b in found if b.rows.start < b.rows.stop and b.keys.stop]
+    return [b for b in candidates if b.rows.start < b.rows.stop and b.keys.stop]
 
 
 def _laid_out(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -89,15 +89,17 @@ def _forward(q, k, v, ahead, scale) -> Result:
     out = _laid_out(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
     attend = _kernel(q, k, v).forward
-    done = 0
+    covered = 0
     for block in blocks(q.shape[2], k.shape[2], ahead):
         rows, keys = block.rows, block.keys
         part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        seen, weight = attend(*part, block.causal, scale)
-        if rows.stop <= done:
-            seen, weight = merged(out[:, :, rows], lse[:, :, rows], seen, weight)
-        done = rows.stop
-        out[:, :, rows], lse[:, :, rows] = seen, weight
+        attended, weight = attend(*part, block.causal, scale)
+        if rows.stop <= covered:
+            attended, weight = merged(
+                out[:, :, rows], lse[:, :, rows], attended, weight
+            )
+        covered = rows.stop
+        out[:, :, rows], lse[:, :, rows] = attended, weight
     return out, lse
 
 
@@ -106,15 +108,17 @@ def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
     dtype = _computed_in(q)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     differentiate = _kernel(q, k, v).backward
-    whole = blocks(q.shape[2], k.shape[2], ahead)
+    all_blocks = blocks(q.shape[2], k.shape[2], ahead)
     # Two blocks have queries in common, or keys: what is added up keeps its digits.
     sums = tuple(_laid_out(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
-    for block in whole:
+    for block in all_blocks:
         rows, keys = block.rows, block.keys
-        late = (x[:, :, rows] for x in (out, logsumexp))
+        results = (x[:, :, rows] for x in (out, logsumexp))
         part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        made = differentiate(grad[:, :, rows], *part, *late, block.causal, scale)
-        for total, where, x in zip(sums, (rows, keys, keys), made, strict=True):
+        gradients = differentiate(
+            grad[:, :, rows], *part, *results, block.causal, scale
+        )
+        for total, where, x in zip(sums, (rows, keys, keys), gradients, strict=True):
             total[:, :, where] += x
     dq, dk, dv = (total.to(q.dtype) for total in sums)
     return dq, dk, dv
@@ -166,8 +170,8 @@ def _cpu_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     groups = q.shape[1] // k.shape[1]
     keys, values = _each(k, groups), _each(v, groups)
-    given = grad, q, keys, values, out, lse, 0.0, causal
-    dq, dk, dv = differentiate(*given, scale=scale)
+    arguments = grad, q, keys, values, out, lse, 0.0, causal
+    dq, dk, dv = differentiate(*arguments, scale=scale)
     return dq, _shared(dk, groups), _shared(dv, groups)
 
 
@@ -180,8 +184,8 @@ def _flash(q, k, v, causal, scale) -> Result:
 def _flash_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
     differentiate = aten._scaled_dot_product_flash_attention_backward
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
-    given = grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]
-    return differentiate(*given, 0.0, causal, state[0], state[1], scale=scale)
+    arguments = grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]
+    return differentiate(*arguments, 0.0, causal, state[0], state[1], scale=scale)
 
 
 def _efficient(q, k, v, causal, scale) -> Result:
@@ -194,9 +198,11 @@ def _efficient_backward(grad, q, k, v, out, lse, causal, scale) -> Gradients:
     differentiate = aten._scaled_dot_product_efficient_attention_backward
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     lse = torch.nn.functional.pad(lse, (0, padding(q.shape[2])), value=math.inf)
-    given = grad, q, k, v, None, out, lse.contiguous(), state[0], state[1], 0.0
-    made = differentiate(*given, [True, True, True, False], causal, scale=scale)
-    dq, dk, dv, *_ = made
+    arguments = grad, q, k, v, None, out, lse.contiguous(), state[0], state[1], 0.0
+    gradients = differentiate(
+        *arguments, [True, True, True, False], causal, scale=scale
+    )
+    dq, dk, dv, *_ = gradients
     return dq, dk, dv
 
 
@@ -247,9 +253,9 @@ def _kernel(q: Any, k: Any, v: Any) -> AttentionKernel:
         return _KERNELS["cpu"]
     if q.device.type == "cuda":
         cuda = torch.backends.cuda
-        asked = cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
-        if cuda.can_use_flash_attention(asked):
+        params = cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+        if cuda.can_use_flash_attention(params):
             return _KERNELS["flash"]
-        if cuda.can_use_efficient_attention(asked):
+        if cuda.can_use_efficient_attention(params):
             return _KERNELS["efficient"]
     return _KERNELS["math"]

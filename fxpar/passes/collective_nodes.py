@@ -164,8 +164,8 @@ class Cut:
 
 def cut_of(node: fx.Node) -> Cut | None:
     """How the value of a step is cut, where not all ranks hold as much of it."""
-    found: Any = node.kwargs.get("cut")
-    return None if found is None else Cut(*found)
+    fields: Any = node.kwargs.get("cut")
+    return None if fields is None else Cut(*fields)
 
 
 def step(
@@ -178,8 +178,8 @@ def step(
     """Append one step, with its fake value. ``cut``: how the value is cut around it,
     kept where not all ranks hold as much."""
     uneven = cut is not None and not cut.is_even(build.mesh)
-    kept = {"cut": cut.fields} if cut and uneven else {}
-    node = build.graph.call_function(target, (x, *args), kept)
+    kwargs = {"cut": cut.fields} if cut and uneven else {}
+    node = build.graph.call_function(target, (x, *args), kwargs)
     value, shape = x.meta["val"], list(x.meta["val"].shape)
     if cut and uneven:
         shape = cut.largest(build.mesh)
@@ -199,11 +199,11 @@ def emit(
 ) -> fx.Node:
     """Append the steps of a reshard of a value of global ``shape`` that lies as
     ``source``; ``x`` itself if there are none."""
-    alone = {axis for axis in build.mesh.names if build.mesh.sizes[axis] == 1}
-    before = source.without(alone).dims
-    for each in steps:
-        target, args = call_of(each, build.mesh)
-        after = each.spec.without(alone).dims
+    trivial_axes = {axis for axis in build.mesh.names if build.mesh.sizes[axis] == 1}
+    before = source.without(trivial_axes).dims
+    for reshard_step in steps:
+        target, args = call_of(reshard_step, build.mesh)
+        after = reshard_step.spec.without(trivial_axes).dims
         cut = Cut(tuple(shape), before, after)
         x, before = step(build, target, x, *args, cut=cut), after
     return x
@@ -217,6 +217,6 @@ def chains(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
         if not is_step(node):
             continue
         source: Any = node.args[0]
-        alone = len(source.users) == 1
-        out[node] = [*(out.pop(source, []) if alone else []), node]
+        only_reader = len(source.users) == 1
+        out[node] = [*(out.pop(source, []) if only_reader else []), node]
     return list(out.values())

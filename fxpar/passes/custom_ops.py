@@ -126,13 +126,13 @@ def _(x: torch.Tensor, sources: Sequence[int], group: str) -> torch.Tensor:
 def letters(equation: str) -> str:
     """``"b s h, h o -> b s o"`` as torch.einsum writes it."""
     words = equation.replace(",", " , ").replace("->", " -> ").split()
-    known: dict[str, str] = {}
+    letter_of: dict[str, str] = {}
     out = []
     for word in words:
         if word in (",", "->"):
             out.append(word)
         else:
-            out.append(known.setdefault(word, chr(ord("a") + len(known))))
+            out.append(letter_of.setdefault(word, chr(ord("a") + len(letter_of))))
     return "".join(out)
 
 
@@ -181,11 +181,11 @@ def shift(
 ) -> torch.Tensor:
     """Row ``i`` of a dim is row ``i + by`` of ``x``: around the end, or, with ``fill``,
     that constant beyond it."""
-    moved = torch.roll(x, -by, dim).contiguous()
+    shifted = torch.roll(x, -by, dim).contiguous()
     if fill is not None:
         start = max(x.shape[dim] - by, 0) if by > 0 else 0
-        moved.narrow(dim, start, min(abs(by), x.shape[dim])).fill_(fill)
-    return moved
+        shifted.narrow(dim, start, min(abs(by), x.shape[dim])).fill_(fill)
+    return shifted
 
 
 @shift.register_fake
@@ -342,9 +342,9 @@ def _(x, w, op, dim, count, group):
 
 @torch.library.impl("fxpar::gather_matmul", "CompositeExplicitAutograd")
 def _(x, ws, dim, count, group):
-    made = _joined("gather", x, ws, dim, count, group)
-    if made is not None:
-        return made
+    results = _joined("gather", x, ws, dim, count, group)
+    if results is not None:
+        return results
     if _torch.distributed.shares_memory(x, group):
         return _torch.distributed.fused_all_gather_matmul(x, ws, dim, group)
     c10d = torch.ops._c10d_functional
@@ -356,9 +356,9 @@ def _(x, ws, dim, count, group):
 
 @torch.library.impl("fxpar::matmul_scatter", "CompositeExplicitAutograd")
 def _(x, w, op, dim, count, group):
-    made = _joined("scatter", x, w, op, dim, count, group)
-    if made is not None:
-        return made
+    results = _joined("scatter", x, w, op, dim, count, group)
+    if results is not None:
+        return results
     if _torch.distributed.shares_memory(x, group):
         return _torch.distributed.fused_matmul_reduce_scatter(x, w, op, dim, group)
     c10d = torch.ops._c10d_functional

@@ -25,16 +25,16 @@ def decompose(graph: fx.Graph, fake_mode: Any) -> None:
     table = _torch.inductor.decompositions()
     for node in list(graph.nodes):
         if node.op == "call_function" and _torch.inductor.is_decomposed(node.target):
-            _take_apart(build, node, table)
+            _decompose_node(build, node, table)
     graph.lint()
 
 
-def _take_apart(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None:
+def _decompose_node(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None:
     operands = node.all_input_nodes
 
     def call(*values: Any) -> Any:
-        of = dict(zip(operands, values, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+        value_of = dict(zip(operands, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of.__getitem__)
         return node.target(*args, **kwargs)
 
     with build.fake_mode, torch.no_grad():
@@ -42,23 +42,25 @@ def _take_apart(build: Builder, node: fx.Node, table: Mapping[Any, Any]) -> None
         parts = make_fx(call, decomposition_table=dict(table))(*values).graph
     if parts.find_nodes(op="get_attr"):
         return  # a constant that the graph would have to hold
-    made = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
+    copies = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
     with build.before(node):
         for part in parts.nodes:
             if part.op == "call_function":
-                made[part] = build.graph.node_copy(part, made.__getitem__)
-                made[part].meta = {"val": part.meta["val"]}
-                build.stamp(made[part])
+                copies[part] = build.graph.node_copy(part, copies.__getitem__)
+                copies[part].meta = {"val": part.meta["val"]}
+                build.stamp(copies[part])
     result: Any = parts.output_node().args[0]
-    _let_stand_for(node, result, made)
+    _replace_uses(node, result, copies)
 
 
-def _let_stand_for(node: fx.Node, result: Any, made: Mapping[fx.Node, fx.Node]) -> None:
+def _replace_uses(
+    node: fx.Node, result: Any, copies: Mapping[fx.Node, fx.Node]
+) -> None:
     """Let what was made take every use of a node; of several results, of its items."""
     if isinstance(result, fx.Node):
-        node.replace_all_uses_with(made[result])
+        node.replace_all_uses_with(copies[result])
     else:
         for item in list(node.users):
-            item.replace_all_uses_with(made[result[item.args[1]]])
+            item.replace_all_uses_with(copies[result[item.args[1]]])
             item.graph.erase_node(item)
     node.graph.erase_node(node)

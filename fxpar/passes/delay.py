@@ -48,21 +48,27 @@ def delay(graph: fx.Graph) -> None:
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     work = list(accumulate((_is_work(n) for n in nodes), initial=0))
-    moved: set[fx.Node] = set()
-    free = from_inputs(graph, through=(*KINDS, *WAITS))  # ``prefetch`` hides these
+    delayed: set[fx.Node] = set()
+    # ``prefetch`` hides these.
+    input_derived = from_inputs(graph, through=(*KINDS, *WAITS))
     begin = 0  # behind the last wait or write
     for at, node in enumerate(nodes):
         if node.target in WAITS or op_facts_of(node.target).mutates:
             begin = at + 1
-        end = min((place[u] for u in node.users if _ends(u, node)), default=at)
-        beside = end <= at or work[end] > work[at + 1] or node in free
-        if beside or is_chunk(node) or region_of(node) or work[at] == work[begin]:
+        end = min((place[u] for u in node.users if _is_wait_of(u, node)), default=at)
+        has_work_beside = end <= at or work[end] > work[at + 1] or node in input_derived
+        if (
+            has_work_beside
+            or is_chunk(node)
+            or region_of(node)
+            or work[at] == work[begin]
+        ):
             continue
-        later = _unneeded(node, nodes[max(begin, at - _FAR) : at], moved)
-        if any(map(_is_work, later)):
-            for each in reversed(later):
-                node.append(each)
-            moved.update(later)
+        movable = _unneeded(node, nodes[max(begin, at - _FAR) : at], delayed)
+        if any(map(_is_work, movable)):
+            for work_node in reversed(movable):
+                node.append(work_node)
+            delayed.update(movable)
     graph.lint()
 
 
@@ -70,12 +76,12 @@ def _is_work(node: fx.Node) -> bool:
     return contracts(node.target) or node.target in PRODUCTS
 
 
-def _ends(user: fx.Node, node: fx.Node) -> bool:
+def _is_wait_of(user: fx.Node, node: fx.Node) -> bool:
     return user.target in WAITS and user.args[0] is node
 
 
 def _unneeded(
-    node: fx.Node, since: Sequence[fx.Node], moved: Collection[fx.Node]
+    node: fx.Node, since: Sequence[fx.Node], delayed: Collection[fx.Node]
 ) -> list[fx.Node]:
     """Of the nodes ``since`` a wait, in order, those that neither ``node`` needs nor
     anything that stays. What else reads an all-reduce's operand stays: it is done in
@@ -83,20 +89,22 @@ def _unneeded(
     needed, operand = set(node.all_input_nodes), node.all_input_nodes[0]
     source = viewed(operand) if KINDS.get(node.target) == "all_reduce" else None
     room = HELD * max(bytes_of(node), bytes_of(operand))
-    held: set[fx.Node] = set()
-    later = []
-    for each in reversed(since):
-        reads = {viewed(n) for n in each.all_input_nodes}
-        longer = [n for n in reads - held if not any(node < u for u in n.users)]
-        size = sum(map(bytes_of, longer)) - (bytes_of(each) if each in held else 0)
-        stays = each in needed or each in moved or not _may_move(each)
+    read_longer: set[fx.Node] = set()
+    movable = []
+    for candidate in reversed(since):
+        reads = {viewed(n) for n in candidate.all_input_nodes}
+        longer = [n for n in reads - read_longer if not any(node < u for u in n.users)]
+        size = sum(map(bytes_of, longer)) - (
+            bytes_of(candidate) if candidate in read_longer else 0
+        )
+        stays = candidate in needed or candidate in delayed or not _may_move(candidate)
         if stays or size > room or source in reads:
-            needed.update(each.all_input_nodes)
+            needed.update(candidate.all_input_nodes)
             continue
-        later.append(each)
-        held.update(reads)
+        movable.append(candidate)
+        read_longer.update(reads)
         room -= size
-    return later[::-1]
+    return movable[::-1]
 
 
 def _may_move(node: fx.Node) -> bool:
@@ -108,5 +116,7 @@ def _may_move(node: fx.Node) -> bool:
         return False
     if target is operator.getitem or contracts(target):
         return True
-    plain = getattr(target, "namespace", "") in ("aten", "prims")
-    return plain and (is_light(target) or is_view(node)) and "assert" not in str(target)
+    is_core = getattr(target, "namespace", "") in ("aten", "prims")
+    return (
+        is_core and (is_light(target) or is_view(node)) and "assert" not in str(target)
+    )

@@ -30,17 +30,19 @@ def dispatch_slots(
     one part that choose one group, []. Rows of one group keep their order."""
     count, device = ids.shape[0] // sources, ids.device
     group = (ids // (experts // groups)).reshape(sources, 1, count)
-    each = torch.arange(groups, device=device)[:, None]
-    chosen = group == each
+    group_numbers = torch.arange(groups, device=device)[:, None]
+    chosen = group == group_numbers
     place = chosen.cumsum(2) - 1
     inside = chosen & (place < room)
-    slot = torch.where(inside, place + each * room, 0).sum(1)
+    slot = torch.where(inside, place + group_numbers * room, 0).sum(1)
     slots = torch.where(inside.any(1), slot, NONE).flatten()
     part = torch.arange(sources, device=device)[:, None, None]
     last = groups * sources * room
-    at = torch.where(inside, place + (each * sources + part) * room, last)
-    numbers = torch.arange(count, device=device).expand(at.shape)
-    rows = ids.new_full((last + 1,), NONE).scatter(0, at.flatten(), numbers.flatten())
+    index = torch.where(inside, place + (group_numbers * sources + part) * room, last)
+    numbers = torch.arange(count, device=device).expand(index.shape)
+    rows = ids.new_full((last + 1,), NONE).scatter(
+        0, index.flatten(), numbers.flatten()
+    )
     most = chosen.sum(2).amax() if chosen.numel() else ids.new_zeros(())
     return rows[:last].reshape(groups, sources, room), slots, most
 
@@ -63,9 +65,9 @@ def dispatch_rows(
     ``x``."""
     sources = rows.shape[1]
     first = torch.arange(sources, device=x.device)[:, None] * (x.shape[0] // sources)
-    taken = x[rows.clamp(min=0) // copies + first]
+    rows_read = x[rows.clamp(min=0) // copies + first]
     empty = (rows == NONE).reshape(*rows.shape, *[1] * (x.dim() - 1))
-    return taken.masked_fill_(empty, fill)
+    return rows_read.masked_fill_(empty, fill)
 
 
 @dispatch_rows.register_fake
@@ -80,10 +82,10 @@ def combine_rows(y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     sources, room = y.shape[1:3]
     slot = slots.reshape(sources, -1)
     part = torch.arange(sources, device=y.device)[:, None]
-    held = slot.clamp(min=0)
-    at = (held // room * sources + part) * room + held % room
-    taken = y.flatten(0, 2)[at.flatten()]
-    return taken.masked_fill_((slots == NONE).reshape(-1, *[1] * (y.dim() - 3)), 0)
+    own_slot = slot.clamp(min=0)
+    index = (own_slot // room * sources + part) * room + own_slot % room
+    rows_read = y.flatten(0, 2)[index.flatten()]
+    return rows_read.masked_fill_((slots == NONE).reshape(-1, *[1] * (y.dim() - 3)), 0)
 
 
 @combine_rows.register_fake
@@ -94,8 +96,8 @@ def _(y, slots):
 def _dispatch_slots(
     call: LocalCall, ids: fx.Node, experts: int, groups: int, sources: int, room: int
 ) -> Any:
-    held = sources // call.build.mesh.count(call.results[0].dims[1])
-    return call.same(ids, experts, groups, held, room)
+    own_sources = sources // call.build.mesh.count(call.results[0].dims[1])
+    return call.same(ids, experts, groups, own_sources, room)
 
 
 LOCAL: dict[Any, Localizer] = {"fxpar::dispatch_slots": _dispatch_slots}

@@ -38,24 +38,24 @@ class DispatchedRows:
         self.build, call = build, build.call
         count = shape_of(key)[0]
         room = room_of(count, groups, sources, share)
-        made = call(ours.dispatch_slots.default, key, experts, groups, sources, room)
-        rows, self.slots, most = (call(operator.getitem, made, i) for i in range(3))
+        slots = call(ours.dispatch_slots.default, key, experts, groups, sources, room)
+        rows, self.slots, most = (call(operator.getitem, slots, i) for i in range(3))
         where = user_line(key) or ""
-        self.taken = call(ours.within.default, rows, most, room, where)
+        self.slot_rows = call(ours.within.default, rows, most, room, where)
         self.shape = [groups, sources, room]
         # Rows of all groups, and what a product takes as the experts of rows.
         self.count = groups * sources * room
         self._sent: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._back: dict[fx.Node, fx.Node] = {}
+        self._combined: dict[fx.Node, fx.Node] = {}
         self.ids = self._send(key, 1, NONE)
 
     def of(self, x: fx.Node) -> fx.Node:
         """Rows in their slots. What is expanded is sent once."""
-        source, lead = before_expand(x)
-        tokens, rest = lead[0], list(shape_of(x)[1:])
-        if len(lead) == 2 and shape_of(source) == (tokens, 1, *rest):
-            source = self.build.call(aten.reshape.default, source, [tokens, *rest])
-            return self.of_tokens(source, lead[1])
+        source, leading = before_expand(x)
+        tokens, features = leading[0], list(shape_of(x)[1:])
+        if len(leading) == 2 and shape_of(source) == (tokens, 1, *features):
+            source = self.build.call(aten.reshape.default, source, [tokens, *features])
+            return self.of_tokens(source, leading[1])
         return self._send(x, 1)
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
@@ -65,15 +65,15 @@ class DispatchedRows:
     def _send(self, x: fx.Node, copies: int, fill: int = 0) -> fx.Node:
         if (x, copies) not in self._sent:
             call = self.build.call
-            sent = call(ours.dispatch_rows.default, x, self.taken, copies, fill)
+            sent = call(ours.dispatch_rows.default, x, self.slot_rows, copies, fill)
             full = [self.count, *shape_of(x)[1:]]
             self._sent[x, copies] = call(aten.reshape.default, sent, full)
         return self._sent[x, copies]
 
     def choose(self, x: fx.Node) -> fx.Node:
         """Each row as it is in its slot."""
-        if x not in self._back:
+        if x not in self._combined:
             call, full = self.build.call, [*self.shape, *shape_of(x)[1:]]
             slots = call(aten.reshape.default, x, full)
-            self._back[x] = call(ours.combine_rows.default, slots, self.slots)
-        return self._back[x]
+            self._combined[x] = call(ours.combine_rows.default, slots, self.slots)
+        return self._combined[x]

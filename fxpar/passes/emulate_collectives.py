@@ -73,17 +73,17 @@ class Post:
             self.draws[name] = draw()
         return self.draws[name]
 
-    def is_there(self, ends: Ends) -> bool:
+    def has_message(self, ends: Ends) -> bool:
         return all(self.boxes.get(box) for box in ends)
 
     def receive(self, node: fx.Node, env: Env, ends: Ends) -> Ranks:
-        got = [self.boxes[box].pop(0) for box in ends]
-        for buffer, (tag, value) in zip(env[node.args[0]], got, strict=True):
+        messages = [self.boxes[box].pop(0) for box in ends]
+        for buffer, (tag, value) in zip(env[node.args[0]], messages, strict=True):
             if (tag, value.shape) != (node.args[2], buffer.shape):
                 raise PlanError(
                     f"{node.name} receives {list(value.shape)} with tag {tag}"
                 )
-        return [value for _, value in got]
+        return [value for _, value in messages]
 
 
 def peers_of(node: fx.Node, mesh: Mesh, ranks: Sequence[int]) -> Ends:
@@ -105,14 +105,14 @@ def shared(
     groups = [mesh.group(r, custom_ops.group_axes(axes)) for r in ranks]
     for r, value, group in zip(ranks, values, groups, strict=True):
         if group[source] == r:
-            post.give([(r, other) for other in group if other != r], value)
-    away = [
+            post.give([(r, peer) for peer in group if peer != r], value)
+    ends = [
         (g[source], r) for r, g in zip(ranks, groups, strict=True) if g[source] != r
     ]
-    while not post.is_there(away):
+    while not post.has_message(ends):
         yield
-    got = {r: post.boxes[source, r].pop(0)[1] for source, r in away}
-    return [got.get(r, value) for r, value in zip(ranks, values, strict=True)]
+    received = {r: post.boxes[source, r].pop(0)[1] for source, r in ends}
+    return [received.get(r, value) for r, value in zip(ranks, values, strict=True)]
 
 
 def _gather_matmul(args: Ranks) -> Ranks:

@@ -102,9 +102,9 @@ def grouped_mm(
     """``x[i] @ weight[g]`` for rows in groups that end at ``offs``: [m, k], [g, k, n],
     [g] -> [m, n]."""
     if _fits_torch(x, weight):
-        made = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
+        product = torch.ops.aten._grouped_mm.default(x.contiguous(), weight, offs)
         places = torch.arange(x.shape[0], device=x.device)
-        return made.masked_fill_((places >= offs[-1])[:, None], 0)
+        return product.masked_fill_((places >= offs[-1])[:, None], 0)
     out = x.new_zeros(x.shape[0], weight.shape[2])
     for group, own in _ends(offs):
         torch.mm(x[own], weight[group], out=out[own])

@@ -21,14 +21,14 @@ from fxpar.passes.builder import Builder
 
 def body_of(node: fx.Node) -> fx.GraphModule | None:
     """The body that a node stands for; None if it stands for something else."""
-    found = node.meta.get("val") if node.op == "get_attr" else None
-    return found if isinstance(found, fx.GraphModule) else None
+    value = node.meta.get("val") if node.op == "get_attr" else None
+    return value if isinstance(value, fx.GraphModule) else None
 
 
 def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
     """The bodies that a call runs."""
-    found = map(body_of, node.all_input_nodes)
-    return [body for body in found if body is not None]
+    values = map(body_of, node.all_input_nodes)
+    return [body for body in values if body is not None]
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -43,10 +43,10 @@ def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 def show_bodies(graph: fx.Graph, root: torch.nn.Module | None) -> None:
     """Give nodes that stand for bodies of ``root`` these as values, in place."""
     for node in graph.find_nodes(op="get_attr"):
-        found = _attribute(root, str(node.target)) if root is not None else None
-        if isinstance(found, fx.GraphModule):
-            node.meta["val"] = found
-            show_bodies(found.graph, found)
+        body = _attribute(root, str(node.target)) if root is not None else None
+        if isinstance(body, fx.GraphModule):
+            node.meta["val"] = body
+            show_bodies(body.graph, body)
 
 
 def _attribute(root: Any, path: str) -> Any:
@@ -74,18 +74,18 @@ def bound_body(body: fx.GraphModule, rank: int) -> fx.GraphModule:
     """A local body with the rank's coordinates folded in."""
     if not is_of_a_rank(body):
         return body
-    new = fx.Graph()
-    done: dict[fx.Node, Any] = {}
+    bound = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
         if node.target in custom_ops.PLACES:
-            done[node] = custom_ops.place(node.target, node.args, rank)
+            copies[node] = custom_ops.place(node.target, node.args, rank)
             continue
-        done[node] = new.node_copy(node, done.__getitem__)
-        done[node].meta = dict(node.meta)
+        copies[node] = bound.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
         inner = body_of(node)
         if inner is not None:
-            done[node].meta["val"] = bound_body(inner, rank)
-    return module_of(body, new)
+            copies[node].meta["val"] = bound_body(inner, rank)
+    return module_of(body, bound)
 
 
 def module_of(root: torch.nn.Module | None, graph: fx.Graph) -> fx.GraphModule:

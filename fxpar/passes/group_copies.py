@@ -39,18 +39,18 @@ class GroupCopies:
         if self.groups == 1:
             return x
         if x not in self._copies:
-            source, lead = before_expand(x)
-            rest = shape_of(x)[1:]
-            self._copies[x] = spread(self.build, source, lead, rest, self.groups)
+            source, leading = before_expand(x)
+            features = shape_of(x)[1:]
+            self._copies[x] = spread(self.build, source, leading, features, self.groups)
         return self._copies[x]
 
     def of_tokens(self, x: fx.Node, copies: int) -> fx.Node:
         """Rows once for each group, of tokens that each make so many ``copies``."""
         if copies == 1:
             return self.of(x)
-        tokens, *rest = shape_of(x)
+        tokens, *features = shape_of(x)
         x = self.build.call(aten.unsqueeze.default, x, 1)
-        return spread(self.build, x, [tokens, copies], rest, self.groups)
+        return spread(self.build, x, [tokens, copies], features, self.groups)
 
     def choose(self, x: fx.Node) -> fx.Node | None:
         """Of each row the copy that counts; None of what cannot be added up."""
@@ -59,12 +59,12 @@ class GroupCopies:
         value, call = x.meta["val"], self.build.call
         if not value.dtype.is_floating_point:
             return None
-        rest = value.shape[1:]
+        features = value.shape[1:]
         own = self.is_own()
-        for _ in rest:
+        for _ in features:
             own = call(aten.unsqueeze.default, own, -1)
         zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-        parts = call(aten.reshape.default, x, [self.groups, self.rows, *rest])
+        parts = call(aten.reshape.default, x, [self.groups, self.rows, *features])
         parts = call(aten.where.self, own, parts, zero)
         self._chosen[x] = call(aten.sum.dim_IntList, parts, [0])
         return self._chosen[x]
@@ -89,24 +89,28 @@ def before_expand(x: fx.Node) -> tuple[Any, list[int]]:
     source: Any = x
     while op_facts_of(source.target).reshapes or source.target is aten.clone.default:
         source = source.args[0]
-    rest, full = list(shape_of(x)[1:]), list(shape_of(source))
-    lead = full[: len(full) - len(rest)]
-    if source.target is aten.expand.default and full == lead + rest:
-        return source.args[0], lead
+    features, full = list(shape_of(x)[1:]), list(shape_of(source))
+    leading = full[: len(full) - len(features)]
+    if source.target is aten.expand.default and full == leading + features:
+        return source.args[0], leading
     return x, [shape_of(x)[0]]
 
 
 def spread(
-    build: Builder, x: fx.Node, lead: Sequence[int], rest: Sequence[int], groups: int
+    build: Builder,
+    x: fx.Node,
+    leading: Sequence[int],
+    features: Sequence[int],
+    groups: int,
 ) -> fx.Node:
-    """``x`` expanded to the dims ``lead``, which make the rows, and ``rest``; once for
-    each group."""
-    full = [*lead, *rest]
+    """``x`` expanded to the dims ``leading``, which make the rows, and ``features``;
+    once for each group."""
+    full = [*leading, *features]
     if groups > 1:
         if len(shape_of(x)) == len(full):
             x = build.call(aten.unsqueeze.default, x, 0)
         full = [groups, *full]
     if shape_of(x) != tuple(full):
         x = build.call(aten.expand.default, x, full)
-    shape = [groups * math.prod(lead), *rest]
+    shape = [groups * math.prod(leading), *features]
     return x if full == shape else build.call(aten.reshape.default, x, shape)

@@ -1,8 +1,8 @@
 """Rows around a shard of a dim that is split, in the local graph.
 
 In: a local call and one of its tensors. Out: the tensor with rows of its neighbours
-(``extended``), or what was computed of such rows added to those whose they are
-(``given_back``), which is the other's transpose. Rows go by permutes, from as many
+(``with_halo_rows``), or what was computed of such rows added to those whose they are
+(``add_halo_rows``), which is the other's transpose. Rows go by permutes, from as many
 shards on as it takes; what lies beyond the ends of the dim is a constant, or dropped.
 Where several dims are split the corners come with the rows of the later ones.
 """
@@ -42,7 +42,7 @@ def halos_of(call: LocalCall, position: int) -> list[Halo]:
     ]
 
 
-def extended(
+def with_halo_rows(
     call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
 ) -> fx.Node:
     """``x``, a shard of the tensor at this position, with the rows of its halos."""
@@ -53,12 +53,12 @@ def extended(
     return x
 
 
-def given_back(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """The shard of the tensor at this position, of its summands ``x`` for the shard and
     the rows of its halos."""
     for halo in reversed(halos_of(call, position)):
         axes = axes_of(call, position, halo.dim)
-        x = _added(call, x, axes, halo)
+        x = _add_halo(call, x, axes, halo)
     return x
 
 
@@ -79,9 +79,9 @@ def rows(
     for piece in pieces(size, start, end):
         part = cut(call, x, dim, piece.start, piece.end)
         if piece.further % shards:
-            part = _moved(call, part, axes, piece.further)
+            part = _rows_of_rank(call, part, axes, piece.further)
         if fill is not None and piece.further:
-            part = _within(call, part, axes, piece.further, fill)
+            part = _fill_beyond(call, part, axes, piece.further, fill)
         parts.append(part)
     return parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
 
@@ -91,17 +91,17 @@ def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
     if start == 0 and end == _size(x, dim):
         return x
     args = x, dim, start, end
-    known = _known(x, aten.slice.Tensor, *args)
-    return known or call.build.call(aten.slice.Tensor, *args)
+    present = _present_call(x, aten.slice.Tensor, *args)
+    return present or call.build.call(aten.slice.Tensor, *args)
 
 
-def _known(x: fx.Node, *call: Any) -> fx.Node | None:
+def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
     """The node of a call on ``x`` that is there already: a backward reads the rows
     around a shard that the forward has got."""
     return next((user for user in x.users if (user.target, *user.args) == call), None)
 
 
-def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
+def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     build, dim = call.build, halo.dim
     size = _size(x, dim) - halo.before - halo.after
     own = cut(call, x, dim, halo.before, halo.before + size)
@@ -111,13 +111,13 @@ def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
         if piece.further:
             part = cut(call, x, dim, first, end)
             if piece.further % build.mesh.count(axes):
-                part = _moved(call, part, axes, -piece.further)
-            part = _within(call, part, axes, -piece.further, 0)
-            here = cut(call, own, dim, piece.start, piece.end)
-            total = build.call(aten.add.Tensor, here, part)
+                part = _rows_of_rank(call, part, axes, -piece.further)
+            part = _fill_beyond(call, part, axes, -piece.further, 0)
+            own_rows = cut(call, own, dim, piece.start, piece.end)
+            total = build.call(aten.add.Tensor, own_rows, part)
             own = (
                 total
-                if here is own
+                if own_rows is own
                 else build.call(
                     aten.slice_scatter.default, own, total, dim, piece.start, piece.end
                 )
@@ -126,12 +126,12 @@ def _added(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
     return own
 
 
-def _moved(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.Node:
+def _rows_of_rank(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.Node:
     """What the rank holds whose shard is so many further on."""
     mesh = call.build.mesh
     args = _sources(call, axes, further), mesh.ordered(axes)
-    known = _known(x, collective_nodes.permute, x, *args)
-    return known or collective_nodes.step(
+    present = _present_call(x, collective_nodes.permute, x, *args)
+    return present or collective_nodes.step(
         call.build, collective_nodes.permute, x, *args
     )
 
@@ -145,7 +145,9 @@ def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, .
     return tuple(holder[(s + further) % len(shard)] for s in shard)
 
 
-def _within(call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any) -> Any:
+def _fill_beyond(
+    call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any
+) -> Any:
     """``x`` where there is a shard so many further on, else the constant."""
     build, shards = call.build, call.build.mesh.count(axes)
     index = build.call(

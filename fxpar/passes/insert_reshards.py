@@ -29,7 +29,7 @@ def insert_reshards(graph: fx.Graph, decision: Decision) -> fx.Graph:
 class _Inserter:
     def __init__(self, graph: fx.Graph, decision: Decision) -> None:
         self.graph, self.decision, self.program = graph, decision, decision.program
-        self.new = fx.Graph()
+        self.resharded = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         # node of each version of each value
         self.versions: dict[tuple[int, Spec], fx.Node] = {}
@@ -62,8 +62,8 @@ class _Inserter:
             )
             self._copy(node, reads)
             self.copies[node].meta["fxpar_op"] = op.index
-        self.new.lint()
-        return self.new
+        self.resharded.lint()
+        return self.resharded
 
     def _copy(self, node: fx.Node, reads: Any = None) -> None:
         def argument(n: fx.Node) -> fx.Node:
@@ -71,7 +71,7 @@ class _Inserter:
                 return self.versions[next(reads)]
             return self.copies[n]
 
-        copy = self.new.node_copy(node, argument)
+        copy = self.resharded.node_copy(node, argument)
         copy.meta = dict(node.meta)
         self.copies[node] = copy
         v = self.program.value_of.get((node, 0))
@@ -84,7 +84,7 @@ class _Inserter:
     def _reshard(self, reshard: Reshard, origin: fx.Node) -> None:
         source = self.versions[reshard.value, reshard.source]
         mesh = str(self.decision.mesh)
-        copy = self.new.call_function(
+        copy = self.resharded.call_function(
             torch.ops.fxpar.reshard.default,
             (source, str(reshard.source), str(reshard.target), mesh),
         )
@@ -102,11 +102,11 @@ class _Inserter:
             self._reshard(reshard, ops[origin[0]].node if origin else node)
         results = []
         for k, arg in enumerate(node.args[0]):
-            v, rest = self.program.outputs[k], self.decision.edges.outputs[k]
-            if v is None or rest is None:
-                found = self.copies.get(arg, arg) if isinstance(arg, fx.Node) else arg
+            v, spec = self.program.outputs[k], self.decision.edges.outputs[k]
+            if v is None or spec is None:
+                result = self.copies.get(arg, arg) if isinstance(arg, fx.Node) else arg
             else:
-                found = self.versions[v, rest]
-            results.append(found)
-        copy = self.new.output(type(node.args[0])(results))
+                result = self.versions[v, spec]
+            results.append(result)
+        copy = self.resharded.output(type(node.args[0])(results))
         copy.meta = dict(node.meta)

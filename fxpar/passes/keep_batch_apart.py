@@ -64,7 +64,7 @@ def keep_batch_apart(
             node.meta.get("val"), torch.Tensor
         ):
             continue
-        parts = {_parts(read, splits) for read in node.all_input_nodes} - {None}
+        parts = {_merged_sizes(read, splits) for read in node.all_input_nodes} - {None}
         if len(parts) == 1:
             (pair,) = parts
             assert pair is not None
@@ -73,7 +73,9 @@ def keep_batch_apart(
     graph.eliminate_dead_code()
 
 
-def _parts(node: fx.Node, splits: Callable[[int, int], bool]) -> tuple[int, int] | None:
+def _merged_sizes(
+    node: fx.Node, splits: Callable[[int, int], bool]
+) -> tuple[int, int] | None:
     """(b, s) of a value that merges its first two dims into one; None if none does."""
     if not op_facts_of(node.target).reshapes:
         return None
@@ -81,8 +83,8 @@ def _parts(node: fx.Node, splits: Callable[[int, int], bool]) -> tuple[int, int]
     before, after = shape_of(source), shape_of(node)
     if len(before) < 2 or after != (before[0] * before[1], *before[2:]):
         return None
-    batch, other = before[:2]
-    return (batch, other) if other > 1 and splits(batch, other) else None
+    batch, behind = before[:2]
+    return (batch, behind) if behind > 1 and splits(batch, behind) else None
 
 
 def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
@@ -97,18 +99,18 @@ def _rewrite(node: fx.Node, pair: tuple[int, int], rewriter: Builder) -> None:
     if arguments is None:
         return
     rows = pair[0] * pair[1]
-    apart = {
-        read: _apart(read, pair, rewriter)
+    unmerged = {
+        read: _unmerged(read, pair, rewriter)
         for read in node.all_input_nodes
         if _is_merged(read, rows)
     }
     args, kwargs = fx.node.map_arg(
-        (arguments, node.kwargs), lambda read: apart.get(read, read)
+        (arguments, node.kwargs), lambda read: unmerged.get(read, read)
     )
-    made = rewriter.call(node.target, *args, **kwargs)
+    result = rewriter.call(node.target, *args, **kwargs)
     if node.target not in _OF_ALL:
-        made = rewriter.call(aten.view.default, made, list(shape))
-    rewriter.replace(node, made)
+        result = rewriter.call(aten.view.default, result, list(shape))
+    rewriter.replace(node, result)
 
 
 def _is_merged(node: fx.Node, rows: int) -> bool:
@@ -116,7 +118,7 @@ def _is_merged(node: fx.Node, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _apart(read: fx.Node, pair: tuple[int, int], rewriter: Builder) -> fx.Node:
+def _unmerged(read: fx.Node, pair: tuple[int, int], rewriter: Builder) -> fx.Node:
     """What is read, its first dim in two."""
     shape = shape_of(read)
     source: Any = read.args[0] if read.args else None
@@ -148,8 +150,8 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
         place = _ALONG[target]
         if not all(_is_merged(read, rows) for read in tensors) or len(args) <= place:
             return None
-        moved = _behind(args[place], node)
-        return None if moved is None else [*args[:place], moved, *args[place + 1 :]]
+        dims = _dims_behind_batch(args[place], node)
+        return None if dims is None else [*args[:place], dims, *args[place + 1 :]]
     # Not what moves elements, though it makes each of one, as a transpose does.
     if torch.Tag.pointwise not in target.tags and target not in pointwise.ROWS:
         return None
@@ -160,13 +162,13 @@ def _arguments(node: fx.Node, pair: tuple[int, int]) -> Sequence[Any] | None:
     return args if alike else None
 
 
-def _behind(dims: Any, node: fx.Node) -> Any:
+def _dims_behind_batch(dims: Any, node: fx.Node) -> Any:
     """Dims of an op behind the first, counted with one more before them; None if the
     first is among them."""
     source: Any = node.args[0]
     ndim = len(shape_of(source)) + (node.target is aten.unsqueeze.default)
-    named = [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
-    if not named or 0 in named:
+    positions = [d % ndim for d in ([dims] if isinstance(dims, int) else dims)]
+    if not positions or 0 in positions:
         return None
-    moved = [d + 1 for d in named]
-    return moved[0] if isinstance(dims, int) else moved
+    shifted = [d + 1 for d in positions]
+    return shifted[0] if isinstance(dims, int) else shifted

@@ -50,11 +50,11 @@ def _order_of(node: fx.Node) -> fx.Node | None:
     if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
         return None
     (order,) = node.args[1]
-    source, i = call_of(_whole(order))
+    source, i = call_of(_all_rows_order(order))
     return order if source.target is aten.sort.stable and i == 1 else None
 
 
-def _whole(order: fx.Node) -> Any:
+def _all_rows_order(order: fx.Node) -> Any:
     """The order of all rows, of which there may be room for the first only."""
     cut = order.target is aten.slice.Tensor and order.args[1:3] == (0, 0)
     return order.args[0] if cut else order
@@ -62,7 +62,7 @@ def _whole(order: fx.Node) -> Any:
 
 def _put_back(node: fx.Node, order: fx.Node) -> Any:
     """The rows in order that a node puts back where they lay; None of any other."""
-    whole = _whole(order)
+    whole = _all_rows_order(order)
     read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
     if node.target is not (aten.where.self if read is not node else aten.index.Tensor):
         return None
@@ -81,17 +81,17 @@ class _InOrder:
     def __init__(self, build: Builder, order: fx.Node) -> None:
         self.build, self.order = build, order
         # How many there is room for; None: all.
-        self.rows = None if _whole(order) is order else shape_of(order)[0]
+        self.rows = None if _all_rows_order(order) is order else shape_of(order)[0]
         self._near: dict[tuple[fx.Node, int], bool] = {}
-        self._made: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._in_order: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def has(self, node: fx.Node) -> bool:
         """Whether a value was read in order before."""
-        return (node, 0) in self._made
+        return (node, 0) in self._in_order
 
     def keep(self, read: fx.Node) -> None:
         """Note a node that reads a value in order."""
-        self._made[read.args[0], 0] = read
+        self._in_order[read.args[0], 0] = read
 
     def is_near(self, node: fx.Node, dim: int) -> bool:
         """Whether a value is made, row by row, of some that were put back, and can be
@@ -105,36 +105,38 @@ class _InOrder:
     def _is_near(self, node: fx.Node, dim: int) -> bool:
         if dim == 0 and _put_back(node, self.order) is not None:
             return True
-        held = _held(node, dim)
-        near = {x: d for x, d in held.items() if self.is_near(x, d)}
-        return bool(near) and all(d == 0 for x, d in held.items() if x not in near)
+        operands = _row_operands(node, dim)
+        near = {x: d for x, d in operands.items() if self.is_near(x, d)}
+        return bool(near) and all(d == 0 for x, d in operands.items() if x not in near)
 
     def of(self, node: fx.Node, dim: int) -> fx.Node:
         """A value with its rows in order."""
         key = node, dim
-        if key not in self._made:
-            self._made[key] = self._of(node, dim)
-        return self._made[key]
+        if key not in self._in_order:
+            self._in_order[key] = self._of(node, dim)
+        return self._in_order[key]
 
     def _of(self, node: fx.Node, dim: int) -> fx.Node:
-        back = _put_back(node, self.order) if dim == 0 else None
-        if back is not None:
-            return back
+        rows = _put_back(node, self.order) if dim == 0 else None
+        if rows is not None:
+            return rows
         if not self.is_near(node, dim):
             return self.build.call(aten.index.Tensor, node, [self.order])
-        held = _held(node, dim)
+        operands = _row_operands(node, dim)
         source, i = call_of(node)
-        again = source, -1  # one call for all its results
-        if again not in self._made:
-            call = row_call(source, held)
+        key = source, -1  # one call for all its results
+        if key not in self._in_order:
+            call = row_call(source, operands)
             assert call is not None
-            by = {x: self.of(x, d) for x, d in held.items()}
-            self._made[again] = call.again(self.build, by, self.rows)
-        made = self._made[again]
-        return made if source is node else self.build.call(operator.getitem, made, i)
+            in_order = {x: self.of(x, d) for x, d in operands.items()}
+            self._in_order[key] = call.with_operands(self.build, in_order, self.rows)
+        result = self._in_order[key]
+        return (
+            result if source is node else self.build.call(operator.getitem, result, i)
+        )
 
 
-def _held(node: fx.Node, dim: int) -> dict[fx.Node, int]:
+def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
     """The operands whose rows make those of a value; none if not one by one."""
     source, i = call_of(node)
     value = source.meta.get("val")
@@ -149,18 +151,18 @@ def _held(node: fx.Node, dim: int) -> dict[fx.Node, int]:
 def _join_alike(graph: fx.Graph) -> None:
     """One node for calls that give the same whole numbers: sorts, and what they are
     of."""
-    known: dict[Hashable, fx.Node] = {}
+    first_of: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.is_impure() or not _counts(node):
+        if node.op != "call_function" or node.is_impure() or not _gives_integers(node):
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
-        first = known.setdefault(key, node)
+        first = first_of.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
-def _counts(node: fx.Node) -> bool:
+def _gives_integers(node: fx.Node) -> bool:
     """Whether a call gives whole numbers, and the same whenever it is made."""
     facts, value = op_facts_of(node.target), node.meta.get("val")
     if facts.random or facts.draws:

@@ -54,10 +54,10 @@ def lay_out_stages(
     """The graph of all stages. ``places``: of each stage; ``actions``: in the order in
     which they begin."""
     order = _ordered(graph, actions)
-    laid = _StageLayout(graph, places, order, fake_mode, mesh, pipeline.axis)
-    laid.run()
-    laid.new.lint()
-    return laid.new
+    layout = _StageLayout(graph, places, order, fake_mode, mesh, pipeline.axis)
+    layout.run()
+    layout.staged.lint()
+    return layout.staged
 
 
 # The order
@@ -71,11 +71,11 @@ def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
     order: dict[fx.Node, None] = dict.fromkeys(
         n for n in nodes if n.op == "placeholder"
     )
-    staged = _made_of_stages(nodes)
+    staged = _derived_from_stages(nodes)
     demand((n for n in nodes if _is_everywhere(n) and n not in staged), order)
     for action in actions:
         demand(groups[action], order)
-        _follow(groups[action], order)
+        _append_shared(groups[action], order)
     demand((n for n in nodes if home_of(n) is not None), order)
     demand(nodes, order)
     return list(order)
@@ -86,22 +86,22 @@ def _is_everywhere(node: fx.Node) -> bool:
     return home is not None and home.phase == EVERYWHERE
 
 
-def _made_of_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that are computed from what a stage makes, and these."""
-    found: set[fx.Node] = set()
+    derived: set[fx.Node] = set()
     for node in nodes:
         home = home_of(node)
-        mine = home is not None and home.phase != EVERYWHERE
-        if mine or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        is_staged = home is not None and home.phase != EVERYWHERE
+        if is_staged or not derived.isdisjoint(node.all_input_nodes):
+            derived.add(node)
+    return derived
 
 
 def _groups(
     nodes: Sequence[fx.Node], actions: Sequence[Action]
 ) -> Mapping[Action, list[fx.Node]]:
     """The nodes of each action; those that belong to all parts are of none."""
-    apart = any(action.kind == schedules.INPUTS for action in actions)
+    splits_backward = any(action.kind == schedules.INPUTS for action in actions)
     parts = {action.part for action in actions}
     out: dict[Action, list[fx.Node]] = defaultdict(list)
     for node in nodes:
@@ -110,50 +110,50 @@ def _groups(
             continue
         kind = schedules.BACKWARD if home.phase == BACKWARD else schedules.FORWARD
         out[Action(home.stage, kind, part)].append(node)
-    if apart:
+    if splits_backward:
         for action in [each for each in out if each.kind == schedules.BACKWARD]:
-            whole = out.pop(action)
-            first = _awaited(whole)
-            rest = [node for node in whole if node not in first]
-            out[action._replace(kind=schedules.INPUTS)] = [*first]
-            out[action._replace(kind=schedules.WEIGHTS)] = rest
+            backward = out.pop(action)
+            awaited = _awaited(backward)
+            weight_nodes = [node for node in backward if node not in awaited]
+            out[action._replace(kind=schedules.INPUTS)] = [*awaited]
+            out[action._replace(kind=schedules.WEIGHTS)] = weight_nodes
     return out
 
 
 def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """Of a backward what stages before it wait for; all, where none does."""
-    mine = set(nodes)
+    own = set(nodes)
     stage = home_of(nodes[0])
     ends = [n for n in nodes if any(_is_before(user, stage) for user in _readers(n))]
-    found = dict.fromkeys(ends)
-    rest = list(ends)
-    while rest:
-        for read in rest.pop().all_input_nodes:
+    awaited = dict.fromkeys(ends)
+    stack = list(ends)
+    while stack:
+        for read in stack.pop().all_input_nodes:
             for base in _bases(read):
-                if base in mine and base not in found:
-                    found[base] = None
-                    rest.append(base)
-    return {n: None for n in nodes if n in found} if ends else dict.fromkeys(nodes)
+                if base in own and base not in awaited:
+                    awaited[base] = None
+                    stack.append(base)
+    return {n: None for n in nodes if n in awaited} if ends else dict.fromkeys(nodes)
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
     """Nodes with homes that a node is made of, itself if it has one."""
-    out, rest = [], [node]
-    while rest:
-        top = rest.pop()
+    out, stack = [], [node]
+    while stack:
+        top = stack.pop()
         if home_of(top) is not None:
             out.append(top)
         else:
-            rest += top.all_input_nodes
+            stack += top.all_input_nodes
     return out
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """What reads a node that has a home, through what has none."""
-    out, rest = list[fx.Node](), [node]
-    while rest:
-        for user in rest.pop().users:
-            (rest if home_of(user) is None and user.op != "output" else out).append(
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            (stack if home_of(user) is None and user.op != "output" else out).append(
                 user
             )
     return out
@@ -169,18 +169,18 @@ def _is_before(node: fx.Node, home: StageHome | None) -> bool:
     )
 
 
-def _follow(done: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
+def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
     """Append what belongs to all parts of a stage and now has all that it reads."""
-    rest = list(done)
-    while rest:
-        for user in rest.pop().users:
+    stack = list(placed)
+    while stack:
+        for user in stack.pop().users:
             home = home_of(user)
             shared = PART not in user.meta and user.op != "output"
-            mine = home is None or home.phase != EVERYWHERE
+            of_one_stage = home is None or home.phase != EVERYWHERE
             ready = all(read in order for read in user.all_input_nodes)
-            if shared and mine and ready and user not in order:
+            if shared and of_one_stage and ready and user not in order:
                 order[user] = None
-                rest.append(user)
+                stack.append(user)
 
 
 # Places, and what crosses between them
@@ -196,27 +196,27 @@ class _StageLayout:
     fake_mode: Any
     mesh: Mesh
     axis: str
-    new: fx.Graph = field(default_factory=fx.Graph)
+    staged: fx.Graph = field(default_factory=fx.Graph)
     # (node, place it is needed at) -> its copy, or what arrives of it.
-    made: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.build = Builder(self.new, self.fake_mode, self.mesh)
+        self.build = Builder(self.staged, self.fake_mode, self.mesh)
         self.group = group_name(self.mesh, (self.axis,))
 
     def run(self) -> None:
         needed = self._needed()
         for node in self.order:
             if node.op in ("placeholder", "get_attr"):
-                self.made[node, EVERY] = self._copy(node, EVERY)
+                self.value_at[node, EVERY] = self._copy(node, EVERY)
             elif (at := self._place(node)) is not None:
-                self.made[node, at] = self._copy(node, at)
-                others = needed[node] - {at, EVERY} if at != EVERY else ()
-                for other in sorted(others):
-                    self._cross(node, at, other)
+                self.value_at[node, at] = self._copy(node, at)
+                targets = needed[node] - {at, EVERY} if at != EVERY else ()
+                for target in sorted(targets):
+                    self._cross(node, at, target)
         output = self.graph.output_node()
         results = fx.node.map_arg(output.args[0], lambda n: self.at(n, EVERY))
-        self.new.output(results).meta = dict(output.meta)
+        self.staged.output(results).meta = dict(output.meta)
 
     def _place(self, node: fx.Node) -> int | None:
         """Where a node runs; None: wherever it is read."""
@@ -238,20 +238,20 @@ class _StageLayout:
 
     def at(self, node: fx.Node, place: int) -> fx.Node:
         """A node's value at a place."""
-        known = self.made.get((node, place)) or self.made.get((node, EVERY))
-        if known is not None and (node, place) in self.made:
-            return known
+        value = self.value_at.get((node, place)) or self.value_at.get((node, EVERY))
+        if value is not None and (node, place) in self.value_at:
+            return value
         home = self._place(node)
-        if known is not None and (home == EVERY or node.op != "call_function"):
-            return known
+        if value is not None and (home == EVERY or node.op != "call_function"):
+            return value
         if home is None:
-            self.made[node, place] = self._copy(node, place)
+            self.value_at[node, place] = self._copy(node, place)
         else:
             self._cross(node, home, place)
-        return self.made[node, place]
+        return self.value_at[node, place]
 
     def _copy(self, node: fx.Node, place: int) -> fx.Node:
-        copy = self.new.node_copy(node, lambda n: self.at(n, place))
+        copy = self.staged.node_copy(node, lambda n: self.at(n, place))
         copy.meta = dict(node.meta)
         if node.op == "call_function":
             copy.meta[PLACE] = place
@@ -259,17 +259,19 @@ class _StageLayout:
 
     def _cross(self, node: fx.Node, source: int, target: int) -> None:
         """What a place has, at another, or at every one."""
-        value = self.made[node, source]
+        value = self.value_at[node, source]
         with self.build.at(value):
             if target == EVERY:
-                there = self.build.call(ours.spread.default, value, source, self.group)
+                arrived = self.build.call(
+                    ours.spread.default, value, source, self.group
+                )
             else:
-                there = self.build.call(
+                arrived = self.build.call(
                     ours.transfer.default, value, source, target, self.group
                 )
-        there.meta[PLACE] = EVERY if target == EVERY else target
-        there.meta.pop(STAGE, None)
-        self.made[node, target] = there
+        arrived.meta[PLACE] = EVERY if target == EVERY else target
+        arrived.meta.pop(STAGE, None)
+        self.value_at[node, target] = arrived
 
 
 def is_laid_out(graph: fx.Graph) -> bool:

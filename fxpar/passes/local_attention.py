@@ -35,9 +35,9 @@ def _arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
     """What a call gives, by the names of its op's schema; defaults where it gives
     nothing."""
     declared = _torch.objects.schema_of(target).arguments
-    given = {argument.name: argument.default_value for argument in declared}
+    defaults = {argument.name: argument.default_value for argument in declared}
     positional = [argument.name for argument in declared if not argument.kwarg_only]
-    return given | dict(zip(positional, args, strict=False)) | kwargs
+    return defaults | dict(zip(positional, args, strict=False)) | kwargs
 
 
 def _is_split(call: LocalCall, query: int) -> tuple[bool, bool]:
@@ -62,48 +62,50 @@ def _ahead(call: LocalCall, query: int) -> Size:
 
 
 def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(call.node.target, args, kwargs)
+    arguments = _arguments(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 0)
     if not (queries or keys):
         return call.same(*args, **kwargs)
     values = call.node.meta["val"]
-    if given["is_causal"]:
-        made = _causal(call, given)
+    if arguments["is_causal"]:
+        results = _causal(call, arguments)
         if isinstance(values, torch.Tensor):
-            return laid_out(call.build, made[0], values)
-        more = [_unread(call, made[0], x) for x in values[2:]]
+            return laid_out(call.build, results[0], values)
+        further_results = [_unread(call, results[0], x) for x in values[2:]]
     else:
-        if keys and given.get("attn_bias") is not None:
-            given["attn_bias"] = merge_attention.aligned(call.build, given["attn_bias"])
-        node = _called(call, given) if keys else call.same(*args, **kwargs)
+        if keys and arguments.get("attn_bias") is not None:
+            arguments["attn_bias"] = merge_attention.aligned(
+                call.build, arguments["attn_bias"]
+            )
+        node = _call_by_name(call, arguments) if keys else call.same(*args, **kwargs)
         if isinstance(values, torch.Tensor):
             return node
         lse = node.meta["val"][1]
         if not keys and tuple(lse.shape) == value_of(call.local_shape(1)):
             return node
-        made = [_item(call, node, i) for i in range(2)]
-        more = [
-            _item(call, node, i) if isinstance(x, torch.Tensor) else x
+        results = [_result(call, node, i) for i in range(2)]
+        further_results = [
+            _result(call, node, i) if isinstance(x, torch.Tensor) else x
             for i, x in enumerate(values)
         ][2:]
-    out, lse = made[0], _per_query(call, made[1], call.local_shape(0)[_SEQUENCE])
+    out, lse = results[0], _per_query(call, results[1], call.local_shape(0)[_SEQUENCE])
     if keys:
-        out, lse = _merged(call, out, lse, _mask(given))
+        out, lse = _merged(call, out, lse, _mask(arguments))
     out = laid_out(call.build, out, values[0])
-    return (out, _as_kernel(call, lse, call.local_shape(1)), *more)
+    return (out, _as_kernel(call, lse, call.local_shape(1)), *further_results)
 
 
-def _causal(call: LocalCall, given: dict[str, Any]) -> list[fx.Node]:
+def _causal(call: LocalCall, arguments: dict[str, Any]) -> list[fx.Node]:
     """Output and log-sum-exp of this rank's queries over its keys."""
-    tensors = (given[name] for name in ("query", "key", "value"))
+    tensors = (arguments[name] for name in ("query", "key", "value"))
     op = ours.causal_attention.default
-    node = call.build.call(op, *tensors, _ahead(call, 0), given["scale"])
-    return [_item(call, node, i) for i in range(2)]
+    node = call.build.call(op, *tensors, _ahead(call, 0), arguments["scale"])
+    return [_result(call, node, i) for i in range(2)]
 
 
-def _mask(given: dict[str, Any]) -> fx.Node | None:
+def _mask(arguments: dict[str, Any]) -> fx.Node | None:
     """The mask or bias of a call."""
-    return next((given[n] for n in BIASES if given.get(n) is not None), None)
+    return next((arguments[n] for n in BIASES if arguments.get(n) is not None), None)
 
 
 def _merged(
@@ -127,35 +129,41 @@ def _merged(
 
 
 def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(call.node.target, args, kwargs)
+    arguments = _arguments(call.node.target, args, kwargs)
     queries, keys = _is_split(call, 1)
     if not (queries or keys):
         return call.same(*args, **kwargs)
-    lse = next(name for name in ("logsumexp", "log_sumexp") if name in given)
+    lse = next(name for name in ("logsumexp", "log_sumexp") if name in arguments)
     rows = call.operand_shape(1)[_SEQUENCE]
-    weights = _per_query(call, given[lse], rows)
+    weights = _per_query(call, arguments[lse], rows)
     values = call.node.meta["val"]
-    if not given["is_causal"]:
+    if not arguments["is_causal"]:
         if "efficient" not in str(call.node.target):
             return call.same(*args, **kwargs)
-        more = causal_attention.padding(value_of(rows))
-        given[lse] = _padded(call, weights, more)
-        if keys and given["attn_bias"] is not None:
-            given["attn_bias"] = merge_attention.aligned(call.build, given["attn_bias"])
-        return _called(call, given)
-    grad = next(given[name] for name in ("grad_out", "grad_out_") if name in given)
-    tensors = (given[name] for name in ("query", "key", "value", "out"))
+        padded_rows = causal_attention.padding(value_of(rows))
+        arguments[lse] = _padded(call, weights, padded_rows)
+        if keys and arguments["attn_bias"] is not None:
+            arguments["attn_bias"] = merge_attention.aligned(
+                call.build, arguments["attn_bias"]
+            )
+        return _call_by_name(call, arguments)
+    grad = next(
+        arguments[name] for name in ("grad_out", "grad_out_") if name in arguments
+    )
+    tensors = (arguments[name] for name in ("query", "key", "value", "out"))
     op, ahead = ours.causal_attention_backward.default, _ahead(call, 1)
-    node = call.build.call(op, grad, *tensors, weights, ahead, given["scale"])
-    made = (laid_out(call.build, _item(call, node, i), values[i]) for i in range(3))
-    return (*made, *(None for _ in values[3:]))
+    node = call.build.call(op, grad, *tensors, weights, ahead, arguments["scale"])
+    gradients = (
+        laid_out(call.build, _result(call, node, i), values[i]) for i in range(3)
+    )
+    return (*gradients, *(None for _ in values[3:]))
 
 
-def _called(call: LocalCall, given: dict[str, Any]) -> fx.Node:
+def _call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
     """The op itself on arguments by name."""
     declared = _torch.objects.schema_of(call.node.target).arguments
-    positional = [given[a.name] for a in declared if not a.kwarg_only]
-    named = {a.name: given[a.name] for a in declared if a.kwarg_only}
+    positional = [arguments[a.name] for a in declared if not a.kwarg_only]
+    named = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
     return call.same(*positional, **named)
 
 
@@ -176,12 +184,12 @@ def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
     return _padded(call, lse, value_of(shape[2]) - lse.meta["val"].shape[2])
 
 
-def _padded(call: LocalCall, lse: fx.Node, more: int) -> fx.Node:
+def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
     """With so many more queries, which see nothing."""
-    return call.build.pad(lse, (0, 0, more), math.inf) if more else lse
+    return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
 
 
-def _item(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
+def _result(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
     return call.build.call(operator.getitem, node, i)
 
 
@@ -202,10 +210,12 @@ def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
     order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     if x.meta["val"].permute(order).is_contiguous():
         return x
-    moved = build.call(aten.permute.default, x, order)
-    copy = build.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
-    back = [order.index(d) for d in range(len(order))]
-    return build.call(aten.permute.default, copy, back)
+    permuted = build.call(aten.permute.default, x, order)
+    copy = build.call(
+        aten.clone.default, permuted, memory_format=torch.contiguous_format
+    )
+    inverse = [order.index(d) for d in range(len(order))]
+    return build.call(aten.permute.default, copy, inverse)
 
 
 def _forms(names: str, local: Localizer) -> dict[Any, Localizer]:

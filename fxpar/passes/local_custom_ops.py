@@ -58,23 +58,25 @@ def emit_dot(
     b = _merge(build, rhs, right, [batch, k, n] if batch else [k, n], size)
     target = aten.bmm.default if batch else aten.mm.default
     product = build.call(target, a, b)
-    have = [*batch, *m, *n]
-    return reorder(build, product, have, out, size)
+    product_factors = [*batch, *m, *n]
+    return reorder(build, product, product_factors, out, size)
 
 
 def reorder(
     build: Builder,
     node: fx.Node,
-    have: Sequence[str],
-    want: Sequence[str],
+    factors: Sequence[str],
+    target_factors: Sequence[str],
     size: Mapping[str, Size],
 ) -> fx.Node:
-    """View a product as its factors ``have`` and permute them to ``want``."""
-    shape = [size[f] for f in have]
+    """View a product as its factors and permute them to ``target_factors``."""
+    shape = [size[f] for f in factors]
     if list(node.meta["val"].shape) != value_of(shape):
         node = build.call(aten.reshape.default, node, shape)
-    if list(have) != list(want):
-        node = build.call(aten.permute.default, node, [have.index(f) for f in want])
+    if list(factors) != list(target_factors):
+        node = build.call(
+            aten.permute.default, node, [factors.index(f) for f in target_factors]
+        )
     return node
 
 
@@ -110,12 +112,12 @@ def _shift(
     call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
 ) -> fx.Node:
     axes, size = call.operands[0].dims[dim], int(x.meta["val"].shape[dim])
-    moved = halos.rows(call, x, axes, dim, by, by + size, fill)
-    if moved is x:
+    shifted = halos.rows(call, x, axes, dim, by, by + size, fill)
+    if shifted is x:
         return call.build.call(
             aten.clone.default, x, memory_format=torch.contiguous_format
         )
-    return moved
+    return shifted
 
 
 def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
@@ -129,21 +131,21 @@ def _constrain(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
 
 def _random(call: LocalCall, *args: Any) -> fx.Node:
     """The shard counts by global index: same seed, same numbers as one device."""
-    *rest, size, starts = args
+    *head, size, starts = args
     axes = call.results[0].dims
     local = list(call.local_shape())
     offsets = [
-        _further(call, start, a, n) if a else start
+        _slice_start(call, start, a, n) if a else start
         for start, a, n in zip(starts, axes, call.result_shape(), strict=True)
     ]
-    if rest and isinstance(rest[0], (list, tuple)):  # fxpar::random: size comes first
-        rest = [local, *rest[1:]]
+    if head and isinstance(head[0], (list, tuple)):  # fxpar::random: size comes first
+        head = [local, *head[1:]]
     else:  # fxpar::randint: low, high, size, seed
-        rest = [*rest[:2], local, *rest[3:]]
-    return call.build.call(call.node.target, *rest, size, offsets)
+        head = [*head[:2], local, *head[3:]]
+    return call.build.call(call.node.target, *head, size, offsets)
 
 
-def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
+def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
     """Where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
     ``start``: a number, or the offset of a dim that other axes split already."""
     build = call.build
@@ -161,43 +163,47 @@ def _further(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any
 _SCORE, _MASK = (1, 2), (0, 1)
 
 
-def _shifted(call: LocalCall, node: fx.Node, places: tuple[int, int]) -> fx.Node:
+def _with_global_index(
+    call: LocalCall, node: fx.Node, places: tuple[int, int]
+) -> fx.Node:
     """A function of scores, its batch and head moved on by where this rank's begin."""
     body = body_of(node)
     assert body is not None
     inputs = body.graph.find_nodes(op="placeholder")
-    moved = [
+    shifted_inputs = [
         (inputs[place], call.operands[0].dims[d], call.shapes[0][d])
         for d, place in enumerate(places)
     ]
-    moved = [(x, axes, rows) for x, axes, rows in moved if x.users and axes]
-    if not moved:
+    shifted_inputs = [
+        (x, axes, rows) for x, axes, rows in shifted_inputs if x.users and axes
+    ]
+    if not shifted_inputs:
         return node
     build = Builder(fx.Graph(), call.build.fake_mode, call.build.mesh)
-    done: dict[fx.Node, Any] = {}
-    for old in body.graph.nodes:
-        done[old] = build.graph.node_copy(old, done.__getitem__)
-        done[old].meta = dict(old.meta)
-        if old is inputs[-1]:
-            for x, axes, rows in moved:
+    copies: dict[fx.Node, Any] = {}
+    for body_node in body.graph.nodes:
+        copies[body_node] = build.graph.node_copy(body_node, copies.__getitem__)
+        copies[body_node].meta = dict(body_node.meta)
+        if body_node is inputs[-1]:
+            for x, axes, rows in shifted_inputs:
                 start = build.own_start(rows, axes)
-                done[x] = build.call(torch.ops.aten.add.Tensor, done[x], start)
-    made = module_of(body, build.graph)
-    return new_body(call.build, node, made, call.node.name)
+                copies[x] = build.call(torch.ops.aten.add.Tensor, copies[x], start)
+    module = module_of(body, build.graph)
+    return new_body(call.build, node, module, call.node.name)
 
 
 def _forward(
-    call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *rest: Any
+    call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *settings: Any
 ):
-    mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))
-    return call.same(q, k, v, _shifted(call, score, _SCORE), mask, *rest)
+    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
+    return call.same(q, k, v, _with_global_index(call, score, _SCORE), mask, *settings)
 
 
 def _backward(call: LocalCall, *args: Any):
-    *given, forward, joint, mask = args[:10]
-    functions = (_shifted(call, body, _SCORE) for body in (forward, joint))
-    mask = (*mask[:-1], _shifted(call, mask[-1], _MASK))
-    return call.same(*given, *functions, mask, *args[10:])
+    *tensors, forward, joint, mask = args[:10]
+    functions = (_with_global_index(call, body, _SCORE) for body in (forward, joint))
+    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
+    return call.same(*tensors, *functions, mask, *args[10:])
 
 
 def op_by_op(target: Any) -> Any:
@@ -214,17 +220,17 @@ def op_by_op(target: Any) -> Any:
 
 
 def _with_gradients(target: Any, *args: Any) -> Any:
-    joint, others = args[8], args[12] if len(args) > 12 else ()
+    joint, captured = args[8], args[12] if len(args) > 12 else ()
     (results,) = joint.graph.output_node().args
-    wanted = [
+    operands = [
         x if grad is None else x.detach().requires_grad_()
-        for x, grad in zip(others, results[5:], strict=True)
+        for x, grad in zip(captured, results[5:], strict=True)
     ]
     with torch.no_grad():
-        return target(*args[:12], tuple(wanted), *args[13:])
+        return target(*args[:12], tuple(operands), *args[13:])
 
 
-def _edge(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
+def _contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
     """An edge of a manual region: what a rank holds, laid out as it is read."""
     if x.meta["val"].is_contiguous():
         return x
@@ -240,8 +246,8 @@ def _collective(
     _: str,
     axes: str,
 ) -> fx.Node:
-    named = (tuple(dims),) if kind == "permute" else dims
-    args = (*named, op) if op else named
+    step_args = (tuple(dims),) if kind == "permute" else dims
+    args = (*step_args, op) if op else step_args
     node = collective_nodes.NODES[kind]
     return collective_nodes.step(call.build, node, x, *args, tuple(axes.split("+")))
 
@@ -257,8 +263,8 @@ LOCAL: dict[Any, Localizer] = {
     "fxpar::random": _random,
     "fxpar::randint": _random,
     "fxpar::shift": _shift,
-    "fxpar::enter_region": _edge,
-    "fxpar::leave_region": _edge,
+    "fxpar::enter_region": _contiguous,
+    "fxpar::leave_region": _contiguous,
     "fxpar::collective": _collective,
     "fxpar::axis_index": _axis_index,
     "higher_order::flex_attention": _forward,

@@ -55,9 +55,9 @@ class _Sorted:
         if self.room is None:
             return call(aten.index.Tensor, x, [self.place])
         place = call(aten.clamp.default, self.place, None, self.room - 1)
-        taken = call(aten.lt.Scalar, self.place, self.room)
-        taken = call(aten.unsqueeze.default, taken, 1)
-        return self.call.where(taken, call(aten.index.Tensor, x, [place]), 0)
+        has_room = call(aten.lt.Scalar, self.place, self.room)
+        has_room = call(aten.unsqueeze.default, has_room, 1)
+        return self.call.where(has_room, call(aten.index.Tensor, x, [place]), 0)
 
 
 def _sorted(
@@ -74,32 +74,36 @@ def _sorted(
     specs, device = (*call.operands, *call.results), ids.meta["val"].device
     experts, axes = call.shapes[of_experts][0], specs[of_experts].dims[0]
     per = experts // groups
-    held = groups // build.mesh.count(axes)
+    own_groups = groups // build.mesh.count(axes)
     rows = build.own_size(call.shapes[of_rows][0], specs[of_rows].dims[0])
     own = build.call(aten.sub.Tensor, ids, build.own_start(experts, axes))
     group = build.call(aten.div.Tensor_mode, own, per, rounding_mode="floor")
-    each = build.call(aten.unsqueeze.default, build.iota(held, device), 1)
+    group_numbers = build.call(
+        aten.unsqueeze.default, build.iota(own_groups, device), 1
+    )
     by_row = groups > 1 and call.shapes[_IDS][0] == call.shapes[of_rows][0]
     if by_row:
         own, group = (
-            build.call(aten.reshape.default, x, [held, rows // held])
+            build.call(aten.reshape.default, x, [own_groups, rows // own_groups])
             for x in (own, group)
         )
-    mine = build.call(aten.eq.Tensor, group, each)
-    key = build.call(aten.reshape.default, call.where(mine, own, per * held), [rows])
+    is_own = build.call(aten.eq.Tensor, group, group_numbers)
+    key = build.call(
+        aten.reshape.default, call.where(is_own, own, per * own_groups), [rows]
+    )
     sort = build.call(aten.sort.stable, key, stable=True, dim=0, descending=False)
     ordered, order = (build.call(operator.getitem, sort, i) for i in (0, 1))
-    counted = build.iota(rows, device)
-    place = build.call(aten.index_put.default, order, [order], counted)
-    wanted = build.iota(per * held, device)
+    row_numbers = build.iota(rows, device)
+    place = build.call(aten.index_put.default, order, [order], row_numbers)
+    expert_numbers = build.iota(per * own_groups, device)
     ends = build.call(
-        aten.searchsorted.Tensor, ordered, wanted, right=True, out_int32=True
+        aten.searchsorted.Tensor, ordered, expert_numbers, right=True, out_int32=True
     )
     if by_row:
         share = int(value_of(rows) / room) if room else value_of(rows)
         return _Sorted(call, order, place, ends, share, None)
-    share = value_of(rows) // held * per * held // experts
-    most = math.ceil(room * share) if room and held == 1 < groups else 0
+    share = value_of(rows) // own_groups * per * own_groups // experts
+    most = math.ceil(room * share) if room and own_groups == 1 < groups else 0
     if not 0 < most < value_of(rows):
         return _Sorted(call, order, place, ends, share, None)
     order = build.call(aten.slice.Tensor, order, 0, 0, most)
@@ -122,9 +126,9 @@ def _within(
     the same, and none waits for one that has raised."""
     build = call.build
     group = build.call(aten.div.Tensor_mode, ids, per, rounding_mode="floor")
-    each = build.iota(groups, ids.meta["val"].device)
-    each = build.call(aten.unsqueeze.default, each, 1)
-    chosen = build.call(aten.eq.Tensor, group, each)
+    group_numbers = build.iota(groups, ids.meta["val"].device)
+    group_numbers = build.call(aten.unsqueeze.default, group_numbers, 1)
+    chosen = build.call(aten.eq.Tensor, group, group_numbers)
     most = build.call(aten.amax.default, build.call(aten.sum.dim_IntList, chosen, [1]))
     if build.mesh.count(axes) > 1:
         most = step(build, all_reduce, most, "max", axes)
@@ -133,17 +137,19 @@ def _within(
 
 
 def _expert_mm(
-    call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *how: Any
+    call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
-    by, mm = _sorted(call, ids, 0, 1, *how), torch.ops.fxpar.grouped_mm.default
-    return by.put_back(call.build.call(mm, by.take(x), weight, by.ends, by.share))
+    sort, mm = _sorted(call, ids, 0, 1, *options), torch.ops.fxpar.grouped_mm.default
+    product = call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
+    return sort.put_back(product)
 
 
 def _expert_outer(
-    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, _: int, *how: Any
+    call: LocalCall, x: fx.Node, y: fx.Node, ids: fx.Node, _: int, *options: Any
 ) -> fx.Node:
-    by, outer = _sorted(call, ids, 0, 3, *how), torch.ops.fxpar.grouped_outer.default
-    return call.build.call(outer, by.take(x), by.take(y), by.ends, by.share)
+    outer = torch.ops.fxpar.grouped_outer.default
+    sort = _sorted(call, ids, 0, 3, *options)
+    return call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
 
 
 LOCAL: dict[Any, Localizer] = {

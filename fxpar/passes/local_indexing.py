@@ -44,8 +44,8 @@ class _Part:
         if not self.empty:
             return x
         least = self.call.build.compute(max, self.n, 1)
-        more = self.call.build.missing(least, self.n)
-        pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [more]
+        padding = self.call.build.missing(least, self.n)
+        pad = [0] * (2 * (x.meta["val"].dim() - self.dim) - 1) + [padding]
         return self.call.build.call(aten.constant_pad_nd.default, x, pad, 0)
 
     def read(self) -> fx.Node:
@@ -104,14 +104,14 @@ def rows_at(call: LocalCall, x: fx.Node, dim: int, places: fx.Node) -> fx.Node:
     return call.build.call(aten.index.Tensor, x, [*[None] * dim, places])
 
 
-def _spare(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+def _with_spares(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """``x`` with a spare row at the end of each dim."""
     ndim = x.meta["val"].dim()
     pad = [n for d in reversed(range(ndim)) for n in (0, int(d in dims))]
     return call.build.call(aten.constant_pad_nd.default, x, pad, 0)
 
 
-def _cut(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
+def _without_spares(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
     """``x`` without the spare row of each part."""
     for part in parts:
         x = call.build.call(aten.slice.Tensor, x, part.dim, 0, part.n)
@@ -121,16 +121,18 @@ def _cut(call: LocalCall, x: fx.Node, parts: Sequence[_Part]) -> fx.Node:
 # Index lists
 
 
-def _meet(call: LocalCall, indices: Sequence[fx.Node | None]) -> dict[int, _Part]:
+def _split_parts(
+    call: LocalCall, indices: Sequence[fx.Node | None]
+) -> dict[int, _Part]:
     """The split dims that an index list meets."""
-    found = {}
+    parts = {}
     for d, index in enumerate(indices):
         if index is None or is_mask(index.meta["val"]):
             continue
         part = part_of(call, d, index, signed=True)
         if part is not None:
-            found[d] = part
-    return found
+            parts[d] = part
+    return parts
 
 
 def _inside(
@@ -146,7 +148,7 @@ def _inside(
 
 
 def _index(call: LocalCall, x: fx.Node, indices: Sequence[fx.Node | None]) -> fx.Node:
-    parts = _meet(call, indices)
+    parts = _split_parts(call, indices)
     if not parts:
         return call.same(x, indices)
     places = [parts[d].read() if d in parts else i for d, i in enumerate(indices)]
@@ -163,7 +165,7 @@ def _index_put(
     values: fx.Node,
     accumulate: bool = False,
 ) -> fx.Node:
-    parts = _meet(call, indices)
+    parts = _split_parts(call, indices)
     if not parts:
         return call.same(x, indices, values, accumulate)
     if accumulate and not any(part.empty for part in parts.values()):
@@ -171,20 +173,22 @@ def _index_put(
         inside = _inside(call, indices, parts, x.meta["val"].dim())
         return call.same(x, places, call.where(inside, values, 0), True)
     places = [parts[d].store() if d in parts else i for d, i in enumerate(indices)]
-    how = (True,) if accumulate else ()
-    put = call.same(_spare(call, x, list(parts)), places, values, *how)
-    return _cut(call, put, list(parts.values()))
+    accumulating = (True,) if accumulate else ()
+    put = call.same(_with_spares(call, x, list(parts)), places, values, *accumulating)
+    return _without_spares(call, put, list(parts.values()))
 
 
 # One index along one dim
 
 
-def _embedding(call: LocalCall, weight: fx.Node, index: fx.Node, *rest: Any) -> fx.Node:
+def _embedding(
+    call: LocalCall, weight: fx.Node, index: fx.Node, *settings: Any
+) -> fx.Node:
     part = part_of(call, 0, index)
     if part is None:
-        return call.same(weight, index, *rest)
-    found = call.same(part.rows_of(weight), part.read(), *rest)
-    return call.where(trailing(call, part.inside, 1), found, 0)
+        return call.same(weight, index, *settings)
+    rows = call.same(part.rows_of(weight), part.read(), *settings)
+    return call.where(trailing(call, part.inside, 1), rows, 0)
 
 
 def _embedding_backward(
@@ -199,21 +203,23 @@ def _embedding_backward(
     if part is None:
         return call.same(grad, index, rows, padding, by_count)
     # The spare row takes the padding as well, so that no local row is taken for it.
-    n, kept = part.n, call.build.call(aten.ne.Scalar, index, padding)
-    kept = call.build.call(aten.bitwise_and.Tensor, kept, part.inside)
-    places = call.where(kept, part.place, n)
-    more = call.build.compute(operator.add, n, 1)
-    return _cut(call, call.same(grad, places, more, n, by_count), [part])
+    n, own = part.n, call.build.call(aten.ne.Scalar, index, padding)
+    own = call.build.call(aten.bitwise_and.Tensor, own, part.inside)
+    places = call.where(own, part.place, n)
+    rows_and_spare = call.build.compute(operator.add, n, 1)
+    return _without_spares(
+        call, call.same(grad, places, rows_and_spare, n, by_count), [part]
+    )
 
 
 def _gather(
-    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, **rest: Any
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, **settings: Any
 ) -> fx.Node:
     part = part_of(call, dim, index)
     if part is None:
-        return call.same(x, dim, index, **rest)
-    found = call.same(part.rows_of(x), dim, part.read(), **rest)
-    return call.where(part.inside, found, 0)
+        return call.same(x, dim, index, **settings)
+    elements = call.same(part.rows_of(x), dim, part.read(), **settings)
+    return call.where(part.inside, elements, 0)
 
 
 def _index_select(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
@@ -235,7 +241,7 @@ def _one_per_row(
     return all(shape == want for shape in shapes)
 
 
-def _hit(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+def _index_mask(call: LocalCall, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     """Where ``x`` is hit by an index of size 1 along ``dim``: pointwise, unlike a
     scatter, so it fuses with what comes before and after."""
     like, build = index.meta["val"], call.build
@@ -259,13 +265,13 @@ def _scatter(
     dim: int,
     index: fx.Node,
     src: Any,
-    *rest: Any,
+    *settings: Any,
     **named: Any,
 ) -> fx.Node:
     if not call.operands[0].dims[dim]:
-        return call.same(x, dim, index, src, *rest, **named)
-    if not rest and not named and _one_per_row(call, x, dim, index, src):
-        hit = _hit(call, x, dim, index)
+        return call.same(x, dim, index, src, *settings, **named)
+    if not settings and not named and _one_per_row(call, x, dim, index, src):
+        hit = _index_mask(call, x, dim, index)
         if not isinstance(src, fx.Node):
             like = x.meta["val"]
             src = call.build.call(
@@ -274,9 +280,9 @@ def _scatter(
         return call.build.call(aten.where.self, hit, src, x)
     part = part_of(call, dim, index)
     assert part is not None
-    spare = _spare(call, x, [dim % x.meta["val"].dim()])
-    put = call.same(spare, dim, part.store(), src, *rest, **named)
-    return _cut(call, put, [part])
+    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
+    put = call.same(spare, dim, part.store(), src, *settings, **named)
+    return _without_spares(call, put, [part])
 
 
 def _scatter_add(
@@ -285,7 +291,7 @@ def _scatter_add(
     if not call.operands[0].dims[dim]:
         return call.same(x, dim, index, src)
     if _one_per_row(call, x, dim, index, src):
-        update = call.where(_hit(call, x, dim, index), src, 0)
+        update = call.where(_index_mask(call, x, dim, index), src, 0)
         return call.build.call(aten.add.Tensor, x, update)
     part = part_of(call, dim, index)
     assert part is not None
@@ -295,30 +301,39 @@ def _scatter_add(
 
 
 def _index_add(
-    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **rest: Any
+    call: LocalCall,
+    x: fx.Node,
+    dim: int,
+    index: fx.Node,
+    source: fx.Node,
+    **settings: Any,
 ) -> fx.Node:
     part = part_of(call, dim, index)
     if part is None:
-        return call.same(x, dim, index, source, **rest)
+        return call.same(x, dim, index, source, **settings)
     ndim = source.meta["val"].dim()
     inside = part.inside
     if part.empty:
-        spare = _spare(call, x, [part.dim])
-        return _cut(call, call.same(spare, dim, part.store(), source, **rest), [part])
+        spare = _with_spares(call, x, [part.dim])
+        return _without_spares(
+            call, call.same(spare, dim, part.store(), source, **settings), [part]
+        )
     if ndim:
         inside = trailing(call, inside, ndim - 1 - dim % ndim)
     source = call.where(inside, source, 0)
-    return call.same(x, dim, part.fold(), source, **rest)
+    return call.same(x, dim, part.fold(), source, **settings)
 
 
 def _index_store(
-    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, *rest: Any, **named: Any
+    call: LocalCall, x: fx.Node, dim: int, index: fx.Node, *settings: Any, **named: Any
 ) -> fx.Node:
     part = part_of(call, dim, index, signed=True)
     if part is None:
-        return call.same(x, dim, index, *rest, **named)
-    spare = _spare(call, x, [dim % x.meta["val"].dim()])
-    return _cut(call, call.same(spare, dim, part.store(), *rest, **named), [part])
+        return call.same(x, dim, index, *settings, **named)
+    spare = _with_spares(call, x, [dim % x.meta["val"].dim()])
+    return _without_spares(
+        call, call.same(spare, dim, part.store(), *settings, **named), [part]
+    )
 
 
 def _masked_scatter_backward(
@@ -335,8 +350,8 @@ def _masked_scatter_backward(
     place = build.call(aten.cumsum.default, flat, 0)
     place = build.call(aten.sub.Tensor, place, 1)
     low = build.call(aten.lt.Scalar, place, n)
-    taken = build.call(aten.bitwise_and.Tensor, flat, low)
-    place = build.call(aten.reshape.default, call.where(taken, place, n), whole)
+    selected = build.call(aten.bitwise_and.Tensor, flat, low)
+    place = build.call(aten.reshape.default, call.where(selected, place, n), whole)
     for dim, axes in enumerate(spec.dims):
         if axes:
             start = build.own_start(whole[dim], axes)
@@ -346,9 +361,9 @@ def _masked_scatter_backward(
     zeros = build.call(
         aten.full.default, [n + 1], 0, dtype=like.dtype, device=like.device
     )
-    put = build.call(aten.index_put.default, zeros, [place], grad)
-    put = build.call(aten.slice.Tensor, put, 0, 0, n)
-    return build.call(aten.reshape.default, put, list(shape))
+    scattered = build.call(aten.index_put.default, zeros, [place], grad)
+    scattered = build.call(aten.slice.Tensor, scattered, 0, 0, n)
+    return build.call(aten.reshape.default, scattered, list(shape))
 
 
 LOCAL: dict[Any, Localizer] = {

@@ -91,36 +91,36 @@ def local_op(
     )
     results = tuple(result_spec(op.rule, strategy, i) for i in range(len(op.results)))
     args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: _size_of(n) or local(n)
+        (node.args, node.kwargs), lambda n: _symbolic_size(n) or local(n)
     )
-    whole = all(s.is_whole for s in operands + results)
-    if whole and op.target not in _OWN and _laid_out_alike(node, local):
-        made = _same(build, node, args, kwargs)
+    all_whole = all(s.is_whole for s in operands + results)
+    if all_whole and op.target not in _OWN and _laid_out_alike(node, local):
+        result = _same(build, node, args, kwargs)
     else:
         shapes = _shapes(op, program)
         call = LocalCall(build, node, op.rule, operands, results, shapes)
         if _torch.aot.higher_order_name(node.target) in TIES:
             args = _local_bodies(call, args, strategy.axes_of)
-        made = local_form(call, args, kwargs)
-    _check(made, op, program, results, build.mesh)
-    return made
+        result = local_form(call, args, kwargs)
+    _check(result, op, program, results, build.mesh)
+    return result
 
 
 def _laid_out_alike(node: fx.Node, local: Local) -> bool:
     """Whether what a node reads lies in memory as in the global graph."""
     pairs = ((n.meta["val"], local(n).meta["val"]) for n in node.all_input_nodes)
     return all(
-        a is b or not isinstance(a, torch.Tensor) or _lies(a) == _lies(b)
+        a is b or not isinstance(a, torch.Tensor) or _layout(a) == _layout(b)
         for a, b in pairs
     )
 
 
-def _lies(x: torch.Tensor) -> tuple[Any, ...]:
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
     """Where the elements of a tensor lie in its memory."""
     return x.stride(), x.storage_offset()
 
 
-def _size_of(node: fx.Node) -> Any:
+def _symbolic_size(node: fx.Node) -> Any:
     """A size that a node computes, which local forms take as the number that it is;
     None of other nodes."""
     value = node.meta.get("val")
@@ -143,9 +143,9 @@ def _same(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _check(
-    made: Any, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
+    result: Any, op: Op, program: Program, results: tuple[Spec, ...], mesh: Mesh
 ) -> None:
-    got = [tuple(t.shape) for t in tensors_of(value_of(made))]
+    got = [tuple(t.shape) for t in tensors_of(value_of(result))]
     shapes = _shapes(op, program)[len(op.operands) :]
     want = [
         spec.local_shape(mesh, shape)
@@ -161,41 +161,41 @@ def _check(
 
 def _local_bodies(call: LocalCall, args: Any, axes: Mapping[str, Axes]) -> Any:
     """The arguments with local bodies, appended in the place of the global ones."""
-    found = inside_of(call.node)
-    assert found is not None
-    count = iter(range(len(found.programs)))
+    bodies = inside_of(call.node)
+    assert bodies is not None
+    count = iter(range(len(bodies.programs)))
 
     def local(node: fx.Node) -> fx.Node:
         if body_of(node) is None:
             return node
-        body = _local_body(call.build, found, next(count), axes)
+        body = _local_body(call.build, bodies, next(count), axes)
         return new_body(call.build, node, body, call.node.name)
 
     return fx.node.map_arg(args, local)
 
 
 def _local_body(
-    build: Builder, found: Inside, b: int, axes: Mapping[str, Axes]
+    build: Builder, bodies: Inside, b: int, axes: Mapping[str, Axes]
 ) -> fx.GraphModule:
     """A body in local shapes, where ``axes`` split factors of the call that runs it."""
-    program, body = found.programs[b], found.ties.bodies[b]
+    program, body = bodies.programs[b], bodies.ties.bodies[b]
     inner = Builder(fx.Graph(), build.fake_mode, build.mesh)
     op_of = {op.node: op for op in program.ops}
-    done: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}
     for node in body.graph.nodes:
         op = op_of.get(node)
         if op is not None:
-            strategy = found.strategy(b, op, axes)
+            strategy = bodies.strategy(b, op, axes)
             with inner.at(node):
-                done[node] = local_op(
-                    inner, node, op, program, strategy, done.__getitem__
+                copies[node] = local_op(
+                    inner, node, op, program, strategy, copies.__getitem__
                 )
             continue
-        copy = done[node] = inner.graph.node_copy(node, done.__getitem__)
+        copy = copies[node] = inner.graph.node_copy(node, copies.__getitem__)
         copy.meta = dict(node.meta)
         copy.meta.pop("tensor_meta", None)
         if node.op == "placeholder" and (node, 0) in program.value_of:
-            spec = Spec.of(found.axes_of(program.value_of[node, 0], b, axes))
+            spec = Spec.of(bodies.axes_of(program.value_of[node, 0], b, axes))
             copy.meta["val"] = local_like(
                 node.meta["val"], spec, build.mesh, build.fake_mode
             )

@@ -66,30 +66,30 @@ def local_form(call: LocalCall, args: Any, kwargs: Any) -> Any:
     ]
     if call.rule.empty != "fill" or not any(empty):
         return _local_form(call, args, kwargs)
-    full = replace(call, least=1)
+    filled_call = replace(call, least=1)
     reads = _operands(args, kwargs)
     filled = {}
     for i, (read, dims) in enumerate(zip(reads, empty[:n], strict=True)):
-        pairs = zip(full.operand_shape(i), call.operand_shape(i), strict=True)
-        more = [call.build.missing(*pair) for pair in pairs]
-        filled[read] = call.build.pad(read, more) if dims else read
+        pairs = zip(filled_call.operand_shape(i), call.operand_shape(i), strict=True)
+        padding = [call.build.missing(*pair) for pair in pairs]
+        filled[read] = call.build.pad(read, padding) if dims else read
     args, kwargs = fx.node.map_arg((args, kwargs), lambda x: filled.get(x, x))
-    made = _local_form(full, args, kwargs)
+    result = _local_form(filled_call, args, kwargs)
     cuts = [
         [(d, call.local_shape(i)[d]) for d in dims] for i, dims in enumerate(empty[n:])
     ]
-    if isinstance(made, tuple):
+    if isinstance(result, tuple):
         ends = iter(cuts)
         return tuple(
             cut(call.build, x, next(ends)) if isinstance(x, fx.Node) else x
-            for x in made
+            for x in result
         )
-    if isinstance(made.meta["val"], torch.Tensor):
-        return cut(call.build, made, cuts[0])
-    values = made.meta["val"]
+    if isinstance(result.meta["val"], torch.Tensor):
+        return cut(call.build, result, cuts[0])
+    values = result.meta["val"]
     places = [k for k, x in enumerate(values) if isinstance(x, torch.Tensor)]
-    made.meta[CUTS] = dict(zip(places, cuts, strict=True))
-    return made
+    result.meta[CUTS] = dict(zip(places, cuts, strict=True))
+    return result
 
 
 def cut(build: Builder, x: fx.Node, cuts: Sequence[tuple[int, Size]]) -> fx.Node:

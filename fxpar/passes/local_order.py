@@ -85,8 +85,8 @@ def _gather(call: LocalCall, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
     return collective_nodes.step(call.build, step, x, dim, axes, cut=cut)
 
 
-def _scan(call: LocalCall, x: fx.Node, dim: int, **how: Any) -> fx.Node:
-    own, (d, axes) = call.same(x, dim, **how), _axes(call, x, dim)
+def _scan(call: LocalCall, x: fx.Node, dim: int, **settings: Any) -> fx.Node:
+    own, (d, axes) = call.same(x, dim, **settings), _axes(call, x, dim)
     if not axes:
         return own
     build, kind = call.build, _SCANS[call.node.target]
@@ -110,12 +110,12 @@ def _candidates(
     return _gather(call, values, d, axes), _gather(call, places, d, axes)
 
 
-def _items(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _results(call: LocalCall, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     values, places = (call.build.call(operator.getitem, node, i) for i in range(2))
     return values, places
 
 
-def _shown(call: LocalCall, x: fx.Node, d: int, keepdim: bool) -> fx.Node:
+def _squeezed(call: LocalCall, x: fx.Node, d: int, keepdim: bool) -> fx.Node:
     return x if keepdim else call.build.call(aten.squeeze.dim, x, d)
 
 
@@ -126,8 +126,10 @@ def _filled(call: LocalCall, x: fx.Node, d: int, never: Never) -> fx.Node:
     if not call.is_empty(spec, shape, d):
         return x
     room, own = spec.local_shape(build.mesh, shape), call.operand_shape(0)
-    more = [build.missing(room[d], own[d]) if i == d else 0 for i in range(len(shape))]
-    return build.pad(x, more, never(x.meta["val"].dtype))
+    padding = [
+        build.missing(room[d], own[d]) if i == d else 0 for i in range(len(shape))
+    ]
+    return build.pad(x, padding, never(x.meta["val"].dtype))
 
 
 def _place(
@@ -147,7 +149,9 @@ def _place(
     values = build.call(aten.gather.default, x, d, own)
     values, places = _candidates(call, values, own, d, axes)
     winner = call.same(values, d, True)
-    return _shown(call, build.call(aten.gather.default, places, d, winner), d, keepdim)
+    return _squeezed(
+        call, build.call(aten.gather.default, places, d, winner), d, keepdim
+    )
 
 
 def _row(
@@ -158,11 +162,11 @@ def _row(
     if not axes:
         return call.same(x, dim, keepdim)
     x = _filled(call, x, d, never)
-    values, places = _items(call, call.same(x, d, True))
+    values, places = _results(call, call.same(x, d, True))
     values, places = _candidates(call, values, places, d, axes)
-    values, winner = _items(call, call.same(values, d, True))
+    values, winner = _results(call, call.same(values, d, True))
     places = call.build.call(aten.gather.default, places, d, winner)
-    return tuple(_shown(call, node, d, keepdim) for node in (values, places))
+    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
 
 
 def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
@@ -172,39 +176,39 @@ def _running(wins: Any, call: LocalCall, x: fx.Node, dim: int) -> Any:
     if not axes:
         return call.same(x, dim)
     build = call.build
-    values, places = _items(call, call.same(x, d))
+    values, places = _results(call, call.same(x, d))
     last, its_place = (
         build.call(aten.slice.Tensor, n, d, -1, _END) for n in (values, places)
     )
-    totals, at = _candidates(call, last, its_place, d, axes)
-    totals, winner = _items(call, call.same(totals, d))
-    at = build.call(aten.gather.default, at, d, winner)
+    totals, total_places = _candidates(call, last, its_place, d, axes)
+    totals, winner = _results(call, call.same(totals, d))
+    total_places = build.call(aten.gather.default, total_places, d, winner)
     device, shard = x.meta["val"].device, build.offset(axes, 1)
     before = build.call(aten.full.default, [1], shard, dtype=torch.int64, device=device)
     is_first = build.call(aten.eq.Scalar, before, 0)
     before = build.call(aten.sub.Tensor, before, 1)
     before = build.call(aten.clamp.default, before, 0)
-    total, at = (rows_at(call, n, d, before) for n in (totals, at))
+    total, total_places = (rows_at(call, n, d, before) for n in (totals, total_places))
     places = build.call(
         aten.add.Tensor, places, build.own_start(call.shapes[0][d], axes)
     )
     own = build.call(wins, values, total)
     for always in (build.call(aten.ne.Tensor, values, values), is_first):
         own = build.call(aten.bitwise_or.Tensor, own, always)
-    pairs = (values, total), (places, at)
+    pairs = (values, total), (places, total_places)
     return tuple(build.call(aten.where.self, own, *pair) for pair in pairs)
 
 
 def _topk(
-    call: LocalCall, x: fx.Node, k: int, dim: int = -1, *how: Any, **more: Any
+    call: LocalCall, x: fx.Node, k: int, dim: int = -1, *settings: Any, **named: Any
 ) -> Any:
     d, axes = _axes(call, x, dim)
     if not axes:
-        return call.same(x, k, dim, *how, **more)
+        return call.same(x, k, dim, *settings, **named)
     rows = x.meta["val"].shape[d]
-    values, places = _items(call, call.same(x, min(k, rows), d, *how, **more))
+    values, places = _results(call, call.same(x, min(k, rows), d, *settings, **named))
     values, places = _candidates(call, values, places, d, axes)
-    values, winner = _items(call, call.same(values, k, d, *how, **more))
+    values, winner = _results(call, call.same(values, k, d, *settings, **named))
     return values, call.build.call(aten.gather.default, places, d, winner)
 
 

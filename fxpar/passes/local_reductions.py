@@ -27,15 +27,15 @@ def _reduced_dims(call: LocalCall) -> list[int]:
     return [d for d, (dim, axes) in split if axes and result.intersection(dim)]
 
 
-def _mean(call: LocalCall, x: fx.Node, *dims: Any, **how: Any) -> fx.Node:
+def _mean(call: LocalCall, x: fx.Node, *dims: Any, **settings: Any) -> fx.Node:
     shape, split, mesh = call.shapes[0], call.operands[0].dims, call.build.mesh
     reduced = _reduced_dims(call)
     if all(shard_sizes.is_even(shape[d], mesh, split[d]) for d in reduced):
-        return call.same(x, *dims, **how)
+        return call.same(x, *dims, **settings)
     ranks = math.prod(mesh.count(split[d]) for d in reduced)
     rows = math.prod(shape) // math.prod(call.result_shape())
     target = _SUM[call.node.target]
-    total = call.build.call(target, x, *dims, **how)
+    total = call.build.call(target, x, *dims, **settings)
     return call.build.call(aten.mul.Tensor, total, ranks / rows)
 
 
@@ -68,24 +68,24 @@ def _filled(call: LocalCall, x: fx.Node, identity: int | float | bool) -> fx.Nod
         return x
     room = spec.local_shape(build.mesh, shape)
     own = call.operand_shape(0)
-    more = [
+    padding = [
         build.missing(room[d], own[d]) if d in dims else 0 for d in range(len(shape))
     ]
-    return build.pad(x, more, identity)
+    return build.pad(x, padding, identity)
 
 
-def _largest(call: LocalCall, x: fx.Node, *rest: Any, **how: Any) -> fx.Node:
-    return call.same(_filled(call, x, least(x.meta["val"].dtype)), *rest, **how)
+def _largest(call: LocalCall, x: fx.Node, *args: Any, **settings: Any) -> fx.Node:
+    return call.same(_filled(call, x, least(x.meta["val"].dtype)), *args, **settings)
 
 
-def _smallest(call: LocalCall, x: fx.Node, *rest: Any, **how: Any) -> fx.Node:
-    return call.same(_filled(call, x, most(x.meta["val"].dtype)), *rest, **how)
+def _smallest(call: LocalCall, x: fx.Node, *args: Any, **settings: Any) -> fx.Node:
+    return call.same(_filled(call, x, most(x.meta["val"].dtype)), *args, **settings)
 
 
-def _norm(call: LocalCall, x: fx.Node, order: Any = 2, *rest: Any, **how: Any):
+def _norm(call: LocalCall, x: fx.Node, order: Any = 2, *args: Any, **settings: Any):
     """Of absolute values the largest is at least 0, the smallest at most infinite."""
     identity = math.inf if order == -math.inf else 0.0
-    return call.same(_filled(call, x, identity), order, *rest, **how)
+    return call.same(_filled(call, x, identity), order, *args, **settings)
 
 
 LOCAL: dict[Any, Localizer] = {

@@ -37,9 +37,9 @@ def _own_rows(call: LocalCall, x: fx.Node, dim: int, positions: range) -> fx.Nod
     index = build.call(aten.add.Tensor, index, positions.start)
     part = part_of(call, dim, index)
     assert part is not None
-    found = rows_at(call, part.rows_of(x), dim, part.read())
+    rows = rows_at(call, part.rows_of(x), dim, part.read())
     ndim = x.meta["val"].dim()
-    return call.where(trailing(call, part.inside, ndim - 1 - dim), found, 0)
+    return call.where(trailing(call, part.inside, ndim - 1 - dim), rows, 0)
 
 
 def _slice(
@@ -77,9 +77,9 @@ def _put(
     high = build.call(aten.lt.Scalar, place, len(positions))
     inside = build.call(aten.bitwise_and.Tensor, low, high)
     place = call.where(inside, place, 0)
-    moved = rows_at(call, source, dim, place)
+    source_rows = rows_at(call, source, dim, place)
     inside = trailing(call, inside, len(shape) - 1 - dim)
-    return build.call(aten.where.self, inside, moved, x)
+    return build.call(aten.where.self, inside, source_rows, x)
 
 
 def _slice_scatter(

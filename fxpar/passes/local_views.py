@@ -38,15 +38,15 @@ def _reshape(call: LocalCall, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
 
 def _squeeze(call: LocalCall, x: fx.Node, dims: Any = None) -> fx.Node:
     shape = call.shapes[0]
-    named = range(len(shape)) if dims is None else dims
-    named = [named] if isinstance(named, int) else named
-    gone = [d % len(shape) for d in named if shape and shape[d] == 1]
-    return call.build.call(aten.squeeze.dims, x, gone)
+    listed = range(len(shape)) if dims is None else dims
+    listed = [listed] if isinstance(listed, int) else listed
+    squeezed = [d % len(shape) for d in listed if shape and shape[d] == 1]
+    return call.build.call(aten.squeeze.dims, x, squeezed)
 
 
-def _reread(call: LocalCall, x: fx.Node, *rest: Any) -> fx.Node:
+def _reread(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
     """Bits read as another type, of another width: neighbours must lie together."""
-    return call.same(_contiguous(call, x), *rest)
+    return call.same(_contiguous(call, x), *args)
 
 
 def _copy_strided(call: LocalCall, x: fx.Node, stride: Any) -> fx.Node:
@@ -104,21 +104,21 @@ def _as_strided_scatter(
     stride: Any,
     offset: int | None = None,
 ) -> fx.Node:
-    build, whole = call.build, list(value_of(call.node.args))
-    if views.as_strided_scatter(*whole) is None:
+    build, global_args = call.build, list(value_of(call.node.args))
+    if views.as_strided_scatter(*global_args) is None:
         first = _from_start(call, offset)
         _refuse_beyond(call, shape, stride, first)
         return call.same(_laid_out(call, x), source, shape, stride, first)
-    del whole[1]
-    if views.is_reshape(*whole):
+    del global_args[1]
+    if views.is_reshape(*global_args):
         return build.call(aten.reshape.default, source, list(call.local_shape()))
-    form = views.strided(*whole)
+    form = views.strided(*global_args)
     assert form is not None
     parts = _cuts(call, x, form)
     order, size = _order(form), parts[-1].meta["val"].shape
     source = build.call(aten.reshape.default, source, [size[d] for d in order])
-    back = sorted(range(len(order)), key=order.__getitem__)
-    source = build.call(aten.permute.default, source, back)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    source = build.call(aten.permute.default, source, inverse)
     for d, part in zip(_cut_dims(call, form)[::-1], parts[-2::-1], strict=True):
         cut = form.cuts[d]
         ends = cut.start, cut.stop, cut.step
@@ -157,9 +157,9 @@ def _laid_out(call: LocalCall, x: fx.Node) -> fx.Node:
     """A whole tensor, laid out as it was."""
     global_x, build = call.node.args[0].meta["val"], call.build
     order = sorted(range(global_x.dim()), key=lambda d: -global_x.stride(d))
-    back = sorted(range(len(order)), key=order.__getitem__)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
     x = build.call(aten.permute.default, x, order)
-    x = build.call(aten.permute.default, _contiguous(call, x), back)
+    x = build.call(aten.permute.default, _contiguous(call, x), inverse)
     if x.meta["val"].stride() != global_x.stride():
         raise PlanError(
             f"{call.node.name} reads a tensor by strides that skip over memory",
@@ -213,17 +213,17 @@ def _counted(call: LocalCall, offs: fx.Node, operand: int, dim: int) -> fx.Node:
     if not axes:
         return offs
     first = call.build.own_start(call.shapes[operand][dim], axes)
-    counted = call.build.call(aten.sub.Tensor, offs, first)
-    return call.build.call(aten.clamp.default, counted, 0, n)
+    count = call.build.call(aten.sub.Tensor, offs, first)
+    return call.build.call(aten.clamp.default, count, 0, n)
 
 
 def _grouped_mm(
-    call: LocalCall, x: fx.Node, y: fx.Node, offs: Any = None, *rest: Any, **named: Any
+    call: LocalCall, x: fx.Node, y: fx.Node, offs: Any = None, *args: Any, **named: Any
 ) -> fx.Node:
     if offs is not None:
         at = counted_dim(x.meta["val"], y.meta["val"])
         offs = _counted(call, offs, *at)
-    return call.same(x, y, offs, *rest, **named)
+    return call.same(x, y, offs, *args, **named)
 
 
 def _grouped_mm_fallback(

@@ -19,7 +19,13 @@ import torch
 from torch import fx
 
 from fxpar.passes.builder import Size
-from fxpar.passes.halos import axes_of, extended, given_back, halos_of, is_split
+from fxpar.passes.halos import (
+    add_halo_rows,
+    axes_of,
+    halos_of,
+    is_split,
+    with_halo_rows,
+)
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.rules.window_dims import SlidingWindow, each, windows
 
@@ -76,20 +82,22 @@ def _convolution(
     k = len(call.shapes[0]) - 2
     split = _split(call, 0, k)
     if not any(split):
-        rest = stride, padding, dilation, transposed, output_padding, groups
-        return call.same(x, weight, bias, *rest)
+        settings = stride, padding, dilation, transposed, output_padding, groups
+        return call.same(x, weight, bias, *settings)
     padding = _padding(padding, split)
     if not transposed:
-        rest = stride, padding, dilation, transposed, output_padding, groups
-        return call.same(extended(call, x, 0), weight, bias, *rest)
+        settings = stride, padding, dilation, transposed, output_padding, groups
+        return call.same(with_halo_rows(call, x, 0), weight, bias, *settings)
     slid = windows(call.shapes[1][2:], stride, call.node.args[4], dilation, k)
     output_padding = _output_padding(output_padding, slid, split)
-    rest = stride, padding, dilation, transposed, output_padding, groups
-    made = given_back(call, call.same(x, weight, None, *rest), len(call.operands))
+    settings = stride, padding, dilation, transposed, output_padding, groups
+    result = add_halo_rows(
+        call, call.same(x, weight, None, *settings), len(call.operands)
+    )
     if bias is None:
-        return made
+        return result
     bias = call.build.call(aten.reshape.default, bias, [-1, *[1] * k])
-    return call.build.call(aten.add.Tensor, made, bias)
+    return call.build.call(aten.add.Tensor, result, bias)
 
 
 def _convolution_backward(
@@ -106,12 +114,12 @@ def _convolution_backward(
     groups: Size,
     mask: Sequence[bool],
 ) -> Any:
-    out = call.operand_shape(0)[1]
+    channels_out = call.operand_shape(0)[1]
     if isinstance(groups, int) and groups > 1:
-        channels = out if transposed else call.operand_shape(1)[1]
+        channels = channels_out if transposed else call.operand_shape(1)[1]
         groups = _groups(call, channels, call.operand_shape(2)[1])
     if bias_sizes is not None:
-        bias_sizes = [out]
+        bias_sizes = [channels_out]
     k = len(call.shapes[0]) - 2
     split, own = _split(call, 0, k), grad
     if any(split):
@@ -119,28 +127,28 @@ def _convolution_backward(
         padding = _padding(padding, split)
         if transposed:
             output_padding = _output_padding(output_padding, slid, split)
-            grad = extended(call, grad, 0)
+            grad = with_halo_rows(call, grad, 0)
         else:
-            x = extended(call, x, 1) if mask[1] else _widened(call, x, 3)
-    rest = stride, padding, dilation, transposed, output_padding, groups
+            x = with_halo_rows(call, x, 1) if mask[1] else _halo_shaped(call, x, 3)
+    settings = stride, padding, dilation, transposed, output_padding, groups
     if not any(split):
-        return call.same(grad, x, weight, bias_sizes, *rest, mask)
+        return call.same(grad, x, weight, bias_sizes, *settings, mask)
     results: list[Any] = [None, None, None]
     if mask[0] or mask[1]:
-        wanted = [mask[0], mask[1], False]
-        made = call.same(grad, x, weight, None, *rest, wanted)
+        which = [mask[0], mask[1], False]
+        gradients = call.same(grad, x, weight, None, *settings, which)
         for i in range(2):
             if mask[i]:
-                results[i] = call.build.call(operator.getitem, made, i)
+                results[i] = call.build.call(operator.getitem, gradients, i)
     if mask[0]:
-        results[0] = given_back(call, results[0], 3)
+        results[0] = add_halo_rows(call, results[0], 3)
     if mask[2]:
         over = [0, *range(2, k + 2)]
         results[2] = call.build.call(aten.sum.dim_IntList, own, over)
     return tuple(results)
 
 
-def _widened(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+def _halo_shaped(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
     """A tensor of the shape of ``x`` with the rows of another one's halos; of those its
     values mean nothing."""
     if not halos_of(call, position):
@@ -169,11 +177,13 @@ def _pool(
     kernel: Any,
     stride: Any,
     padding: Any,
-    *rest: Any,
+    *settings: Any,
 ) -> fx.Node:
     """A pool of a shard with the rows around it; ``fill`` stands for padding."""
     padding = _padding(padding, _split(call, 0, k))
-    return call.same(extended(call, x, 0, fill), kernel, stride, padding, *rest)
+    return call.same(
+        with_halo_rows(call, x, 0, fill), kernel, stride, padding, *settings
+    )
 
 
 def _pool_backward(
@@ -184,13 +194,15 @@ def _pool_backward(
     kernel: Any,
     stride: Any,
     padding: Any,
-    *rest: Any,
+    *settings: Any,
 ) -> fx.Node:
     """Its gradient; that of the rows around the shard goes where they are."""
-    made = len(call.operands)  # the position of the result, which has the halos
+    position = len(call.operands)  # of the result, which has the halos
     padding = _padding(padding, _split(call, 1, k))
-    x = _widened(call, x, made)
-    return given_back(call, call.same(grad, x, kernel, stride, padding, *rest), made)
+    x = _halo_shaped(call, x, position)
+    return add_halo_rows(
+        call, call.same(grad, x, kernel, stride, padding, *settings), position
+    )
 
 
 def _max_pool(
@@ -208,11 +220,13 @@ def _max_pool(
 
 
 def _max_pool_with_indices(k: int, call: LocalCall, x: fx.Node, *args: Any) -> Any:
-    made = _max_pool(k, call, x, *args)
+    pooled = _max_pool(k, call, x, *args)
     if not any(_split(call, 0, k)):
-        return made
-    values, index = (call.build.call(operator.getitem, made, i) for i in range(2))
-    return values, _reindexed(call, index, _around(call, 0, 0, k), back=False)
+        return pooled
+    values, index = (call.build.call(operator.getitem, pooled, i) for i in range(2))
+    return values, _reindexed(
+        call, index, _shards_with_halos(call, 0, 0, k), inward=False
+    )
 
 
 def _offsets_to_indices(
@@ -242,14 +256,14 @@ def _max_pool_backward(
     k: int, call: LocalCall, grad: fx.Node, x: fx.Node, *args: Any
 ) -> fx.Node:
     """``args``: what says how windows slide, and where in them maxima lie."""
-    *rest, index = args
+    *settings, index = args
     if any(_split(call, 1, k)):
-        index = _reindexed(call, index, _around(call, 1, 3, k), back=True)
-    return _pool_backward(k, call, grad, x, *rest, index)
+        index = _reindexed(call, index, _shards_with_halos(call, 1, 3, k), inward=True)
+    return _pool_backward(k, call, grad, x, *settings, index)
 
 
 @dataclass(frozen=True)
-class _Around:
+class _ShardWithHalo:
     """One dim of a shard with the rows around it."""
 
     axes: tuple[str, ...]
@@ -260,36 +274,38 @@ class _Around:
     after: int
 
 
-def _around(call: LocalCall, at: int, halos: int, k: int) -> list[_Around]:
+def _shards_with_halos(
+    call: LocalCall, at: int, halos: int, k: int
+) -> list[_ShardWithHalo]:
     """The last ``k`` dims of the tensor at a position, with another one's halos."""
-    first, out = len(call.shapes[at]) - k, []
+    first, shards = len(call.shapes[at]) - k, []
     ends = {halo.dim: (halo.before, halo.after) for halo in halos_of(call, halos)}
     for d in range(first, first + k):
         axes, whole = axes_of(call, at, d), call.shapes[at][d]
         size = whole // call.build.mesh.count(axes)
-        out.append(_Around(axes, whole, size, *ends.get(d, (0, 0))))
-    return out
+        shards.append(_ShardWithHalo(axes, whole, size, *ends.get(d, (0, 0))))
+    return shards
 
 
 def _reindexed(
-    call: LocalCall, index: fx.Node, dims: Sequence[_Around], back: bool
+    call: LocalCall, index: fx.Node, dims: Sequence[_ShardWithHalo], inward: bool
 ) -> fx.Node:
-    """Positions in the shard with the rows around it as those in the whole; ``back``:
+    """Positions in the shard with the rows around it as those in the whole; ``inward``:
     the other way."""
     build, total = call.build, None
     local = [dim.before + dim.size + dim.after for dim in dims]
-    sizes = [[dim.whole for dim in dims], local][:: 1 if back else -1]
+    sizes = [[dim.whole for dim in dims], local][:: 1 if inward else -1]
     for d, dim in enumerate(dims):
         below, above = (math.prod(n[d + 1 :]) for n in sizes)
-        at = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
+        place = build.call(aten.div.Tensor_mode, index, below, rounding_mode="floor")
         if d:
-            at = build.call(aten.remainder.Scalar, at, sizes[0][d])
-        sign = -1 if back else 1
+            place = build.call(aten.remainder.Scalar, place, sizes[0][d])
+        sign = -1 if inward else 1
         start = build.offset(dim.axes, sign * dim.size, -sign * dim.before)
         if start != 0:
-            at = build.call(aten.add.Tensor, at, start)
-        at = build.call(aten.mul.Tensor, at, above)
-        total = at if total is None else build.call(aten.add.Tensor, total, at)
+            place = build.call(aten.add.Tensor, place, start)
+        place = build.call(aten.mul.Tensor, place, above)
+        total = place if total is None else build.call(aten.add.Tensor, total, place)
     assert total is not None
     return total
 
@@ -301,18 +317,18 @@ def _avg_pool(
     kernel: Any,
     stride: Any = (),
     padding: Any = 0,
-    *rest: Any,
+    *settings: Any,
 ) -> fx.Node:
     """What stands for padding counts as padding does, where the dim may be split."""
-    return _pool(k, 0, call, x, kernel, stride, padding, *rest)
+    return _pool(k, 0, call, x, kernel, stride, padding, *settings)
 
 
 def _adaptive_pool(k: int, call: LocalCall, x: fx.Node, few: Any) -> fx.Node:
     return call.same(x, list(call.local_shape()[-k:]))
 
 
-def _low_memory_pool(call: LocalCall, x: fx.Node, kernel: Any, *rest: Any) -> Any:
-    return _max_pool(len(kernel), call, x, kernel, *rest)
+def _low_memory_pool(call: LocalCall, x: fx.Node, kernel: Any, *settings: Any) -> Any:
+    return _max_pool(len(kernel), call, x, kernel, *settings)
 
 
 def _by_rank(pattern: str, ranks: Sequence[int], local: Callable[..., Any]) -> dict:

@@ -51,46 +51,48 @@ class _Localizer:
         self.map: Mapping[fx.Node, Any] = {}
         # Values from tangents that ranks need not have alike and from no sample, as
         # the mean over the ranks of those tangents makes them.
-        self.alike: dict[fx.Node, fx.Node] = {}
+        self.common: dict[fx.Node, fx.Node] = {}
         self.of_parameters = gathered_again(self.program)
         self.samples = _sample_dims(self.program, decision.edges.made)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
-        made: dict[fx.Node, Any] = {}
-        self.map = made
+        local_values: dict[fx.Node, Any] = {}
+        self.map = local_values
         for node, v in zip(nodes, self.program.inputs, strict=True):
-            made[node] = self._placeholder(node, v)
-        made.update(self._scaled_tangents(nodes))
+            local_values[node] = self._placeholder(node, v)
+        local_values.update(self._scaled_tangents(nodes))
         for node in graph.nodes:
             if node.op == "placeholder":
                 continue
             if node.op == "output":
                 self._output(node)
                 continue
-            made[node] = self._made(node)
-            if not any(x in self.alike for x in node.all_input_nodes):
+            local_values[node] = self._local_value(node)
+            if not any(x in self.common for x in node.all_input_nodes):
                 continue
-            held = self._samples_in(node)
-            if not held:
-                self.map = ChainMap(self.alike, made)
-                self.alike[node] = self._made(node)
-                self.map = made
-            elif not self._is_split(*held):
+            samples = self._samples_in(node)
+            if not samples:
+                self.map = ChainMap(self.common, local_values)
+                self.common[node] = self._local_value(node)
+                self.map = local_values
+            elif not self._is_split(*samples):
                 with self.build.at(node):
-                    made[node] = self._of_own_samples(made[node], *held)
+                    local_values[node] = self._of_own_samples(
+                        local_values[node], *samples
+                    )
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
 
-    def _made(self, node: fx.Node) -> Any:
+    def _local_value(self, node: fx.Node) -> Any:
         if "fxpar_reshard" in node.meta:
             with self.build.at(node):
                 return self._reshard(node)
         if "fxpar_op" in node.meta:
             with self.build.at(node):
                 return self._op(node, self.program.ops[node.meta["fxpar_op"]])
-        return self._other(node)
+        return self._copy(node)
 
     def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
         copy = self.graph.node_copy(node)
@@ -108,10 +110,10 @@ class _Localizer:
         """In local mode each rank differentiates the mean over its own part; the mean
         over all parts has a gradient smaller by their number. Of a result that all
         ranks have alike they may still make losses that are not."""
-        signature, out = self.program.signature, dict[fx.Node, fx.Node]()
+        signature, scaled = self.program.signature, dict[fx.Node, fx.Node]()
         parts = self.mesh.count(signature.batch)
         if parts == 1:
-            return out
+            return scaled
         for i, _ in signature.tangents:
             v, node = self.program.inputs[i], nodes[i]
             if v is None:
@@ -119,14 +121,14 @@ class _Localizer:
             with self.build.at(node):
                 tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
                 if self._on_batch(self.decision.edges.made[v]):
-                    out[node] = self.build.call(mul, tangent, 1 / parts)
+                    scaled[node] = self.build.call(mul, tangent, 1 / parts)
                     continue
                 total = step(self.build, all_reduce, tangent, "sum", signature.batch)
                 mean = self.build.call(mul, total, 1 / parts)
                 # Each rank has all samples of a result that is whole.
-                into = out if self._samples_in(node) else self.alike
-                into[node] = mean
-        return out
+                tangents = scaled if self._samples_in(node) else self.common
+                tangents[node] = mean
+        return scaled
 
     def _samples_in(self, node: fx.Node) -> tuple[Spec, int] | None:
         """The spec of a node's value and its dim that holds samples; None if it has
@@ -161,26 +163,28 @@ class _Localizer:
 
     def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
         """The values of the program that a node makes, and their specs."""
-        made = self.decision.edges.made
+        specs = self.decision.edges.made
         if "fxpar_reshard" in node.meta:
             reshard = node.meta["fxpar_reshard"]
             return [(reshard.value, reshard.target)]
         if "fxpar_op" in node.meta:
             results = self.program.ops[node.meta["fxpar_op"]].results
-            return [(v, made[v]) for v in results]
+            return [(v, specs[v]) for v in results]
         v = node.meta.get("fxpar_value")
-        return [] if v is None else [(v, made[v])]
+        return [] if v is None else [(v, specs[v])]
 
     def _output(self, node: fx.Node) -> None:
         """The outputs; gradients of local inputs as a rank alone would see them."""
         signature = self.program.signature
         parts = self.mesh.count(signature.batch)
         results = list(fx.node.map_arg(node.args[0], self.map.__getitem__))
-        for k, out in enumerate(signature.outputs):
+        for k, output in enumerate(signature.outputs):
             spec = self.decision.edges.outputs[k]
-            results[k] = self.alike.get(node.args[0][k], results[k])
-            fed = out.of is not None and signature.inputs[out.of].kind == "input"
-            scaled = out.kind == "gradient" and fed and parts > 1
+            results[k] = self.common.get(node.args[0][k], results[k])
+            is_fed = (
+                output.of is not None and signature.inputs[output.of].kind == "input"
+            )
+            scaled = output.kind == "gradient" and is_fed and parts > 1
             if scaled and spec is not None and self._on_batch(spec):
                 with self.build.at(node.args[0][k]):
                     results[k] = self.build.call(
@@ -193,7 +197,7 @@ class _Localizer:
     def _on_batch(self, spec: Spec) -> bool:
         return spec.dims[:1] == (self.program.signature.batch,)
 
-    def _other(self, node: fx.Node) -> fx.Node:
+    def _copy(self, node: fx.Node) -> fx.Node:
         if node.target is operator.getitem:
             results = self.map[node.args[0]]
             if isinstance(results, tuple):
@@ -229,10 +233,10 @@ class _Localizer:
 _Dim = tuple[int, int]
 
 
-def _sample_dims(program: Program, made: Sequence[Spec]) -> frozenset[_Dim]:
+def _sample_dims(program: Program, specs: Sequence[Spec]) -> frozenset[_Dim]:
     """Dims that hold samples of the batch, as rules tie them to a dim along which
     ranks feed parts of it; not those of parameters, which may be sharded over the same
-    axes. ``made``: spec of each value as it is made."""
+    axes. ``specs``: that of each value as it is made."""
     batch = program.signature.batch
     if not batch:
         return frozenset()
@@ -242,14 +246,14 @@ def _sample_dims(program: Program, made: Sequence[Spec]) -> frozenset[_Dim]:
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None
         and declared.kind in ("input", "tangent")
-        and made[v].dims[:1] == (batch,)
+        and specs[v].dims[:1] == (batch,)
     ]
-    seen, rest = set(seeds), list(seeds)
-    while rest:
-        for other in ties.get(rest.pop(), ()):
-            if other not in seen:
-                seen.add(other)
-                rest.append(other)
+    seen, stack = set(seeds), list(seeds)
+    while stack:
+        for tied in ties.get(stack.pop(), ()):
+            if tied not in seen:
+                seen.add(tied)
+                stack.append(tied)
     return frozenset(seen)
 
 

@@ -61,7 +61,9 @@ def run_lockstep(
     Raises PlanError on a collective it does not know.
     """
     post = Post()
-    (results,) = _finished([_steps(graph, mesh, range(mesh.size), inputs, post)], post)
+    (results,) = _run_all(
+        [_run_steps(graph, mesh, range(mesh.size), inputs, post)], post
+    )
     return results
 
 
@@ -111,16 +113,16 @@ def run_stages(
         for i in range(len(graphs))
     ]
     stages = [
-        _steps(graph, mesh, ranks, [inputs[r] for r in ranks], post)
+        _run_steps(graph, mesh, ranks, [inputs[r] for r in ranks], post)
         for graph, ranks in zip(graphs, members, strict=True)
     ]
-    out: dict[int, Any] = {}
-    for ranks, results in zip(members, _finished(stages, post), strict=True):
-        out.update(zip(ranks, results, strict=True))
-    return [out[r] for r in range(mesh.size)]
+    result_of: dict[int, Any] = {}
+    for ranks, results in zip(members, _run_all(stages, post), strict=True):
+        result_of.update(zip(ranks, results, strict=True))
+    return [result_of[r] for r in range(mesh.size)]
 
 
-def _finished(
+def _run_all(
     stages: Sequence[Generator[None, None, list[Any]]], post: Post
 ) -> list[list[Any]]:
     """Results of stages that yield while they wait for messages."""
@@ -138,7 +140,7 @@ def _finished(
     return [results[i] for i in range(len(stages))]
 
 
-def _steps(
+def _run_steps(
     graph: fx.Graph | fx.GraphModule,
     mesh: Mesh,
     ranks: Sequence[int],
@@ -153,15 +155,15 @@ def _steps(
     @functools.cache
     def groups(name: str) -> list[tuple[int, ...]]:
         """Each as a tuple of places in ``ranks``."""
-        found = [
+        members = [
             g for g in mesh.groups(custom_ops.group_axes(name)) if place.keys() & {*g}
         ]
-        if any(r not in place for g in found for r in g):
+        if any(r not in place for g in members for r in g):
             raise PlanError(f"stages run other graphs, and cannot meet along {name}")
-        return [tuple(place[r] for r in g) for g in found]
+        return [tuple(place[r] for r in g) for g in members]
 
     env: dict[fx.Node, Ranks] = {}
-    dead = _last_uses(nodes)
+    dead_after = _last_uses(nodes)
     arguments = iter(range(len(nodes)))
     for node in nodes:
         if node.op == "placeholder":
@@ -175,7 +177,9 @@ def _steps(
                 else [bound_body(body, r) for r in ranks]
             )
         elif node.op == "output":
-            return [fx.node.map_arg(node.args[0], _on(env, r)) for r in range(count)]
+            return [
+                fx.node.map_arg(node.args[0], _value_on(env, r)) for r in range(count)
+            ]
         elif node.op != "call_function":
             raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
         elif node.target in custom_ops.PLACES:
@@ -188,14 +192,14 @@ def _steps(
             env[node] = post.send(node, env, ends_of(node, mesh, ranks))
         elif node.target is c10d.irecv.default:
             ends = [(peer, r) for r, peer in ends_of(node, mesh, ranks)]
-            while not post.is_there(ends):
+            while not post.has_message(ends):
                 yield
             env[node] = post.receive(node, env, ends)
         elif node.target is ours.send.default:
             env[node] = post.start(node, env, peers_of(node, mesh, ranks))
         elif node.target is ours.receive.default:
             ends = [(peer, r) for r, peer in peers_of(node, mesh, ranks)]
-            while not post.is_there(ends):
+            while not post.has_message(ends):
                 yield
             env[node] = post.arrived(node, ends)
         elif node.target is ours.share.default:
@@ -217,8 +221,8 @@ def _steps(
             raise PlanError(f"cannot simulate {node.target} ({node.name})")
         else:
             env[node] = _compute(node, env, count)
-        for done in dead.get(node, ()):
-            del env[done]
+        for dead_node in dead_after.get(node, ()):
+            del env[dead_node]
     raise PlanError("the graph has no output")
 
 
@@ -239,12 +243,12 @@ def _attribute(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module)
 
 
-def _on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
+def _value_on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
     return lambda node: env[node][rank]
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _on(env, rank))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_on(env, rank))
     return op_by_op(node.target)(*args, **kwargs)
 
 
@@ -262,11 +266,11 @@ def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
     if len(set(keys)) > 1:
         for changed in _mutated(node):
             _unshare(env, changed, keys)
-    made: dict[Any, Any] = {}
+    computed: dict[Any, Any] = {}
     for r, key in enumerate(keys):
-        if key not in made:
-            made[key] = _call(node, env, r)
-    return [made[key] for key in keys]
+        if key not in computed:
+            computed[key] = _call(node, env, r)
+    return [computed[key] for key in keys]
 
 
 def _mutated(node: fx.Node) -> list[fx.Node]:
@@ -288,12 +292,12 @@ def _unshare(env: dict[fx.Node, Ranks], node: fx.Node, keys: list[Any]) -> None:
     """Give ranks that will change a shared tensor differently a copy each."""
     values = env[node]
     owners: dict[tuple[int, Any], Any] = {}
-    taken: set[int] = set()
+    owned: set[int] = set()
     for r, key in enumerate(keys):
         value = values[r]
         if (id(value), key) not in owners:
-            fresh = id(value) not in taken
-            taken.add(id(value))
+            fresh = id(value) not in owned
+            owned.add(id(value))
             owners[id(value), key] = value if fresh else value.clone()
     env[node] = [owners[id(values[r]), key] for r, key in enumerate(keys)]
 
@@ -304,17 +308,17 @@ def _collective(
     """Groups whose members hold the same objects are computed once."""
     run = COLLECTIVES[node.target]
     out: Ranks = [None] * size
-    made: dict[Any, list[Any]] = {}
+    results: dict[Any, list[Any]] = {}
     for group in groups:
-        args = [fx.node.map_arg(node.args, _on(env, r)) for r in group]
+        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
         members = [a[0] for a in args]
         key = tuple(
             tuple(map(id, m)) if isinstance(m, (list, tuple)) else id(m)
             for m in members
         )
-        if key not in made:
-            made[key] = run(members, *args[0][1:])
-        for r, value in zip(group, made[key], strict=True):
+        if key not in results:
+            results[key] = run(members, *args[0][1:])
+        for r, value in zip(group, results[key], strict=True):
             out[r] = value
     return out
 
@@ -355,7 +359,7 @@ def _products(
     """Products with their collective: operands differ from rank to rank."""
     run, out = PRODUCTS[node.target], [None] * size
     for group in groups:
-        args = [fx.node.map_arg(node.args, _on(env, r)) for r in group]
+        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
         for r, value in zip(group, run(args), strict=True):
             out[r] = value
     return out
@@ -376,20 +380,20 @@ def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
     reduction; for avg, max and min all have the value.
     """
     masking = [(axis, op) for axis, op in spec.partial if op in ("sum", "product")]
-    made: dict[Any, torch.Tensor] = {}
+    parts_by_key: dict[Any, torch.Tensor] = {}
     out = []
     for rank in range(mesh.size):
         shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
         masked = next((op for axis, op in masking if mesh.index(rank, [axis])), "")
         key = shard, masked
-        if key not in made:
-            where = spec.slices(mesh, x.shape, rank)
-            part = x[where]
+        if key not in parts_by_key:
+            slices = spec.slices(mesh, x.shape, rank)
+            part = x[slices]
             part = x if part.shape == x.shape else part.clone()
             if masked:
                 part = torch.full_like(part, int(masked == "product"))
-            made[key] = part
-        out.append(made[key])
+            parts_by_key[key] = part
+        out.append(parts_by_key[key])
     return out
 
 
@@ -408,31 +412,33 @@ def gather(parts: Sequence[Any], spec: Spec, mesh: Mesh) -> Any:
     for rank, part in enumerate(parts):
         shard = tuple(mesh.index(rank, axes) for axes in spec.dims)
         summand = tuple(mesh.index(rank, [axis]) for axis in spec.partial_axes)
-        first, seen = owners.setdefault((shard, summand), (rank, part))
-        if not _same(seen, part):
+        first, expected = owners.setdefault((shard, summand), (rank, part))
+        if not _same(expected, part):
             raise AssertionError(
                 f"ranks {first} and {rank} hold the same shard {shard} of {spec} on "
-                f"mesh {mesh}, but differ: {_difference(seen, part)}"
+                f"mesh {mesh}, but differ: {_difference(expected, part)}"
             )
-        shards.setdefault(shard, {})[summand] = seen
-    whole = {shard: _reduced(summands, spec) for shard, summands in shards.items()}
-    if len(whole) == 1:
-        return next(iter(whole.values()))
-    return _joined(whole)
+        shards.setdefault(shard, {})[summand] = expected
+    reduced_shards = {
+        shard: _reduced(summands, spec) for shard, summands in shards.items()
+    }
+    if len(reduced_shards) == 1:
+        return next(iter(reduced_shards.values()))
+    return _joined(reduced_shards)
 
 
 def _joined(shards: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
     """Shards by their places, put together; ranks may hold more or less of a dim."""
-    some = next(iter(shards.values()))
-    where: list[list[slice]] = []
-    for d in range(some.dim()):
+    sample = next(iter(shards.values()))
+    slices: list[list[slice]] = []
+    for d in range(sample.dim()):
         sizes = {place[d]: part.shape[d] for place, part in shards.items()}
         ends = list(itertools.accumulate(sizes[i] for i in sorted(sizes)))
         starts = zip([0, *ends], ends, strict=False)
-        where.append([slice(start, end) for start, end in starts])
-    out = some.new_empty([cuts[-1].stop for cuts in where])
+        slices.append([slice(start, end) for start, end in starts])
+    out = sample.new_empty([cuts[-1].stop for cuts in slices])
     for place, part in shards.items():
-        out[tuple(cuts[i] for i, cuts in zip(place, where, strict=True))] = part
+        out[tuple(cuts[i] for i, cuts in zip(place, slices, strict=True))] = part
     return out
 
 

@@ -63,7 +63,7 @@ def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
         elif steps and name == _LOOP:
             node.meta["fxpar_whole"] = True
             for body in _bodies(node):
-                _evaluate(body.graph, _taken(node), fake_mode, _any_step)
+                _evaluate(body.graph, _operand_values(node), fake_mode, _any_step)
             continue
         elif steps and node.target in _READERS:
             node.meta["fxpar_whole"] = True
@@ -77,7 +77,7 @@ def count_steps(graph: fx.Graph, fake_mode: Any) -> None:
         elif steps or evaluated.isdisjoint(node.all_input_nodes):
             _forget_offset(node)
             continue
-        elif not _lies_by_data(node):
+        elif not _has_open_offset(node):
             continue
         if _has_unknown_size(node):
             counted.add(node)
@@ -100,7 +100,7 @@ def uncount_steps(graph: fx.Graph, fake_mode: Any) -> None:
             for place, body in zip(node.args[:2], _bodies(node), strict=True):
                 place.meta["val"] = body = module_of(body, copy_of(body.graph))
                 uncount_steps(body.graph, fake_mode)
-                _evaluate(body.graph, _taken(node), fake_mode, _value)
+                _evaluate(body.graph, _operand_values(node), fake_mode, _value)
             continue
         node.meta["val"] = _value(node, fake_mode)
         _torch.loops.bind_symbols(node, fake_mode)
@@ -118,12 +118,16 @@ def _has_unknown_size(node: fx.Node) -> bool:
 def _forget_offset(node: fx.Node) -> None:
     """Let an input lie at the beginning of its memory, if it lies where data says: a
     tangent is like its result, which may be a step of a loop."""
-    if node.op == "placeholder" and _lies_by_data(node) and not _has_unknown_size(node):
+    if (
+        node.op == "placeholder"
+        and _has_open_offset(node)
+        and not _has_unknown_size(node)
+    ):
         value = node.meta["val"]
         node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
 
 
-def _lies_by_data(node: fx.Node) -> bool:
+def _has_open_offset(node: fx.Node) -> bool:
     """Whether where what a node gives begins in its memory depends on data."""
     return any(map(_torch.fake.lies_by_data, tensors_of(node.meta.get("val"))))
 
@@ -133,7 +137,7 @@ def _bodies(loop: fx.Node) -> list[fx.GraphModule]:
     return [place.meta["val"] for place in loop.args[:2]]
 
 
-def _taken(loop: fx.Node) -> list[Any]:
+def _operand_values(loop: fx.Node) -> list[Any]:
     """What the bodies of a loop take, as fake values."""
     return value_of([*loop.args[2], *loop.args[3]])
 
@@ -174,11 +178,11 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
     """Put the steps of scans that are of a backward in their places.
 
     Raises PlanError if that were too many nodes."""
-    build, late = Builder(graph, fake_mode, mesh), depending_on_tangents(graph)
+    build, backward = Builder(graph, fake_mode, mesh), depending_on_tangents(graph)
     for node in list(graph.nodes):
         if _torch.aot.higher_order_name(node.target) != "higher_order::scan":
             continue
-        if node not in late and not node.meta.get("autograd_backward"):
+        if node not in backward and not node.meta.get("autograd_backward"):
             continue
         with graph.inserting_before(node), build.at(node):
             results = _steps(build, node)
@@ -193,7 +197,7 @@ def unroll_scans(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> None:
 def _steps(build: Builder, node: fx.Node) -> list[fx.Node]:
     """The results of a scan."""
     (body,) = bodies_of(node)
-    _, init, xs, others = node.args
+    _, init, xs, captured = node.args
     count = int(xs[0].meta["val"].shape[0])
     if count * len(body.graph.nodes) > MOST:
         raise PlanError(
@@ -203,17 +207,17 @@ def _steps(build: Builder, node: fx.Node) -> list[fx.Node]:
             "gradients of scans that are not unrolled",
         )
     carried: list[Any] = list(init)
-    each: list[list[fx.Node]] = []
+    rows_of_steps: list[list[fx.Node]] = []
     for i in range(count):
         row = [build.call(aten.select.int, x, 0, i) for x in xs]
-        made = _inlined(build, body, [*carried, *row, *others], node.name)
-        carried = made[: len(init)]
-        each.append(made[len(init) :])
+        results = _inlined(build, body, [*carried, *row, *captured], node.name)
+        carried = results[: len(init)]
+        rows_of_steps.append(results[len(init) :])
     stacked = [
         build.call(
             aten.cat.default, [build.call(aten.unsqueeze.default, y, 0) for y in rows]
         )
-        for rows in zip(*each, strict=True)
+        for rows in zip(*rows_of_steps, strict=True)
     ]
     return [*carried, *stacked]
 
@@ -222,15 +226,15 @@ def _inlined(
     build: Builder, body: fx.GraphModule, inputs: list[Any], name: str
 ) -> list[Any]:
     """The results of a body, its nodes appended; ``name``: of the call."""
-    given, done = iter(inputs), dict[fx.Node, Any]()
+    values, copies = iter(inputs), dict[fx.Node, Any]()
     for node in body.graph.nodes:
         if node.op == "placeholder":
-            done[node] = next(given)
+            copies[node] = next(values)
         elif node.op == "output":
-            return [done[x] for x in node.args[0]]
+            return [copies[x] for x in node.args[0]]
         elif (inner := body_of(node)) is not None:
-            done[node] = new_body(build, node, inner, name)
+            copies[node] = new_body(build, node, inner, name)
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
-            done[node] = build.call(node.target, *args, **kwargs)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = build.call(node.target, *args, **kwargs)
     raise AssertionError("a body has no output")

@@ -74,10 +74,10 @@ def _to_front(
         return contiguous(build, x), block
     sizes = [mesh.axis_size(axis) for axis in axes]
     split = [*shape[:dim], *sizes, *block[dim:]]
-    front = [dim + axes.index(axis) for axis in order]
-    rest = [*range(dim), *range(dim + m, len(split))]
+    group_dims = [dim + axes.index(axis) for axis in order]
+    other_dims = [*range(dim), *range(dim + m, len(split))]
     x = build.call(aten.view.default, x, split)
-    x = contiguous(build, build.call(aten.permute.default, x, front + rest))
+    x = contiguous(build, build.call(aten.permute.default, x, group_dims + other_dims))
     joined = [build.product((block[0], k)), *block[1:]]
     return build.call(aten.view.default, x, joined), block
 
@@ -91,10 +91,10 @@ def _from_front(
     if dim == 0 and order == tuple(axes):
         return x
     sizes = [mesh.axis_size(axis) for axis in order]
-    where = [order.index(axis) for axis in axes]
+    axis_dims = [order.index(axis) for axis in axes]
     dims = range(m, m + len(block))
     x = build.call(aten.view.default, x, [*sizes, *block])
-    x = build.call(aten.permute.default, x, [*dims[:dim], *where, *dims[dim:]])
+    x = build.call(aten.permute.default, x, [*dims[:dim], *axis_dims, *dims[dim:]])
     joined = build.product((block[dim], mesh.count(axes)))
     shape = _resized(block, dim, joined)
     return build.call(aten.view.default, contiguous(build, x), list(shape))
@@ -214,7 +214,7 @@ class Lowering:
         )
 
 
-def _even(node: fx.Node) -> tuple[int, int]:
+def _check_even_splits(node: fx.Node) -> tuple[int, int]:
     give: Any = node.args[1]
     take: Any = node.args[2]
     if len({*give, *take}) != 1:
@@ -254,7 +254,7 @@ LOWERINGS: dict[str, Lowering] = {
         _all_to_all,
         (c10d.all_to_all_single.default,),
         (),
-        _even,
+        _check_even_splits,
         emulate_collectives.all_to_all,
     ),
     "permute": Lowering(
@@ -273,7 +273,9 @@ LOWERINGS: dict[str, Lowering] = {
 }
 
 
-def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> fx.Node:
+def _lower_uneven(
+    node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any
+) -> fx.Node:
     """A step on shards that are not alike: what it gathers and what it splits is padded
     to shards that are, and what it gives is cut to what this rank holds. Unless an axis
     has shares, only the last shards are short, so what is gathered begins with all that
@@ -304,31 +306,31 @@ def _padded(node: fx.Node, cut: Cut, build: Builder, x: fx.Node, *args: Any) -> 
             if gathers:
                 spread[d] = room, parts
             else:
-                x = _spread(build, x, d, room, parts)
+                x = _pad_parts(build, x, d, room, parts)
                 before[d] = build.product((room, count))
         else:
             room = _room(build, build.own_size(cut.shape[d], fewer), count)
         whole = build.product((room, count))
-        padded[d], given = (room, whole) if gathers else (whole, room)
-        if given != after[d] and d not in spread:
+        padded[d], result_rows = (room, whole) if gathers else (whole, room)
+        if result_rows != after[d] and d not in spread:
             short[d] = after[d]
     pairs = zip(padded, before, strict=True)
-    more = [build.missing(room, size) for room, size in pairs]
-    if any(n != 0 for n in more):
-        x = build.pad(x, more)
+    padding = [build.missing(room, size) for room, size in pairs]
+    if any(n != 0 for n in padding):
+        x = build.pad(x, padding)
     outer, x.meta[_SHAPE] = x.meta.get(_SHAPE), padded
-    made = LOWERINGS[kind].lower(build, x, *args)
+    result = LOWERINGS[kind].lower(build, x, *args)
     x.meta[_SHAPE] = outer
     for d, (room, parts) in spread.items():
-        made = _collected(build, made, d, room, parts)
+        result = _join_parts(build, result, d, room, parts)
     for d, size in short.items():
-        made = build.call(aten.slice.Tensor, made, d, 0, size)
+        result = build.call(aten.slice.Tensor, result, d, 0, size)
     if short:
         # On some ranks that is all there is, and so lies in order, on others not.
-        made = build.call(
-            aten.clone.default, made, memory_format=torch.contiguous_format
+        result = build.call(
+            aten.clone.default, result, memory_format=torch.contiguous_format
         )
-    return made
+    return result
 
 
 def _changed(cut: Cut) -> list[int]:
@@ -351,8 +353,8 @@ def _own_size(build: Builder, cut: Cut, d: int, axes: Axes) -> Size:
 
 def _is_far(cut: Cut, d: int) -> bool:
     """Whether a dim loses or gains more than one axis at its minor end."""
-    fewer, more = sorted((cut.before[d], cut.after[d]), key=len)
-    return more[:-1] != fewer
+    shorter, longer = sorted((cut.before[d], cut.after[d]), key=len)
+    return longer[:-1] != shorter
 
 
 def _room(build: Builder, rows: Size, count: int) -> Size:
@@ -361,7 +363,7 @@ def _room(build: Builder, rows: Size, count: int) -> Size:
     return build.compute(operator.floordiv, rows, count)
 
 
-def _spread(
+def _pad_parts(
     build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
 ) -> fx.Node:
     """``x`` with each of the parts of a dim padded to as much room."""
@@ -369,17 +371,17 @@ def _spread(
     for size in parts:
         end = build.compute(operator.add, start, size)
         block = build.call(aten.slice.Tensor, x, d, start, end)
-        more: list[Size] = [0] * block.meta["val"].dim()
-        more[d] = build.missing(room, size)
-        blocks.append(block if more[d] == 0 else build.pad(block, more))
+        padding: list[Size] = [0] * block.meta["val"].dim()
+        padding[d] = build.missing(room, size)
+        blocks.append(block if padding[d] == 0 else build.pad(block, padding))
         start = end
     return build.call(aten.cat.default, blocks, d)
 
 
-def _collected(
+def _join_parts(
     build: Builder, x: fx.Node, d: int, room: Size, parts: Sequence[Size]
 ) -> fx.Node:
-    """Inverse of ``_spread``."""
+    """Inverse of ``_pad_parts``."""
     blocks = []
     for i, size in enumerate(parts):
         start = build.product((room, i)) if i else 0
@@ -404,17 +406,19 @@ def lower_graph(graph: fx.Graph, mesh: Mesh, fake_mode: Any) -> fx.Graph:
     contiguous, so that every view the one-device graph takes of it holds."""
     build, uneven = Builder(graph, fake_mode, mesh), False
     for chain in collective_nodes.chains(graph.nodes):
-        last, made = chain[-1], chain[0].args[0]
+        last, value = chain[-1], chain[0].args[0]
         for node in chain:
             # Each in its own place: what stands between two of them runs between.
-            with graph.inserting_before(node), build.at(last, noted=node):
+            with graph.inserting_before(node), build.at(last, notes_from=node):
                 lowering = LOWERINGS[collective_nodes.kind_of(node)]
                 cut = collective_nodes.cut_of(node)
-                lower = lowering.lower if cut is None else partial(_padded, node, cut)
-                made = lower(build, made, *node.args[1:])
+                lower = (
+                    lowering.lower if cut is None else partial(_lower_uneven, node, cut)
+                )
+                value = lower(build, value, *node.args[1:])
         with graph.inserting_before(last), build.at(last):
-            made = contiguous(build, made)
-        last.replace_all_uses_with(made)
+            value = contiguous(build, value)
+        last.replace_all_uses_with(value)
         uneven = uneven or any(map(collective_nodes.cut_of, chain))
         for node in reversed(chain):
             graph.erase_node(node)

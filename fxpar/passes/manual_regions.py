@@ -22,6 +22,7 @@ from fxpar.errors import MeshError, RegionError
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import body_of
+from fxpar.passes.region_bodies import keep_bodies
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.manual import LEAVE, manual_axes, sizes_of
@@ -43,10 +44,16 @@ EDGES = (ours.enter_region.default, ours.leave_region.default)
 
 
 def absorb_regions(
-    graph: fx.Graph, fake_mode: Any, mesh: Mesh, *, is_open: bool = False
+    graph: fx.Graph,
+    fake_mode: Any,
+    mesh: Mesh,
+    *,
+    bodies: Sequence[int] = (),
+    is_open: bool = False,
 ) -> None:
     """Check the manual regions of a graph for a mesh, and name their collectives, in
-    place. ``is_open``: the mesh is still to be chosen.
+    place. ``bodies``: those that are kept (``keep_bodies``). ``is_open``: the mesh is
+    still to be chosen.
 
     Raises RegionError, MeshError if a region was traced for another mesh, or for none.
     """
@@ -61,6 +68,7 @@ def absorb_regions(
             fix='name the mesh: FXPAR_MESH="dp=2,tp=4"',
         )
     build = Builder(graph, fake_mode)
+    keep_bodies(graph, bodies)
     _number(graph, mesh)
     _name_collectives(build, mesh)
     _join_moves(build)
@@ -96,6 +104,7 @@ def raise_refused(gm: fx.GraphModule) -> None:
 def on_one_rank(graph: fx.Graph) -> None:
     """Take manual regions out of a Dynamo graph for one rank, in place: each rank has
     all there is, and sends nothing."""
+    keep_bodies(graph)
     edges = [n for n in graph.nodes if _overload(n.target) in EDGES]
     axes = {axis for node in edges for axis in node.args[3].split("+")}
     for node in list(graph.nodes):
@@ -314,7 +323,7 @@ def check(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
             continue
         _check_group(node, node in inside, mesh)
         _check_apart(node, own, over)
-        if op_facts_of(node.target).random or not drawn.isdisjoint(reads):
+        if _draws(node) or not drawn.isdisjoint(reads):
             _check_draws(node, node in inside)
             drawn.add(node)
         if node.target in EDGES:
@@ -406,6 +415,21 @@ def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
             where=user_line(node),
             fix=f"{FUNCTIONAL}: {', '.join(mesh.names)}",
         )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an op makes random numbers; attention does for its dropout."""
+    if not op_facts_of(node.target).random:
+        return False
+    schema = _torch.objects.schema_of(node.target)
+    named = (
+        {} if schema is None else {a.name: i for i, a in enumerate(schema.arguments)}
+    )
+    i = named.get("dropout_p")
+    if i is None:
+        return True
+    given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return given != 0.0
 
 
 def _check_draws(node: fx.Node, inside: bool) -> None:

@@ -26,14 +26,14 @@ _GRAIN = 16
 
 def weighted(build: Builder, out: fx.Node, lse: fx.Node, total: fx.Node) -> fx.Node:
     """An output over keys of this log-sum-exp as a summand of that over all keys."""
-    return _scaled(build, out, _weight(build, lse, _finite(build, total)))
+    return _scaled(build, out, _weight(build, lse, _finite_or_zero(build, total)))
 
 
-def log_of_sum(build: Builder, each: fx.Node) -> fx.Node:
+def log_of_sum(build: Builder, lse_of_ranks: fx.Node) -> fx.Node:
     """Log-sum-exp over the first dim. Inductor takes no ``logsumexp`` here: it is made
     of others when a program is traced."""
-    shift = _finite(build, build.call(aten.amax.default, each, [0]))
-    weights = build.call(aten.sum.dim_IntList, _weight(build, each, shift), [0])
+    shift = _finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
+    weights = build.call(aten.sum.dim_IntList, _weight(build, lse_of_ranks, shift), [0])
     return build.call(aten.add.Tensor, build.call(aten.log.default, weights), shift)
 
 
@@ -46,12 +46,12 @@ def of_visible(build: Builder, lse: fx.Node, mask: fx.Node) -> fx.Node:
 
 
 def of_ranks(
-    build: Builder, out: fx.Node, lse: fx.Node, each: fx.Node
+    build: Builder, out: fx.Node, lse: fx.Node, lse_of_ranks: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
     """A rank's summand of the output over all keys, under a mask, and their
-    log-sum-exp; ``each``: that of all ranks, [ranks, batch, heads, queries]."""
-    shift = _finite(build, build.call(aten.amax.default, each, [0]))
-    weights = _weight(build, each, shift)
+    log-sum-exp; ``lse_of_ranks``: that of all ranks, [ranks, batch, heads, queries]."""
+    shift = _finite_or_zero(build, build.call(aten.amax.default, lse_of_ranks, [0]))
+    weights = _weight(build, lse_of_ranks, shift)
     weights = build.call(aten.sum.dim_IntList, weights, [0])
     running = RunningAttention(
         _scaled(build, out, _weight(build, lse, shift)), shift, weights
@@ -74,40 +74,40 @@ class RunningAttention:
     def add(self, build: Builder, out: fx.Node, lse: fx.Node) -> RunningAttention:
         """With one part more, of as many keys."""
         shift = build.call(aten.maximum.default, self.shift, lse)
-        finite = _finite(build, shift)
-        before, here = (_weight(build, x, finite) for x in (self.shift, lse))
+        finite = _finite_or_zero(build, shift)
+        before, weight = (_weight(build, x, finite) for x in (self.shift, lse))
         weights = before
         if self.weights is not None:
             weights = build.call(aten.mul.Tensor, self.weights, before)
-        weights = build.call(aten.add.Tensor, weights, here)
-        sums = _scaled(build, self.out, before), _scaled(build, out, here)
+        weights = build.call(aten.add.Tensor, weights, weight)
+        sums = _scaled(build, self.out, before), _scaled(build, out, weight)
         out = build.call(aten.add.Tensor, *sums)
         return RunningAttention(out, shift, weights)
 
     def result(self, build: Builder) -> tuple[fx.Node, fx.Node]:
         """Output and log-sum-exp; both 0 of a query that sees no key, as of kernels."""
         assert self.weights is not None, "of several parts"
-        seen = build.call(aten.ne.Scalar, self.weights, 0)
-        weights = build.where(seen, self.weights, 1)
-        shift = _finite(build, self.shift)
+        sees_keys = build.call(aten.ne.Scalar, self.weights, 0)
+        weights = build.where(sees_keys, self.weights, 1)
+        shift = _finite_or_zero(build, self.shift)
         total = build.call(
             aten.add.Tensor, shift, build.call(aten.log.default, weights)
         )
-        each = build.call(aten.reciprocal.default, weights)
-        return _scaled(build, self.out, each), total
+        scale = build.call(aten.reciprocal.default, weights)
+        return _scaled(build, self.out, scale), total
 
 
 def aligned(build: Builder, mask: fx.Node) -> fx.Node:
     """A mask as the memory-efficient kernel reads it."""
     shape = list(mask.meta["val"].shape)
-    more = -shape[-1] % _GRAIN
-    if not more:
+    padding = -shape[-1] % _GRAIN
+    if not padding:
         return mask
-    padded = build.pad(mask, (*(0 for _ in shape[1:]), more))
+    padded = build.pad(mask, (*(0 for _ in shape[1:]), padding))
     return build.call(aten.slice.Tensor, padded, len(shape) - 1, 0, shape[-1])
 
 
-def _finite(build: Builder, lse: fx.Node) -> fx.Node:
+def _finite_or_zero(build: Builder, lse: fx.Node) -> fx.Node:
     """0 for ``-inf``: no number is infinitely less than that."""
     return build.where(build.call(aten.ne.Scalar, lse, -math.inf), lse, 0)
 

@@ -62,20 +62,20 @@ def cut_microbatches(
     parts: int,
     fake_mode: Any,
     *,
-    asked: bool = True,
+    required: bool = True,
 ) -> tuple[fx.Graph, tuple[str, ...]]:
     """The graph with its batch in ``parts``, and what there is to know of the cut.
 
     Of rows that ``parts`` does not divide the most parts are taken that do; where some
-    shards are larger than others the batch stays whole. Unless it is ``asked`` for so
-    many, as many parts are made as can be. Raises PlanError if no input holds a batch.
+    shards are larger than others the batch stays whole. Unless ``required``, as many
+    are made as can be. Raises PlanError if no input holds a batch.
     """
     if not decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
     graph = _without_reshards(graph)
-    program = read(graph, _whole(graph, decision.program.signature))
+    program = read(graph, _whole_signature(graph, decision.program.signature))
     batch = _batch_values(program, decision.program)
-    if not batch and not asked:
+    if not batch and not required:
         return graph, ("the batch is not cut: no input holds one",)
     if not batch:
         raise PlanError(
@@ -85,7 +85,7 @@ def cut_microbatches(
     rows = min(program.values[v].shape[0] for v in batch)
     count = max(n for n in range(1, min(parts, rows) + 1) if rows % n == 0)
     notes = []
-    if count < parts and asked:
+    if count < parts and required:
         notes = [
             f"microbatches: {rows} rows on a rank are cut in {count} parts, which "
             f"{parts} do not divide"
@@ -94,10 +94,10 @@ def cut_microbatches(
         return graph, tuple(notes)
     mesh = Mesh(((TIME, count),), (MEMORY,))
     seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
-    timed = decide(program, mesh, {}, seeds, batch=())
-    if not timed.is_even:
+    time_decision = decide(program, mesh, {}, seeds, batch=())
+    if not time_decision.is_even:
         return graph, (f"microbatches={parts}: {_UNLIKE}",)
-    in_time = partition(insert_reshards(graph, timed), timed, fake_mode)
+    in_time = partition(insert_reshards(graph, time_decision), time_decision, fake_mode)
     _accumulate_by_stage(in_time)
     unrolled = _Unroller(count, decision.mesh, fake_mode)
     unrolled.run(in_time)
@@ -108,9 +108,9 @@ def cut_microbatches(
 def _accumulate_by_stage(graph: fx.Graph) -> None:
     """Sums of what two stages make, as the gradients of a tied weight, are of what each
     has accumulated: these cross once, not with every part. In place."""
-    rest = graph.find_nodes(op="call_function", target=steps.all_reduce)
-    while rest:
-        node = rest.pop()
+    queue = graph.find_nodes(op="call_function", target=steps.all_reduce)
+    while queue:
+        node = queue.pop()
         total = node.args[0]
         if node.args[1:] != ("sum", (TIME,)) or not _adds_stages(total):
             continue
@@ -119,14 +119,14 @@ def _accumulate_by_stage(graph: fx.Graph) -> None:
                 graph.call_function(node.target, (x, *node.args[1:]))
                 for x in total.args
             )
-            whole = graph.call_function(total.target, pair)
-        for made in (*pair, whole):
-            made.meta = dict(node.meta)
-        whole.meta[STAGE] = total.meta[STAGE]
-        node.replace_all_uses_with(whole)
+            sum_of_pair = graph.call_function(total.target, pair)
+        for step in (*pair, sum_of_pair):
+            step.meta = dict(node.meta)
+        sum_of_pair.meta[STAGE] = total.meta[STAGE]
+        node.replace_all_uses_with(sum_of_pair)
         graph.erase_node(node)
         graph.erase_node(total)
-        rest += pair
+        queue += pair
 
 
 def _adds_stages(node: fx.Node) -> bool:
@@ -135,8 +135,8 @@ def _adds_stages(node: fx.Node) -> bool:
         return False
     homes = [shown(x).meta.get(STAGE) for x in node.args if isinstance(x, fx.Node)]
     shapes = {x.meta["val"].shape for x in (node, *node.all_input_nodes)}
-    apart = len(homes) == 2 and None not in homes and homes[0] != homes[1]
-    return apart and len(shapes) == 1
+    in_two_stages = len(homes) == 2 and None not in homes and homes[0] != homes[1]
+    return in_two_stages and len(shapes) == 1
 
 
 def _without_reshards(graph: fx.Graph) -> fx.Graph:
@@ -144,15 +144,15 @@ def _without_reshards(graph: fx.Graph) -> fx.Graph:
     what is noted of theirs aside."""
     graph = copy_of(graph)
     for node in graph.nodes:
-        noted = {key: node.meta.pop(key) for key in OURS if key in node.meta}
+        step_meta = {key: node.meta.pop(key) for key in OURS if key in node.meta}
         if steps.is_step(node):
-            node.meta[_NOTED] = noted
+            node.meta[_NOTED] = step_meta
         for key in ("fxpar_op", "fxpar_value"):
             node.meta.pop(key, None)
     return graph
 
 
-def _whole(graph: fx.Graph, signature: Signature) -> Signature:
+def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
     """What a rank takes and gives: each value whole in time."""
     nodes = graph.find_nodes(op="placeholder")
     results = graph.output_node().args[0]
@@ -177,8 +177,8 @@ def _batch_values(program: Program, planned: Program) -> list[int]:
     rank has whole. ``planned``: the program in global shapes, of the same inputs."""
     inputs = (replace(declared, use=None) for declared in planned.signature.inputs)
     signature = replace(planned.signature, inputs=tuple(inputs))
-    held = set(batch_inputs(replace(planned, signature=signature)))
-    places = [i for i, v in enumerate(planned.inputs) if v in held]
+    batch = set(batch_inputs(replace(planned, signature=signature)))
+    places = [i for i, v in enumerate(planned.inputs) if v in batch]
     queue = [v for i in places if (v := program.inputs[i]) is not None]
     values: list[int] = []
     while queue:
@@ -198,28 +198,28 @@ def _cuts_rows(node: fx.Node) -> bool:
 # Steps over axes of the mesh, as the ops that they are here
 
 
-def _alike(x: torch.Tensor, *_: Any) -> Rule:
+def _same_dims_rule(x: torch.Tensor, *_: Any) -> Rule:
     """All dims of the result are those of the operand."""
     words = words_of(x)
     return make([words], [words])
 
 
-def _resized(x: torch.Tensor, *rest: Any) -> Rule:
+def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
     """The dims that a step names have other sizes in the result: they stay whole."""
-    named = [d for d in rest if isinstance(d, int)]
+    changed = [d for d in settings if isinstance(d, int)]
     before, after = words_of(x), words_of(x)
-    for d in named:
+    for d in changed:
         before[d], after[d] = f"before{d}!", f"after{d}!"
     return make([before], [after])
 
 
 add_rows(
     dict.fromkeys(
-        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_alike)
+        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_same_dims_rule)
     )
     | dict.fromkeys(
         (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
-        Row(_resized),
+        Row(_resized_dims_rule),
     )
 )
 
@@ -285,21 +285,21 @@ class _Unroller:
             join = _JOINS[node.target]
             self.values[node] = join(self, self._each(node.args[0]), *node.args)
         home = node.meta[STAGE] = shown(node.args[0]).meta.get(STAGE)
-        for made in reversed(self.graph.nodes):
-            if made is before:
+        for step in reversed(self.graph.nodes):
+            if step is before:
                 break
-            made.meta[STAGE] = home
+            step.meta[STAGE] = home
 
     def of_part(self, part: int, make_node: Callable[[], Any]) -> Any:
         """What ``make_node`` makes; the nodes it adds belong to ``part``."""
         before = next(reversed(self.graph.nodes), None)
-        made = make_node()
+        value = make_node()
         for node in reversed(self.graph.nodes):
             if node is before:
                 break
             self.part_of[node] = part
             node.meta[PART] = part
-        return made
+        return value
 
     def _is_shared(self, node: fx.Node) -> bool:
         return not any(isinstance(self.values[n], list) for n in node.all_input_nodes)
@@ -338,8 +338,8 @@ class _Unroller:
         build, dtype = self.build, values[0].meta["val"].dtype
         convert = torch.ops.prims.convert_element_type.default
         target = _REDUCTIONS["or" if dtype == torch.bool and op == "sum" else op]
-        total, wide = values[0], target is _ADD and dtype in _NARROW
-        if wide:
+        total, accumulates_wide = values[0], target is _ADD and dtype in _NARROW
+        if accumulates_wide:
             total = self.of_part(0, lambda: build.call(convert, total, torch.float32))
         for p, value in enumerate(values[1:], 1):
             add = functools.partial(build.call, target, total, value)
@@ -347,7 +347,7 @@ class _Unroller:
             self.sums.add(total)
         if op == "avg":
             total = build.call(aten.div.Scalar, total, self.parts)
-        return build.call(convert, total, dtype) if wide else total
+        return build.call(convert, total, dtype) if accumulates_wide else total
 
     def slices(self, x: fx.Node, dim: int) -> list[fx.Node]:
         """The part of ``dim`` that each part has."""
@@ -370,8 +370,8 @@ class _Unroller:
         full = functools.partial(
             self.build.call, aten.full_like.default, values[0], int(op == "product")
         )
-        others = [self.of_part(p, full) for p in range(1, self.parts)]
-        return [values[0], *others]
+        fills = [self.of_part(p, full) for p in range(1, self.parts)]
+        return [values[0], *fills]
 
     def notes(self) -> list[str]:
         """That the batch is cut, and where parts wait for one another."""

@@ -79,12 +79,12 @@ def _widen(x: fx.Node, parts: int, width: int, rewriter: Builder) -> fx.Node | N
             parts * width,
         ):
             return None
-        made = _widen_dot(product, parts, width, rewriter)
-        if made is None:
+        widened = _widen_dot(product, parts, width, rewriter)
+        if widened is None:
             return None
         with rewriter.before(x):
             wide = rewriter.call(aten.view.default, bias, [parts, width])
-            return rewriter.call(aten.add.Tensor, made, wide)
+            return rewriter.call(aten.add.Tensor, widened, wide)
     return None
 
 
@@ -96,16 +96,16 @@ def _widen_dot(
     last = out[-1]
     if last not in right or last in left:
         return None
-    at = right.index(last)
+    position = right.index(last)
     shape = list(shape_of(rhs))
-    shape[at : at + 1] = [parts, width]
-    right[at : at + 1] = ["part", last]
-    words = (
+    shape[position : position + 1] = [parts, width]
+    right[position : position + 1] = ["part", last]
+    widened_equation = (
         f"{' '.join(left)}, {' '.join(right)} -> {' '.join([*out[:-1], 'part', last])}"
     )
     with rewriter.before(dot):
         wide = rewriter.call(aten.view.default, rhs, shape)
-        return rewriter.call(torch.ops.fxpar.dot.default, lhs, wide, words)
+        return rewriter.call(torch.ops.fxpar.dot.default, lhs, wide, widened_equation)
 
 
 def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
@@ -115,20 +115,20 @@ def random_by_index(graph: fx.Graph, rewriter: Builder) -> None:
         if node.op != "call_function":
             continue
         if node.target is _torch.inductor.inductor_seeds():
-            new, rest = torch.ops.fxpar.seeds.default, node.args
+            op, args = torch.ops.fxpar.seeds.default, node.args
         elif node.target is _torch.inductor.inductor_random():
             size, seed, mode = node.args[:3]
-            new = torch.ops.fxpar.random.default
-            rest = (size, seed, mode, list(size), [0] * len(size))
+            op = torch.ops.fxpar.random.default
+            args = (size, seed, mode, list(size), [0] * len(size))
         elif node.target is _torch.inductor.inductor_randint():
             low, high, size, seed = node.args[:4]
-            new = torch.ops.fxpar.randint.default
-            rest = (low, high, size, seed, list(size), [0] * len(size))
+            op = torch.ops.fxpar.randint.default
+            args = (low, high, size, seed, list(size), [0] * len(size))
         else:
             continue
         with rewriter.before(node):
-            made = rewriter.call(new, *rest)
-        rewriter.replace(node, made)
+            drawn = rewriter.call(op, *args)
+        rewriter.replace(node, drawn)
 
 
 def moments_of(program: Program) -> list[fx.Node]:
@@ -138,15 +138,15 @@ def moments_of(program: Program) -> list[fx.Node]:
 
 def split_moments(decision: Decision) -> list[fx.Node]:
     """Moments whose operand lies split over a dim they reduce."""
-    out = []
+    moments = []
     for op in decision.program.ops:
         if op.target in MOMENTS:
             spec = decision.settled[op.operands[0]]
             whole = op.rule.whole
             dims = zip(op.rule.operands[0], spec.dims, strict=True)
             if any(axes and any(f in whole for f in dim) for dim, axes in dims):
-                out.append(op.node)
-    return out
+                moments.append(op.node)
+    return moments
 
 
 def expand_moments(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
@@ -183,8 +183,8 @@ def _two_pass(node: fx.Node, rewriter: Builder) -> tuple[fx.Node, fx.Node]:
     variance = call(aten.div.Tensor, second, max(count - correction, 0))
     if keep:
         return variance, mean
-    kept = [n for d, n in enumerate(shape) if d not in dims]
-    return tuple(call(aten.view.default, t, kept) for t in (variance, mean))
+    reduced_shape = [n for d, n in enumerate(shape) if d not in dims]
+    return tuple(call(aten.view.default, t, reduced_shape) for t in (variance, mean))
 
 
 def pool_gradients_of(graph: fx.Graph) -> list[fx.Node]:
@@ -195,38 +195,40 @@ def pool_gradients_of(graph: fx.Graph) -> list[fx.Node]:
 
 def split_pool_gradients(decision: Decision) -> list[fx.Node]:
     """Those of pools of which a plan splits rows or columns."""
-    program, out = decision.program, []
-    of = {op.node: op for op in program.ops}
+    program, gradients = decision.program, []
+    op_of = {op.node: op for op in program.ops}
     for node in pool_gradients_of(program.ops[0].node.graph):
-        pool = of[_argument_of(node)[1]]
+        pool = op_of[_index_and_pool(node)[1]]
         (image, *_), k = pool.operands, len(pool.node.args[1])
         if any(decision.settled[image].dims[-k:]):
-            out.append(node)
-    return out
+            gradients.append(node)
+    return gradients
 
 
 def join_pool_gradients(nodes: Iterable[fx.Node], rewriter: Builder) -> None:
     """The backward of a pool as one op again, which knows where windows lie: a rank
     then sends rows that others' windows reach, not the whole image."""
     for node in nodes:
-        index, pool = _argument_of(node)
+        index, pool = _index_and_pool(node)
         (result,) = node.users
         grad = node.args[3].args[0]
         with rewriter.before(result):
-            made = rewriter.call(
+            gradient = rewriter.call(
                 aten.max_pool2d_with_indices_backward.default,
                 *(grad, *pool.args[:6], index),
             )
-            if made.meta["val"].stride() != result.meta["val"].stride():
+            if gradient.meta["val"].stride() != result.meta["val"].stride():
                 layout = torch.contiguous_format
-                made = rewriter.call(aten.clone.default, made, memory_format=layout)
-        rewriter.replace(result, made)
+                gradient = rewriter.call(
+                    aten.clone.default, gradient, memory_format=layout
+                )
+        rewriter.replace(result, gradient)
 
 
-def _argument_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    found = _pool_of(node)
-    assert found is not None
-    return found
+def _index_and_pool(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    pool = _pool_of(node)
+    assert pool is not None
+    return pool
 
 
 def _pool_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -269,9 +271,9 @@ def stack_by_dim(graph: fx.Graph, rewriter: Builder) -> None:
             continue
         with rewriter.before(node):
             rows = [rewriter.call(aten.unsqueeze.default, x, dim) for x in parts]
-            made = rewriter.call(aten.cat.default, rows, dim)
-        if made.meta["val"].stride() == node.meta["val"].stride():
-            rewriter.replace(node, made)
+            stacked_rows = rewriter.call(aten.cat.default, rows, dim)
+        if stacked_rows.meta["val"].stride() == node.meta["val"].stride():
+            rewriter.replace(node, stacked_rows)
 
 
 def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
@@ -283,9 +285,9 @@ def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
     that is not finite gives inf, not NaN; the gradient it is for is NaN either way.
     """
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
-        x, (dim, *more) = node.args[0], node.args[1] or (0, 1)
+        x, (dim, *further_dims) = node.args[0], node.args[1] or (0, 1)
         rank = len(shape_of(x))
-        if x.target is not aten.mul.Tensor or more or node.kwargs or not rank:
+        if x.target is not aten.mul.Tensor or further_dims or node.kwargs or not rank:
             continue
         rows = tuple(1 if d == dim % rank else n for d, n in enumerate(shape_of(x)))
         for hot, weight in (x.args, x.args[::-1]):
@@ -293,13 +295,15 @@ def sum_one_hot(graph: fx.Graph, rewriter: Builder) -> None:
             if value is None or not _is_like(weight, rows, hot, node):
                 continue
             with rewriter.before(node):
-                made = rewriter.call(aten.mul.Tensor, weight, value)
+                product = rewriter.call(aten.mul.Tensor, weight, value)
                 if shape_of(node) != rows:
-                    made = rewriter.call(aten.squeeze.dim, made, dim)
-                if made.meta["val"].stride() != node.meta["val"].stride():
+                    product = rewriter.call(aten.squeeze.dim, product, dim)
+                if product.meta["val"].stride() != node.meta["val"].stride():
                     layout = torch.contiguous_format
-                    made = rewriter.call(aten.clone.default, made, memory_format=layout)
-            rewriter.replace(node, made)
+                    product = rewriter.call(
+                        aten.clone.default, product, memory_format=layout
+                    )
+            rewriter.replace(node, product)
             break
 
 
@@ -314,13 +318,13 @@ def _one_hot(node: Any, dim: int, rows: tuple[int, ...]) -> float | None:
         return None
     whole = rows[:dim] + shape_of(node)[dim : dim + 1] + rows[dim + 1 :]
     fits = at % len(rows) == dim and shape_of(node) == whole and shape_of(index) == rows
-    there = torch.tensor(value, dtype=node.meta["val"].dtype).item()
-    return value if fits and there == value else None
+    stored = torch.tensor(value, dtype=node.meta["val"].dtype).item()
+    return value if fits and stored == value else None
 
 
-def _is_like(weight: Any, shape: tuple[int, ...], *others: fx.Node) -> bool:
+def _is_like(weight: Any, shape: tuple[int, ...], *alike: fx.Node) -> bool:
     """Whether it is a tensor of this shape, of the one floating dtype of all."""
     if not isinstance(weight, fx.Node) or shape_of(weight) != shape:
         return False
-    dtypes = {n.meta["val"].dtype for n in (weight, *others)}
+    dtypes = {n.meta["val"].dtype for n in (weight, *alike)}
     return len(dtypes) == 1 and dtypes.pop().is_floating_point

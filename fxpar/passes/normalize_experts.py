@@ -45,15 +45,15 @@ _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
 class _SortedRows:
     """A value whose rows along a dim are sorted by expert, as one that is not sorted.
 
-    Row i of the value is row ``order[i]`` of ``one``; or, of ``each``, row ``order[i]``
-    of the copy for the group that has its expert.
+    Row i of the value is row ``order[i]`` of ``plain``; or, of ``per_group``, row
+    ``order[i]`` of the copy for the group that has its expert.
     """
 
     dim: int
     # [rows]: of whole numbers, the same for every group.
-    one: fx.Node | None = None
+    plain: fx.Node | None = None
     # [groups * rows, ...].
-    each: fx.Node | None = None
+    per_group: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Mixture:
         # Where in order each row is.
         self.inverse: set[fx.Node] = set()
         # What is not in order any more -> the same, computed in place.
-        self.instead: dict[fx.Node, fx.Node] = {}
+        self.replacements: dict[fx.Node, fx.Node] = {}
 
     def _sources(self, ways: ExpertWays) -> int:
         """Parts of the rows that are sent to experts by themselves; 0 if tokens are
@@ -126,8 +126,8 @@ class _Mixture:
             return 0
         chosen = self.key.args[0] if op_facts_of(self.key.target).reshapes else self.key
         copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
-        first = next(iter(self.products)).args[0].meta["val"]
-        nbytes = first.shape[-1] * first.dtype.itemsize
+        tokens = next(iter(self.products)).args[0].meta["val"]
+        nbytes = tokens.shape[-1] * tokens.dtype.itemsize
         return ways.sources(self.rows, copies, nbytes, self.groups)
 
     def read(self, nodes: Sequence[fx.Node]) -> None:
@@ -137,88 +137,88 @@ class _Mixture:
         self.numbers[rows] = 1
         self.results[self.sort] = {0: _SortedRows(0, self.key), 1: _SortedRows(0, rows)}
         for node in nodes:
-            known = any(
+            reads_rows = any(
                 x in self.values or x in self.results or x in self.inverse
                 for x in node.all_input_nodes
             )
-            if known and node.op == "call_function":
+            if reads_rows and node.op == "call_function":
                 with self.build.before(node):
                     self._read(node)
 
     def _read(self, node: fx.Node) -> None:
         read = _Mixture._product if node in self.products else _READS.get(node.target)
-        made = (read or _Mixture._by_row)(self, node)
-        if isinstance(made, _SortedRows):
-            self.values[node] = made
-        elif isinstance(made, fx.Node):
-            self.instead[node] = made
+        value = (read or _Mixture._by_row)(self, node)
+        if isinstance(value, _SortedRows):
+            self.values[node] = value
+        elif isinstance(value, fx.Node):
+            self.replacements[node] = value
 
     # Into order and out of it
 
     def _number(self, index: Any) -> tuple[fx.Node, int | None] | None:
         """(rows that an index in order reads, by how much row numbers were divided)."""
         rows = self.values.get(index)
-        if rows is None or rows.one is None or len(shape_of(rows.one)) != 1:
+        if rows is None or rows.plain is None or len(shape_of(rows.plain)) != 1:
             return None
-        return rows.one, self.numbers.get(rows.one)
+        return rows.plain, self.numbers.get(rows.plain)
 
     def _item_of(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         source, i = call_of(node)
         return self.results.get(source, {}).get(i)
 
     def _index(self, node: fx.Node) -> _SortedRows | fx.Node | None:
-        x, (index, *more) = _arguments(node, 2)
-        if more:
+        x, (index, *further_indices) = _arguments(node, 2)
+        if further_indices:
             return None
         if index in self.inverse:
             rows = self.values.get(x)
             return self._in_place(rows) if rows is not None and rows.dim == 0 else None
-        found = self._number(index)
-        if found is None or x in self.values:
+        lookup = self._number(index)
+        if lookup is None or x in self.values:
             return None
-        one, divided = found
-        tokens, *rest = shape_of(x)
-        if divided is None or tokens * divided != self.rows:
-            x = self.build.call(aten.index.Tensor, x, [one])
-            divided = 1
-        whole = x.meta["val"].dtype.is_floating_point or rest
-        if whole:
-            return _SortedRows(0, each=self.copies.of_tokens(x, divided))
-        if divided > 1:
+        row_index, divisor = lookup
+        tokens, *features = shape_of(x)
+        if divisor is None or tokens * divisor != self.rows:
+            x = self.build.call(aten.index.Tensor, x, [row_index])
+            divisor = 1
+        is_per_group = x.meta["val"].dtype.is_floating_point or features
+        if is_per_group:
+            return _SortedRows(0, per_group=self.copies.of_tokens(x, divisor))
+        if divisor > 1:
             x = self.build.call(aten.unsqueeze.default, x, 1)
-        full = [tokens, divided] if divided > 1 else [self.rows]
-        return _SortedRows(0, one=spread(self.build, x, full, rest, 1))
+        full = [tokens, divisor] if divisor > 1 else [self.rows]
+        return _SortedRows(0, plain=spread(self.build, x, full, features, 1))
 
     def _each(self, x: fx.Node) -> fx.Node | None:
         """A value in order, as rows for each group along its dim."""
         rows = self.values.get(x)
-        if rows is None or rows.each is not None:
-            return rows and rows.each
-        return self.copies.of(rows.one) if rows.dim == 0 and rows.one else None
+        if rows is None or rows.per_group is not None:
+            return rows and rows.per_group
+        return self.copies.of(rows.plain) if rows.dim == 0 and rows.plain else None
 
     def _in_place(self, rows: _SortedRows) -> fx.Node | None:
         """A value in order, put back in place."""
-        if rows.one is not None or rows.each is None:
-            return rows.one
-        return self.copies.choose(rows.each)
+        if rows.plain is not None or rows.per_group is None:
+            return rows.plain
+        return self.copies.choose(rows.per_group)
 
     # Calls
 
     def _put(self, node: fx.Node) -> _SortedRows | fx.Node | None:
-        x, (index, *more), values, accumulate = _arguments(node, 4)
-        if more or x in self.values:
+        x, (index, *further_indices), values, accumulate = _arguments(node, 4)
+        if further_indices or x in self.values:
             return None
         all_rows = shape_of(x)[0] == self.rows
         if index in self.inverse:
             fills = all_rows and (not accumulate or _is_zero(x))
             if not fills or values in self.values or shape_of(values) != shape_of(x):
                 return None
-            return _SortedRows(0, each=self.copies.of(values))
+            return _SortedRows(0, per_group=self.copies.of(values))
         fills = all_rows and not accumulate
-        found = self._number(index)
-        if found is None:
+        lookup = self._number(index)
+        if lookup is None:
             return None
-        if fills and found[1] == 1:
+        if fills and lookup[1] == 1:
             if values in self.values:
                 return self._in_place(self.values[values])
             if _counts_up(values, self.rows):
@@ -232,25 +232,29 @@ class _Mixture:
 
     def _sum_up(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
         """Rows in order added to those of ``x`` that an index names."""
-        found, rows = self._number(index), self.values.get(values)
-        if found is None or rows is None or rows.dim != 0 or x in self.values:
+        lookup, rows = self._number(index), self.values.get(values)
+        if lookup is None or rows is None or rows.dim != 0 or x in self.values:
             return None
-        chosen, call = self._in_place(rows), self.build.call
-        if chosen is None:
+        summands, call = self._in_place(rows), self.build.call
+        if summands is None:
             return None
-        one, divided = found
+        row_index, divisor = lookup
         shape = shape_of(x)
-        if divided is None or shape[0] * divided != self.rows:
-            return call(aten.index_put.default, x, [one], chosen, True)
-        if divided > 1:
-            parts = [shape[0], divided, *shape[1:]]
-            chosen = call(aten.reshape.default, chosen, parts)
-            chosen = call(aten.sum.dim_IntList, chosen, [1])
-        return chosen if _is_zero(x) else call(aten.add.Tensor, x, chosen)
+        if divisor is None or shape[0] * divisor != self.rows:
+            return call(aten.index_put.default, x, [row_index], summands, True)
+        if divisor > 1:
+            by_token = [shape[0], divisor, *shape[1:]]
+            summands = call(aten.reshape.default, summands, by_token)
+            summands = call(aten.sum.dim_IntList, summands, [1])
+        return summands if _is_zero(x) else call(aten.add.Tensor, x, summands)
 
     def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         x, y, _, grad = _arguments(node, 4)
-        call, key, how = self.build.call, self.copies.ids, (self.groups, self.room)
+        call, key, options = (
+            self.build.call,
+            self.copies.ids,
+            (self.groups, self.room),
+        )
         mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
         if self.products[node] != self.experts:
             return None
@@ -262,22 +266,22 @@ class _Mixture:
                 return None
             weight = call(aten.permute.default, y, [0, 2, 1])
             self.results[node] = {
-                0: _SortedRows(0, each=call(mm, right, weight, key, *how)),
-                1: call(outer.default, left, right, key, count, *how),
+                0: _SortedRows(0, per_group=call(mm, right, weight, key, *options)),
+                1: call(outer.default, left, right, key, count, *options),
             }
             return None
         if y not in self.values and self.values[x].dim == 0:
-            return _SortedRows(0, each=call(mm, left, y, key, *how))
+            return _SortedRows(0, per_group=call(mm, left, y, key, *options))
         if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
             return None
         left = call(aten.permute.default, left, [1, 0])
-        return call(outer.default, left, right, key, count, *how)
+        return call(outer.default, left, right, key, count, *options)
 
-    def _sort_again(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+    def _inverse_sort(self, node: fx.Node) -> _SortedRows | fx.Node | None:
         """A sort of the order gives where in order each row is."""
-        found = self._number(node.args[0])
+        lookup = self._number(node.args[0])
         rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
-        if found is not None and found[1] == 1 and rising:
+        if lookup is not None and lookup[1] == 1 and rising:
             self.inverse |= {user for user in node.users if call_of(user) == (node, 1)}
         return None
 
@@ -297,39 +301,41 @@ class _Mixture:
 
     def _by_row(self, node: fx.Node) -> _SortedRows | None:
         """A call that makes rows one by one, of rows in place."""
-        held = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
-        call = row_call(node, {x: rows.dim for x, rows in held.items()})
+        operands = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
+        call = row_call(node, {x: rows.dim for x, rows in operands.items()})
         if call is None:
             return None
-        ones = {x: rows.one for x, rows in held.items() if rows.one is not None}
-        if len(ones) == len(held):
-            made = call.again(self.build, ones, self.rows)
-            self._divide(node, made, ones)
+        plain_rows = {
+            x: rows.plain for x, rows in operands.items() if rows.plain is not None
+        }
+        if len(plain_rows) == len(operands):
+            value = call.with_operands(self.build, plain_rows, self.rows)
+            self._divide(node, value, plain_rows)
         else:
-            pairs = [(x, self._each(x)) for x in held]
-            each = {x: made for x, made in pairs if made is not None}
-            if len(each) < len(held):
+            pairs = [(x, self._each(x)) for x in operands]
+            rows_per_group = {x: value for x, value in pairs if value is not None}
+            if len(rows_per_group) < len(operands):
                 return None
-            made = call.again(self.build, each, self.copies.count)
-        kind = "one" if len(ones) == len(held) else "each"
-        if isinstance(made.meta["val"], torch.Tensor):
-            return _SortedRows(call.result_dims[0], **{kind: made})
+            value = call.with_operands(self.build, rows_per_group, self.copies.count)
+        kind = "plain" if len(plain_rows) == len(operands) else "per_group"
+        if isinstance(value.meta["val"], torch.Tensor):
+            return _SortedRows(call.result_dims[0], **{kind: value})
         self.results[node] = {
-            i: _SortedRows(d, **{kind: self.build.call(operator.getitem, made, i)})
+            i: _SortedRows(d, **{kind: self.build.call(operator.getitem, value, i)})
             for i, d in enumerate(call.result_dims)
         }
         return None
 
     def _divide(
-        self, node: fx.Node, made: fx.Node, ones: dict[fx.Node, fx.Node]
+        self, node: fx.Node, quotient: fx.Node, plain_rows: dict[fx.Node, fx.Node]
     ) -> None:
         """Note the number of rows divided by a whole number."""
-        x, by = _arguments(node, 2)
+        x, divisor = _arguments(node, 2)
         floor = node.kwargs.get("rounding_mode") == "floor"
-        if node.target is aten.div.Tensor_mode and floor and isinstance(by, int):
-            before = self.numbers.get(ones[x]) if x in ones else None
-            if before is not None and by > 0:
-                self.numbers[made] = before * by
+        if node.target is aten.div.Tensor_mode and floor and isinstance(divisor, int):
+            divided = self.numbers.get(plain_rows[x]) if x in plain_rows else None
+            if divided is not None and divisor > 0:
+                self.numbers[quotient] = divided * divisor
 
     def write(self, graph: fx.Graph) -> list[str]:
         """Put what is computed in place instead of what was in order, if nothing is
@@ -342,21 +348,22 @@ class _Mixture:
             node = stack.pop()
             if node not in live:
                 live.add(node)
-                stack += [self.instead.get(x, x) for x in node.all_input_nodes]
+                stack += [self.replacements.get(x, x) for x in node.all_input_nodes]
         if live & set(self.products):
-            known = {*self.values, *self.results}
+            sorted_values = {*self.values, *self.results}
             readers = [
                 node
                 for node in graph.nodes
-                if node in live - known and known.intersection(node.all_input_nodes)
+                if node in live - sorted_values
+                and sorted_values.intersection(node.all_input_nodes)
             ]
-            return [_left(readers[0])] if readers else []
-        for node, made in self.instead.items():
-            node.replace_all_uses_with(made)
+            return [_reader_note(readers[0])] if readers else []
+        for node, replacement in self.replacements.items():
+            node.replace_all_uses_with(replacement)
         return []
 
 
-def _left(reader: fx.Node) -> str:
+def _reader_note(reader: fx.Node) -> str:
     """A note of what needs rows sorted by expert."""
     at = user_line(reader)
     where = f" at {at}" if at else ""
@@ -374,7 +381,7 @@ _READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
     aten.index_put.default: _Mixture._put,
     aten._unsafe_index_put.default: _Mixture._put,
     aten.index_add.default: _Mixture._add,
-    **dict.fromkeys(SORTS, _Mixture._sort_again),
+    **dict.fromkeys(SORTS, _Mixture._inverse_sort),
     **dict.fromkeys(_SUMS, _Mixture._sum),
 }
 
@@ -392,8 +399,8 @@ def _is_zero(node: fx.Node) -> bool:
 def _counts_up(node: fx.Node, rows: int) -> bool:
     """Whether a value is the numbers from 0 up to ``rows``."""
     if node.target is prims.iota.default:
-        given = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
-        return (*node.args[:1], *given) == (rows, 0, 1)
+        start_and_step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+        return (*node.args[:1], *start_and_step) == (rows, 0, 1)
     if node.target is aten.arange.default:
         return node.args == (rows,)
     return node.target is aten.arange.start_step and node.args in (

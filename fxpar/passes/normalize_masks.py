@@ -22,31 +22,31 @@ from fxpar.passes.merge_attention import BIASES
 from fxpar.passes.place_functions import (
     Affine,
     TwoValued,
-    are_alike,
+    equal_sizes,
     is_constant,
-    turned,
+    with_opposite_bound,
 )
-from fxpar.passes.place_rules import Known, function_of
+from fxpar.passes.place_rules import PlaceFunctions, function_of
 
 
 def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
     """Attention under a mask that is causal as ``is_causal``; under one that hides
     nothing without."""
-    known: Known = {}
+    functions: PlaceFunctions = {}
     for node in graph.nodes:
-        given = _given(node)
-        name = next((n for n in BIASES if isinstance(given.get(n), fx.Node)), None)
-        if name is None or given.get("is_causal", True):
+        arguments = _named_arguments(node)
+        name = next((n for n in BIASES if isinstance(arguments.get(n), fx.Node)), None)
+        if name is None or arguments.get("is_causal", True):
             continue
         # A gradient of the mask is read.
-        if any(given.get("grad_input_mask", ())[3:]):
+        if any(arguments.get("grad_input_mask", ())[3:]):
             continue
-        causal = _is_causal(given, given[name], known)
+        causal = _is_causal(arguments, arguments[name], functions)
         if causal is not None:
-            _tell(node, {name: None, "is_causal": causal})
+            _set_arguments(node, {name: None, "is_causal": causal})
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments of an attention by name, with defaults; of another call nothing."""
     if node.op != "call_function" or "attention" not in str(node.target):
         return {}
@@ -57,27 +57,29 @@ def _given(node: fx.Node) -> dict[str, Any]:
     return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
-def _tell(node: fx.Node, changed: dict[str, Any]) -> None:
+def _set_arguments(node: fx.Node, changed: dict[str, Any]) -> None:
     """Give a call other arguments."""
-    given = _given(node) | changed
+    arguments = _named_arguments(node) | changed
     declared = _torch.objects.schema_of(node.target).arguments
-    node.args = tuple(given[a.name] for a in declared if not a.kwarg_only)
-    node.kwargs = {a.name: given[a.name] for a in declared if a.kwarg_only}
+    node.args = tuple(arguments[a.name] for a in declared if not a.kwarg_only)
+    node.kwargs = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
 
 
-def _is_causal(given: dict[str, Any], mask: fx.Node, known: Known) -> bool | None:
+def _is_causal(
+    arguments: dict[str, Any], mask: fx.Node, functions: PlaceFunctions
+) -> bool | None:
     """Whether a mask is causal (True) or hides nothing (False); None of another."""
-    function, dtype = function_of(mask, known), mask.meta["val"].dtype
+    function, dtype = function_of(mask, functions), mask.meta["val"].dtype
     sees = dtype is torch.bool
     if is_constant(function):
         return False if function.constant == sees else None
     if isinstance(function, TwoValued) and len(function.bounds) == 1:
-        function = function if function.yes == sees else turned(function)
+        function = function if function.yes == sees else with_opposite_bound(function)
     if not isinstance(function, TwoValued) or function.yes != sees:
         return None
     least = 0 if sees else torch.finfo(dtype).min
-    rows, keys = (shape_of(given[name])[-2] for name in ("query", "key"))
-    if function.no > least or not are_alike(rows, keys):
+    rows, keys = (shape_of(arguments[name])[-2] for name in ("query", "key"))
+    if function.no > least or not equal_sizes(rows, keys):
         return None
     rank = len(shape_of(mask))
     visible = Affine((*(0,) * (rank - 2), 1, -1), 0) if rank > 1 else None

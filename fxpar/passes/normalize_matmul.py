@@ -79,12 +79,12 @@ class _Contraction:
                 + " -> "
                 + " ".join(self.result)
             )
-            made = build.call(torch.ops.fxpar.dot.default, *self.operands, equation)
+            result = build.call(torch.ops.fxpar.dot.default, *self.operands, equation)
             if self.bias is not None:
-                made = self._add_bias(made)
-            if shape_of(made) != shape_of(node):
-                made = build.call(aten.view.default, made, list(shape_of(node)))
-        build.replace(node, made)
+                result = self._add_bias(result)
+            if shape_of(result) != shape_of(node):
+                result = build.call(aten.view.default, result, list(shape_of(node)))
+        build.replace(node, result)
 
     def _absorb_order(self, i: int) -> bool:
         """Look through one permute, transpose or empty expand of operand ``i``."""
@@ -93,10 +93,10 @@ class _Contraction:
             return False
         if operand.target in (aten.permute.default, aten.t.default):
             order = operand.args[1] if len(operand.args) > 1 else [1, 0]
-            back = [0] * len(order)
-            for new, old in enumerate(order):
-                back[old % len(order)] = new
-            self.words[i] = [self.words[i][d] for d in back]
+            inverse = [0] * len(order)
+            for position, source_dim in enumerate(order):
+                inverse[source_dim % len(order)] = position
+            self.words[i] = [self.words[i][d] for d in inverse]
             self.operands[i] = operand.args[0]
             return True
         if operand.target is aten.transpose.int:
@@ -136,8 +136,8 @@ class _Contraction:
                 parts[word] = [next(self.fresh) for _ in range(count)]
                 sizes[word] = shape[at : at + count]
             at += count
-        other = 1 - i
-        self._split_operand(other, parts, sizes)
+        other_operand = 1 - i
+        self._split_operand(other_operand, parts, sizes)
         self.operands[i] = source
         self.words[i] = self._split_words(self.words[i], parts)
         self.result = self._split_words(self.result, parts)
@@ -213,15 +213,15 @@ def _sums_of_merged(graph: fx.Graph, rewriter: Builder) -> None:
             continue
         starts = list(itertools.accumulate([0, *groups]))
         dims = sorted(d % len(groups) for d in node.args[1])
-        split = [i for d in dims for i in range(starts[d], starts[d + 1])]
+        merged_dims = [i for d in dims for i in range(starts[d], starts[d + 1])]
         keep = len(node.args) > 2 and node.args[2]
         with rewriter.before(node):
-            made = rewriter.call(
-                aten.sum.dim_IntList, source, split, bool(keep), **node.kwargs
+            total = rewriter.call(
+                aten.sum.dim_IntList, source, merged_dims, bool(keep), **node.kwargs
             )
-            if shape_of(made) != shape_of(node):
-                made = rewriter.call(aten.view.default, made, list(shape_of(node)))
-        rewriter.replace(node, made)
+            if shape_of(total) != shape_of(node):
+                total = rewriter.call(aten.view.default, total, list(shape_of(node)))
+        rewriter.replace(node, total)
 
 
 def _cancel_views(graph: fx.Graph, rewriter: Builder) -> None:
@@ -236,5 +236,5 @@ def _cancel_views(graph: fx.Graph, rewriter: Builder) -> None:
             rewriter.replace(node, source)
         elif source is not node.args[0]:
             with rewriter.before(node):
-                made = rewriter.call(aten.reshape.default, source, list(shape_of(node)))
-            rewriter.replace(node, made)
+                view = rewriter.call(aten.reshape.default, source, list(shape_of(node)))
+            rewriter.replace(node, view)

@@ -50,18 +50,18 @@ def find_shifts(graph: fx.Graph, rewriter: Builder) -> None:
         if dim is None or not 1 < shape_of(node)[dim] <= _MOST:
             continue
         with _torch.aot.as_compiled():
-            by = _shift_of(node, dim)
-        if by is None:
+            shift = _shift_of(node, dim)
+        if shift is None:
             continue
-        rows, count = by
+        rows, count = shift
         with rewriter.before(node):
-            made = rewriter.call(
+            shifted = rewriter.call(
                 torch.ops.fxpar.shift.default, rows.source, dim, count, rows.fill
             )
-        if made.meta["val"].stride() == node.meta["val"].stride():
-            rewriter.replace(node, made)
+        if shifted.meta["val"].stride() == node.meta["val"].stride():
+            rewriter.replace(node, shifted)
         else:
-            graph.erase_node(made)
+            graph.erase_node(shifted)
 
 
 def _shift_of(node: fx.Node, dim: int) -> tuple[_Rows, int] | None:
@@ -73,26 +73,26 @@ def _shift_of(node: fx.Node, dim: int) -> tuple[_Rows, int] | None:
     if shape_of(rows.source) != shape_of(node) or like.dtype != value.dtype:
         return None
     n, places = len(rows.places), rows.places
-    here = torch.arange(n)
-    kept = (places >= 0).nonzero()[:, 0]
-    if not len(kept):
+    positions = torch.arange(n)
+    inside = (places >= 0).nonzero()[:, 0]
+    if not len(inside):
         return None
-    by = int(places[kept[0]] - kept[0])
-    moved = here + by
+    by = int(places[inside[0]] - inside[0])
+    sources = positions + by
     if not (places < 0).any():
         around = by - n if by > n // 2 else by + n if by < -(n // 2) else by
-        return (rows, around) if torch.equal(places, moved % n) else None
-    beyond = (moved < 0) | (moved >= n)
-    fits = by and torch.equal(places, moved.masked_fill(beyond, -1))
+        return (rows, around) if torch.equal(places, sources % n) else None
+    beyond = (sources < 0) | (sources >= n)
+    fits = by and torch.equal(places, sources.masked_fill(beyond, -1))
     return (rows, by) if fits else None
 
 
 def _dim_of(node: fx.Node) -> int | None:
     """The dim along which a node may be a shift."""
-    found = _DIM.get(node.target) if node.op == "call_function" else None
-    if found is None or not all(map(_is_known, (node, *node.all_input_nodes))):
+    candidate = _DIM.get(node.target) if node.op == "call_function" else None
+    if candidate is None or not all(map(_is_known, (node, *node.all_input_nodes))):
         return None
-    dim, shape = found(node), shape_of(node)
+    dim, shape = candidate(node), shape_of(node)
     if dim is None or not shape or not isinstance(shape[dim], int):
         return None
     return dim % len(shape)
@@ -110,11 +110,11 @@ def _rows(node: Any, dim: int) -> _Rows | None:
         return None
     if not isinstance(shape_of(node)[dim], int):  # rows are told one by one
         return None
-    read = _READ.get(node.target)
-    if read is not None:
-        found = read(node, dim)
-        if found is not None:
-            return found
+    reader = _READ.get(node.target)
+    if reader is not None:
+        rows = reader(node, dim)
+        if rows is not None:
+            return rows
     if not 0 < shape_of(node)[dim] <= _MOST:
         return None
     return _Rows(node, torch.arange(shape_of(node)[dim]))
@@ -147,12 +147,12 @@ def _constant(node: fx.Node, dim: int) -> _Rows | None:
 
 def _joined(parts: Sequence[_Rows | None]) -> _Rows | None:
     """Rows of one tensor and one constant, one part after the other."""
-    found = [rows for rows in parts if rows is not None]
-    sources = dict.fromkeys(r.source for r in found if r.source is not None)
-    fills = {r.fill for r in found if r.fill is not None}
-    if len(found) < len(parts) or len(sources) > 1 or len(fills) > 1:
+    present = [rows for rows in parts if rows is not None]
+    sources = dict.fromkeys(r.source for r in present if r.source is not None)
+    fills = {r.fill for r in present if r.fill is not None}
+    if len(present) < len(parts) or len(sources) > 1 or len(fills) > 1:
         return None
-    places = torch.cat([rows.places for rows in found])
+    places = torch.cat([rows.places for rows in present])
     return _Rows(next(iter(sources), None), places, next(iter(fills), None))
 
 
@@ -167,7 +167,7 @@ def _cat(node: fx.Node, dim: int) -> _Rows | None:
 
 def _pad(node: fx.Node, dim: int) -> _Rows | None:
     x, amounts, value = node.args[0], node.args[1], _argument(node, 2, 0)
-    padded = _padded(node)
+    padded = _padded_dim(node)
     if padded != dim or not isinstance(value, int | float) or float(value) != value:
         return None
     rows = _rows(x, dim)
@@ -183,7 +183,7 @@ def _pad(node: fx.Node, dim: int) -> _Rows | None:
     return _joined([ends[0], rows, ends[1]])
 
 
-def _padded(node: fx.Node) -> int | None:
+def _padded_dim(node: fx.Node) -> int | None:
     """The one dim that a pad changes."""
     amounts = node.args[1]
     dims = {i // 2 for i, n in enumerate(amounts) if n}
@@ -202,18 +202,18 @@ def _slice_scatter(node: fx.Node, dim: int) -> _Rows | None:
     if under is None or over is None or under.source is not None:
         return None
     bounds = slice(start, end).indices(shape_of(node)[dim])
-    here = torch.arange(*bounds)
-    return _put(under, over, here)
+    positions = torch.arange(*bounds)
+    return _put(under, over, positions)
 
 
-def _put(under: _Rows, over: _Rows, here: torch.Tensor) -> _Rows | None:
+def _put(under: _Rows, over: _Rows, positions: torch.Tensor) -> _Rows | None:
     """``over`` written into constant rows, at other places each."""
-    if under.source is not None or len(here) != len(over.places):
+    if under.source is not None or len(positions) != len(over.places):
         return None
     if over.fill is not None and over.fill != under.fill:
         return None
     places = under.places.clone()
-    places[here] = over.places
+    places[positions] = over.places
     fill = under.fill if (places < 0).any() else None
     return _Rows(over.source, places, fill)
 
@@ -234,13 +234,13 @@ def _add(node: fx.Node, dim: int) -> _Rows | None:
 
 
 def _index(node: fx.Node, dim: int) -> _Rows | None:
-    found = _indexed(node)
-    if found is None or found[0] != dim:
+    lookup = _indexed(node)
+    if lookup is None or lookup[0] != dim:
         return None
-    at, rows = _positions(found[1], shape_of(node.args[0])[dim]), None
-    if at is not None:
+    positions, rows = _positions(lookup[1], shape_of(node.args[0])[dim]), None
+    if positions is not None:
         rows = _rows(node.args[0], dim)
-    return None if rows is None or at is None else rows.at(at)
+    return None if rows is None or positions is None else rows.at(positions)
 
 
 def _indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
@@ -248,18 +248,18 @@ def _indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
     if node.target in (aten.index_select.default,):
         index = node.args[2]
         return (node.args[1] % len(shape_of(node)), index) if shape_of(index) else None
-    found = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
-    if len(found) != 1 or len(shape_of(found[0][1])) != 1:
+    indices = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
+    if len(indices) != 1 or len(shape_of(indices[0][1])) != 1:
         return None
-    return None if found[0][1].meta["val"].dtype is torch.bool else found[0]
+    return None if indices[0][1].meta["val"].dtype is torch.bool else indices[0]
 
 
 def _index_put(node: fx.Node, dim: int) -> _Rows | None:
-    found = _indexed(node)
+    lookup = _indexed(node)
     base, values = node.args[0], node.args[2]
-    if found is None or found[0] != dim:
+    if lookup is None or lookup[0] != dim:
         return None
-    return _updated(node, dim, base, found[1], values)
+    return _updated(node, dim, base, lookup[1], values)
 
 
 def _updated(
@@ -268,21 +268,26 @@ def _updated(
     """Rows added to zeros at positions of which none comes twice."""
     if shape_of(values) != shape_of(node):
         return None
-    at, under = _positions(index, shape_of(node)[dim], dim), _rows(base, dim)
-    if at is None or under is None or under.fill != 0 or len(at.unique()) < len(at):
+    positions, under = _positions(index, shape_of(node)[dim], dim), _rows(base, dim)
+    if (
+        positions is None
+        or under is None
+        or under.fill != 0
+        or len(positions.unique()) < len(positions)
+    ):
         return None
     over = _rows(values, dim)
-    return None if over is None else _put(under, over, at)
+    return None if over is None else _put(under, over, positions)
 
 
 def _gather(node: fx.Node, dim: int) -> _Rows | None:
     x, along, index = node.args[:3]
     if along % len(shape_of(node)) != dim or shape_of(index) != shape_of(x):
         return None
-    at, rows = _positions(index, shape_of(x)[dim], dim), None
-    if at is not None:
+    positions, rows = _positions(index, shape_of(x)[dim], dim), None
+    if positions is not None:
         rows = _rows(x, dim)
-    return None if rows is None or at is None else rows.at(at)
+    return None if rows is None or positions is None else rows.at(positions)
 
 
 def _scatter_add(node: fx.Node, dim: int) -> _Rows | None:
@@ -297,32 +302,32 @@ def _positions(index: fx.Node, n: int, dim: int = 0) -> torch.Tensor | None:
     dims those along ``dim``, if they are the same for all others."""
     if not 0 < math.prod(shape_of(index)) <= _MOST:
         return None
-    found = _computed(index, {})
-    if found is None or found.dtype is torch.bool:
+    positions = _computed(index, {})
+    if positions is None or positions.dtype is torch.bool:
         return None
-    if found.dim() > 1:
-        rows = found.movedim(dim, 0).flatten(1)
+    if positions.dim() > 1:
+        rows = positions.movedim(dim, 0).flatten(1)
         if not (rows == rows[:, :1]).all():
             return None
-        found = rows[:, 0]
-    found = torch.where(found < 0, found + n, found).long()
-    return found if bool(((found >= 0) & (found < n)).all()) else None
+        positions = rows[:, 0]
+    positions = torch.where(positions < 0, positions + n, positions).long()
+    return positions if bool(((positions >= 0) & (positions < n)).all()) else None
 
 
-def _computed(node: Any, known: dict[fx.Node, Any]) -> Any:
+def _computed(node: Any, values: dict[fx.Node, Any]) -> Any:
     """The value of a node that is made of constants alone; else None."""
-    if node in known:
-        return known[node]
-    known[node] = None
+    if node in values:
+        return values[node]
+    values[node] = None
     if not _is_arithmetic(node):
         return None
-    if any(_computed(x, known) is None for x in node.all_input_nodes):
+    if any(_computed(x, values) is None for x in node.all_input_nodes):
         return None
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    known[node] = node.target(*args, **kwargs)
-    return known[node]
+    values[node] = node.target(*args, **kwargs)
+    return values[node]
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
@@ -341,16 +346,16 @@ def _is_arithmetic(node: fx.Node) -> bool:
     )
 
 
-def _second(node: fx.Node) -> int | None:
+def _dim_argument(node: fx.Node) -> int | None:
     return _argument(node, 1, 0)
 
 
 def _index_dim(node: fx.Node) -> int | None:
-    found = _indexed(node)
-    return None if found is None else found[0]
+    lookup = _indexed(node)
+    return None if lookup is None else lookup[0]
 
 
-def _added(node: fx.Node) -> int | None:
+def _scatter_dim(node: fx.Node) -> int | None:
     """The dim along which two additions to zeros were made."""
     if not any(
         isinstance(x, fx.Node) and x.target is aten.slice_scatter.default
@@ -364,23 +369,23 @@ def _added(node: fx.Node) -> int | None:
 def _cut_pad(node: fx.Node) -> int | None:
     """The dim of a slice of what was padded."""
     x = node.args[0]
-    return _second(node) if x.target is aten.constant_pad_nd.default else None
+    return _dim_argument(node) if x.target is aten.constant_pad_nd.default else None
 
 
 # Along which dim a node may be a shift, and how the rows of a node are read.
 _DIM: dict[Any, Callable[[fx.Node], int | None]] = {
-    aten.cat.default: _second,
+    aten.cat.default: _dim_argument,
     aten.slice.Tensor: _cut_pad,
-    aten.constant_pad_nd.default: _padded,
+    aten.constant_pad_nd.default: _padded_dim,
     aten.slice_scatter.default: lambda node: _argument(node, 2, 0),
-    aten.add.Tensor: _added,
+    aten.add.Tensor: _scatter_dim,
     aten.index.Tensor: _index_dim,
     aten._unsafe_index.Tensor: _index_dim,
     aten.index_select.default: _index_dim,
     aten.index_put.default: _index_dim,
     aten._unsafe_index_put.default: _index_dim,
-    aten.gather.default: _second,
-    aten.scatter_add.default: _second,
+    aten.gather.default: _dim_argument,
+    aten.scatter_add.default: _dim_argument,
 }
 _READ: dict[Any, Callable[[fx.Node, int], _Rows | None]] = {
     aten.slice.Tensor: _slice,

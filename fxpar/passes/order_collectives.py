@@ -104,9 +104,9 @@ def drop_unread(graph: fx.Graph) -> None:
     """
     first: dict[fx.Node, fx.Node] = {}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
-        known = first.setdefault(wait.args[0], wait)
-        if known is not wait:
-            wait.replace_all_uses_with(known)
+        kept_wait = first.setdefault(wait.args[0], wait)
+        if kept_wait is not wait:
+            wait.replace_all_uses_with(kept_wait)
     graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
 
 
@@ -122,27 +122,29 @@ def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
     is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
     repeats at its top, in the forward's order, so that all are first moved to where
     they are read."""
-    free = from_inputs(graph, through=(_GATHER, WAIT))
-    sink(graph, {node for node in free if node.op != "placeholder"})
+    input_derived = from_inputs(graph, through=(_GATHER, WAIT))
+    sink(graph, {node for node in input_derived if node.op != "placeholder"})
     gathers = graph.find_nodes(op="call_function", target=_GATHER)
     ends = [
         node
         for node in gathers
-        if node in free and not any(_again(wait, free) for wait in node.users)
+        if node in input_derived
+        and not any(_is_gathered_again(wait, input_derived) for wait in node.users)
     ]
     for i, node in enumerate(ends[1:], 1):
         at = min(ends[max(0, i - ahead)].users)  # its wait
         if at < node:
-            for moved in _needed(node):
-                if at < moved:
-                    at.prepend(moved)
+            for node_needed in _needed(node):
+                if at < node_needed:
+                    at.prepend(node_needed)
     graph.lint()
 
 
-def _again(wait: fx.Node, free: Collection[fx.Node]) -> bool:
+def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> bool:
     """Whether what was gathered is gathered over more axes before it is used."""
     return any(
-        user.target is _GATHER or (user in free and _again(user, free))
+        user.target is _GATHER
+        or (user in input_derived and _is_gathered_again(user, input_derived))
         for user in wait.users
     )
 
@@ -155,10 +157,10 @@ UNDER_WAY = 2
 def drain(graph: fx.Graph) -> None:
     """Wait for a reduce-scatter before the next but one starts. Not for chunks: they
     read no more than one device has at once."""
-    found = graph.find_nodes(
+    all_scatters = graph.find_nodes(
         op="call_function", target=c10d.reduce_scatter_tensor.default
     )
-    scatters = [node for node in found if not is_chunk(node)]
+    scatters = [node for node in all_scatters if not is_chunk(node)]
     for before, node in zip(scatters, scatters[UNDER_WAY:], strict=False):
         for wait in list(before.users):
             if wait.target is WAIT and node < wait:
@@ -168,16 +170,16 @@ def drain(graph: fx.Graph) -> None:
 
 def _needed(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is computed from, inputs left out, in order."""
-    found: dict[fx.Node, None] = {}
+    needed: dict[fx.Node, None] = {}
 
     def visit(n: fx.Node) -> None:
         for read in n.all_input_nodes:
-            if read.op != "placeholder" and read not in found:
+            if read.op != "placeholder" and read not in needed:
                 visit(read)
-        found[n] = None
+        needed[n] = None
 
     visit(node)
-    return list(found)
+    return list(needed)
 
 
 def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
@@ -198,13 +200,13 @@ def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
         register_lowering()
         with graph.inserting_before(node):
             target = ours.all_gather_into_tensor.default
-            made = graph.call_function(target, node.args)
-            made.meta = dict(node.meta)
+            gather = graph.call_function(target, node.args)
+            gather.meta = dict(node.meta)
         for wait in list(node.users):
             with graph.inserting_before(wait):
-                done = graph.call_function(ours.wait_gather.default, (made,))
-                done.meta["val"] = None
-            rewriter.replace(wait, made)
+                waited = graph.call_function(ours.wait_gather.default, (gather,))
+                waited.meta["val"] = None
+            rewriter.replace(wait, gather)
         graph.erase_node(node)
 
 

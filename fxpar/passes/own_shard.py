@@ -99,8 +99,8 @@ def _slice(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if kwargs or step or not all(isinstance(x, fx.Node) for x in (start, end)):
         return None
     mesh, axes, stride, base = value_of(start.args)
-    *others, further = value_of(end.args)
-    if [mesh, axes, stride] != others:
+    *end_place, further = value_of(end.args)
+    if [mesh, axes, stride] != end_place:
         return None
     size = further - base
     whole = args[0].meta["val"].shape[dim]
@@ -131,8 +131,8 @@ def _iota(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if kwargs.get("dtype") is not torch.int64:
         return None
     start = _offset(build, node.kwargs["start"], kwargs["device"])
-    counted = build.call(node.target, *args, **{**kwargs, "start": 0})
-    return build.call(aten.add.Tensor, counted, start)
+    from_zero = build.call(node.target, *args, **{**kwargs, "start": 0})
+    return build.call(aten.add.Tensor, from_zero, start)
 
 
 def _offset(build: Builder, offset: fx.Node, device: torch.device) -> Any:

@@ -56,57 +56,57 @@ class Residency:
 
 
 def residency(
-    found: Launches, *, keep_inputs: bool = True, in_place: bool = True
+    launches: Launches, *, keep_inputs: bool = True, in_place: bool = True
 ) -> Residency:
     """``keep_inputs``: inputs stay throughout, as parameters do, or to their last use.
     ``in_place``: an all-reduce writes over an operand that nobody else needs, as
     Inductor has it."""
-    born = dict.fromkeys(found.inputs, -1)
-    end = len(found.launches)
-    dies = dict.fromkeys(found.inputs, end if keep_inputs else -1)
-    waits = {x.of: i for i, x in enumerate(found.launches) if x.of is not None}
-    for i, launch in enumerate(found.launches):
+    born = dict.fromkeys(launches.inputs, -1)
+    end = len(launches.launches)
+    dies = dict.fromkeys(launches.inputs, end if keep_inputs else -1)
+    waits = {x.of: i for i, x in enumerate(launches.launches) if x.of is not None}
+    for i, launch in enumerate(launches.launches):
         until = waits.get(launch, i)
         for buffer in launch.writes:
             born[buffer], dies[buffer] = i, until
         for buffer in launch.reads:
             dies[buffer] = max(dies[buffer], until)
-    dies.update((buffer, end) for result in found.outputs for buffer in result)
+    dies.update((buffer, end) for result in launches.outputs for buffer in result)
     if in_place:
-        _reuse(found, waits, born, dies)
-    return Residency(born, dies, list(_held(found, dies)))
+        _reuse(launches, waits, born, dies)
+    return Residency(born, dies, list(_bytes_by_launch(launches, dies)))
 
 
 def _reuse(
-    found: Launches,
+    launches: Launches,
     waits: dict[Launch, int],
     born: dict[Buffer, int],
     dies: dict[Buffer, int],
 ) -> None:
     """Operands of all-reduces die when these begin, if they are read no more."""
     last: dict[Buffer, int] = {}
-    for i, launch in enumerate(found.launches):
+    for i, launch in enumerate(launches.launches):
         last.update(dict.fromkeys(launch.reads, i))
-    for i, launch in enumerate(found.launches):
+    for i, launch in enumerate(launches.launches):
         for buffer in launch.reads if launch.kind == "all_reduce" else ():
-            mine = last[buffer] == i and dies[buffer] == waits.get(launch, i)
-            if mine and born[buffer] >= 0:
+            frees = last[buffer] == i and dies[buffer] == waits.get(launch, i)
+            if frees and born[buffer] >= 0:
                 dies[buffer] = i - 1
 
 
-def _held(
-    found: Launches, dies: dict[Buffer, int]
+def _bytes_by_launch(
+    launches: Launches, dies: dict[Buffer, int]
 ) -> Iterator[tuple[int, int, int, int]]:
     freed: dict[int, int] = defaultdict(int)
     for buffer, i in dies.items():
         freed[i] += buffer.nbytes
-    total = sum(buffer.nbytes for buffer in found.inputs)
+    total = sum(buffer.nbytes for buffer in launches.inputs)
     yield -1, total, total, total - freed[-1]
     total -= freed[-1]
-    for i, launch in enumerate(found.launches):
-        made = sum(buffer.nbytes for buffer in launch.writes)
-        yield i, made, total + made, total + made - freed[i]
-        total += made - freed[i]
+    for i, launch in enumerate(launches.launches):
+        allocated = sum(buffer.nbytes for buffer in launch.writes)
+        yield i, allocated, total + allocated, total + allocated - freed[i]
+        total += allocated - freed[i]
 
 
 def by_kind(graph: fx.Graph, signature: Signature) -> tuple[tuple[str, int], ...]:
@@ -116,11 +116,11 @@ def by_kind(graph: fx.Graph, signature: Signature) -> tuple[tuple[str, int], ...
     Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
     gradient. Raises PlanError as ``launches_of`` does.
     """
-    found = launches_of(graph)
-    live = residency(found)
-    kinds = _kinds(graph, signature, found)
+    launches = launches_of(graph)
+    resident = residency(launches)
+    kinds = _kinds(graph, signature, launches)
     total = dict.fromkeys(KINDS, 0)
-    for buffer in live.at(live.peak[1]):
+    for buffer in resident.at(resident.peak[1]):
         total[kinds[buffer]] += buffer.nbytes
     inputs = graph.find_nodes(op="placeholder")
     for k in {out.of for out in signature.outputs if out.kind == "gradient"}:
@@ -129,33 +129,35 @@ def by_kind(graph: fx.Graph, signature: Signature) -> tuple[tuple[str, int], ...
     return tuple((kind, size) for kind, size in total.items() if size)
 
 
-def _kinds(graph: fx.Graph, signature: Signature, found: Launches) -> dict[Buffer, str]:
+def _kinds(
+    graph: fx.Graph, signature: Signature, launches: Launches
+) -> dict[Buffer, str]:
     """The kind of each buffer."""
     declared = dict(
         zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
     )
     parameters = {node for node, x in declared.items() if x.kind == "parameter"}
-    gathered = _made_of({n for n in parameters if _is_split(n)}, graph)
+    gathered = _derived_from({n for n in parameters if _is_split(n)}, graph)
     # What later lines say of a buffer holds.
     kinds: dict[Buffer, str] = {}
-    for launch in found.launches:
+    for launch in launches.launches:
         kinds.update(dict.fromkeys(launch.writes, "passing"))
-    for launch in found.launches:
+    for launch in launches.launches:
         if launch.axes:
-            around = (*launch.reads, *launch.writes)
-            kinds.update(dict.fromkeys(around, "buffers of collectives"))
-    early = {b for x in found.launches if not x.backward for b in x.writes}
-    for launch in found.launches:
+            both_ends = (*launch.reads, *launch.writes)
+            kinds.update(dict.fromkeys(both_ends, "buffers of collectives"))
+    forward_buffers = {b for x in launches.launches if not x.backward for b in x.writes}
+    for launch in launches.launches:
         if launch.backward:
-            saved = early.intersection(launch.reads)
+            saved = forward_buffers.intersection(launch.reads)
             kinds.update(dict.fromkeys(saved, "saved for the backward"))
     kinds.update((b, "gathered parameters") for b in kinds if b.node in gathered)
-    for out, buffers in zip(signature.outputs, found.outputs, strict=True):
+    for out, buffers in zip(signature.outputs, launches.outputs, strict=True):
         if out.kind == "gradient":
             kinds.update(dict.fromkeys(buffers, "gradients"))
-    for buffer in found.inputs:
-        ours = buffer.node in parameters
-        kinds[buffer] = "parameters" if ours else "inputs and buffers"
+    for buffer in launches.inputs:
+        is_parameter = buffer.node in parameters
+        kinds[buffer] = "parameters" if is_parameter else "inputs and buffers"
     return kinds
 
 
@@ -164,11 +166,11 @@ def _is_split(node: fx.Node) -> bool:
     return spec is not None and bool(spec.sharded_axes)
 
 
-def _made_of(roots: set[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+def _derived_from(roots: set[fx.Node], graph: fx.Graph) -> set[fx.Node]:
     """``roots`` and what is computed from them alone."""
-    made = set(roots)
+    derived = set(roots)
     for node in graph.nodes:
         read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
-        if node.op == "call_function" and read and made.issuperset(read):
-            made.add(node)
-    return made
+        if node.op == "call_function" and read and derived.issuperset(read):
+            derived.add(node)
+    return derived

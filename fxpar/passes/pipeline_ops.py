@@ -88,12 +88,12 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return flat.reshape(-1).view(torch.uint8)
 
 
-def _as_given(x: torch.Tensor, *_: object) -> torch.Tensor:
+def _empty_like(x: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 for _op in (transfer, spread, share):
-    _op.register_fake(_as_given)
+    _op.register_fake(_empty_like)
 behind.register_fake(lambda x, sent: torch.empty_like(x))
 send.register_fake(lambda x, *_: x.new_empty(0))
 receive.register_fake(

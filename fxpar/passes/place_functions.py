@@ -60,9 +60,9 @@ def normal(
 def on_sizes(function: Affine, sizes: Sequence[Any]) -> Affine:
     """A function of the last dims, on all."""
     steps = (0,) * (len(sizes) - len(function.steps)) + function.steps
-    one = (isinstance(n, int) and n == 1 for n in sizes)
+    is_one = (isinstance(n, int) and n == 1 for n in sizes)
     return replace(
-        function, steps=tuple(0 if o else s for s, o in zip(steps, one, strict=True))
+        function, steps=tuple(0 if o else s for s, o in zip(steps, is_one, strict=True))
     )
 
 
@@ -79,14 +79,14 @@ def range_of(
     return least, most
 
 
-def turned(choice: TwoValued) -> TwoValued:
+def with_opposite_bound(choice: TwoValued) -> TwoValued:
     """The same choice by the inequality that holds where its one bound does not."""
     (bound,) = choice.bounds  # of integers: what is not at least 0 is at most -1
-    other = combined(Affine((), -1), bound, -1)
-    return TwoValued(frozenset([other]), choice.no, choice.yes)
+    opposite = combined(Affine((), -1), bound, -1)
+    return TwoValued(frozenset([opposite]), choice.no, choice.yes)
 
 
-def are_alike(one: Any, other: Any) -> bool:
+def equal_sizes(one: Any, other: Any) -> bool:
     """Whether two sizes are known to be equal."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
@@ -114,12 +114,12 @@ def shifted(function: Affine, dim: int, by: int, step: int = 1) -> Affine:
     return Affine(tuple(steps), constant)
 
 
-def on_each(
-    x: PlaceFunction | None, of: Callable[[Affine], Affine | None]
+def map_bounds(
+    x: PlaceFunction | None, mapping: Callable[[Affine], Affine | None]
 ) -> PlaceFunction | None:
-    """``of`` a function, or of all bounds of a choice."""
+    """``mapping`` a function, or of all bounds of a choice."""
     if not isinstance(x, TwoValued):
-        return None if x is None else of(x)
-    bounds = [of(bound) for bound in x.bounds]
-    kept = frozenset(bound for bound in bounds if bound is not None)
-    return None if None in bounds else replace(x, bounds=kept)
+        return None if x is None else mapping(x)
+    bounds = [mapping(bound) for bound in x.bounds]
+    bounds_mapped = frozenset(bound for bound in bounds if bound is not None)
+    return None if None in bounds else replace(x, bounds=bounds_mapped)

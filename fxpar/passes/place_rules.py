@@ -21,21 +21,21 @@ from fxpar.passes.place_functions import (
     Number,
     PlaceFunction,
     TwoValued,
-    are_alike,
     combined,
+    equal_sizes,
     is_constant,
+    map_bounds,
     normal,
-    on_each,
     on_sizes,
     range_of,
     shifted,
-    turned,
+    with_opposite_bound,
 )
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Known: TypeAlias = dict[fx.Node, PlaceFunction | None]
+PlaceFunctions: TypeAlias = dict[fx.Node, PlaceFunction | None]
 # Gives the function of an operand.
 Ask: TypeAlias = Callable[[Any], PlaceFunction | None]
 PlaceRule: TypeAlias = Callable[[fx.Node, Ask], PlaceFunction | None]
@@ -44,19 +44,19 @@ PlaceRule: TypeAlias = Callable[[fx.Node, Ask], PlaceFunction | None]
 _EXACT = (torch.int64, torch.int32)
 
 
-def function_of(node: Any, known: Known) -> PlaceFunction | None:
-    """What an element of a node, or a number, is; ``known`` keeps what was found."""
+def function_of(node: Any, functions: PlaceFunctions) -> PlaceFunction | None:
+    """What an element of a node, or a number, is; kept in ``functions``."""
     if isinstance(node, bool | int | float):
         return Affine((), node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
-    if node not in known:
+    if node not in functions:
         rule, value = RULES.get(node.target), node.meta.get("val")
-        known[node] = None
+        functions[node] = None
         if rule is not None and isinstance(value, torch.Tensor):
-            function = rule(node, lambda x: function_of(x, known))
-            known[node] = normal(function, shape_of(node))
-    return known[node]
+            function = rule(node, lambda x: function_of(x, functions))
+            functions[node] = normal(function, shape_of(node))
+    return functions[node]
 
 
 def _argument(node: fx.Node, i: int, name: str, default: Any = None) -> Any:
@@ -72,8 +72,8 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 def _iota(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
-    known = isinstance(start, int) and isinstance(step, int)
-    return Affine((step,), start) if known and _dtype(node) in _EXACT else None
+    constant = isinstance(start, int) and isinstance(step, int)
+    return Affine((step,), start) if constant and _dtype(node) in _EXACT else None
 
 
 def _filled(at: int) -> PlaceRule:
@@ -198,7 +198,7 @@ def _not(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         return None
     if isinstance(x, TwoValued):
         opposite = replace(x, yes=not x.yes, no=not x.no)
-        return turned(opposite) if len(x.bounds) == 1 else opposite
+        return with_opposite_bound(opposite) if len(x.bounds) == 1 else opposite
     return Affine((), not x.constant) if is_constant(x) else None
 
 
@@ -218,26 +218,26 @@ def _cast(node: fx.Node, ask: Ask) -> PlaceFunction | None:
         return x if dtype in _EXACT else None
 
     def cast(number: Number) -> Number:
-        made = torch.tensor(number, dtype=torch.float64).to(dtype).item()
-        return bool(made) if dtype is torch.bool else made
+        value = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+        return bool(value) if dtype is torch.bool else value
 
     if x is None:
         return None
     numbers = (x.yes, x.no) if isinstance(x, TwoValued) else (x.constant,)
     if dtype in _EXACT and not all(map(math.isfinite, numbers)):
         return None
-    made = [cast(number) for number in numbers]
+    results = [cast(number) for number in numbers]
     return (
-        TwoValued(x.bounds, *made)
+        TwoValued(x.bounds, *results)
         if isinstance(x, TwoValued)
-        else Affine(x.steps, *made)
+        else Affine(x.steps, *results)
     )
 
 
 # Elements that move
 
 
-def _moved(
+def _moves_elements(
     steps_of: Callable[[fx.Node, tuple[int, ...]], Sequence[int] | None],
 ) -> PlaceRule:
     """Each dim has the steps of another."""
@@ -247,7 +247,7 @@ def _moved(
             steps = steps_of(node, function.steps)
             return None if steps is None else replace(function, steps=tuple(steps))
 
-        return on_each(ask(node.args[0]), of)
+        return map_bounds(ask(node.args[0]), of)
 
     return rule
 
@@ -266,14 +266,17 @@ def _view(node: fx.Node, steps: tuple[int, ...]) -> Sequence[int] | None:
     before, after = shape_of(node.args[0]), shape_of(node)
     if not any(steps):
         return [0] * len(after)
-    old = [i for i, n in enumerate(before) if not are_alike(n, 1)]
-    new = [i for i, n in enumerate(after) if not are_alike(n, 1)]
-    if len(old) != len(new):
+    before_dims = [i for i, n in enumerate(before) if not equal_sizes(n, 1)]
+    after_dims = [i for i, n in enumerate(after) if not equal_sizes(n, 1)]
+    if len(before_dims) != len(after_dims):
         return None
-    if not all(are_alike(before[i], after[j]) for i, j in zip(old, new, strict=True)):
+    if not all(
+        equal_sizes(before[i], after[j])
+        for i, j in zip(before_dims, after_dims, strict=True)
+    ):
         return None
-    of = dict(zip(new, old, strict=True))
-    return [steps[of[j]] if j in of else 0 for j in range(len(after))]
+    source_of = dict(zip(after_dims, before_dims, strict=True))
+    return [steps[source_of[j]] if j in source_of else 0 for j in range(len(after))]
 
 
 def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
@@ -283,11 +286,11 @@ def _slice(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     if not isinstance(start, int) or not isinstance(step, int) or start < 0:
         return None
     if source.target is aten.constant_pad_nd.default and not start:
-        unpadded, more = source.args[:2]
+        unpadded, amounts = source.args[:2]
         sizes = zip(shape_of(node), shape_of(unpadded), strict=True)
-        if not any(more[::2]) and all(are_alike(n, m) for n, m in sizes):
+        if not any(amounts[::2]) and all(equal_sizes(n, m) for n, m in sizes):
             return ask(unpadded)
-    return on_each(ask(source), lambda f: shifted(f, dim, start, step))
+    return map_bounds(ask(source), lambda f: shifted(f, dim, start, step))
 
 
 def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
@@ -300,7 +303,7 @@ def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     along = {
         f.steps[dim]
         for f, n in zip(functions, sizes, strict=True)
-        if not are_alike(n, 1)
+        if not equal_sizes(n, 1)
     }
     step = along.pop() if along else 0
     across = {f.steps[:dim] + f.steps[dim + 1 :] for f in functions}
@@ -319,23 +322,23 @@ def _cat(node: fx.Node, ask: Ask) -> PlaceFunction | None:
 
 def _index(node: fx.Node, ask: Ask) -> PlaceFunction | None:
     """The function at places that are functions."""
-    x, given = ask(node.args[0]), node.args[1]
+    x, indices = ask(node.args[0]), node.args[1]
     if is_constant(x):
         return Affine((), x.constant)
     # Beside a dim that is taken as a whole, those of indices stand elsewhere.
-    if not isinstance(x, Affine) or len(given) != len(x.steps) or None in given:
+    if not isinstance(x, Affine) or len(indices) != len(x.steps) or None in indices:
         return None
-    made = Affine((), x.constant)
-    for step, index in zip(x.steps, given, strict=True):
+    function = Affine((), x.constant)
+    for step, index in zip(x.steps, indices, strict=True):
         at = ask(index) if step else Affine((), 0)
         # A negative place counts from the end.
         if not isinstance(at, Affine) or min(at.constant, *at.steps, 0) < 0:
             return None
-        made = combined(made, at, step)
-    return made
+        function = combined(function, at, step)
+    return function
 
 
-_SAME = _moved(lambda node, steps: steps)
+_SAME = _moves_elements(lambda node, steps: steps)
 
 _RULES_BY_NAME: dict[str, PlaceRule] = {
     "full": _filled(1),
@@ -362,10 +365,10 @@ _RULES_BY_NAME: dict[str, PlaceRule] = {
     "expand": _SAME,
     "alias": _SAME,
     "clone": _SAME,
-    "unsqueeze": _moved(_unsqueeze),
-    "permute": _moved(_permute),
-    "view": _moved(_view),
-    "reshape": _moved(_view),
+    "unsqueeze": _moves_elements(_unsqueeze),
+    "permute": _moves_elements(_permute),
+    "view": _moves_elements(_view),
+    "reshape": _moves_elements(_view),
     "slice": _slice,
     "cat": _cat,
     "index": _index,

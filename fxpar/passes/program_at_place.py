@@ -29,17 +29,17 @@ def program_at(graph: fx.Graph, place: int) -> fx.Graph:
     """The graph of one place. Nodes keep their names."""
     program = _PlaceProgram(graph, place)
     program.run()
-    program.new.eliminate_dead_code()
-    program.new.lint()
-    return program.new
+    program.program.eliminate_dead_code()
+    program.program.lint()
+    return program.program
 
 
 class _PlaceProgram:
     def __init__(self, graph: fx.Graph, place: int) -> None:
-        self.graph, self.place, self.new = graph, place, fx.Graph()
+        self.graph, self.place, self.program = graph, place, fx.Graph()
         mode = _torch.fake.mode_of([node.meta.get("val") for node in graph.nodes])
-        self.build = Builder(self.new, mode or _torch.fake.new_fake_mode())
-        self.late = depending_on_tangents(graph)
+        self.build = Builder(self.program, mode or _torch.fake.new_fake_mode())
+        self.backward = depending_on_tangents(graph)
         self.copies: dict[fx.Node, fx.Node] = {}
         # Of a value that arrives, what is to be waited for.
         self.arriving: dict[fx.Node, fx.Node] = {}
@@ -63,7 +63,7 @@ class _PlaceProgram:
                 self._copy(node)
 
     def _copy(self, node: fx.Node) -> None:
-        copy = self.new.node_copy(node, self._value)
+        copy = self.program.node_copy(node, self._value)
         copy.meta = dict(node.meta)
         self.copies[node] = copy
 
@@ -76,17 +76,19 @@ class _PlaceProgram:
 
     def _chained(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         """A message behind the last; ``None`` among the arguments stands for that."""
-        late = node in self.late
-        last = self.last[late] or (self._tangent() if late else None)
-        made = self.build.call(target, *(last if a is None else a for a in args))
-        self.last[late] = made
-        return made
+        is_backward = node in self.backward
+        last = self.last[is_backward] or (self._tangent() if is_backward else None)
+        message = self.build.call(target, *(last if a is None else a for a in args))
+        self.last[is_backward] = message
+        return message
 
     def _tangent(self) -> fx.Node:
         """A gradient that the backward is given: what arrives at a place depends on
         nothing else there, and may not be taken for a part of the forward."""
-        given = (n for n in self.graph.find_nodes(op="placeholder") if n in self.late)
-        return self.copies[next(given)]
+        tangents = (
+            n for n in self.graph.find_nodes(op="placeholder") if n in self.backward
+        )
+        return self.copies[next(tangents)]
 
     def _transfer(self, node: fx.Node, tag: int) -> None:
         value, source, target, group = node.args
@@ -94,13 +96,13 @@ class _PlaceProgram:
             x = self._value(value)
             ends = (target, tag, group)
             token = self._chained(node, ours.send.default, x, None, *ends)
-            self.sent[node in self.late].append(token)
+            self.sent[node in self.backward].append(token)
         elif self.place == target:
             val = node.meta["val"]
-            what = (list(val.shape), val.dtype, val.device)
+            fields = (list(val.shape), val.dtype, val.device)
             ends = (source, tag, group)
             self.arriving[node] = self._chained(
-                node, ours.receive.default, None, *what, *ends
+                node, ours.receive.default, None, *fields, *ends
             )
 
     def _spread(self, node: fx.Node) -> None:
@@ -121,25 +123,27 @@ class _PlaceProgram:
 
     def _output(self, node: fx.Node) -> None:
         results = list(node.args[0])
-        made = [self._value(r) if isinstance(r, fx.Node) else r for r in results]
-        for late in (False, True):
-            at = _smallest(results, self.late, late)
-            if at is None or not self.sent[late]:
+        values = [self._value(r) if isinstance(r, fx.Node) else r for r in results]
+        for is_backward in (False, True):
+            at = _smallest(results, self.backward, is_backward)
+            if at is None or not self.sent[is_backward]:
                 continue
             with self.build.at(results[at]):
                 behind = ours.behind.default
-                made[at] = self.build.call(behind, made[at], self.sent[late])
-        copy = self.new.output(type(node.args[0])(made))
+                values[at] = self.build.call(behind, values[at], self.sent[is_backward])
+        copy = self.program.output(type(node.args[0])(values))
         copy.meta = dict(node.meta)
 
 
-def _smallest(results: Sequence[Any], late: set[fx.Node], wanted: bool) -> int | None:
+def _smallest(
+    results: Sequence[Any], backward: set[fx.Node], of_backward: bool
+) -> int | None:
     """The smallest of the results of a forward, or of a backward."""
     sizes = {
         i: node.meta["val"].numel()
         for i, node in enumerate(results)
         if isinstance(node, fx.Node)
         and isinstance(node.meta.get("val"), torch.Tensor)
-        and (node in late) == wanted
+        and (node in backward) == of_backward
     }
     return min(sizes, key=sizes.__getitem__, default=None)

@@ -143,8 +143,8 @@ def _philox(counter: Any, key0: Any, key1: Any) -> tuple[Any, Any, Any, Any]:
 def _modulo(x: torch.Tensor, n: int) -> torch.Tensor:
     """``x % n``, the bits of ``x`` read as unsigned."""
     half = x >> 1 & 0x7FFFFFFFFFFFFFFF
-    rest = x - half // n * 2 * n
-    return torch.where((rest < 0) | (rest >= n), rest - n, rest)
+    remainder = x - half // n * 2 * n
+    return torch.where((remainder < 0) | (remainder >= n), remainder - n, remainder)
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ class _InductorValue:
             other = _InductorValue(
                 self.ops, self.ops.constant(other, self.dtype), self.dtype
             )
-        made = getattr(self.ops, name)(self.value, other.value)
-        return _InductorValue(self.ops, made, dtype or self.dtype)
+        value = getattr(self.ops, name)(self.value, other.value)
+        return _InductorValue(self.ops, value, dtype or self.dtype)
 
     def __add__(self, other: Any) -> _InductorValue:
         return self._with("add", other)
@@ -282,12 +282,12 @@ class _Lowered:
     def where(
         self, condition: _InductorValue, x: _InductorValue, y: _InductorValue
     ) -> _InductorValue:
-        made = self.ops.where(condition.value, x.value, y.value)
-        return _InductorValue(self.ops, made, x.dtype)
+        value = self.ops.where(condition.value, x.value, y.value)
+        return _InductorValue(self.ops, value, x.dtype)
 
     def real(self, x: _InductorValue) -> _InductorValue:
-        made = self.ops.to_dtype(x.value, torch.float32)
-        return _InductorValue(self.ops, made, torch.float32)
+        value = self.ops.to_dtype(x.value, torch.float32)
+        return _InductorValue(self.ops, value, torch.float32)
 
 
 @functools.cache
@@ -303,11 +303,11 @@ def register_lowering() -> None:
             steps = zip(index, offset, strides, strict=True)
             return draw(load([]), sum((i + o) * s for i, o, s in steps))
 
-        made = pointwise.create(
+        buffer = pointwise.create(
             device=seed.get_device(), dtype=dtype, inner_fn=inner, ranges=[*size]
         )
-        made.realize()
-        return made
+        buffer.realize()
+        return buffer
 
     @register(torch.ops.fxpar.random.default, type_promotion_kind=None)
     def lower_random(size, seed, mode, global_size, offset):

@@ -44,19 +44,22 @@ class RowCall:
     # Of each tensor that it gives.
     result_dims: tuple[int, ...]
 
-    def again(
-        self, build: Builder, by: Mapping[fx.Node, fx.Node], rows: int | None = None
+    def with_operands(
+        self,
+        build: Builder,
+        operands: Mapping[fx.Node, fx.Node],
+        rows: int | None = None,
     ) -> fx.Node:
         """The call on other operands, each of so many rows; None: as many."""
         pairs = zip(tensor_nodes(self.node), self.operand_dims, strict=True)
         constants = {
-            operand: _resized(build, operand, d, rows)
+            operand: _constant_rows(build, operand, d, rows)
             for operand, d in pairs
-            if rows is not None and d is not None and operand not in by
+            if rows is not None and d is not None and operand not in operands
         }
-        by = {**constants, **by}
+        operands = {**constants, **operands}
         args, kwargs = fx.node.map_arg(
-            (self.node.args, self.node.kwargs), lambda x: by.get(x, x)
+            (self.node.args, self.node.kwargs), lambda x: operands.get(x, x)
         )
         row = row_of(self.node.target)
         place = row.shape if row is not None else None
@@ -67,35 +70,37 @@ class RowCall:
         return build.call(self.node.target, *args, **kwargs)
 
 
-def row_call(node: fx.Node, held: Mapping[fx.Node, int]) -> RowCall | None:
-    """The call as one that makes rows one by one. ``held``: operand -> the dim of its
-    rows. None if it does not treat these dims so."""
+def row_call(node: fx.Node, row_dims: Mapping[fx.Node, int]) -> RowCall | None:
+    """The call as one that makes rows one by one. ``row_dims``: operand -> the dim of
+    its rows. None if it does not treat these dims so."""
     rule = _rule(node)
     if rule is None:
         return None
     pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
-    named = {dims[held[operand]] for operand, dims in pairs if operand in held}
-    if len(named) != 1:
+    row_factors = {
+        dims[row_dims[operand]] for operand, dims in pairs if operand in row_dims
+    }
+    if len(row_factors) != 1:
         return None
-    (dim,) = named
+    (dim,) = row_factors
     if len(dim) != 1 or dim[0] in rule.whole:
         return None
-    where: list[int | None] = []
+    operand_dims: list[int | None] = []
     for operand, dims in pairs:
-        if operand in held:
-            if dims[held[operand]] != dim:
+        if operand in row_dims:
+            if dims[row_dims[operand]] != dim:
                 return None
-            where.append(held[operand])
+            operand_dims.append(row_dims[operand])
         elif any(dim[0] in part for part in dims):
             if dim not in dims or operand.target is not aten.full.default:
                 return None
-            where.append(dims.index(dim))
+            operand_dims.append(dims.index(dim))
         else:
-            where.append(None)
+            operand_dims.append(None)
     if not all(dim in dims for dims in rule.results):
         return None
-    made = tuple(dims.index(dim) for dims in rule.results)
-    return RowCall(node, tuple(where), made)
+    result_dims = tuple(dims.index(dim) for dims in rule.results)
+    return RowCall(node, tuple(operand_dims), result_dims)
 
 
 def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | None:
@@ -108,12 +113,12 @@ def rows_read(node: fx.Node, dim: int, result: int = 0) -> dict[fx.Node, int] | 
     if not factor:
         return None
     pairs = list(zip(tensor_nodes(node), rule.operands, strict=True))
-    held = {
+    row_dims = {
         operand: dims.index(factor)
         for operand, dims in pairs
         if factor in dims and operand.target is not aten.full.default
     }
-    return held if held and row_call(node, held) is not None else None
+    return row_dims if row_dims and row_call(node, row_dims) is not None else None
 
 
 def _rule(node: fx.Node) -> Rule | None:
@@ -131,7 +136,7 @@ def _rule(node: fx.Node) -> Rule | None:
     return rule if len(rule.operands) == len(tensor_nodes(node)) else None
 
 
-def _resized(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
+def _constant_rows(build: Builder, node: fx.Node, dim: int, rows: int) -> fx.Node:
     """A constant of so many rows."""
     if node.meta["val"].shape[dim] == rows:
         return node

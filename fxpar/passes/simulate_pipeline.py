@@ -43,8 +43,8 @@ def simulate_pipeline(
     """
     places = range(mesh.axis_size(axis))
     programs = [program_at(graph, place) for place in places]
-    taken = [launch_seconds(x, mesh, hardware, fused=fused) for x in programs]
-    clocks = _Clocks(taken, mesh.link(axis))
+    seconds_of = [launch_seconds(x, mesh, hardware, fused=fused) for x in programs]
+    clocks = _Clocks(seconds_of, mesh.link(axis))
     for node in graph.nodes:
         clocks.step(node)
     peak = max(residency(launches_of(x, fused=fused)).peak[0] for x in programs)
@@ -69,21 +69,21 @@ class _Clocks:
     """The time at each place."""
 
     # Seconds of each place's launches, by name of their last node.
-    taken: Sequence[dict[str, float]]
+    launch_seconds: Sequence[dict[str, float]]
     link: Link
     # When what arrives is there.
     arrivals: dict[fx.Node, float] = field(default_factory=dict)
     # Of each place what it did, in order.
-    done: list[list[_ActionRun]] = field(default_factory=list)
+    runs: list[list[_ActionRun]] = field(default_factory=list)
     # Bytes that are sent, in so many messages, which takes so many seconds.
     sent: int = 0
     calls: int = 0
     sending: float = 0.0
 
     def __post_init__(self) -> None:
-        self.now = [0.0] * len(self.taken)
-        self.busy = [0.0] * len(self.taken)
-        self.done = [[] for _ in self.taken]
+        self.now = [0.0] * len(self.launch_seconds)
+        self.busy = [0.0] * len(self.launch_seconds)
+        self.runs = [[] for _ in self.launch_seconds]
 
     def step(self, node: fx.Node) -> None:
         """The next node, where it runs."""
@@ -102,22 +102,22 @@ class _Clocks:
 
     def _message(self, node: fx.Node) -> float:
         size = bytes_of(node)
-        taken = self.link.latency + self.link.overhead + size / self.link.bandwidth
+        seconds = self.link.latency + self.link.overhead + size / self.link.bandwidth
         self.sent, self.calls = self.sent + size, self.calls + 1
-        self.sending += taken
-        return taken
+        self.sending += seconds
+        return seconds
 
     def _compute(self, node: fx.Node, place: int) -> None:
-        there = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]
-        start = max(self.now[place], *there) if there else self.now[place]
-        taken = self.taken[place].get(node.name, 0.0)
-        self.now[place] = start + taken
-        self.busy[place] += taken
-        if taken:
-            name, done = _action_of(node), self.done[place]
-            if not done or done[-1].name != name:
-                done.append(_ActionRun(name, start))
-            done[-1].end, done[-1].launches = self.now[place], done[-1].launches + 1
+        arrived = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]
+        start = max(self.now[place], *arrived) if arrived else self.now[place]
+        seconds = self.launch_seconds[place].get(node.name, 0.0)
+        self.now[place] = start + seconds
+        self.busy[place] += seconds
+        if seconds:
+            name, runs = _action_of(node), self.runs[place]
+            if not runs or runs[-1].name != name:
+                runs.append(_ActionRun(name, start))
+            runs[-1].end, runs[-1].launches = self.now[place], runs[-1].launches + 1
 
     def events(self) -> list[Event]:
         """An event for each run of launches of one action."""
@@ -130,8 +130,8 @@ class _Clocks:
                 x.end - x.start,
                 nodes=x.launches,
             )
-            for place, done in enumerate(self.done)
-            for x in done
+            for place, runs in enumerate(self.runs)
+            for x in runs
         ]
 
 

@@ -74,10 +74,10 @@ def _reads(node: fx.Node) -> set[fx.Node]:
 
 def _waited(graph: fx.Graph) -> set[fx.Node]:
     """Waits, and nodes that only rearrange a waited result."""
-    found: set[fx.Node] = set()
+    waited: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is WAIT or (
-            op_facts_of(node.target).sinks and found.issuperset(node.all_input_nodes)
+            op_facts_of(node.target).sinks and waited.issuperset(node.all_input_nodes)
         ):
-            found.add(node)
-    return found
+            waited.add(node)
+    return waited

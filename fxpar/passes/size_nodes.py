@@ -61,7 +61,7 @@ def _holds_symbols(arg: Any) -> bool:
 
 
 def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
-    known: dict[Any, fx.Node] = {}
+    node_of: dict[Any, fx.Node] = {}
     last = next(iter(graph.nodes))
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -69,22 +69,22 @@ def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
             break
         last = node
         if isinstance(value, torch.SymInt):
-            known.setdefault(expression(value), node)
-    at = [last]
+            node_of.setdefault(expression(value), node)
+    end = [last]
     inputs = graph.find_nodes(op="placeholder")
 
     def add(target: Any, *args: Any) -> fx.Node:
-        with graph.inserting_after(at[0]):
+        with graph.inserting_after(end[0]):
             node = graph.call_function(target, args)
         values = fx.node.map_arg(args, lambda n: n.meta["val"])
         node.meta["val"] = target(*values)
-        at[0] = node
+        end[0] = node
         return node
 
     for symbol in size.node.expr.free_symbols:
-        if symbol in known or size.node.expr in known:
+        if symbol in node_of or size.node.expr in node_of:
             continue
-        found = next(
+        dim_of_input = next(
             (
                 (x, d)
                 for x in inputs
@@ -94,10 +94,10 @@ def _node_of(graph: fx.Graph, size: torch.SymInt) -> fx.Node:
             ),
             None,
         )
-        if found is None:
+        if dim_of_input is None:
             raise Inexpressible(f"no input has the size {symbol}")
-        known[symbol] = add(torch.ops.aten.sym_size.int, *found)
-    return _torch.symbols.computed(size, known, add)
+        node_of[symbol] = add(torch.ops.aten.sym_size.int, *dim_of_input)
+    return _torch.symbols.computed(size, node_of, add)
 
 
 # What sizes are computed by.
@@ -123,10 +123,10 @@ def lift_sizes(graph: fx.Graph) -> None:
             node.meta.get("val"), torch.SymInt
         ):
             continue
-        found = as_nodes(graph, node.meta["val"])
-        if found is node:
+        value = as_nodes(graph, node.meta["val"])
+        if value is node:
             continue
-        put_in_place(node, found)
+        put_in_place(node, value)
     graph.lint()
 
 
@@ -143,13 +143,13 @@ def put_in_place(node: fx.Node, value: Any) -> None:
 def at_hints(graph: fx.Graph, fake_mode: Any) -> fx.Graph:
     """A graph that has every size as it was when it was traced; its nodes know those
     that they stand for (``meta[OPEN]``). Nodes that compute sizes are gone."""
-    new, copies = fx.Graph(graph.owning_module), dict[fx.Node, Any]()
+    hinted, copies = fx.Graph(graph.owning_module), dict[fx.Node, Any]()
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, SYMBOLIC):
             copies[node] = _torch.symbols.hint_of(value)
             continue
-        copy = copies[node] = new.node_copy(node, copies.__getitem__)
+        copy = copies[node] = hinted.node_copy(node, copies.__getitem__)
         copy.meta = dict(node.meta)
         copy.meta.pop("tensor_meta", None)
         if "val" in node.meta:
@@ -157,4 +157,4 @@ def at_hints(graph: fx.Graph, fake_mode: Any) -> fx.Graph:
                 lambda x: _torch.symbols.hinted(x, fake_mode), value
             )
         copy.meta[OPEN] = node
-    return new
+    return hinted

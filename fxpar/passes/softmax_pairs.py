@@ -46,8 +46,8 @@ class SplitSoftmax:
 
     @property
     def reductions(self) -> list[fx.Node]:
-        found = (self.largest, self.total, self.label)
-        return [node for node in found if node is not None]
+        all_reduces = (self.largest, self.total, self.label)
+        return [node for node in all_reduces if node is not None]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -63,8 +63,8 @@ class SplitSoftmax:
 
 def exchange_pairs(graph: fx.Graph, build: Builder, mesh: Mesh) -> None:
     """Rewrite a local graph in place; ``mesh``: with the links of the hardware."""
-    found = [_softmax_of(node) for node in graph.nodes]
-    paying = [softmax for softmax in found if softmax and softmax.pays(mesh)]
+    softmaxes = [_softmax_of(node) for node in graph.nodes]
+    paying = [softmax for softmax in softmaxes if softmax and softmax.pays(mesh)]
     for softmax in paying:
         _exchange(build, softmax)
     if paying:
@@ -78,21 +78,25 @@ def _softmax_of(total: fx.Node) -> SplitSoftmax | None:
     summed = _reduced(total, "sum", aten.sum.dim_IntList)
     if summed is None or summed.args[0].target is not aten.exp.default:
         return None
-    less: Any = summed.args[0].args[0]
-    if less.target is not aten.sub.Tensor or less.kwargs:
+    shifted: Any = summed.args[0].args[0]
+    if shifted.target is not aten.sub.Tensor or shifted.kwargs:
         return None
-    scores, shift = less.args
-    largest = _made_of(shift) if isinstance(shift, fx.Node) else None
-    most = _reduced(largest, "max", aten.amax.default)
-    if most is None or largest is None or most.args[0] is not scores:
+    scores, shift = shifted.args
+    largest = _derived_from(shift) if isinstance(shift, fx.Node) else None
+    maximum = _reduced(largest, "max", aten.amax.default)
+    if maximum is None or largest is None or maximum.args[0] is not scores:
         return None
     same_axes = collective_nodes.axes_of(largest) == collective_nodes.axes_of(total)
     values = [node.meta["val"] for node in (scores, largest, total)]
-    if not same_axes or most.args[1] != summed.args[1] or most.args[2:] != (True,):
+    if (
+        not same_axes
+        or maximum.args[1] != summed.args[1]
+        or maximum.args[2:] != (True,)
+    ):
         return None
     if len({value.dtype for value in values}) > 1 or not values[0].is_floating_point():
         return None
-    label = _label_of(less, total, largest)
+    label = _label_of(shifted, total, largest)
     return SplitSoftmax(scores, largest, shift, total, label)
 
 
@@ -105,28 +109,28 @@ def _reduced(node: fx.Node | None, op: str, target: Any) -> fx.Node | None:
     return source if fits else None
 
 
-def _made_of(shift: fx.Node) -> fx.Node | None:
+def _derived_from(shift: fx.Node) -> fx.Node | None:
     """The one reduction of which, and of constants, a shift is made."""
-    seen, waiting, found = set[fx.Node](), [shift], list[fx.Node]()
+    seen, waiting, reductions = set[fx.Node](), [shift], list[fx.Node]()
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
         if node.target is collective_nodes.all_reduce:
-            found.append(node)
+            reductions.append(node)
             continue
         if node.op != "call_function" or len(seen) > _FEW:
             return None
         waiting += node.all_input_nodes
-    return found[0] if len(found) == 1 else None
+    return reductions[0] if len(reductions) == 1 else None
 
 
-def _label_of(less: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | None:
+def _label_of(shifted: fx.Node, total: fx.Node, largest: fx.Node) -> fx.Node | None:
     """The all-reduce of a label's normalized score, of which other ranks have 0."""
     normalized = [
         user
-        for user in less.users
+        for user in shifted.users
         if user.target is aten.sub.Tensor and _is_log(user.args[1], total)
     ]
     reads = [n for x in normalized for n in x.users if n.target is aten.gather.default]
@@ -151,8 +155,8 @@ def _is_log(node: Any, total: fx.Node) -> bool:
 
 def _places(label: fx.Node) -> tuple[fx.Node, fx.Node, Any]:
     """(which rank has it, where, what others have) of a label."""
-    own, read, other = label.args[0].args
-    return own, read.args[2], other
+    own, read, fill = label.args[0].args
+    return own, read.args[2], fill
 
 
 def _movable(label: fx.Node, before: fx.Node) -> bool:
@@ -177,26 +181,28 @@ def _exchange(build: Builder, softmax: SplitSoftmax) -> None:
     """One gather of a row of numbers for each rank in the place of the all-reduces."""
     largest, shift, total = softmax.largest, softmax.shift, softmax.total
     _, dims, *keep = total.args[0].args
-    most: Any = largest.args[0]
+    maximum: Any = largest.args[0]
     if softmax.label is not None:
-        late = [n for n in _ancestors(_places(softmax.label)) if n > largest]
-        for node in sorted(late):
+        label_nodes = [n for n in _ancestors(_places(softmax.label)) if n > largest]
+        for node in sorted(label_nodes):
             largest.prepend(node)
     with build.before(largest):
-        finite = _finite(build, most)
-        each = build.call(aten.sub.Tensor, softmax.scores, finite)
-        each = build.call(aten.exp.default, each)
-        own = [most, build.call(aten.sum.dim_IntList, each, dims, *keep)]
+        finite = _finite(build, maximum)
+        exponentials = build.call(aten.sub.Tensor, softmax.scores, finite)
+        exponentials = build.call(aten.exp.default, exponentials)
+        own = [maximum, build.call(aten.sum.dim_IntList, exponentials, dims, *keep)]
         if softmax.label is not None:
-            has, place, other = _places(softmax.label)
+            is_own, place, fill = _places(softmax.label)
             dim = softmax.label.args[0].args[1].args[1]
             score = build.call(aten.gather.default, softmax.scores, dim, place)
-            own.append(build.call(aten.where.self, has, score, other))
+            own.append(build.call(aten.where.self, is_own, score, fill))
         numbers = _gathered(build, own, softmax.axes)
-        new = build.call(aten.amax.default, numbers[0], [0])
-        new = build.call(aten.reshape.default, new, list(largest.meta["val"].shape))
-    largest.replace_all_uses_with(new)
-    shift = new if shift is largest else shift
+        new_largest = build.call(aten.amax.default, numbers[0], [0])
+        new_largest = build.call(
+            aten.reshape.default, new_largest, list(largest.meta["val"].shape)
+        )
+    largest.replace_all_uses_with(new_largest)
+    shift = new_largest if shift is largest else shift
     with build.before(total):
         flat = build.call(aten.reshape.default, shift, [1, -1])
         weights = build.call(aten.sub.Tensor, _finite(build, numbers[0]), flat)
@@ -224,14 +230,14 @@ def _gathered(
     message = build.call(aten.cat.default, flat, 1)
     gather = collective_nodes.all_gather
     message = collective_nodes.step(build, gather, message, 0, axes)
-    made, start = [], 0
+    values, start = [], 0
     for x in flat:
         end = start + x.meta["val"].shape[1]
-        made.append(build.call(aten.slice.Tensor, message, 1, start, end))
+        values.append(build.call(aten.slice.Tensor, message, 1, start, end))
         start = end
-    return made
+    return values
 
 
-def _finite(build: Builder, most: fx.Node) -> fx.Node:
+def _finite(build: Builder, maximum: fx.Node) -> fx.Node:
     """0 where a rank has no score that is a number: its sum is 0 then."""
-    return build.where(build.call(aten.ne.Scalar, most, -math.inf), most, 0)
+    return build.where(build.call(aten.ne.Scalar, maximum, -math.inf), maximum, 0)

@@ -38,38 +38,38 @@ def products_by(sort: fx.Node) -> dict[fx.Node, int]:
     out = {}
     for node in sort.graph.nodes:
         ends = _ends_of(node)
-        if ends is not None and _counts(ends, sort):
+        if ends is not None and _are_row_ends(ends, sort):
             out[node] = shape_of(ends)[0]
     return out
 
 
 def _ends_of(node: fx.Node) -> Any:
     """Where the groups of a grouped product end; None of any other call."""
-    plain = node.target is aten._grouped_mm.default
-    if plain and len(node.args) == 3 and not node.kwargs:
+    is_aten = node.target is aten._grouped_mm.default
+    if is_aten and len(node.args) == 3 and not node.kwargs:
         return node.args[2]
     return node.args[2] if str(node.target) in _GROUPED else None
 
 
-def _counts(ends: fx.Node, sort: fx.Node) -> bool:
+def _are_row_ends(ends: fx.Node, sort: fx.Node) -> bool:
     """Whether these are the ends of each expert's rows among those that are sorted."""
-    total = _plain(ends)
+    total = _through_casts(ends)
     if total.target is not aten.cumsum.default or total.args[1] not in (0, -1):
         return False
-    count = _plain(total.args[0])
+    count = _through_casts(total.args[0])
     if count.target is not aten.histc.default:
         return False
-    experts, given = shape_of(ends)[0], len(count.args) - 1
-    bins, low, high = list(count.args[1:]) + list(_BINS[given:])
+    experts, bins_given = shape_of(ends)[0], len(count.args) - 1
+    bins, low, high = list(count.args[1:]) + list(_BINS[bins_given:])
     if (bins, low) != (experts, 0) or high not in (experts - 1, experts):
         return False
-    counted, key = _plain(count.args[0]), _plain(sort.args[0])
-    if counted.target is operator.getitem and counted.args == (sort, 0):
-        counted = key
-    return counted is key and _is_place(key)
+    values, key = _through_casts(count.args[0]), _through_casts(sort.args[0])
+    if values.target is operator.getitem and values.args == (sort, 0):
+        values = key
+    return values is key and _is_place(key)
 
 
-def _plain(node: Any) -> fx.Node:
+def _through_casts(node: Any) -> fx.Node:
     """What a chain of exact casts is of."""
     while True:
         facts = op_facts_of(node.target)
@@ -82,6 +82,6 @@ def _plain(node: Any) -> fx.Node:
 def _is_place(node: Any) -> bool:
     """Whether elements are places along a dim, and so not negative."""
     while op_facts_of(node.target).reshapes or op_facts_of(node.target).view:
-        node = _plain(node.args[0])
+        node = _through_casts(node.args[0])
     source, i = call_of(node)
     return op_facts_of(source.target).places == i

@@ -40,8 +40,8 @@ ALL = StageHome(EVERYWHERE, -1)
 
 def home_of(node: fx.Node) -> StageHome | None:
     """The home of a node; None: it runs wherever it is read."""
-    found: StageHome | None = node.meta.get(STAGE)
-    return found
+    home: StageHome | None = node.meta.get(STAGE)
+    return home
 
 
 def draws(node: fx.Node) -> bool:
@@ -57,9 +57,11 @@ def is_loose_view(node: fx.Node) -> bool:
         return False
     if steps.is_step(node) or len(node.all_input_nodes) != 1 or not is_view(node):
         return False
-    given = tensors_in(node.all_input_nodes[0].meta.get("val"))
-    made = tensors_in(node.meta.get("val"))
-    return len(made) == len(given) == 1 and made[0].numel() >= given[0].numel()
+    operands = tensors_in(node.all_input_nodes[0].meta.get("val"))
+    results = tensors_in(node.meta.get("val"))
+    return (
+        len(results) == len(operands) == 1 and results[0].numel() >= operands[0].numel()
+    )
 
 
 def shown(node: fx.Node) -> fx.Node:
@@ -87,14 +89,14 @@ class Kinds:
             read = node.all_input_nodes
             of_batch.update([node] if not of_batch.isdisjoint(read) else [])
             of_weights.update([node] if not of_weights.isdisjoint(read) else [])
-            staged = self._follows(node, tagged)
+            staged = self._kind_by_operands(node, tagged)
             if staged is not None:
                 staged.add(node)
             elif node in of_batch and not is_loose_view(node):
                 weighed = node in of_weights or flops_of(node)
                 self.forward.update([node] if weighed else [])
 
-    def _follows(
+    def _kind_by_operands(
         self, node: fx.Node, tagged: Collection[fx.Node]
     ) -> set[fx.Node] | None:
         """The kind of a node that is not of the forward by what it is made of."""
@@ -109,22 +111,22 @@ class Kinds:
         read = set(map(shown, node.all_input_nodes))
         if is_loose_view(node):
             return None
-        given = [self.tangents, self.backward, *[self.forward] * (node in tagged)]
-        late = not all(kind.isdisjoint(read) for kind in given)
-        return self.backward if late else None
+        sources = [self.tangents, self.backward, *[self.forward] * (node in tagged)]
+        is_backward = not all(kind.isdisjoint(read) for kind in sources)
+        return self.backward if is_backward else None
 
     @cached_property
     def tangents(self) -> set[fx.Node]:
         """Gradients of results, which the graph is given."""
         pairs = zip(self.inputs, self.program.signature.inputs, strict=True)
-        return {node for node, given in pairs if given.kind == "tangent"}
+        return {node for node, declared in pairs if declared.kind == "tangent"}
 
     @cached_property
     def _batch(self) -> set[fx.Node]:
-        held = set(batch_inputs(self.program))
+        batch = set(batch_inputs(self.program))
         pairs = zip(self.inputs, self.program.inputs, strict=True)
-        found = {node for node, v in pairs if v is not None and v in held}
-        return found or {
+        nodes = {node for node, v in pairs if v is not None and v in batch}
+        return nodes or {
             node
             for node, declared in zip(
                 self.inputs, self.program.signature.inputs, strict=True
@@ -137,10 +139,10 @@ class Kinds:
         """Inputs that are weights, and their names."""
         out = {}
         declared = self.program.signature.inputs
-        for node, given in zip(self.inputs, declared, strict=True):
+        for node, declared_input in zip(self.inputs, declared, strict=True):
             value = node.meta.get("val")
             floating = tensors_in(value) and value.dtype.is_floating_point
-            plain = given.kind == "input" and node not in self._batch
-            if given.kind == "parameter" or (plain and floating):
-                out[node] = given.name
+            is_plain = declared_input.kind == "input" and node not in self._batch
+            if declared_input.kind == "parameter" or (is_plain and floating):
+                out[node] = declared_input.name
         return out

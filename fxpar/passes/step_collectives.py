@@ -27,22 +27,22 @@ def facts_of(
     """The collectives of one step in order, and the reshards that these belong to, of
     each phase, with the bytes of their collectives."""
     sent: list[Collective] = []
-    done: list[tuple[Reshard, int]] = []
+    reshards: list[tuple[Reshard, int]] = []
     for phase in phases(graph):
-        moved: dict[Reshard, int] = defaultdict(int)
+        sent_bytes: dict[Reshard, int] = defaultdict(int)
         for node in phase:
             if _is_ours(node):
                 sent.append(_collective(node))
                 if "fxpar_reshard" in node.meta:
-                    moved[node.meta["fxpar_reshard"]] += sent[-1].bytes
-        done += moved.items()
-    return tuple(sent), tuple(done)
+                    sent_bytes[node.meta["fxpar_reshard"]] += sent[-1].bytes
+        reshards += sent_bytes.items()
+    return tuple(sent), tuple(reshards)
 
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether it is a collective along axes of the mesh."""
-    known = node.target in KINDS or node.target in PRODUCTS
-    return known and _group(node).startswith(GROUP_PREFIX)
+    communicates = node.target in KINDS or node.target in PRODUCTS
+    return communicates and _group(node).startswith(GROUP_PREFIX)
 
 
 def _group(node: fx.Node) -> str:

@@ -69,47 +69,49 @@ def bind(
 ) -> fx.Graph:
     """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
     ``late``: its coordinates are looked up when it runs, where ops can."""
-    new = fx.Graph()
-    build = Builder(new, fake_mode, mesh)
-    done: dict[fx.Node, Any] = {}
+    rank_graph = fx.Graph()
+    build = Builder(rank_graph, fake_mode, mesh)
+    bound: dict[fx.Node, Any] = {}
     uneven = is_uneven(graph)
-    own = set[fx.Node]()  # numbers that are not the same on all ranks
+    rank_dependent = set[fx.Node]()  # numbers that are not the same on all ranks
     for node in graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
         args = _with_group(args, group_of)
         if node.target in custom_ops.PLACES:
             at = custom_ops.place(node.target, value_of(node.args), rank)
-            done[node] = size_nodes.as_nodes(new, at)
-            own.add(node)
+            bound[node] = size_nodes.as_nodes(rank_graph, at)
+            rank_dependent.add(node)
             continue
-        reads_own = not own.isdisjoint(node.all_input_nodes)
+        depends_on_rank = not rank_dependent.isdisjoint(node.all_input_nodes)
         if _is_size(node) and all(isinstance(x, int) for x in args):
-            done[node] = node.target(*args)
-            own.update([node] if reads_own else [])
+            bound[node] = node.target(*args)
+            rank_dependent.update([node] if depends_on_rank else [])
             continue
-        sent = _sent_as(node, inductor)
-        if sent is not None and node.target is _C10D.wait_tensor.default:
+        wire_dtype = _sent_as(node, inductor)
+        if wire_dtype is not None and node.target is _C10D.wait_tensor.default:
             with build.at(node):
-                done[node] = _convert(build, build.wait(*args), node.meta["val"].dtype)
+                bound[node] = _convert(build, build.wait(*args), node.meta["val"].dtype)
             continue
-        if sent is not None:
+        if wire_dtype is not None:
             with build.at(node):
-                args = (_convert(build, args[0], sent), *args[1:])
+                args = (_convert(build, args[0], wire_dtype), *args[1:])
         if node.target is _PERMUTE:
             with build.at(node):
-                moved = _permute(build, mesh, rank, node, *args)
-                done[node] = (
-                    _convert(build, moved, node.meta["val"].dtype) if sent else moved
+                permuted = _permute(build, mesh, rank, node, *args)
+                bound[node] = (
+                    _convert(build, permuted, node.meta["val"].dtype)
+                    if wire_dtype
+                    else permuted
                 )
-            moved.meta[OF_RANK] = True
+            permuted.meta[OF_RANK] = True
             continue
-        if sent is not None:
+        if wire_dtype is not None:
             with build.at(node):
-                done[node] = build.call(node.target, *args)
+                bound[node] = build.call(node.target, *args)
             continue
-        made = _bound_late(build, node, args, kwargs) if late else None
-        if made is not None:
-            done[node] = made
+        late_op = _bound_late(build, node, args, kwargs) if late else None
+        if late_op is not None:
+            bound[node] = late_op
             continue
         target = node.target
         if inductor and node.op == "call_function":
@@ -117,46 +119,46 @@ def bind(
         elif node.op == "call_function":
             target = op_by_op(target)
         if uneven and node.target is _PAD and not any(args[1]):
-            done[node] = args[0]  # it holds what is to be had
+            bound[node] = args[0]  # it holds what is to be had
             continue
-        copy = new.create_node(node.op, target, args, kwargs, node.name)
+        copy = rank_graph.create_node(node.op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
-        copy.meta[OF_RANK] = reads_own or uneven
+        copy.meta[OF_RANK] = depends_on_rank or uneven
         if uneven:
-            _restate(copy, node, done, mesh, rank, fake_mode)
+            _restate(copy, node, bound, mesh, rank, fake_mode)
         body = body_of(node)
         if body is not None:
             copy.meta["val"] = bound_body(body, rank)
             places = (n.target in custom_ops.PLACES for n in all_nodes(body.graph))
             copy.meta[OF_RANK] = any(places)
-        done[node] = copy
+        bound[node] = copy
         if _draws(node):
             with build.at(node):
-                done[node] = _of_rank_0(build, copy, mesh, group_of)
+                bound[node] = _of_rank_0(build, copy, mesh, group_of)
     if inductor:
-        unroll_scans(new, mesh, fake_mode)
-        uncount_steps(new, fake_mode)
-    new.lint()
-    return new
+        unroll_scans(rank_graph, mesh, fake_mode)
+        uncount_steps(rank_graph, fake_mode)
+    rank_graph.lint()
+    return rank_graph
 
 
 def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
     """The local graph with numbers and fake values of one rank, and all else as it is:
     what a simulation of that rank reads."""
-    new, done = fx.Graph(), dict[fx.Node, Any]()
+    rank_graph, bound = fx.Graph(), dict[fx.Node, Any]()
     for node in graph.nodes:
         if node.target in custom_ops.PLACES:
             at = custom_ops.place(node.target, value_of(node.args), rank)
-            done[node] = size_nodes.as_nodes(new, at)
+            bound[node] = size_nodes.as_nodes(rank_graph, at)
             continue
-        args = fx.node.map_arg(node.args, done.__getitem__)
+        args = fx.node.map_arg(node.args, bound.__getitem__)
         if _is_size(node) and all(isinstance(x, int) for x in args):
-            done[node] = node.target(*args)
+            bound[node] = node.target(*args)
             continue
-        copy = done[node] = new.node_copy(node, done.__getitem__)
+        copy = bound[node] = rank_graph.node_copy(node, bound.__getitem__)
         copy.meta = dict(node.meta)
-        _restate(copy, node, done, mesh, rank, fake_mode)
-    return new
+        _restate(copy, node, bound, mesh, rank, fake_mode)
+    return rank_graph
 
 
 def is_of_all(bound: fx.Graph) -> bool:
@@ -175,23 +177,23 @@ def is_uneven(graph: fx.Graph) -> bool:
 def _restate(
     copy: fx.Node,
     node: fx.Node,
-    done: dict[fx.Node, Any],
+    bound: dict[fx.Node, Any],
     mesh: Mesh,
     rank: int,
     fake_mode: Any,
 ) -> None:
     """Give a node the fake value that it has on this rank: in a local graph that is the
-    one of the largest shard. ``done``: the bound form of each node before it."""
+    one of the largest shard. ``bound``: the bound form of each node before it."""
     if "fxpar_global_shape" in node.meta:
         shape = node.meta["fxpar_global_shape"]
         shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
         copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
     if node.op != "call_function" or bodies_of(node):
         return
-    if all(_is_alike(read, done[read]) for read in node.all_input_nodes):
+    if all(_is_alike(read, bound[read]) for read in node.all_input_nodes):
         return
-    here = fx.node.map_arg((node.args, node.kwargs), done.__getitem__)
-    args, kwargs = value_of(here)
+    bound_args = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
+    args, kwargs = value_of(bound_args)
     with fake_mode:
         copy.meta["val"] = node.target(*args, **kwargs)
     copy.meta.pop("tensor_meta", None)
@@ -284,8 +286,8 @@ def _permute(
     n = flat.meta["val"].shape[0]
     receive = [n if i == sources[me] else 0 for i in range(len(members))]
     send = [n if source == me else 0 for source in sources]
-    moved = build.call(_C10D.all_to_all_single.default, flat, receive, send, group)
-    return build.call(_ATEN.view.default, build.wait(moved), shape)
+    received = build.call(_C10D.all_to_all_single.default, flat, receive, send, group)
+    return build.call(_ATEN.view.default, build.wait(received), shape)
 
 
 def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
@@ -324,14 +326,14 @@ def _draws(node: fx.Node) -> bool:
     )
 
 
-def _of_rank_0(build: Builder, drawn: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
+def _of_rank_0(build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
     """What rank 0 drew for all: generators of ranks may have drifted apart (a data
     loader that augments, a print of a random number), masks may not."""
     if mesh.size == 1:
-        return drawn
+        return draw
     group = group_of(mesh.names)
-    dtype = drawn.meta["val"].dtype
-    sent = _WIDER.get(dtype)
-    x = drawn if sent is None else _convert(build, drawn, sent)
-    moved = build.wait(build.call(_C10D.broadcast.default, x, 0, group))
-    return moved if sent is None else _convert(build, moved, dtype)
+    dtype = draw.meta["val"].dtype
+    wire_dtype = _WIDER.get(dtype)
+    x = draw if wire_dtype is None else _convert(build, draw, wire_dtype)
+    broadcast = build.wait(build.call(_C10D.broadcast.default, x, 0, group))
+    return broadcast if wire_dtype is None else _convert(build, broadcast, dtype)

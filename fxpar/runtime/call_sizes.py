@@ -35,7 +35,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Together:
+class SizeAgreement:
     """How the sizes of all ranks go together."""
 
     kind: str
@@ -56,16 +56,16 @@ class Fed:
     def __init__(
         self,
         gm: fx.GraphModule,
-        named: Sequence[Named],
+        inputs: Sequence[Named],
         local: Sequence[int],
         mesh: Mesh,
         where: str | None,
     ) -> None:
-        self.named, self.mesh, self.where = named, mesh, where
+        self.inputs, self.mesh, self.where = inputs, mesh, where
         self.local = frozenset(local)
         values = [value_of(node) for node in placeholders(gm)]
         self.tensors, self.numbers = list[int](), list[int]()
-        for i, (name, value) in enumerate(zip(named, values, strict=True)):
+        for i, (name, value) in enumerate(zip(inputs, values, strict=True)):
             if isinstance(value, _NUMBERS):
                 self.numbers.append(i)
             elif isinstance(value, torch.Tensor) and _varies(name, value):
@@ -79,15 +79,15 @@ class Fed:
             tuple(args[i] for i in self.numbers),
         )
 
-    def together(self, key: tuple[Sizes, ...]) -> Together:
+    def agreement(self, key: tuple[Sizes, ...]) -> SizeAgreement:
         """How sizes go together. Raises InputMismatchError, on all ranks, if they do
         not."""
         if len(set(key)) == 1:
-            return Together(SAME)
+            return SizeAgreement(SAME)
         for n, i in enumerate(self.numbers):
-            given = [sizes.numbers[n] for sizes in key]
-            if i not in self.sources and len(set(given)) > 1:
-                raise self._other_numbers(i, given)
+            values = [sizes.numbers[n] for sizes in key]
+            if i not in self.sources and len(set(values)) > 1:
+                raise self._other_numbers(i, values)
         kind, mismatch = SAME, None
         for n, i in enumerate(self.tensors):
             shapes = [sizes.shapes[n] for sizes in key]
@@ -102,18 +102,18 @@ class Fed:
             kind = now
         if kind == UNEVEN:
             self._require_one_split(key)
-        return Together(kind, mismatch)
+        return SizeAgreement(kind, mismatch)
 
     def _by_parts(self, i: int, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether an input is fed in parts, and has one size on ranks of one part."""
         mesh = self.mesh
-        rest = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
+        others = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
         alike = len(set(map(len, shapes))) == 1
         return (
             alike
             and i in self.local
             and all(
-                shape == shapes[mesh.group(rank, rest)[0]]
+                shape == shapes[mesh.group(rank, others)[0]]
                 for rank, shape in enumerate(shapes)
             )
         )
@@ -131,10 +131,10 @@ class Fed:
             if any(a * sum(each) != b * sum(first) for a, b in shares):
                 raise self._mismatch(i, [(count,) for count in each])
 
-    def _other_numbers(self, i: int, given: Sequence[Any]) -> InputMismatchError:
-        shown = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(given))
-        return _told(
-            f"number {self.named[i].name} differs between ranks: {shown}",
+    def _other_numbers(self, i: int, values: Sequence[Any]) -> InputMismatchError:
+        text = ", ".join(f"{x} on rank {rank}" for rank, x in enumerate(values))
+        return _on_all_ranks(
+            f"number {self.inputs[i].name} differs between ranks: {text}",
             "give it one value on every rank",
             self.where,
         )
@@ -144,7 +144,7 @@ class Fed:
     ) -> InputMismatchError:
         other = next(r for r, shape in enumerate(shapes) if shape != shapes[0])
         fact = (
-            f"input {self.named[i].name} has other sizes on other ranks: "
+            f"input {self.inputs[i].name} has other sizes on other ranks: "
             f"{list(shapes[0])} on rank 0, {list(shapes[other])} on rank {other}"
         )
         fix = "give every rank tensors of one shape; where each rank feeds its own "
@@ -153,37 +153,37 @@ class Fed:
             fix = "let ranks differ in the size of the batch alone, or pad to one "
             fix += "length on all ranks; a smaller last batch: "
             fix += "DataLoader(drop_last=True)"
-        return _told(fact, fix, self.where)
+        return _on_all_ranks(fact, fix, self.where)
 
 
 def sizes_of(entry: Sequence[Any]) -> Sizes:
     return Sizes(tuple(map(tuple, entry[3])), tuple(entry[4]))
 
 
-def _told(fact: str, fix: str, where: str | None) -> InputMismatchError:
+def _on_all_ranks(fact: str, fix: str, where: str | None) -> InputMismatchError:
     """The error, which every rank raises."""
     error = InputMismatchError(fact, where=where, fix=fix)
     error.told = True
     return error
 
 
-def _varies(named: Named, value: torch.Tensor) -> bool:
+def _varies(entry: Named, value: torch.Tensor) -> bool:
     """Whether an input may have another shape at another call."""
     open_sizes = any(isinstance(size, torch.SymInt) for size in value.shape)
-    return named.kind == "input" or open_sizes
+    return entry.kind == "input" or open_sizes
 
 
 def _sources(values: Sequence[Any]) -> dict[int, tuple[int, int]]:
     """Numbers among the inputs that are sizes: position -> (input, dim). Rows come
     first: a size may be that of several inputs."""
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    found.setdefault(str(size), (i, dim))
+                    places.setdefault(str(size), (i, dim))
     return {
-        i: found[str(value)]
+        i: places[str(value)]
         for i, value in enumerate(values)
-        if isinstance(value, torch.SymInt) and str(value) in found
+        if isinstance(value, torch.SymInt) and str(value) in places
     }

@@ -21,7 +21,7 @@ from torch import fx
 from fxpar.config import Options
 from fxpar.errors import FxparError, RankMismatchError
 from fxpar.runtime import consensus, gradient_sketches, presence
-from fxpar.runtime.call_sizes import SAME, Fed, Sizes, Together, sizes_of
+from fxpar.runtime.call_sizes import SAME, Fed, SizeAgreement, Sizes, sizes_of
 from fxpar.runtime.check_inputs import Checks, Drift
 from fxpar.runtime.compile_variants import (
     CompileGraph,
@@ -72,7 +72,7 @@ class Calls:
         self,
         gm: fx.GraphModule,
         examples: Sequence[Any],
-        named: Sequence[Named],
+        inputs: Sequence[Named],
         local: Sequence[int],
         counts: Collection[int],
         options: Options,
@@ -83,15 +83,15 @@ class Calls:
         """``local``: positions of inputs of which each rank feeds a part; ``counts``:
         of results that leave as each rank's summand. ``owner``: graphs of unlike owners
         share nothing."""
-        self.gm, self.named = gm, named
+        self.gm, self.inputs = gm, inputs
         self.local, self.options, self.ranks = frozenset(local), options, ranks
         self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
-        self.fed = Fed(gm, named, local, ranks.mesh, self.where)
-        self.text = program_text(gm, named)
+        self.fed = Fed(gm, inputs, local, ranks.mesh, self.where)
+        self.text = program_text(gm, inputs)
         self.identity = digest(self.text)
         channel = current()
         inner = (
-            content(gm, named, examples),
+            content(gm, inputs, examples),
             options,
             ranks,
             owner,
@@ -99,18 +99,20 @@ class Calls:
         )
         key = digest("\n".join(map(str, inner)))
         self.variants = _VARIANTS.setdefault(key, Variants())
-        more = options.verify or options.tune or options.fuse != "none"
+        takes_more = options.verify or options.tune or options.fuse != "none"
         marked = (i for i in self.local if hasattr(examples[i], OPENED_MARK))
         self.compiler = VariantCompiler(
             gm=gm,
-            named=named,
+            inputs=inputs,
             local=self.local,
             marked=frozenset(marked),
             counts=frozenset(counts),
             fed=self.fed,
             ranks=ranks,
-            sizes=open_sizes(gm, named, self.fed),
-            opens=owner == FORWARD and not more and options.microbatches in (None, 1),
+            sizes=open_sizes(gm, inputs, self.fed),
+            opens=owner == FORWARD
+            and not takes_more
+            and options.microbatches in (None, 1),
             where=self.where,
             compile=compile_graph,
             variants=self.variants,
@@ -128,15 +130,15 @@ class Calls:
         head = self.heads.get(sizes) or self._head(sizes)
         sums = self.drift.word(args) if self.drift is not None else ""
         words = meet(f"{head}\t{sums}\t{gradient_sketches.word()}", self.what)
-        heads, told, noted = zip(*(word.split("\t") for word in words), strict=True)
+        heads, all_sums, noted = zip(*(word.split("\t") for word in words), strict=True)
         if any(noted):
             gradient_sketches.compare(noted)
         run = self.ready.get(heads)
         if run is None:
             with stage(CHECKS):
-                run = self._decided(heads, told, args)
+                run = self._variant_for(heads, all_sums, args)
         elif self.drift is not None:
-            self.drift.compare(told)
+            self.drift.compare(all_sums)
         return run(*args)
 
     def _drift(self, examples: Sequence[Any]) -> Drift | None:
@@ -145,10 +147,10 @@ class Calls:
         from torch.distributed.tensor import DTensor
 
         fed = {
-            i: (named.name, "batch" if i in self.local else "input", examples[i].dim())
-            for i, named in enumerate(self.named)
+            i: (entry.name, "batch" if i in self.local else "input", examples[i].dim())
+            for i, entry in enumerate(self.inputs)
             if i in self.fed.tensors
-            and named.kind == "input"
+            and entry.kind == "input"
             and not isinstance(examples[i], DTensor)
         }
         return Drift(fed, self.ranks.mesh)
@@ -161,7 +163,7 @@ class Calls:
         self.heads[sizes] = json.dumps(entries, default=str)
         return self.heads[sizes]
 
-    def _decided(
+    def _variant_for(
         self, heads: tuple[str, ...], sums: Sequence[str], args: Sequence[Any]
     ) -> Callable[..., Any]:
         """The variant to run, the same on every rank, for what all have written."""
@@ -169,24 +171,24 @@ class Calls:
         if len({entry[0] for entry in entries}) > 1:
             self._refuse_others(entries)
         key = tuple(sizes_of(entry) for entry in entries)
-        together = self.fed.together(key)
+        agreement = self.fed.agreement(key)
         if self.drift is not None:
             self.drift.compare(sums)
-        fresh = any(entry[2] for entry in entries)
-        number, *others = {entry[1] for entry in entries}
-        if not others and number in self.variants.ranges and together.kind == SAME:
+        any_fresh = any(entry[2] for entry in entries)
+        number, *further = {entry[1] for entry in entries}
+        if not further and number in self.variants.ranges and agreement.kind == SAME:
             self.variants.keys.setdefault(key, number)
-        if not fresh and not others and self.variants.keys.get(key) == number:
+        if not any_fresh and not further and self.variants.keys.get(key) == number:
             self.ready[heads] = self.variants.run[number]
             return self.ready[heads]
         mine = self.variants.keys.get(key, 0)
         every = set(map(int, meet(str(mine), self.what)))
-        made = mine if every == {mine} else 0
-        if fresh or not made:
-            Checks(self.named, self.options, self.ranks).run(args)
-        number = made or self._new(key, together, args)
-        own = key[self.ranks.rank if len(key) > 1 else 0]
-        self.variants.last[own] = number
+        agreed = mine if every == {mine} else 0
+        if any_fresh or not agreed:
+            Checks(self.inputs, self.options, self.ranks).run(args)
+        number = agreed or self._new(key, agreement, args)
+        own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
+        self.variants.last[own_sizes] = number
         self.fresh = False
         self.heads.clear()
         self.ready.clear()
@@ -194,8 +196,8 @@ class Calls:
 
     def _refuse_others(self, entries: Sequence[Any]) -> None:
         """Raise RankMismatchError, on all ranks: they call other programs."""
-        own = entries[self.ranks.rank]
-        shapes = dict(zip(self._names(), own[3], strict=True))
+        mine = entries[self.ranks.rank]
+        shapes = dict(zip(self._names(), mine[3], strict=True))
         sizes = [f"{name}: {list(shape)}" for name, shape in shapes.items()]
         text = "\n".join([*sizes, self.text])
         what = "the program they call"
@@ -208,17 +210,17 @@ class Calls:
             raise
 
     def _names(self) -> list[str]:
-        return [self.named[i].name for i in self.fed.tensors]
+        return [self.inputs[i].name for i in self.fed.tensors]
 
     def _new(
-        self, key: tuple[Sizes, ...], together: Together, args: Sequence[Any]
+        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
     ) -> int:
         """Compile for sizes; the number of what was made. All ranks come here alike,
         and if one fails all do: Dynamo forgets the graph then, so that the next call
         reads options again."""
         try:
             with presence.works(f"compiles {self.what}"):
-                run, range_ = self.compiler.for_sizes(key, together, args)
+                run, range_ = self.compiler.for_sizes(key, agreement, args)
         except FxparError:
             torch.compiler.reset()
             raise
@@ -231,26 +233,26 @@ class Calls:
 
 
 def with_open_sizes(
-    gm: fx.GraphModule, named: Sequence[Named]
+    gm: fx.GraphModule, inputs: Sequence[Named]
 ) -> Callable[..., Any] | None:
     """For a graph that Dynamo fixed to one sample, or none: the same program with open
     sizes, if it was traced before."""
-    found = _OPEN.get(digest(program_text(gm, named)))
-    if found is None or any(i not in found.fed.sources for i in found.fed.numbers):
+    calls = _OPEN.get(digest(program_text(gm, inputs)))
+    if calls is None or any(i not in calls.fed.sources for i in calls.fed.numbers):
         return None
     tensors = [i for i, x in enumerate(placeholders(gm)) if is_tensor(x)]
-    places = [i for i, x in enumerate(placeholders(found.gm)) if is_tensor(x)]
-    results = found.gm.graph.output_node().args[0]
+    places = [i for i, x in enumerate(placeholders(calls.gm)) if is_tensor(x)]
+    results = calls.gm.graph.output_node().args[0]
     if len(tensors) != len(places) or not all(map(is_tensor, results)):
         return None
 
     def call(*args: Any) -> Any:
-        given: list[Any] = [None] * (len(places) + len(found.fed.numbers))
+        values: list[Any] = [None] * (len(places) + len(calls.fed.numbers))
         for i, n in zip(places, tensors, strict=True):
-            given[i] = args[n]
-        for i, (source, dim) in found.fed.sources.items():
-            given[i] = given[source].shape[dim]
-        return found(*given)
+            values[i] = args[n]
+        for i, (source, dim) in calls.fed.sources.items():
+            values[i] = values[source].shape[dim]
+        return calls(*values)
 
     return call
 

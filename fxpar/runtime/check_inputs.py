@@ -42,7 +42,7 @@ Fed = tuple[str, str, torch.Tensor]
 class Checks:
     """What to compare when a compiled graph is called first."""
 
-    named: Sequence[Named]
+    inputs: Sequence[Named]
     options: Options
     ranks: Ranks
 
@@ -54,8 +54,8 @@ class Checks:
         from torch.distributed.tensor import DTensor
 
         fed = [
-            (named.name, self._kind(named, x), x)
-            for named, x in zip(self.named, args, strict=True)
+            (entry.name, self._kind(entry, x), x)
+            for entry, x in zip(self.inputs, args, strict=True)
             if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
         ]
         devices = {x.device for *_, x in fed}
@@ -64,9 +64,9 @@ class Checks:
             check_devices(device)
         check_same(fed, self.ranks.mesh)
 
-    def _kind(self, named: Named, x: torch.Tensor) -> str:
-        local = self.options.inputs == "local" and named.kind == "input" and x.dim() > 0
-        return "batch" if local and getattr(x, LOCAL_MARK, True) else named.kind
+    def _kind(self, entry: Named, x: torch.Tensor) -> str:
+        local = self.options.inputs == "local" and entry.kind == "input" and x.dim() > 0
+        return "batch" if local and getattr(x, LOCAL_MARK, True) else entry.kind
 
 
 class Drift:
@@ -85,16 +85,16 @@ class Drift:
 
     def word(self, args: Sequence[Any]) -> str:
         """The sums to compare at this call."""
-        told = []
+        words = []
         for n, i in enumerate(self.fed):
             x = args[i]
             if x.device.type == "cpu":
-                told.append(f"{quick_sum(x):x}")
+                words.append(f"{quick_sum(x):x}")
                 continue
             before = self._sums[n]
-            told.append("" if before is None else f"{before():x}")
+            words.append("" if before is None else f"{before():x}")
             self._sums[n] = _on_its_way(checksum(x))
-        return " ".join(told)
+        return " ".join(words)
 
     def compare(self, words: Sequence[str]) -> None:
         """Raise InputMismatchError, on all ranks alike, if ranks that must feed the
@@ -234,19 +234,19 @@ def broadcast(x: torch.Tensor) -> None:
     """Fill ``x`` in place with rank 0's, through a device the group communicates on."""
     with torch.no_grad():
         device = transport(x.device)
-        moved = x.detach().to(device).contiguous()
-        dist.broadcast(moved.view(-1).view(torch.uint8), src=0)
-        if moved.data_ptr() != x.data_ptr():
-            x.copy_(moved)
+        message = x.detach().to(device).contiguous()
+        dist.broadcast(message.view(-1).view(torch.uint8), src=0)
+        if message.data_ptr() != x.data_ptr():
+            x.copy_(message)
 
 
 def _gather(hashes: Sequence[torch.Tensor]) -> torch.Tensor:
     """[rank, i], the same on every rank, on the CPU."""
     first, device = hashes[0].device, transport(torch.device("cpu"))
     mine = torch.stack([h.to(first) for h in hashes]).to(device)
-    out = [torch.empty_like(mine) for _ in range(_world_size())]
-    dist.all_gather(out, mine)
-    return torch.stack(out).cpu()
+    parts = [torch.empty_like(mine) for _ in range(_world_size())]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).cpu()
 
 
 def transport(device: torch.device) -> torch.device:
@@ -268,8 +268,8 @@ def _models(kind: str, mesh: Mesh) -> list[int]:
     """For each rank the rank that it must equal."""
     if kind != "batch":
         return [0] * mesh.size
-    rest = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
-    return [mesh.group(rank, rest)[0] for rank in range(mesh.size)]
+    other_axes = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
+    return [mesh.group(rank, other_axes)[0] for rank in range(mesh.size)]
 
 
 def _differing(hashes: torch.Tensor, i: int, kind: str, mesh: Mesh) -> list[int]:
@@ -347,8 +347,10 @@ def _warn(what: str, fix: str) -> None:
 
 def listed(names: Iterable[str]) -> str:
     names = list(names)
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    hidden = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (
+        f" and {hidden} more" if hidden > 0 else ""
+    )
 
 
 def _shape(x: torch.Tensor, kind: str) -> str:

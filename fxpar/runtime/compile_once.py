@@ -84,8 +84,8 @@ def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
     try:
         first = channel.store.compare_set(key, "", word).decode()
         if first == word:
-            return _lead(channel, key, what, lambda: compile_graph(text))
-        _follow(channel, key, what, int(first))
+            return _compile_for_others(channel, key, what, lambda: compile_graph(text))
+        _take_over(channel, key, what, int(first))
     except dist.DistError as error:
         raise RankMismatchError(
             f"the store of the process group does not answer: {error}",
@@ -115,8 +115,10 @@ def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
 def _bodies(graph: fx.Graph) -> dict[str, fx.Graph]:
     """The bodies that a graph calls, by the names it has for them."""
     names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
-    held = {name: getattr(graph.owning_module, name, None) for name in sorted(names)}
-    return {k: x.graph for k, x in held.items() if isinstance(x, fx.GraphModule)}
+    attributes = {
+        name: getattr(graph.owning_module, name, None) for name in sorted(names)
+    }
+    return {k: x.graph for k, x in attributes.items() if isinstance(x, fx.GraphModule)}
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
@@ -133,7 +135,7 @@ def _digest(graph: fx.Graph) -> str:
     return text.hexdigest()[:32]
 
 
-def _lead(
+def _compile_for_others(
     channel: Channel, key: str, what: str, compile_graph: Callable[[], Any]
 ) -> Any:
     """Compile, and say how that ended."""
@@ -149,33 +151,37 @@ def _lead(
     parts = 0
     if entry is not None and len(set(folders)) > 1:
         parts = _send(channel, key, entry[1])
-    told = {"folder": folders[channel.rank], "parts": parts, "key": entry and entry[0]}
-    channel.store.set(f"{key}/done", json.dumps(told))
+    outcome = {
+        "folder": folders[channel.rank],
+        "parts": parts,
+        "key": entry and entry[0],
+    }
+    channel.store.set(f"{key}/done", json.dumps(outcome))
     return compiled
 
 
-def _follow(channel: Channel, key: str, what: str, leader: int) -> None:
+def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
     """Wait until the rank that compiles has, and take over what it made."""
-    done = f"{key}/done"
+    done_key = f"{key}/done"
     patience = Patience(channel.presence, presence.timeout())
     with presence.waits(f"waits for rank {leader}, which compiles {what}"):
-        if not poll(lambda: channel.has(done), patience, lambda: [leader]):
+        if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
             raise RankMismatchError(
                 f"rank {leader} did not end compiling {what}, for which this rank "
                 f"waited {patience.seconds:.0f} s (FXPAR_TIMEOUT)"
                 f"{patience.tell([leader])}",
                 fix="see what that rank printed; it may have ended, or hang",
             )
-    told = json.loads(channel.read(done))
-    if "failed" in told:
+    message = json.loads(channel.read(done_key))
+    if "failed" in message:
         raise RankMismatchError(
-            f"rank {leader} failed to compile {what}:\n{told['failed']}",
+            f"rank {leader} failed to compile {what}:\n{message['failed']}",
             fix="this rank only stopped with it: look at that rank's error",
         )
-    if told["parts"] and told["folder"] != channel.folders()[channel.rank]:
+    if message["parts"] and message["folder"] != channel.folders()[channel.rank]:
         with contextlib.suppress(OSError):  # then this rank compiles
-            content = _received(channel, key, told["parts"])
-            _torch.inductor.put_cache_entry(told["key"], content)
+            content = _received(channel, key, message["parts"])
+            _torch.inductor.put_cache_entry(message["key"], content)
 
 
 def _send(channel: Channel, key: str, content: bytes) -> int:

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import FxparWarning, compose
-from fxpar.runtime.call_sizes import SAME, UNEVEN, Fed, Sizes, Together
+from fxpar.runtime.call_sizes import SAME, UNEVEN, Fed, SizeAgreement, Sizes
 from fxpar.runtime.groups import Ranks
 from fxpar.runtime.open_sizes import (
     DivisorsAsked,
@@ -68,8 +68,8 @@ class Variants:
         return next(
             (
                 number
-                for number, known in self.ranges.items()
-                if known.contains(sizes.shapes, sizes.numbers)
+                for number, size_range in self.ranges.items()
+                if size_range.contains(sizes.shapes, sizes.numbers)
             ),
             0,
         )
@@ -80,7 +80,7 @@ class VariantCompiler:
     """Compiles one Dynamo graph, as it is called, for sizes."""
 
     gm: fx.GraphModule
-    named: Sequence[Named]
+    inputs: Sequence[Named]
     # Positions of inputs of which each rank feeds a part, of those that Dynamo would
     # keep open, and of results that leave as each rank's summand.
     local: frozenset[int]
@@ -98,15 +98,15 @@ class VariantCompiler:
     variants: Variants
 
     def for_sizes(
-        self, key: tuple[Sizes, ...], together: Together, args: Sequence[Any]
+        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
     ) -> tuple[Callable[..., Any], SizeRange | None]:
         """The variant for the sizes of all ranks, and those that it holds for if it
         leaves some open."""
-        if together.kind == SAME and (opened := self._open(args)):
+        if agreement.kind == SAME and (opened := self._open(args)):
             return opened
-        if together.kind == UNEVEN:
-            return self._whole(key, together, args), None
-        return self._in_parts(together, args), None
+        if agreement.kind == UNEVEN:
+            return self._whole(key, agreement, args), None
+        return self._in_parts(agreement, args), None
 
     def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
         """A variant that leaves sizes open, and the sizes that it holds for; None if
@@ -146,9 +146,9 @@ class VariantCompiler:
         given."""
         gm = _torch.dynamo.copy_graph(self.gm)
         parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
-        opened = open_program(gm, args, self.named, self.fed, sizes, units, parts)
+        opened = open_program(gm, args, self.inputs, self.fed, sizes, units, parts)
         run: Any = self.compile(
-            Together(SAME),
+            SizeAgreement(SAME),
             opened.graph,
             opened.examples,
             opened=opened,
@@ -172,7 +172,9 @@ class VariantCompiler:
         n, now = self.fed.tensors.index(size.place), size.of(args)
         return any(sizes.shapes[n][0] != now for sizes, *_ in self.variants.keys)
 
-    def _in_parts(self, together: Together, args: Sequence[Any]) -> Callable[..., Any]:
+    def _in_parts(
+        self, agreement: SizeAgreement, args: Sequence[Any]
+    ) -> Callable[..., Any]:
         """The variant in which every rank computes as the plan splits the program."""
         axes = batch_axes(self.ranks.mesh)
         parts = self.ranks.mesh.count(axes)
@@ -180,7 +182,7 @@ class VariantCompiler:
         gm = _torch.dynamo.copy_graph(self.gm)
         refused = self.variants.refused
         notes = (f"sizes are fixed: {refused}",) if refused else ()
-        run = self.compile(together, gm, self._global(args, rows), notes=notes)
+        run = self.compile(agreement, gm, self._global(args, rows), notes=notes)
         self._note_rows(run)
         return run
 
@@ -193,12 +195,12 @@ class VariantCompiler:
             )
 
     def _whole(
-        self, key: tuple[Sizes, ...], together: Together, args: Sequence[Any]
+        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
     ) -> Whole:
         """The variant in which every rank computes the batch whole."""
         mesh, rank = self.ranks.mesh, self.ranks.rank
-        rest = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
-        first = [mesh.group(r, rest)[0] == r for r in range(mesh.size)]
+        other_axes = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
+        first = [mesh.group(r, other_axes)[0] == r for r in range(mesh.size)]
         fed = {}
         for n, i in enumerate(self.fed.tensors):
             if i in self.local:
@@ -209,18 +211,20 @@ class VariantCompiler:
                 ]
                 fed[i] = parts_of(counts, mesh, rank)
         rows = {i: parts.total for i, parts in fed.items()}
-        given, gm = self._global(args, rows), _torch.dynamo.copy_graph(self.gm)
-        numbers = {i: given[i] for i in self.fed.sources if given[i] != args[i]}
-        run = self.compile(together, gm, given)
-        cut = self.variants.rows
+        values, gm = self._global(args, rows), _torch.dynamo.copy_graph(self.gm)
+        numbers = {i: values[i] for i in self.fed.sources if values[i] != args[i]}
+        run = self.compile(agreement, gm, values)
+        batch_results = self.variants.rows
         parts = next(iter(fed.values()))
         self._say_whole(parts)
         return Whole(
             run,
             fed,
             numbers,
-            frozenset(i for i, x in enumerate(self.named) if x.kind == "summand"),
-            _batch_results(self.gm, self.local) if cut is None else cut,
+            frozenset(i for i, x in enumerate(self.inputs) if x.kind == "summand"),
+            _batch_results(self.gm, self.local)
+            if batch_results is None
+            else batch_results,
             self.counts,
             parts,
         )
@@ -242,13 +246,13 @@ class VariantCompiler:
         many ``rows``, and numbers that are sizes of them."""
         if not rows:
             return list(args)
-        mode, out = _torch.fake.new_fake_mode(), list(args)
+        mode, values = _torch.fake.new_fake_mode(), list(args)
         for i, count in rows.items():
             x = args[i]
-            out[i] = _torch.fake.fake_like(x, (count, *x.shape[1:]), mode)
+            values[i] = _torch.fake.fake_like(x, (count, *x.shape[1:]), mode)
         for i, (source, dim) in self.fed.sources.items():
-            out[i] = out[source].shape[dim]
-        return out
+            values[i] = values[source].shape[dim]
+        return values
 
 
 def is_tensor(node: Any) -> bool:

@@ -101,8 +101,8 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         outside_graphs.graph_runs(self, self.broken_at, args)
-        out = self._begun(args) if self._first else self.compiled(*args)
-        return out if self._plain else self._dressed(out)
+        outputs = self._begun(args) if self._first else self.compiled(*args)
+        return outputs if self._plain else self._dressed(outputs)
 
     def _begun(self, args: Sequence[Any]) -> Any:
         """Its first call."""
@@ -112,11 +112,11 @@ class Compiled:
             self._first = False
             return self.compiled(*args)
 
-    def _dressed(self, out: Any) -> Any:
+    def _dressed(self, outputs: Any) -> Any:
         """Results as DTensors, or marked as local, global or summands. One that the
         graph does not compute (an input handed through) is a global value."""
         results = []
-        for i, x in enumerate(out):
+        for i, x in enumerate(outputs):
             if isinstance(x, torch.Tensor):
                 spec = self.results.get(i) or Spec.whole(x.dim())
                 if self.options.outputs == "dtensor":
@@ -125,7 +125,7 @@ class Compiled:
                     setattr(x, LOCAL_MARK, bool(spec.sharded_axes))
                     setattr(x, SUMMAND_MARK, bool(spec.partial))
             results.append(x)
-        return type(out)(results)
+        return type(outputs)(results)
 
 
 def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
@@ -143,8 +143,8 @@ def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
 def homes(gm: fx.GraphModule) -> list[Home]:
     """The sharded models whose parameters a Dynamo graph uses."""
     numbers = [node.args[-1] for node in _crossings(gm)]
-    found = map(home_of, dict.fromkeys(numbers))
-    return [home for home in found if home is not None]
+    models = map(home_of, dict.fromkeys(numbers))
+    return [home for home in models if home is not None]
 
 
 def forget_homes(gm: fx.GraphModule) -> None:
@@ -163,17 +163,21 @@ def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
 
 def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
     """Make Dynamo trace again if a model was not traced with the dtypes asked for."""
-    asked = getattr(torch, options.param_dtype) if options.param_dtype else None
-    reduce = options.reduce_dtype or ""
-    others = [h for h in homes if (h.param_dtype, h.reduce_dtype) != (asked, reduce)]
-    for home in others:
-        home.param_dtype, home.reduce_dtype = asked, reduce
-    if others:
+    param_dtype = getattr(torch, options.param_dtype) if options.param_dtype else None
+    reduce_dtype = options.reduce_dtype or ""
+    stale = [
+        h
+        for h in homes
+        if (h.param_dtype, h.reduce_dtype) != (param_dtype, reduce_dtype)
+    ]
+    for home in stale:
+        home.param_dtype, home.reduce_dtype = param_dtype, reduce_dtype
+    if stale:
         _torch.dynamo.trace_again("fxpar: parameters take the dtype asked for")
 
 
 def local_inputs(
-    named: Sequence[Named], examples: Sequence[Any], options: Options
+    inputs: Sequence[Named], examples: Sequence[Any], options: Options
 ) -> tuple[int, ...]:
     """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
     save those another graph returned whole."""
@@ -181,7 +185,7 @@ def local_inputs(
         return ()
     return tuple(
         i
-        for i, (name, x) in enumerate(zip(named, examples, strict=True))
+        for i, (name, x) in enumerate(zip(inputs, examples, strict=True))
         if name.kind == "input"
         and isinstance(x, torch.Tensor)
         and x.dim() > 0
@@ -213,14 +217,14 @@ def resized(
 ) -> list[Any]:
     """Arguments with so many ``times`` the batch: the inputs in ``local`` as fakes, the
     ints in ``sizes`` multiplied."""
-    mode, out = _torch.fake.new_fake_mode(), []
+    mode, values = _torch.fake.new_fake_mode(), []
     for i, x in enumerate(args):
         if i in local:
             x = _torch.fake.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
         elif i in sizes:
             x = x * times
-        out.append(x)
-    return out
+        values.append(x)
+    return values
 
 
 def require_dynamic_batch(

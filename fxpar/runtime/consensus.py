@@ -212,10 +212,10 @@ def _await_verdict(channel: Channel, tag: str, wait: float) -> None:
         f"rank 0 did not come to {tag!r} (round {number}) in {wait:.0f} s"
         f"{come.tell([0])}"
     )
-    gone = json.dumps(
+    message = json.dumps(
         {"tag": tag, "gone": f"rank {channel.rank} waits no more: {what}"}
     )
-    channel.store.set(channel.key(number, channel.rank), gone)
+    channel.store.set(channel.key(number, channel.rank), message)
     raise told(
         RankMismatchError(
             what,
@@ -292,8 +292,8 @@ def _difference(
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
 
 def poll(

@@ -80,14 +80,14 @@ def _is_linear(node: fx.Node) -> bool:
 def linear_ways(results: Sequence[Any]) -> list[fx.Node]:
     """Tensors that results are reached from by linear ops alone."""
     seen: dict[fx.Node, None] = {}
-    rest = [x for x in results if may_grow(x)]
-    while rest:
-        node = rest.pop()
+    pending = [x for x in results if may_grow(x)]
+    while pending:
+        node = pending.pop()
         if node in seen or not isinstance(example(node), torch.Tensor):
             continue
         seen[node] = None
         if _is_linear(node):
-            rest += node.all_input_nodes
+            pending += node.all_input_nodes
     return list(seen)
 
 
@@ -95,36 +95,36 @@ def divided(
     graph: fx.Graph,
     result: fx.Node,
     grown: Growth,
-    known: dict[fx.Node, Growth],
+    growths: dict[fx.Node, Growth],
     parts: int,
 ) -> fx.Node | None:
     """A result, what grows in it divided; None if that cannot be."""
     if grown.power is not None and not grown.mixed:
         return _times(graph, result, parts**-grown.power, graph.output_node())
-    return _Apart(graph, known, parts).value(result)
+    return _DividedCopies(graph, growths, parts).value(result)
 
 
 def _times(graph: fx.Graph, x: fx.Node, factor: float, before: fx.Node) -> fx.Node:
     with graph.inserting_before(before):
-        made = graph.call_function(operator.mul, (x, factor))
-    made.meta = {k: v for k, v in x.meta.items() if k in _KEPT}
-    return made
+        product = graph.call_function(operator.mul, (x, factor))
+    product.meta = {k: v for k, v in x.meta.items() if k in _KEPT}
+    return product
 
 
 _KEPT = ("example_value", "stack_trace", "nn_module_stack", "custom")
 
 
 @dataclass
-class _Apart:
+class _DividedCopies:
     """Copies of the linear ops that lead to a result, on summands divided apart."""
 
     graph: fx.Graph
-    known: dict[fx.Node, Growth]
+    growths: dict[fx.Node, Growth]
     parts: int
 
     def value(self, node: fx.Node) -> fx.Node | None:
         """What takes the place of a node; None if nothing can."""
-        grown = self.known.get(node, FIXED)
+        grown = self.growths.get(node, FIXED)
         if grown.is_fixed:
             return node
         if grown.power is None:
@@ -134,31 +134,31 @@ class _Apart:
             return _times(self.graph, node, factor, node.next)
         if _shows_writes(node):
             return None
-        terms = [x for x in node.all_input_nodes if x in self.known]
+        terms = [x for x in node.all_input_nodes if x in self.growths]
         if node.target in _ONE_OF_TWO:
             first = node.args[0] if node.target not in _PRODUCTS else None
-            terms = [x for x in terms if not self.known[x].is_fixed]
+            terms = [x for x in terms if not self.growths[x].is_fixed]
             if len(terms) != 1 or first not in (None, terms[0]):
                 return None
-            kept = self.known[terms[0]].power == grown.power
+            same_power = self.growths[terms[0]].power == grown.power
         elif node.target in _TOGETHER:
-            kept = max(self.known[x].power or 0.0 for x in terms) == grown.power
+            same_power = max(self.growths[x].power or 0.0 for x in terms) == grown.power
         else:
             return None
-        return self._copy(node, terms) if kept else None
+        return self._copy(node, terms) if same_power else None
 
     def _copy(self, node: fx.Node, terms: Sequence[fx.Node]) -> fx.Node | None:
-        new = {x: self.value(x) for x in terms}
-        if any(x is None for x in new.values()):
+        divided_terms = {x: self.value(x) for x in terms}
+        if any(x is None for x in divided_terms.values()):
             return None
         target = _TOGETHER.get(node.target) or _ONE_OF_TWO[node.target]
         swap = fx.node.map_arg(
-            (node.args, dict(node.kwargs)), lambda x: new.get(x) or x
+            (node.args, dict(node.kwargs)), lambda x: divided_terms.get(x) or x
         )
         with self.graph.inserting_before(node):
-            made = self.graph.create_node(node.op, target, *swap)
-        made.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
-        return made
+            copy = self.graph.create_node(node.op, target, *swap)
+        copy.meta = {k: v for k, v in node.meta.items() if k in _KEPT}
+        return copy
 
 
 # Writes

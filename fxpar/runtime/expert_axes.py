@@ -29,8 +29,8 @@ _TRIAL = 0.5
 
 def choices(graph: fx.Graph, request: Request) -> list[Axes]:
     """The axes to choose from, none first; empty where there is nothing to choose."""
-    asked, mesh = request.mode, request.mesh
-    if not isinstance(asked, SearchOptions) or request.meshes or request.expert_axes:
+    mode, mesh = request.mode, request.mesh
+    if not isinstance(mode, SearchOptions) or request.meshes or request.expert_axes:
         return []
     if mesh.is_refined or is_open(graph) or any(map(body_of, graph.nodes)):
         return []
@@ -48,15 +48,12 @@ def choices(graph: fx.Graph, request: Request) -> list[Axes]:
     return [(), *fit] if counts and fit else []
 
 
-def trial(request: Request, axes: Axes) -> Request:
-    """The request to predict a plan with experts over ``axes``, which leaves nothing
-    behind."""
-    asked = request.mode
-    assert isinstance(asked, SearchOptions)
-    shorter = replace(asked, seconds=asked.seconds * _TRIAL, ranked=False)
-    return replace(
-        request, experts_over=axes, mode=shorter, cached=False, debug=0, dump=None
-    )
+def trial(request: Request) -> Request:
+    """The request to predict a plan that is compared, which leaves nothing behind."""
+    mode = request.mode
+    assert isinstance(mode, SearchOptions)
+    shorter = replace(mode, seconds=mode.seconds * _TRIAL, ranked=False)
+    return replace(request, mode=shorter, cached=False, debug=0, dump=None)
 
 
 def best(seconds: Mapping[Axes, float]) -> tuple[Axes, str]:

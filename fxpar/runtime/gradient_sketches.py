@@ -33,23 +33,25 @@ FIX = (
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _StepSketches:
     """Of one step of an optimizer: two numbers of gradients by name."""
 
     optimizer: weakref.ref[Optimizer]
     # What it holds, as text.
-    held: str
+    parameters: str
     sketches: dict[str, tuple[float, float]]
 
 
-_noted: list[_Noted] = []  # since this rank's last call
+_noted: list[_StepSketches] = []  # since this rank's last call
 
 
 def note(optimizer: Optimizer, gradients: Mapping[str, torch.Tensor]) -> None:
     """Let the next call compare gradients. ``gradients``: by names."""
     sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
     if sketches:
-        _noted.append(_Noted(weakref.ref(optimizer), _held(optimizer), sketches))
+        _noted.append(
+            _StepSketches(weakref.ref(optimizer), _parameters_of(optimizer), sketches)
+        )
 
 
 def _sketch(gradient: torch.Tensor) -> tuple[float, float]:
@@ -67,15 +69,15 @@ def word() -> str:
     """What this rank noted, once; not of optimizers that are gone."""
     if not _noted:
         return ""
-    out: dict[str, tuple[float, float]] = {}
+    sketches: dict[str, tuple[float, float]] = {}
     steps: Counter[str] = Counter()
     for noted in _noted:
-        which = f"{_SEPARATOR}{noted.held} {steps[noted.held]}"
-        steps[noted.held] += 1
+        which = f"{_SEPARATOR}{noted.parameters} {steps[noted.parameters]}"
+        steps[noted.parameters] += 1
         if noted.optimizer() is not None:
-            out |= {name + which: x for name, x in noted.sketches.items()}
+            sketches |= {name + which: x for name, x in noted.sketches.items()}
     _noted.clear()
-    return json.dumps(out) if out else ""
+    return json.dumps(sketches) if sketches else ""
 
 
 # Behind a name: which of several optimizers, by what they hold. Ranks may have made
@@ -83,9 +85,9 @@ def word() -> str:
 _SEPARATOR = "|"
 
 
-def _held(optimizer: Optimizer) -> str:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    text = " ".join(f"{p.dtype}{list(p.shape)}" for p in held)
+def _parameters_of(optimizer: Optimizer) -> str:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    text = " ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
     return f"{type(optimizer).__name__} {zlib.crc32(text.encode()):x}"
 
 

@@ -148,13 +148,13 @@ def ensure_process_group(mesh: Any = None) -> int:
 
 def launched(environ: Mapping[str, str]) -> bool:
     """Whether the environment is torchrun's. Raises FxparError if only a part is."""
-    missing = [name for name in ENVIRONMENT if not environ.get(name)]
-    if missing and int(environ.get("WORLD_SIZE") or 1) > 1:
+    unset = [name for name in ENVIRONMENT if not environ.get(name)]
+    if unset and int(environ.get("WORLD_SIZE") or 1) > 1:
         raise FxparError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {', '.join(missing)} not set",
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {', '.join(unset)} not set",
             fix="start with torchrun, or call torch.distributed.init_process_group",
         )
-    return not missing
+    return not unset
 
 
 def _start() -> None:
@@ -187,19 +187,19 @@ def resolve_mesh(options: Options, world_size: int) -> Mesh:
 
     Raises MeshError if it cannot be read or has another number of ranks.
     """
-    asked, auto = options.mesh, read_auto(options.mesh)
-    if asked is None:
+    requested, auto = options.mesh, read_auto(options.mesh)
+    if requested is None:
         return Mesh((("dp", world_size),))
     if auto:
         mesh = Mesh((("dp", auto.ranks or world_size),))
-    elif hasattr(asked, "mesh_dim_names"):
-        mesh = Mesh.from_device_mesh(asked)
+    elif hasattr(requested, "mesh_dim_names"):
+        mesh = Mesh.from_device_mesh(requested)
     else:
-        mesh = with_planned_axis(Mesh.parse(asked))
+        mesh = with_planned_axis(Mesh.parse(requested))
     if mesh.size != world_size:
         runs = "1 process runs" if world_size == 1 else f"{world_size} processes run"
         raise MeshError(
-            f"mesh {asked if auto else mesh} has {mesh.size} ranks, but {runs}",
+            f"mesh {requested if auto else mesh} has {mesh.size} ranks, but {runs}",
             fix=f"start {mesh.size} processes (on one host: torchrun --nproc-per-node "
             f"{mesh.size}), or choose a mesh of {world_size}, as FXPAR_MESH=dp="
             f"{world_size}",
@@ -218,11 +218,11 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
     assert world is not None, "a group needs a process group"
     if count == world.size():
         return world.group_name
-    made = _life().names
+    names = _life().names
     several = mesh.ordered([a for a in axes if mesh.axis_size(a) > 1])
     mesh = mesh.unrefined
     key = mesh.axes, mesh.joined(several)
-    if key not in made:
+    if key not in names:
         for members in mesh.groups(key[1]):
             group = dist.new_group(
                 list(members),
@@ -230,9 +230,9 @@ def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
                 group_desc=f"fxpar:{'+'.join(key[1])}",
             )
             if world.rank() in members:
-                made[key] = f"{mesh}/{'+'.join(key[1])}"
-                _torch.distributed.also_named(group.group_name, made[key])
-    return made[key]
+                names[key] = f"{mesh}/{'+'.join(key[1])}"
+                _torch.distributed.also_named(group.group_name, names[key])
+    return names[key]
 
 
 def bandwidth_of(mesh: Mesh, group: str) -> float:
@@ -253,15 +253,15 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
     """The DeviceMesh with the axes of ``mesh``: the user's own, or one made once."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    made = _life().device_meshes
+    meshes = _life().device_meshes
     key = mesh.axes, device_type
-    if key not in made:
-        made[key] = init_device_mesh(
+    if key not in meshes:
+        meshes[key] = init_device_mesh(
             device_type,
             tuple(size for _, size in mesh.axes),
             mesh_dim_names=mesh.names,
         )
-    return made[key]
+    return meshes[key]
 
 
 def check_devices(device: torch.device) -> None:
@@ -274,8 +274,8 @@ def check_devices(device: torch.device) -> None:
         return
     if world.size() == 1 or "cuda:nccl" not in dist.get_backend_config(world):
         return
-    here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-    texts = consensus.gather("devices", "\n".join(here))
+    identity = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    texts = consensus.gather("devices", "\n".join(identity))
     hosts, devices = zip(*(text.split("\n") for text in texts), strict=True)
     check_sharing(hosts, devices)
     _life().devices_checked = True

@@ -59,8 +59,8 @@ class KnownProgram:
 
     def name_of(self, rank: int) -> str:
         """What torch's caches know it by on a rank."""
-        own = rank and not self.shared
-        return f"{self.number}|{rank}" if own else self.number
+        per_rank = rank and not self.shared
+        return f"{self.number}|{rank}" if per_rank else self.number
 
 
 def look_up(text: str | None, tag: str) -> KnownProgram | None:
@@ -70,20 +70,20 @@ def look_up(text: str | None, tag: str) -> KnownProgram | None:
     Raises RankMismatchError if a rank does not come.
     """
     key = text and hashlib.sha256(text.encode()).hexdigest()
-    said: dict[str, Any] = {"key": key}
+    message: dict[str, Any] = {"key": key}
     if key and consensus.leads():
-        said["number"] = uuid.uuid4().hex
-        said["record"] = cache_files.read_record(_path(key), FORMAT, key)
-    every = [json.loads(x) for x in consensus.gather(tag, json.dumps(said))]
+        message["number"] = uuid.uuid4().hex
+        message["record"] = cache_files.read_record(_path(key), FORMAT, key)
+    every = [json.loads(x) for x in consensus.gather(tag, json.dumps(message))]
     if not key or any(each["key"] != key for each in every):
         return None
     first = every[0]
-    known = _read(key, first["record"]) if first["record"] else None
-    if known is None or known.plan is None:
+    program = _read(key, first["record"]) if first["record"] else None
+    if program is None or program.plan is None:
         return KnownProgram(key, first["number"])
     note = f"found before: {_path(key)}, nothing is planned"
-    plan = replace(known.plan, notes=(*known.plan.notes, note))
-    return replace(known, plan=plan)
+    plan = replace(program.plan, notes=(*program.plan.notes, note))
+    return replace(program, plan=plan)
 
 
 def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
@@ -102,7 +102,7 @@ def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
 
 
 def describe(
-    known: KnownProgram,
+    program: KnownProgram,
     plan: Plan,
     results: Mapping[int, Spec],
     launches: Sequence[str],
@@ -113,7 +113,7 @@ def describe(
     """What is known of a program that was planned now, as data. ``local``: its graph;
     the rest as in KnownProgram."""
     return {
-        "number": known.number,
+        "number": program.number,
         "plan": plan.to_record(),
         "results": {str(i): str(spec) for i, spec in results.items()},
         "launches": list(launches),
@@ -122,17 +122,17 @@ def describe(
     }
 
 
-def keep(known: KnownProgram, record: Mapping[str, Any]) -> None:
+def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
     """Leave a program on disk that was compiled now: what ``describe`` says of it."""
-    cache_files.write_record(_path(known.key), FORMAT, known.key, dict(record))
+    cache_files.write_record(_path(program.key), FORMAT, program.key, dict(record))
 
 
-def is_led(known: KnownProgram, examples: Sequence[Any]) -> bool:
+def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
     """Whether rank 0 plans and compiles a program before all other ranks do: nobody
     did before, and they see its files. On CPUs alone: on others a schedule may fuse
     regions, whose kernels all ranks make together. ``examples``: the inputs."""
     channel = current()
-    if known.plan is not None or channel is None:
+    if program.plan is not None or channel is None:
         return False
     tensors = (x for x in examples if isinstance(x, torch.Tensor))
     if any(x.device.type != "cpu" for x in tensors):
@@ -147,59 +147,63 @@ def tell_plan(graph: str, record: Mapping[str, Any] | None) -> None:
     consensus.gather(f"the plan of {graph}", json.dumps(record))
 
 
-def await_plan(graph: str, known: KnownProgram) -> KnownProgram | None:
+def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
     """What rank 0 planned, None if it failed.
 
     Raises RankMismatchError if rank 0 does not come.
     """
     text, *_ = consensus.gather(f"the plan of {graph}", "")
     record = json.loads(text)
-    return record and _read(known.key, record)
+    return record and _read(program.key, record)
 
 
 def tell_compiled(graph: str, *, shared: bool, launches: Sequence[str]) -> None:
     """Tell the other ranks that rank 0 has compiled a program, and what it found."""
-    told = {"shared": shared, "launches": list(launches)}
-    consensus.gather(f"{graph} compiled on rank 0", json.dumps(told))
+    message = {"shared": shared, "launches": list(launches)}
+    consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
 
 
-def await_compiled(graph: str, known: KnownProgram) -> KnownProgram:
+def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
     """A planned program once rank 0 has compiled it.
 
     Raises RankMismatchError if rank 0 fails, or does not come.
     """
     text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
-    told = json.loads(text)
-    return replace(known, shared=told["shared"], launches=tuple(told["launches"]))
+    message = json.loads(text)
+    return replace(
+        program, shared=message["shared"], launches=tuple(message["launches"])
+    )
 
 
 def text_of(
     gm: fx.GraphModule,
-    named: Sequence[Named],
+    inputs: Sequence[Named],
     examples: Sequence[Any],
     options: Options,
     ranks: Ranks,
-    asked: Sequence[Any] = (),
+    requirements: Sequence[Any] = (),
 ) -> str | None:
     """All that planning and compiling a graph depends on, as text that is the same at
     every start; None if there is no such text, or more is asked for than to compile.
-    ``asked``: what else is asked of the program, as its specs at rest."""
-    more = options.tune or options.verify or options.dump or options.debug > 1
-    more = more or options.fuse != "none" or not options.cache_plans or ranks.open
+    ``requirements``: what else is asked of the program, as its specs at rest."""
+    uncacheable = options.tune or options.verify or options.dump or options.debug > 1
+    uncacheable = (
+        uncacheable or options.fuse != "none" or not options.cache_plans or ranks.open
+    )
     named_plan = options.plan in ("search", "propagate", "replicate")
-    if more or not named_plan or options.schedule not in ("auto", "none"):
+    if uncacheable or not named_plan or options.schedule not in ("auto", "none"):
         return None
     if options.codegen != "inductor" or not plan_store.allowed() or has_user_rules():
         return None
-    program = fixed_content(gm, named, examples)
-    return program and "\n".join(
+    content = fixed_content(gm, inputs, examples)
+    return content and "\n".join(
         map(
             str,
             (
                 *(FORMAT, torch.__version__, plan_store.own_version()),
                 *(ranks.mesh.axes, ranks.mesh.links, options),
                 *(list(load(options.hints).items()), known_machine(options)),
-                *(*asked, program),
+                *(*requirements, content),
             ),
         )
     )

@@ -52,14 +52,14 @@ class LocalResults:
     """What leaves a graph that is fed parts of the batch."""
 
     # Names of results that leave as this rank's summand, by position.
-    own: Mapping[int, str] = field(default_factory=dict)
+    summand_names: Mapping[int, str] = field(default_factory=dict)
     # What was done to results, for the plan.
     notes: tuple[str, ...] = ()
 
     def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
         """The notes on a plan in which results have these specs."""
-        summands = [name for i, name in self.own.items() if specs[i].partial]
-        whole = [name for i, name in self.own.items() if specs[i].is_whole]
+        summands = [name for i, name in self.summand_names.items() if specs[i].partial]
+        whole = [name for i, name in self.summand_names.items() if specs[i].is_whole]
         return (
             *self.notes,
             *(f"result {x} counts over the batch: each rank's own" for x in summands),
@@ -72,7 +72,7 @@ class LocalResults:
 
 
 def scale_results(
-    gm: fx.GraphModule, named: Sequence[Named], sized: Sized, parts: int
+    gm: fx.GraphModule, inputs: Sequence[Named], sized: Sized, parts: int
 ) -> LocalResults:
     """Divide the results of a Dynamo graph, in place; warn of those that grow and
     cannot be."""
@@ -80,16 +80,16 @@ def scale_results(
     if not any(may_grow(x) for x in results):
         return LocalResults()
     name_written(gm.graph)
-    found = _Growths(gm, named, sized, parts)
-    own, notes, unclear = {}, [], []
+    growths = _Growths(gm, inputs, sized, parts)
+    summands, notes, unclear = {}, [], []
     for k, x in enumerate(results):
-        if not isinstance(x, fx.Node) or found.last[k].is_fixed:
+        if not isinstance(x, fx.Node) or growths.last[k].is_fixed:
             continue
-        grown, whole = found.last[k], not _is_floating(x)
+        grown, whole = growths.last[k], not _is_floating(x)
         if whole and grown.power == 1.0 and not grown.mixed:
-            own[k] = x.name
+            summands[k] = x.name
             continue
-        scaled = None if whole else divided(gm.graph, x, grown, found.of, parts)
+        scaled = None if whole else divided(gm.graph, x, grown, growths.of, parts)
         if scaled is None:
             unclear.append((x, grown))
             continue
@@ -104,7 +104,7 @@ def scale_results(
     notes += [f"result {x.name} is of the whole batch: {_why(g)}" for x, g in unclear]
     if unclear:
         _warn_unclear(unclear, parts)
-    return LocalResults(own, tuple(notes))
+    return LocalResults(summands, tuple(notes))
 
 
 def _note(x: fx.Node, grown: Growth, parts: int) -> str:
@@ -123,9 +123,9 @@ def _why(grown: Growth) -> str:
 
 def _warn_unclear(unclear: Sequence[tuple[fx.Node, Growth]], parts: int) -> None:
     x, grown = unclear[0]
-    more = f" (and {len(unclear) - 1} more)" if len(unclear) > 1 else ""
+    also = f" (and {len(unclear) - 1} more)" if len(unclear) > 1 else ""
     text = compose(
-        f"with FXPAR_INPUTS=local result {x.name}{more} is what one device has for the "
+        f"with FXPAR_INPUTS=local result {x.name}{also} is what one device has for the "
         f"whole batch, {parts} times that of a rank: {_why(grown)}",
         where=user_line(x),
         fix=_FIX,
@@ -160,65 +160,65 @@ class _Growths:
     results, when they are made."""
 
     def __init__(
-        self, gm: fx.GraphModule, named: Sequence[Named], sized: Sized, parts: int
+        self, gm: fx.GraphModule, names: Sequence[Named], sized: Sized, parts: int
     ) -> None:
         results = gm.graph.output_node().args[0]
         self.ways = linear_ways(results)
-        key = _key(gm, named, sized(parts), parts)
-        found = _found_before(key)
-        if found is None:
+        key = _key(gm, names, sized(parts), parts)
+        growths = _found_before(key)
+        if growths is None:
             traced = list[Sequence[Growth]]()
 
             def trace() -> None:
-                traced.append(self._growths(gm, named, sized, parts))
+                traced.append(self._growths(gm, names, sized, parts))
                 _keep(key, traced[0])
 
             if key:
                 first_does("traces how results grow with the batch", key, trace)
-                found = _found_before(key)
-            if found is None and not traced:
+                growths = _found_before(key)
+            if growths is None and not traced:
                 trace()
-            found = found or traced[0]
+            growths = growths or traced[0]
         count = len(results)
-        self.last = found[:count]
-        self.of = dict(zip(self.ways, found[count:], strict=False))
+        self.last = growths[:count]
+        self.of = dict(zip(self.ways, growths[count:], strict=False))
 
     def _growths(
-        self, gm: fx.GraphModule, named: Sequence[Named], sized: Sized, parts: int
+        self, gm: fx.GraphModule, names: Sequence[Named], sized: Sized, parts: int
     ) -> Sequence[Growth]:
         """Of the results, then of ``ways``."""
         try:
-            traced = [self._traced(gm, named, sized(n)) for n in (parts, 2 * parts)]
-            inputs = [_of_input(named[i]) for i in traced[0].inputs]
+            traced = [self._traced(gm, names, sized(n)) for n in (parts, 2 * parts)]
+            inputs = [_of_input(names[i]) for i in traced[0].inputs]
             return growths(traced[0].graph, traced[1].graph, inputs)
         except Exception as error:  # compiling it says what is wrong
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unknown(f"it cannot be traced: {why}")] * 10**6
 
     def _traced(
-        self, gm: fx.GraphModule, named: Sequence[Named], args: Sequence[Any]
+        self, gm: fx.GraphModule, inputs: Sequence[Named], args: Sequence[Any]
     ) -> _Traced:
         """The ATen graph of the program without its backward. Outputs: the results,
         then the values of ``ways``."""
         probe = _torch.dynamo.copy_graph(gm)
         twins = dict(zip(gm.graph.nodes, probe.graph.nodes, strict=True))
         output = probe.graph.output_node()
-        kept = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
+        outputs = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
         for node in self.ways:
             twin = twins[node]
             with probe.graph.inserting_after(twin):
-                kept.append(probe.graph.call_method("clone", (twin,)))
-        output.args = (tuple(kept),)
+                outputs.append(probe.graph.call_method("clone", (twin,)))
+        output.args = (tuple(outputs),)
         probe.recompile()
-        forward = globally(probe, named, args)
+        forward = globally(probe, inputs, args)
         return _aten(forward.module, args)
 
 
 def _key(
-    gm: fx.GraphModule, named: Sequence[Named], args: Sequence[Any], parts: int
+    gm: fx.GraphModule, inputs: Sequence[Named], args: Sequence[Any], parts: int
 ) -> str | None:
     """Of the growths of a program on disk; None if they are not to be kept."""
-    content = fixed_content(gm, named, args)
+    content = fixed_content(gm, inputs, args)
     if content is None or not plan_store.allowed() or has_user_rules():
         return None
     lines = (FORMAT, torch.__version__, plan_store.own_version(), str(parts), content)
@@ -234,9 +234,9 @@ def _found_before(key: str | None) -> Sequence[Growth] | None:
         return None
 
 
-def _keep(key: str | None, found: Sequence[Growth]) -> None:
-    if key and len(found) < 10**6:
-        rows = [[each.power, each.mixed, each.why] for each in found]
+def _keep(key: str | None, growths: Sequence[Growth]) -> None:
+    if key and len(growths) < 10**6:
+        rows = [[each.power, each.mixed, each.why] for each in growths]
         cache_files.write_record(_path(key), FORMAT, key, {"growths": rows})
 
 
@@ -244,8 +244,8 @@ def _path(key: str) -> Path:
     return cache_files.folder() / f"{key}.growths.json"
 
 
-def _of_input(named: Named) -> Growth:
-    return Growth(1.0) if named.kind == "summand" else FIXED
+def _of_input(entry: Named) -> Growth:
+    return Growth(1.0) if entry.kind == "summand" else FIXED
 
 
 @dataclass(frozen=True)
@@ -281,5 +281,5 @@ def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
             values[place] = x
     output.args = (tuple(values),)
     inputs = traced.graph.find_nodes(op="placeholder")
-    given = [_torch.aot.descriptor(node.meta["desc"])[1] for node in inputs]
-    return _Traced(traced.graph, tuple(places[i] for i in given))
+    positions = [_torch.aot.descriptor(node.meta["desc"])[1] for node in inputs]
+    return _Traced(traced.graph, tuple(places[i] for i in positions))

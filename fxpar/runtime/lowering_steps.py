@@ -76,11 +76,15 @@ def _open_decision(state: JointState) -> Decision:
 
 def cut_batch(state: JointState) -> None:
     """The rank's batch in parts, one after the other."""
-    parts, asked = parts_of(state.request), state.request.microbatches
+    parts, microbatches = parts_of(state.request), state.request.microbatches
     staged = bool(state.stages) or state.request.pipeline is None
     if parts > 1 and staged:
         state.graph, notes = cut_microbatches(
-            state.graph, state.decided, parts, state.fake_mode, asked=asked is not None
+            state.graph,
+            state.decided,
+            parts,
+            state.fake_mode,
+            required=microbatches is not None,
         )
         state.notes = (*state.notes, *notes)
 
@@ -101,13 +105,13 @@ def apply_schedule(state: JointState) -> None:
     if state.open:
         _leave_unscheduled(state)
         return
-    saved = state.known
+    recalled = state.plan_with_schedule
     if request.pipeline is not None:
         return
     if not state.decided.is_even:
         _refuse_uneven(request.schedule)
         return
-    if request.schedule == "auto" and saved is None:
+    if request.schedule == "auto" and recalled is None:
         if request.hardware is None or mesh.size == 1:
             return
         hardware = request.hardware.at_speed(mesh.slowest)
@@ -119,8 +123,8 @@ def apply_schedule(state: JointState) -> None:
         state.notes += (chosen.note,) if chosen.schedule else ()
     else:
         text = "" if request.schedule == "none" else request.schedule
-        if saved is not None and text == "auto":
-            text, state.near = saved.schedule, saved.near
+        if recalled is not None and text == "auto":
+            text, state.near = recalled.schedule, recalled.near
         state.schedule = Schedule.of(text)
         after = apply(state.schedule, before, mesh) if state.schedule else before
     if state.schedule:
@@ -134,11 +138,11 @@ _UNSCHEDULED = "no schedule is chosen: sizes are left open"
 def _leave_unscheduled(state: JointState) -> None:
     """Of a graph with open sizes: chunks and slices are of sizes that are known. What
     was asked for by name is refused, so that the sizes are fixed."""
-    asked = state.request.schedule
-    if asked not in ("auto", "none"):
-        raise ScheduleError(f"a schedule is for sizes that are known: {asked!r}")
-    told = state.recalled.notes if state.recalled else ()
-    if asked == "auto" and state.decided.mesh.size > 1 and _UNSCHEDULED not in told:
+    schedule = state.request.schedule
+    if schedule not in ("auto", "none"):
+        raise ScheduleError(f"a schedule is for sizes that are known: {schedule!r}")
+    notes = state.recalled.notes if state.recalled else ()
+    if schedule == "auto" and state.decided.mesh.size > 1 and _UNSCHEDULED not in notes:
         state.notes = (_UNSCHEDULED,)
 
 
@@ -193,16 +197,20 @@ def fuse_regions(state: PhaseState) -> None:
     if state.mesh is None:
         return
     folder = f"{request.dump}/{state.label}" if request.dump else None
-    chosen = request.fuse != "none"
+    beyond_schedule = request.fuse != "none"
     values = [n.meta.get("val") for n in state.graph.find_nodes(op="placeholder")]
     device = device_of([x for x in values if isinstance(x, torch.Tensor)])
     kernels = request.fuse in ("none", "triton")
     facts = cache(partial(_facts, state.mesh, kernels, device))
     fused = fuse_graph(
-        state.graph, facts_of=facts, dump=folder, found=chosen, tune=request.tune
+        state.graph,
+        facts_of=facts,
+        dump=folder,
+        beyond_schedule=beyond_schedule,
+        tune=request.tune,
     )
     state.regions += [f"{which}: {text}" for text in fused.lines]
-    if request.leads and (chosen or fused.programs or fused.left):
+    if request.leads and (beyond_schedule or fused.programs or fused.unfused):
         say(fused, f"{request.name}/{which}", request.debug)
 
 

@@ -82,10 +82,10 @@ def _open(group: Any) -> Channel:
     presence = Presence(weakref.ref(group), beside, rank, size, prefix)
     presence.start()
     store.set(f"{prefix}/folder/{rank}", cache_files.folder_mark())
-    own = _torch.distributed.same_store(store)
-    if own is not store:
-        own.set_timeout(LONGEST)
-    return Channel(own, rank, size, prefix, presence)
+    connection = _torch.distributed.same_store(store)
+    if connection is not store:
+        connection.set_timeout(LONGEST)
+    return Channel(connection, rank, size, prefix, presence)
 
 
 FAILED = "!"  # begins a word that says why a rank does not run
@@ -121,11 +121,11 @@ def fail(message: str) -> None:
     channel = current()
     if channel is None:
         return
-    own = _next_keys(channel)[channel.rank]
+    key = _next_keys(channel)[channel.rank]
     what = f"rank {channel.rank} failed:\n{message}"
     fix = "this rank only stopped with it: look at that rank's error"
     text = _failure(what, fix)
-    channel.store.set(own, text)
+    channel.store.set(key, text)
     if channel.rank == 0 and channel.size > DIRECT:
         channel.store.compare_set(_verdict_key(channel), "", json.dumps([text]))
 
@@ -145,27 +145,27 @@ def _failure(what: str, fix: str, where: str | None = None) -> str:
 
 
 def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[str]:
-    own, beside = keys[channel.rank], channel.presence
+    key, beside = keys[channel.rank], channel.presence
     heard = beside.heard
     if heard != channel.heard:
         # Some rank waits for long, maybe for this one, and may have given up.
         channel.heard = heard
-        channel.store.compare_set(own, "", word)
+        channel.store.compare_set(key, "", word)
     else:
-        channel.store.set(own, word)
+        channel.store.set(key, word)
     watch = _Watch(channel, keys, what)
     beside.watch = watch.look
     with presence.waits(f"waits for others in {what}"):
         words = _read(channel, keys)
     beside.watch = None
     beside.read += channel.wrote  # every rank came to the call behind it
-    channel.wrote = [own]
+    channel.wrote = [key]
     if channel.rank == 0 and channel.size > DIRECT:
         channel.wrote.append(_verdict_key(channel))
     for text in words:
         if text.startswith(FAILED):
-            said, fix, where = json.loads(text.removeprefix(FAILED))
-            raise RankMismatchError(said, fix=fix, where=where)
+            fact, fix, where = json.loads(text.removeprefix(FAILED))
+            raise RankMismatchError(fact, fix=fix, where=where)
     return words
 
 
@@ -173,12 +173,12 @@ def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
     """The words of all ranks; of many ranks, as rank 0 read them."""
     store, many = channel.store, channel.size > DIRECT
     if many and channel.rank:
-        told: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
-        return told * (channel.size if len(told) == 1 else 1)
+        agreed: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
+        return agreed * (channel.size if len(agreed) == 1 else 1)
     words = [raw.decode() for raw in store.multi_get(list(keys))]
     if many:
-        told = words[:1] if len(set(words)) == 1 else words
-        store.compare_set(_verdict_key(channel), "", json.dumps(told))
+        agreed = words[:1] if len(set(words)) == 1 else words
+        store.compare_set(_verdict_key(channel), "", json.dumps(agreed))
     return words
 
 

@@ -58,7 +58,7 @@ class OpenSize:
         return int(x if self.dim is None else x.shape[self.dim])
 
 
-def open_sizes(gm: fx.GraphModule, named: Sequence[Named], fed: Fed) -> list[OpenSize]:
+def open_sizes(gm: fx.GraphModule, inputs: Sequence[Named], fed: Fed) -> list[OpenSize]:
     """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
     itself: first as the rows of an input that is fed in parts."""
     values = [value_of(node) for node in placeholders(gm)]
@@ -69,12 +69,12 @@ def open_sizes(gm: fx.GraphModule, named: Sequence[Named], fed: Fed) -> list[Ope
         if isinstance(value, torch.Tensor):
             places += [(size, i, d) for d, size in enumerate(value.shape)]
     places += [(value, i, None) for i, value in enumerate(values)]
-    found: dict[str, OpenSize] = {}
+    by_symbol: dict[str, OpenSize] = {}
     for size, i, dim in places:
         if is_symbol(size):
-            text = named[i].name if dim is None else f"{named[i].name}.shape[{dim}]"
-            found.setdefault(str(size), OpenSize(str(size), i, dim, text))
-    return list(found.values())
+            text = inputs[i].name if dim is None else f"{inputs[i].name}.shape[{dim}]"
+            by_symbol.setdefault(str(size), OpenSize(str(size), i, dim, text))
+    return list(by_symbol.values())
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class OpenProgram:
     graph: fx.GraphModule
     # Fakes whose sizes are symbols, the symbols first.
     examples: Sequence[Any]
-    named: tuple[Named, ...]
+    inputs: tuple[Named, ...]
     # Positions of the inputs of which each rank feeds a part.
     local: frozenset[int]
     fake_mode: Any
@@ -99,7 +99,7 @@ class OpenProgram:
     # Of each open size, where it is found in these, as Python.
     places: tuple[str, ...]
     # Positions of the tensors among what Dynamo calls the graph with.
-    kept: tuple[int, ...]
+    tensors: tuple[int, ...]
     # Of these, those that were traced as contiguous.
     dense: frozenset[int]
     # Of these, those that are not, and so are copied.
@@ -107,9 +107,9 @@ class OpenProgram:
 
     def divisors_asked(self) -> dict[str, int]:
         """What its sizes must be multiples of, by name, for the plan that was made."""
-        asked = _torch.symbols.divisors_asked(self.names, self.fake_mode)
+        divisors = _torch.symbols.divisors_asked(self.names, self.fake_mode)
         each = zip(self.sizes, self.names, strict=True)
-        return {size.name: asked[name] for size, name in each if name in asked}
+        return {size.name: divisors[name] for size, name in each if name in divisors}
 
     def fixed(self) -> list[OpenSize]:
         """The sizes that guards have fixed to what they were, once it is compiled."""
@@ -122,15 +122,15 @@ class OpenProgram:
         ``written``: positions of its inputs that it writes to, which may not be copied:
         the others are where they do not lie in memory as traced."""
         first = len(self.symbols)
-        dense = self.dense.difference(self.kept[i - first] for i in written)
+        dense = self.dense.difference(self.tensors[i - first] for i in written)
         places = tuple(zip(self.sizes, self.units, strict=True))
-        kept = tuple((i, i in dense) for i in self.kept)
+        tensors = tuple((i, i in dense) for i in self.tensors)
 
         def call(*args: Any) -> Any:
-            given: list[Any] = [size.of(args) // unit for size, unit in places]
-            for i, is_dense in kept:
-                given.append(args[i].contiguous() if is_dense else args[i])
-            return run(*given)
+            values: list[Any] = [size.of(args) // unit for size, unit in places]
+            for i, is_dense in tensors:
+                values.append(args[i].contiguous() if is_dense else args[i])
+            return run(*values)
 
         return call
 
@@ -138,7 +138,7 @@ class OpenProgram:
 def open_program(
     gm: fx.GraphModule,
     args: Sequence[Any],
-    named: Sequence[Named],
+    inputs: Sequence[Named],
     fed: Fed,
     sizes: Sequence[OpenSize],
     units: Mapping[str, int],
@@ -151,25 +151,27 @@ def open_program(
     """
     mode = _torch.symbols.open_mode()
     values = [value_of(node) for node in placeholders(gm)]
-    every = open_sizes(gm, named, fed)
-    known: dict[str, Any] = {size.name: size.of(args) for size in every}
+    every = open_sizes(gm, inputs, fed)
+    size_values: dict[str, Any] = {size.name: size.of(args) for size in every}
     # Sizes that are equal now are taken to be so in the whole range.
     alike: dict[Any, list[OpenSize]] = {}
     for size in sizes:
-        alike.setdefault((known[size.name], size.dim), []).append(size)
+        alike.setdefault((size_values[size.name], size.dim), []).append(size)
     sizes, symbols = [same[0] for same in alike.values()], []
-    for size, *others in alike.values():
+    for size, *equal in alike.values():
         unit = units.get(size.name, 1)
-        hint = known[size.name] // unit
+        hint = size_values[size.name] // unit
         symbols.append(_torch.symbols.new_symbol(mode, size.name, hint))
-        for each in (size, *others):
-            known[each.name] = symbols[-1] * unit
+        for each in (size, *equal):
+            size_values[each.name] = symbols[-1] * unit
     by_stride = any("as_strided" in str(node.target) for node in gm.graph.nodes)
     dense: set[int] = set()
     try:
         examples: list[Any] = []
         for i, (x, value) in enumerate(zip(args, values, strict=True)):
-            example, is_dense = _example(x, value, i in fed.local, known, parts, mode)
+            example, is_dense = _example(
+                x, value, i in fed.local, size_values, parts, mode
+            )
             examples.append(example)
             dense |= {i} if is_dense else set()
             if is_dense and by_stride and (x.storage_offset() or not x.is_contiguous()):
@@ -177,24 +179,25 @@ def open_program(
         for i, (source, dim) in fed.sources.items():
             examples[i] = examples[source].shape[dim]
         shapes = tuple(
-            tuple(substituted(n, known) for n in values[i].shape) for i in fed.tensors
+            tuple(substituted(n, size_values) for n in values[i].shape)
+            for i in fed.tensors
         )
         numbers = tuple(
-            substituted(values[i], known)
+            substituted(values[i], size_values)
             if isinstance(values[i], torch.SymInt)
             else args[i]
             for i in fed.numbers
         )
     except KeyError as error:
         raise OpenSizesRefused(f"the size {error} is that of no input") from error
-    kept = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-    _take_symbols(gm, sizes, symbols, examples, kept)
+    tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+    _take_symbols(gm, sizes, symbols, examples, tensors)
     first = len(symbols)
     return OpenProgram(
         gm,
-        [*symbols, *(examples[i] for i in kept)],
-        (*(Named(size.text, "size") for size in sizes), *(named[i] for i in kept)),
-        frozenset(first + kept.index(i) for i in fed.local),
+        [*symbols, *(examples[i] for i in tensors)],
+        (*(Named(size.text, "size") for size in sizes), *(inputs[i] for i in tensors)),
+        frozenset(first + tensors.index(i) for i in fed.local),
         mode,
         tuple(sizes),
         tuple(symbols),
@@ -208,29 +211,34 @@ def open_program(
             else f"shapes[{fed.tensors.index(size.place)}][{size.dim}]"
             for size in sizes
         ),
-        tuple(kept),
+        tuple(tensors),
         frozenset(dense),
         frozenset(i for i in dense if not args[i].is_contiguous()),
     )
 
 
 def _example(
-    x: Any, value: Any, local: bool, known: Mapping[str, Any], parts: int, mode: Any
+    x: Any,
+    value: Any,
+    local: bool,
+    size_values: Mapping[str, Any],
+    parts: int,
+    mode: Any,
 ) -> tuple[Any, bool]:
     """An input as the global program sees it, a fake with symbols for its sizes;
     whether it has some, and is contiguous."""
     if not isinstance(x, torch.Tensor):
         number = isinstance(value, torch.SymInt)
-        return substituted(value, known) if number else x, False
+        return substituted(value, size_values) if number else x, False
     if not local and not _torch.symbols.is_open(value):
         with mode:
             return mode.from_tensor(x, static_shapes=True), False
-    shape = [substituted(n, known) for n in value.shape]
+    shape = [substituted(n, size_values) for n in value.shape]
     if local:
         shape[0] *= parts
     elif not x.is_contiguous():
         with contextlib.suppress(KeyError):  # rows of a larger tensor
-            stride = [substituted(n, known) for n in value.stride()]
+            stride = [substituted(n, size_values) for n in value.stride()]
             with mode, torch.no_grad():
                 fake = torch.empty_strided(
                     shape, stride, dtype=x.dtype, device=x.device
@@ -244,7 +252,7 @@ def _take_symbols(
     sizes: Sequence[OpenSize],
     symbols: Sequence[Any],
     examples: Sequence[Any],
-    kept: Collection[int],
+    tensors: Collection[int],
 ) -> None:
     """Let a graph take the symbols as inputs, and compute its numbers from them."""
     nodes, graph = placeholders(gm), gm.graph
@@ -254,7 +262,7 @@ def _take_symbols(
             node = graph.placeholder(f"size_{size.name}")
             node.meta["val"] = symbol
     for i, node in enumerate(nodes):
-        if i in kept:
+        if i in tensors:
             continue
         size_nodes.put_in_place(node, size_nodes.as_nodes(graph, examples[i]))
     graph.lint()
@@ -280,7 +288,7 @@ def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange
     positions of the inputs that it writes to. Raises OpenSizesRefused where that cannot
     be said."""
     first = len(program.symbols)
-    if program.copied.intersection(program.kept[i - first] for i in written):
+    if program.copied.intersection(program.tensors[i - first] for i in written):
         raise OpenSizesRefused("a part of a larger tensor is written to")
     names = program.names
     guards = _torch.symbols.guards_of(program.symbols, names, program.fake_mode)
@@ -299,9 +307,9 @@ def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange
     lines[-1] += f" and ({guards})"
     scope = _torch.symbols.guard_functions()
     exec("\n".join(lines), scope)
-    told = guards
+    text = guards
     for size, unit, name in zip(program.sizes, program.units, names, strict=True):
-        told = told.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
+        text = text.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
     return SizeRange(
-        tuple(program.fixed()), frozenset(written), scope["contains"], told
+        tuple(program.fixed()), frozenset(written), scope["contains"], text
     )

@@ -52,13 +52,13 @@ class _Outside:
 
 
 @dataclass(eq=False)
-class _Watched:
+class _CompiledCallable:
     """A compiled module or function."""
 
     fn: Any  # a weak reference
     name: str
     options: dict[str, Any] | None
-    asked: Options | None = None
+    settings: Options | None = None
     # Modules in the frames Dynamo met.
     met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
     # Of each graph that ran, whether the whole call was in it.
@@ -74,22 +74,22 @@ class _Watched:
 
     @property
     def local(self) -> bool:
-        return self.asked is not None and self.asked.inputs == "local"
+        return self.settings is not None and self.settings.inputs == "local"
 
     def modules(self) -> dict[str, nn.Module]:
         """The module it is, or those its code uses, as far as they are known."""
         fn = self.fn()
-        found = modules_of(fn) if fn is not None else {}
-        if not isinstance(fn, nn.Module) and "" not in found:
-            known = {id(module) for module in found.values()}
-            met = [m for key, r in self.met.items() if (m := r()) and key not in known]
-            found |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(met)}
-        return found
+        modules = modules_of(fn) if fn is not None else {}
+        if not isinstance(fn, nn.Module) and "" not in modules:
+            listed = {id(module) for module in modules.values()}
+            met = [m for key, r in self.met.items() if (m := r()) and key not in listed]
+            modules |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(met)}
+        return modules
 
 
 @dataclass(eq=False)
 class _Call:
-    watched: _Watched
+    watched: _CompiledCallable
     handled: BaseException | None  # by code around the call
     ran: list[bool] = field(default_factory=list)
 
@@ -101,13 +101,13 @@ class _Calls(threading.local):
         self.stack: list[_Call] = []
 
 
-_watched: weakref.WeakSet[_Watched] = weakref.WeakSet()
+_watched: weakref.WeakSet[_CompiledCallable] = weakref.WeakSet()
 _calls = _Calls()
 _skipped: dict[types.CodeType, _Outside] = {}
 
 
 @dataclass(eq=False)
-class _Seen:
+class _CheckedParameters:
     """Of an optimizer: the ids of parameters that had a gradient, and whether ranks
     compared them before its first step."""
 
@@ -115,7 +115,9 @@ class _Seen:
     compared: bool = False
 
 
-_seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, _CheckedParameters] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
@@ -134,31 +136,31 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
             reference = weakref.ref(fn)
         except TypeError:  # a class with slots
             reference = functools.partial(_itself, fn)
-    watched = _Watched(reference, name, options)
+    watched = _CompiledCallable(reference, name, options)
     _watched.add(watched)
 
     def enter() -> Callable[[], None]:
-        if watched.asked is None:
+        if watched.settings is None:
             _read(watched)
         _calls.stack.append(_Call(watched, sys.exc_info()[1]))
         return _leave
 
-    return enter, functools.partial(_met, watched)
+    return enter, functools.partial(_meet_frame, watched)
 
 
 def options_of_call() -> Options | None:
     """The options of the compiled function that is being called; None outside."""
-    return _calls.stack[-1].watched.asked if _calls.stack else None
+    return _calls.stack[-1].watched.settings if _calls.stack else None
 
 
 def _itself(fn: Any) -> Any:
     return fn
 
 
-def _read(watched: _Watched) -> None:
+def _read(watched: _CompiledCallable) -> None:
     watched.before = _torch.dynamo.graph_breaks()
     try:
-        watched.asked = Options.read(watched.options)
+        watched.settings = Options.read(watched.options)
     except OptionError:
         return  # which the backend raises where the user sees it
     if watched.local:
@@ -174,7 +176,9 @@ def _tell_home(module: nn.Module, local: bool) -> None:
         home.local = local
 
 
-def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> None:
+def _meet_frame(
+    watched: _CompiledCallable, frame: types.FrameType, error: Exception | None
+) -> None:
     """Dynamo met a frame; an error means that it skips it."""
     for value in frame.f_locals.values():
         if isinstance(value, nn.Module):
@@ -186,9 +190,9 @@ def _met(watched: _Watched, frame: types.FrameType, error: Exception | None) -> 
         str(error).split("\n")[0],
         None,
     )
-    found = _Outside(frame.f_code.co_qualname, why, where)
-    _skipped[frame.f_code] = found
-    watched.outside.setdefault(found, False)
+    outside = _Outside(frame.f_code.co_qualname, why, where)
+    _skipped[frame.f_code] = outside
+    watched.outside.setdefault(outside, False)
     if watched.local:
         _settle(watched)
 
@@ -218,15 +222,15 @@ def _leave() -> None:
     watched = call.watched
     if call.ran == [True] or sys.exc_info()[1] is not call.handled:
         return
-    if watched.asked is None:
+    if watched.settings is None:
         return
     if not call.ran and not watched.joined:
         watched.joined = True
-        join(watched.asked)  # as the backend does, which is not called here
+        join(watched.settings)  # as the backend does, which is not called here
     _settle(watched, compiled=bool(call.ran))
 
 
-def _settle(watched: _Watched, *, compiled: bool = True) -> None:
+def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
     """Code outside the graphs was met: say so, and have its gradients reduced, before a
     backward comes, which the compiled function itself may run."""
     if not reduce_gradients.takes_part():
@@ -248,16 +252,16 @@ def _settle(watched: _Watched, *, compiled: bool = True) -> None:
         reduce_gradients.watch(watched.name, watched.modules())
 
 
-def _explain(watched: _Watched, *, compiled: bool) -> None:
+def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
     """Why calls are not one graph, where no frame was met that says so."""
     for module in watched.modules().values():
         for code in map(_code_of, module.modules()):
             if code in _skipped:
                 watched.outside.setdefault(_skipped[code], False)
     if not compiled and not watched.outside:
-        new = _torch.dynamo.graph_breaks().items() - watched.before.items()
+        breaks = _torch.dynamo.graph_breaks().items() - watched.before.items()
         why = next(
-            (str(why).split("\n")[0] for why, _ in new), "not compiled by Dynamo"
+            (str(why).split("\n")[0] for why, _ in breaks), "not compiled by Dynamo"
         )
         watched.outside[_Outside(watched.name, why)] = False
 
@@ -266,7 +270,7 @@ def _code_of(module: nn.Module) -> Any:
     return getattr(type(module).forward, "__code__", None)
 
 
-def _say(watched: _Watched) -> None:
+def _say(watched: _CompiledCallable) -> None:
     """Warn of what was not said yet, once per job: on rank 0."""
     if watched.local:
         cost = (
@@ -300,37 +304,45 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
     local = [watched for watched in _watched if watched.local]
     if not local or not reduce_gradients.takes_part():
         return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    seen = _seen.setdefault(optimizer, _Seen())
-    fresh = {id(p) for p in held if p.grad is not None and id(p) not in seen.parameters}
-    if not fresh:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    checked = _checked.setdefault(optimizer, _CheckedParameters())
+    unchecked = {
+        id(p)
+        for p in parameters
+        if p.grad is not None and id(p) not in checked.parameters
+    }
+    if not unchecked:
         return
-    seen.parameters |= fresh
-    named = _names_of(optimizer, held, local)
+    checked.parameters |= unchecked
+    by_name = _names_of(optimizer, parameters, local)
     references = [ref for watched in local for ref in watched.parameters.values()]
     ours = {id(p) for ref in references if (p := ref()) is not None}
-    ours |= {id(p) for watched in local for _, p in _named(watched)}
-    if not seen.compared and not ours.isdisjoint(fresh):
-        seen.compared = True
-        reduce_gradients.require_equal(named)
+    ours |= {id(p) for watched in local for _, p in _parameters_of(watched)}
+    if not checked.compared and not ours.isdisjoint(unchecked):
+        checked.compared = True
+        reduce_gradients.require_equal(by_name)
     else:
-        gradient_sketches.note(optimizer, reduce_gradients.unreduced(named, fresh))
+        gradient_sketches.note(
+            optimizer, reduce_gradients.unreduced(by_name, unchecked)
+        )
 
 
 def _names_of(
-    optimizer: Optimizer, held: Sequence[torch.Tensor], local: Sequence[_Watched]
+    optimizer: Optimizer,
+    parameters: Sequence[torch.Tensor],
+    local: Sequence[_CompiledCallable],
 ) -> dict[str, torch.Tensor]:
     """Parameters of an optimizer by name; not those in shards."""
-    names = {id(p): name for watched in local for name, p in _named(watched)}
+    names = {id(p): name for watched in local for name, p in _parameters_of(watched)}
     kind = type(optimizer).__name__
     return {
         names.get(id(p), f"number {i} of the {kind}"): p
-        for i, p in enumerate(held)
+        for i, p in enumerate(parameters)
         if not isinstance(p, DTensor)
     }
 
 
-def _named(watched: _Watched) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters_of(watched: _CompiledCallable) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, module in watched.modules().items():
         yield from module.named_parameters(prefix)
 

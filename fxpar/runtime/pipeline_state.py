@@ -66,7 +66,7 @@ class JointState(PipelineState):
     # A plan to apply again: that of the request, or one from disk.
     recalled: Plan | None = None
     # Of these that whose schedule stands, too, where one would be chosen.
-    known: Plan | None = None
+    plan_with_schedule: Plan | None = None
     # Of the plan on disk.
     key: str = ""
     decision: Decision | None = None

@@ -33,7 +33,7 @@ from fxpar.runtime.stage_steps import on_whole_mesh, parts_of
 from fxpar.runtime.stage_times import PLAN, SEARCH, stage
 from fxpar.sharding import plan_facts, shard_sizes
 from fxpar.sharding.choose_mesh import balanced, decide_on
-from fxpar.sharding.choose_stages import chosen, decide_in_stages
+from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
 from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED
@@ -66,7 +66,7 @@ def _first_rows(state: JointState) -> int:
     """Rows of dim 0 of the first plain input that has some: the batch's."""
     nodes = state.graph.find_nodes(op="placeholder")
     for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
-        value = node.meta["val"]
+        value = node.meta.get("val")
         if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
             return int(value.shape[0])
     return 0
@@ -78,7 +78,11 @@ def absorb_regions(state: JointState) -> None:
     if state.open and any(n.target in manual_regions.EDGES for n in state.graph.nodes):
         raise PlanError("the sizes in manual regions are known")
     manual_regions.absorb_regions(
-        state.graph, state.fake_mode, request.mesh, is_open=bool(request.meshes)
+        state.graph,
+        state.fake_mode,
+        request.mesh,
+        bodies=request.bodies,
+        is_open=bool(request.meshes),
     )
 
 
@@ -110,8 +114,8 @@ def split_batch(state: JointState) -> None:
         if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
             return True
         # Of unlike ranks a search may choose the shares.
-        cut = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
-        return not cut and shard_sizes.may_split(rows, mesh, axes)
+        even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
+        return not even and shard_sizes.may_split(rows, mesh, axes)
 
     keep_batch_apart(state.graph, state.rewriter, splits)
 
@@ -141,19 +145,19 @@ def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int)
     """Parts of the rows that are sent to groups of experts by themselves, where that
     takes less time than to gather the tokens, or is asked for; 0: these are gathered.
     """
-    mesh, asked, room = request.mesh, request.expert_exchange, request.expert_room
+    mesh, exchange, room = request.mesh, request.expert_exchange, request.expert_room
     axes = request.expert_axes
     parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
     split = rows // copies % parts == 0 and not sequence_axes(mesh)
-    if not split or asked == "gather" or (asked == "auto" and room is None):
+    if not split or exchange == "gather" or (exchange == "auto" and room is None):
         return 0
     priced = (request.named_hardware or lookup(UNNAMED)).on(mesh)
-    held = rows // copies // parts * nbytes
+    part_bytes = rows // copies // parts * nbytes
     slots = room_of(rows, groups, parts, room or 0.0) * groups * nbytes
-    gathered = along("all_gather", priced, axes).seconds(held)
-    gathered += along("reduce_scatter", priced, axes).seconds(held * groups)
+    gathered = along("all_gather", priced, axes).seconds(part_bytes)
+    gathered += along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
     exchanged = 2 * along("all_to_all", priced, axes).seconds(slots)
-    return parts if asked == "all_to_all" or exchanged < gathered else 0
+    return parts if exchange == "all_to_all" or exchanged < gathered else 0
 
 
 def drop_dead(state: JointState) -> None:
@@ -164,33 +168,35 @@ def drop_dead(state: JointState) -> None:
 def look_up_plan(state: JointState) -> None:
     """The plan of the request, or of the disk, if there is one."""
     request = state.request = _searchable(state.request)
-    asked = request.mode
+    mode = request.mode
     state.program = _program(state)
-    if not isinstance(asked, Plan) and not request.meshes:
+    if not isinstance(mode, Plan) and not request.meshes:
         request = _on(state, refine(state.program, request))
-        asked = request.mode
-    if isinstance(asked, Plan):
-        state.recalled = state.known = asked.of_one_stage()
+        mode = request.mode
+    if isinstance(mode, Plan):
+        state.recalled = state.plan_with_schedule = mode.of_one_stage()
     elif _is_kept(state):
-        assert isinstance(asked, SearchOptions)
+        assert isinstance(mode, SearchOptions)
         state.key = plan_store.key_of(state.program, state.graph, request)
-        found = plan_store.load(state.key, asked.seconds)
-        if found is not None:
-            state.recalled, chosen = found[0].of_one_stage(), found[1]
-            state.known = state.recalled if chosen and not request.tune else None
+        stored = plan_store.load(state.key, mode.seconds)
+        if stored is not None:
+            state.recalled, schedule_chosen = stored[0].of_one_stage(), stored[1]
+            state.plan_with_schedule = (
+                state.recalled if schedule_chosen and not request.tune else None
+            )
             note = state.recalled.notes[-1]
             log.info("a plan found before, nothing is searched: %s", note)
     plan, meshes = state.recalled, request.meshes or (request.mesh,)
-    known = [mesh.unrefined.axes for mesh in meshes]
+    mesh_axes = [mesh.unrefined.axes for mesh in meshes]
     if plan and not (request.meshes or plan.mesh.is_refined):
         return
     if (
-        isinstance(asked, Plan)
+        isinstance(mode, Plan)
         and request.meshes
-        and asked.mesh.unrefined.axes in known
+        and mode.mesh.unrefined.axes in mesh_axes
     ):
-        _on(state, asked.mesh)  # with its stages
-    elif plan and plan.mesh.unrefined.axes in known:
+        _on(state, mode.mesh)  # with its stages
+    elif plan and plan.mesh.unrefined.axes in mesh_axes:
         _on(state, plan.mesh)
 
 
@@ -205,8 +211,8 @@ def _on(state: JointState, mesh: Mesh) -> Request:
 
 def _is_kept(state: JointState) -> bool:
     """Whether its plan is looked for on disk; where sizes are open, it is not."""
-    kept = state.request.cached and plan_store.allowed() and not state.open
-    return kept and isinstance(state.request.mode, SearchOptions)
+    allowed = state.request.cached and plan_store.allowed() and not state.open
+    return allowed and isinstance(state.request.mode, SearchOptions)
 
 
 def _searchable(request: Request) -> Request:
@@ -280,16 +286,18 @@ def make_plan(state: JointState) -> None:
     request, plan = state.request, state.recalled
     if plan is not None:
         # Moments that the plan does not contain were expanded before it was made.
-        known = {node.name for node in plan.nodes}
+        planned_names = {node.name for node in plan.nodes}
         pools = normalize.pool_gradients_of(state.graph)
-        _join(state, [node for node in pools if node.name not in known])
+        _join(state, [node for node in pools if node.name not in planned_names])
         moments = normalize.moments_of(state.program)
-        _expand(state, [node for node in moments if node.name not in known])
+        _expand(state, [node for node in moments if node.name not in planned_names])
         state.decision = recall(_program(state), request.mesh, plan)
     elif request.meshes or state.decision is None:
         with stage(SEARCH if _searches(request) else PLAN):
             if request.meshes:
-                state.decision, state.request = chosen(state.program, request)
+                state.decision, state.request = choose_with_stages(
+                    state.program, request
+                )
             else:
                 parts = parts_of(request)
                 state.decision = decide_in_stages(state.program, request, parts)
@@ -310,14 +318,15 @@ def describe(state: JointState) -> None:
     hardware, mesh = state.request.named_hardware, state.decided.mesh
     if hardware is not None:
         mesh = hardware.on(mesh)
-    sent, done = facts_of_step(_at_hints(state))
-    held, notes = _memory(state)
-    plan = plan_facts.describe(state.decided, sent, done, held, mesh)
+    collectives, reshards = facts_of_step(_at_hints(state))
+    memory, notes = _memory(state)
+    plan = plan_facts.describe(state.decided, collectives, reshards, memory, mesh)
     state.plan = replace(
         plan,
         stages=state.stages,
         schedule=str(state.schedule),
         experts=state.request.experts_over or (),
+        bodies=state.request.bodies,
         near=state.near,
         notes=(*plan.notes, *state.notes, *notes),
     )
@@ -333,24 +342,30 @@ def _at_hints(state: JointState) -> fx.Graph:
 def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
     settings, disable = state.schedule.settings, state.request.disable
-    pipeline, held = state.request.pipeline, []
+    pipeline, peaks = state.request.pipeline, []
     graphs = [_at_hints(state)]
     if pipeline is not None:
         graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
     try:
         for graph in graphs:
             graph = as_run(graph, disable=disable, settings=settings)
-            held.append(by_kind(graph, state.decided.program.signature))
-        return max(held, key=lambda kinds: sum(n for _, n in kinds)), ()
+            peaks.append(by_kind(graph, state.decided.program.signature))
+        return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
     except PlanError as error:  # of the user's own collectives
         return (), (f"memory is not known: {error.what}",)
 
 
 def keep_plan(state: JointState) -> None:
     """Leave a plan that was searched on disk."""
-    searched, asked = state.decided.found, state.request.mode
-    if state.key and searched is not None and isinstance(asked, SearchOptions):
+    searched, mode = state.decided.search, state.request.mode
+    if state.key and searched is not None and isinstance(mode, SearchOptions):
         request = state.request
-        chosen = request.schedule == "auto" and "schedule" not in request.disable
-        chosen = chosen and request.hardware is not None and not request.tune
-        plan_store.save(state.key, state.plan, searched, asked.seconds, chosen=chosen)
+        schedule_chosen = (
+            request.schedule == "auto" and "schedule" not in request.disable
+        )
+        schedule_chosen = (
+            schedule_chosen and request.hardware is not None and not request.tune
+        )
+        plan_store.save(
+            state.key, state.plan, searched, mode.seconds, chosen=schedule_chosen
+        )

@@ -46,14 +46,14 @@ def allowed() -> bool:
 def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
     """The digest of all that the search for ``request`` depends on; of its seconds it
     does not."""
-    asked = request.mode
-    assert isinstance(asked, SearchOptions)
+    mode = request.mode
+    assert isinstance(mode, SearchOptions)
     text = hashlib.sha256()
     for line in (
         FORMAT,
         torch.__version__,
         own_version(),
-        repr(replace(asked, seconds=0.0)),
+        repr(replace(mode, seconds=0.0)),
         repr([request.mesh, *request.meshes]),
         repr(request.laid),
         repr(list(request.hints.items())),
@@ -70,12 +70,14 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
 def lines_of(graph: fx.Graph) -> Iterator[str]:
     """Nodes with their arguments and what they make."""
 
-    def made(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x.dtype, tuple(x.shape), x.stride(), str(x.device)
-        if isinstance(x, SYMBOLIC):
-            return str(x)
-        return tuple(map(made, x)) if isinstance(x, (list, tuple)) else type(x)
+    def made(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, tuple(value.shape), value.stride(), str(value.device)
+        if isinstance(value, SYMBOLIC):
+            return str(value)
+        return (
+            tuple(map(made, value)) if isinstance(value, (list, tuple)) else type(value)
+        )
 
     for node in graph.nodes:
         target = node.target
@@ -94,8 +96,8 @@ def _rules(program: Program) -> Iterator[str]:
     for op in program.ops:
         if id(op.rule) not in texts:
             rule = op.rule
-            shown = replace(rule, whole=frozenset(), alike=frozenset())
-            texts[id(rule)] = f"{shown} {sorted(rule.whole)} {sorted(rule.alike)}"
+            plain = replace(rule, whole=frozenset(), alike=frozenset())
+            texts[id(rule)] = f"{plain} {sorted(rule.whole)} {sorted(rule.alike)}"
         yield texts[id(op.rule)]
 
 
@@ -128,17 +130,17 @@ def load(key: str, seconds: float) -> tuple[Plan, bool] | None:
 
 
 def save(
-    key: str, plan: Plan, found: SearchResult, seconds: float, *, chosen: bool
+    key: str, plan: Plan, result: SearchResult, seconds: float, *, chosen: bool
 ) -> None:
     """Keep the plan that a search of so many ``seconds`` found, if it is proved or used
     them; ``chosen``: whether its schedule was, too. Where the disk refuses, nothing is
     kept."""
-    proved = found.is_proved and found.rivals >= found.predicted * (1 - ALIKE)
-    if not proved and found.took < _USED * seconds:
+    proved = result.is_proved and result.rivals >= result.predicted * (1 - ALIKE)
+    if not proved and result.took < _USED * seconds:
         return
     data = {
         "proved": proved,
-        "gap": found.solution.gap,
+        "gap": result.solution.gap,
         "seconds": seconds,
         "chosen": chosen,
         "plan": plan.to_record(),

@@ -108,13 +108,13 @@ class Presence:
     def others(self) -> dict[int, tuple[str, str]]:
         """(state, text) of every other rank, as it last said: "absent" if it never did,
         "silent" if it did not for long."""
-        out = {}
+        states = {}
         for rank in range(self.size):
             key = f"{self.prefix}/where/{rank}"
             if rank == self.rank:
                 continue
             if not self.store.check([key]):
-                out[rank] = ("absent", "has come to nothing of fxpar yet")
+                states[rank] = ("absent", "has come to nothing of fxpar yet")
                 continue
             beat, state, text = json.loads(self.store.get(key).decode())
             now = time.monotonic()
@@ -124,8 +124,8 @@ class Presence:
             self._news[rank] = beat, since
             if state != "ended" and now - since > SILENT:
                 state, text = "silent", f"has not answered for {now - since:.0f} s"
-            out[rank] = (state, text)
-        return out
+            states[rank] = (state, text)
+        return states
 
     def _run(self) -> None:
         try:

@@ -49,7 +49,7 @@ def _source(node: fx.Node) -> str:
     return name() if callable(name) else str(name)
 
 
-def _named(source: str, example: Any) -> Named:
+def _name_input(source: str, example: Any) -> Named:
     parts = _PART.findall(source)
     if parts:
         name = ".".join(key for _, key in parts)
@@ -59,10 +59,10 @@ def _named(source: str, example: Any) -> Named:
             kind = "buffer"
     else:
         keys = [a or b for a, b in _KEY.findall(source)]
-        named = [key for key in keys if not key.isdigit()]
+        words = [key for key in keys if not key.isdigit()]
         name = keys[-1] if keys else source
-        if name.isdigit() and named:
-            name = f"{named[-1]}_{name}"
+        if name.isdigit() and words:
+            name = f"{words[-1]}_{name}"
         tail = source.rsplit("]", 1)[-1]
         name = f"{name}{tail}"
         kind = "input"
@@ -76,21 +76,21 @@ def _named(source: str, example: Any) -> Named:
 def name_inputs(graph: fx.Graph, examples: Sequence[Any]) -> list[Named]:
     """One Named per placeholder of a Dynamo graph, names unique."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    found = [
-        _named(_source(node), example)
+    inputs = [
+        _name_input(_source(node), example)
         for node, example in zip(nodes, examples, strict=True)
     ]
-    total = Counter(named.name for named in found)
+    total = Counter(entry.name for entry in inputs)
     seen: Counter[str] = Counter()
-    out = []
-    for named in found:
-        name = named.name
+    unique = []
+    for entry in inputs:
+        name = entry.name
         if total[name] > 1:
             seen[name] += 1
             if seen[name] > 1:
                 name = f"{name}#{seen[name]}"
-        out.append(Named(name, named.kind))
-    return out
+        unique.append(Named(name, entry.kind))
+    return unique
 
 
 _NUMBERS = (int, torch.SymInt)
@@ -123,15 +123,15 @@ def lean_graph(
     takes."""
     lean = _torch.dynamo.copy_graph(gm)
     numbers = {i for i, x in enumerate(placeholders(lean)) if _becomes_number(x)}
-    kept = []
+    positions = []
     pairs = zip(placeholders(lean), examples, strict=True)
     for i, (node, x) in enumerate(pairs):
         if node.users or isinstance(x, torch.Tensor):
-            kept.append(i)
+            positions.append(i)
         else:
             lean.graph.erase_node(node)
     lean.recompile()
-    return lean, kept, numbers
+    return lean, positions, numbers
 
 
 def _becomes_number(node: fx.Node) -> bool:
@@ -149,12 +149,12 @@ def _becomes_number(node: fx.Node) -> bool:
     return True
 
 
-def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
-    """The program, a line for each op, sizes left out. ``named``: its inputs; those of
+def program_text(gm: fx.GraphModule, inputs: Sequence[Named]) -> str:
+    """The program, a line for each op, sizes left out. ``inputs``: of it; those of
     the body of a region have no names."""
     lines, places = [], dict[fx.Node, str]()
-    inputs = zip(placeholders(gm), named, strict=True) if named else ()
-    for node, name in inputs:
+    pairs = zip(placeholders(gm), inputs, strict=True) if inputs else ()
+    for node, name in pairs:
         value = value_of(node)
         if isinstance(value, torch.Tensor):
             places[node] = name.name
@@ -203,17 +203,19 @@ def program_text(gm: fx.GraphModule, named: Sequence[Named]) -> str:
     return "\n".join(lines)
 
 
-def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any]) -> str:
+def content(
+    gm: fx.GraphModule, inputs: Sequence[Named], examples: Sequence[Any]
+) -> str:
     """All that compiling a graph depends on, but its sizes."""
     lines = [node.format_node() or "" for node in gm.graph.nodes]
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            held = _attribute(gm, str(node.target))
-            if isinstance(held, fx.GraphModule):
-                lines.append(content(held, [], []))
+            attribute = _attribute(gm, str(node.target))
+            if isinstance(attribute, fx.GraphModule):
+                lines.append(content(attribute, [], []))
             else:
-                lines.append(f"{node.target} {id(held)}")
-    for name, x in zip(named, examples, strict=True):
+                lines.append(f"{node.target} {id(attribute)}")
+    for name, x in zip(inputs, examples, strict=True):
         lines.append(f"{name} {type(x)}")
         if isinstance(x, torch.Tensor):
             order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
@@ -234,7 +236,7 @@ def content(gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any])
 
 
 def fixed_content(
-    gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Named], examples: Sequence[Any]
 ) -> str | None:
     """``content`` on these sizes, the same text in every process; None for a graph that
     holds more than other graphs."""
@@ -242,10 +244,12 @@ def fixed_content(
         if node.op == "call_module":
             return None
         if node.op == "get_attr":
-            held = _attribute(gm, str(node.target))
-            if not isinstance(held, fx.GraphModule) or not fixed_content(held, [], []):
+            attribute = _attribute(gm, str(node.target))
+            if not isinstance(attribute, fx.GraphModule) or not fixed_content(
+                attribute, [], []
+            ):
                 return None
-    lines = [content(gm, named, examples)]
+    lines = [content(gm, inputs, examples)]
     for x in examples:
         if isinstance(x, torch.Tensor):
             lines.append(f"{list(x.shape)} {list(x.stride())} {x.is_leaf}")
@@ -297,7 +301,7 @@ def _flat(x: Any) -> list[Any]:
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    found: Any = gm
+    value: Any = gm
     for part in target.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value

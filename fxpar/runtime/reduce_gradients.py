@@ -49,12 +49,12 @@ class _Buffer:
     module: weakref.ref[nn.Module]
     name: str
     watched: int  # number of the ``watch`` it came with
-    known: tuple[int, int] | None = None
+    agreed: tuple[int, int] | None = None
 
     def value(self) -> torch.Tensor | None:
         """The tensor it is now; code may put another in its place."""
-        found = getattr(self.module(), self.name, None)
-        return None if isinstance(found, DTensor) else found
+        tensor = getattr(self.module(), self.name, None)
+        return None if isinstance(tensor, DTensor) else tensor
 
     def is_of(self, module: nn.Module, name: str) -> bool:
         return self.module() is module and self.name == name
@@ -63,7 +63,9 @@ class _Buffer:
         """Whether code may have written it; norms (2.13) write unseen by versions."""
         owner = self.module()
         norm = bool(getattr(owner, "track_running_stats", False))
-        return self.state() != self.known or (norm and getattr(owner, "training", True))
+        return self.state() != self.agreed or (
+            norm and getattr(owner, "training", True)
+        )
 
     def state(self) -> tuple[int, int] | None:
         value = self.value()
@@ -93,9 +95,9 @@ class _Reducer:
         collected on other ranks."""
         touched, self.touched = self.touched, set()
         count = len(self.parameters)
-        used = {self.watched[place] for place in touched}
+        used_watches = {self.watched[place] for place in touched}
         buffers = enumerate(self.buffers)
-        changed = [i for i, b in buffers if b.watched in used and b.changed()]
+        changed = [i for i, b in buffers if b.watched in used_watches and b.changed()]
         mask = torch.zeros(count + len(self.buffers), dtype=torch.int32)
         mask[[*touched, *(count + i for i in changed)]] = 1
         mask = mask.to(check_inputs.transport(torch.device("cpu")))
@@ -103,11 +105,11 @@ class _Reducer:
         hit = mask.nonzero().flatten().tolist()
         written = [self.buffers[i - count] for i in hit if i >= count]
         with torch.no_grad():
-            found = [self.parameters[i]() for i in hit if i < count]
-            _average([_gradient(p) for p in found if not isinstance(p, DTensor)])
+            parameters = [self.parameters[i]() for i in hit if i < count]
+            _average([_gradient(p) for p in parameters if not isinstance(p, DTensor)])
             _take([x for b in written if (x := b.value()) is not None])
         for buffer in written:
-            buffer.known = buffer.state()
+            buffer.agreed = buffer.state()
 
     def hook(self) -> None:
         """Hook the parameters that want a gradient by now."""
@@ -154,7 +156,7 @@ def watch(name: str, modules: Mapping[str, nn.Module]) -> None:
         for prefix, module in modules.items()
         for path, owner in module.named_modules(prefix=prefix)
         for key, b in owner.named_buffers(recurse=False)
-        if not any(known.is_of(owner, key) for known in reducer.buffers)
+        if not any(buffer.is_of(owner, key) for buffer in reducer.buffers)
     }
     both = {**parameters, **{key: b for key, (*_, b) in buffers.items()}}
     text = "\n".join(f"{key}: {x.dtype} {list(x.shape)}" for key, x in both.items())
@@ -190,16 +192,18 @@ def meet(what: str) -> None:
     if not takes_part():
         return
     digest = hashlib.sha256(what.encode()).digest()[:8]
-    own = torch.tensor([int.from_bytes(digest, signed=True)])
-    own = own.to(check_inputs.transport(own.device))
-    all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, own)
-    found = torch.cat(all_of_them).tolist()
-    if len(set(found)) > 1:
-        others = [rank for rank, x in enumerate(found) if x != found[dist.get_rank()]]
+    digest_here = torch.tensor([int.from_bytes(digest, signed=True)])
+    digest_here = digest_here.to(check_inputs.transport(digest_here.device))
+    all_of_them = [torch.empty_like(digest_here) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, digest_here)
+    digests = torch.cat(all_of_them).tolist()
+    if len(set(digests)) > 1:
+        unlike = [
+            rank for rank, x in enumerate(digests) if x != digests[dist.get_rank()]
+        ]
         raise RankMismatchError(
             f"rank {dist.get_rank()} uses {what} of a sharded model in code that no "
-            f"graph contains, rank {others[0]} uses another parameter there",
+            f"graph contains, rank {unlike[0]} uses another parameter there",
             fix="take the same branches on every rank, or leave the parameters whole "
             "(no fxpar.shard)",
         )
@@ -230,21 +234,23 @@ def mean_of_gradient(x: torch.Tensor) -> Any:
 def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise GradientError on every rank if gradients that nothing reduced differ
     between ranks. Each rank calls this. Raises RankMismatchError if one does not."""
-    left = {n: p for n, p in _unwatched(parameters).items() if p.requires_grad}
-    text = "\n".join(f"{name}: {p.dtype} {list(p.shape)}" for name, p in left.items())
+    candidates = {n: p for n, p in _unwatched(parameters).items() if p.requires_grad}
+    text = "\n".join(
+        f"{name}: {p.dtype} {list(p.shape)}" for name, p in candidates.items()
+    )
     consensus.agree(
         "gradients", consensus.digest_of(text), text, what="what is trained"
     )
-    wrong = torch.zeros(len(left), dtype=torch.int32)
-    for i, p in enumerate(left.values()):
-        own = torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
-        mean = own.clone()
+    wrong = torch.zeros(len(candidates), dtype=torch.int32)
+    for i, p in enumerate(candidates.values()):
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense()
+        mean = gradient.clone()
         _average([mean])
         allowed = max(1e-5, 4 * torch.finfo(p.dtype).eps) * mean.abs().max()
-        wrong[i] = int(((own - mean).abs().max() > allowed).item())
+        wrong[i] = int(((gradient - mean).abs().max() > allowed).item())
     wrong = wrong.to(check_inputs.transport(wrong.device))
     dist.all_reduce(wrong, dist.ReduceOp.MAX)
-    names = [name for name, bad in zip(left, wrong.tolist(), strict=True) if bad]
+    names = [name for name, bad in zip(candidates, wrong.tolist(), strict=True) if bad]
     if names:
         raise GradientError(
             f"gradients of {check_inputs.listed(names)} differ between ranks: with "
@@ -258,8 +264,8 @@ def unreduced(
     parameters: Mapping[str, torch.Tensor], among: Collection[int]
 ) -> dict[str, torch.Tensor]:
     """Gradients that nothing reduces. ``among``: ids of parameters to look at."""
-    left = _unwatched(parameters).items()
-    return {n: p.grad for n, p in left if id(p) in among and p.grad is not None}
+    unwatched = _unwatched(parameters).items()
+    return {n: p.grad for n, p in unwatched if id(p) in among and p.grad is not None}
 
 
 def _unwatched(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
+from fxpar.passes import region_bodies as _region_bodies  # noqa: F401  (registers ops)
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.manual_regions import FUNCTIONAL
 from fxpar.runtime.groups import join
@@ -167,6 +168,8 @@ def shard_map(
     in_specs: Sequence[Any],
     out_specs: Sequence[Any],
     axes: Sequence[str] | None = None,
+    *,
+    bodies: Sequence[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]] = (),
 ) -> Callable[..., Any]:
     """``fn`` as a manual region: it is written for one rank, and called by code that is
     written for one device.
@@ -184,6 +187,9 @@ def shard_map(
       ``Spec(..., partial={"tp": "sum"})``: each rank has a summand. Arguments that are
       not tensors are passed as they are.
     axes: those of the mesh that ``fn`` handles.
+    bodies: other ways to compute the same, each ``(fn, in_specs, out_specs)``. A search
+      takes the one whose plan is predicted to be the fastest; anything else the first,
+      which is ``fn``.
 
     Gradients follow: of an argument that is whole, the sum of what all ranks find.
     Tensors that ``fn`` closes over have no gradient; pass them. Outside of compiled
@@ -193,15 +199,18 @@ def shard_map(
     divide, an unknown axis, a result said to be whole that differs between ranks,
     collectives of other groups, random numbers inside.
     """
-    ins, outs = _texts(in_specs, "in_specs"), _texts(out_specs, "out_specs")
+    ways = tuple(
+        (body, _texts(ins, "in_specs"), _texts(outs, "out_specs"))
+        for body, ins, outs in ((fn, in_specs, out_specs), *bodies)
+    )
     over = (axes,) if isinstance(axes, str) else axes
     over = None if over is None else tuple(over)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _mapped(fn, ins, outs, over, args, kwargs)
+            return _chosen(ways, over, args, kwargs)
         with _closed():
-            return _mapped(fn, ins, outs, over, args, kwargs)
+            return _chosen(ways, over, args, kwargs)
 
     return mapped
 
@@ -250,6 +259,74 @@ def _entry(spec: Any, name: str) -> Entry | None | str:
         else:
             dims.append(tuple(axes))
     return tuple(dims), ()
+
+
+Body = tuple[
+    Callable[..., Any], tuple[Entry | None | str, ...], tuple[Entry | None | str, ...]
+]
+
+
+def _chosen(
+    bodies: tuple[Body, ...],
+    over: tuple[str, ...] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A call of a region with these bodies: all are traced, one is kept later
+    (``passes.region_bodies``). On one rank the first runs."""
+    number = _fork() if len(bodies) > 1 and torch.compiler.is_compiling() else -1
+    if number < 0:
+        return _mapped(*bodies[0], over, args, kwargs)
+    leaves, tree = _torch.fake.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    forked = [
+        torch.ops.fxpar.fork_bodies(leaves[i], len(bodies), number) for i in places
+    ]
+    results, trees = [], []
+    for k, body in enumerate(bodies):
+        for i, own in zip(places, forked, strict=True):
+            leaves[i] = own[k]
+        own_args, own_kwargs = _torch.fake.tree_unflatten(leaves, tree)
+        out, its_tree = _torch.fake.tree_flatten(
+            _mapped(*body, over, own_args, own_kwargs)
+        )
+        results.append(out)
+        trees.append(its_tree)
+    first = results[0]
+    places = [i for i, leaf in enumerate(first) if isinstance(leaf, torch.Tensor)]
+    wrong = _unlike(results, trees)
+    if wrong:
+        _refuse(first, places, wrong, "let all bodies return the same tensors")
+        return _torch.fake.tree_unflatten(first, trees[0])
+    for i in places:
+        each = [out[i] for out in results]
+        first[i] = torch.ops.fxpar.choose_body(each, number)
+    return _torch.fake.tree_unflatten(first, trees[0])
+
+
+def _unlike(results: list[list[Any]], trees: list[Any]) -> str:
+    """What differs between the results of bodies; "" if nothing."""
+    for k in range(1, len(results)):
+        if trees[k] != trees[0]:
+            return f"bodies[{k - 1}] of a manual region returns another structure"
+        for i, (x, y) in enumerate(zip(results[0], results[k], strict=True)):
+            if not isinstance(x, torch.Tensor):
+                continue
+            one, other = (x.dtype, list(x.shape)), (y.dtype, list(y.shape))
+            if one != other:
+                return (
+                    f"result {i} of bodies[{k - 1}] of a manual region is {other[0]} "
+                    f"{other[1]}, that of the first body {one[0]} {one[1]}"
+                )
+    return ""
+
+
+@torch.compiler.assume_constant_result
+def _fork() -> int:
+    """A number for a region whose body is to be chosen; -1 where every axis has one
+    rank."""
+    _regions.begin()
+    return -1 if _traced_mesh() is None else next(_regions.numbers)
 
 
 def _mapped(

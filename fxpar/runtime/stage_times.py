@@ -46,29 +46,29 @@ _OPEN = threading.local()  # of each stage that is open, the seconds of those in
 
 
 @dataclass
-class Taken:
+class Elapsed:
     """Seconds that a stage took, those of stages inside it too, once it is over."""
 
     seconds: float = 0.0
 
 
 @contextlib.contextmanager
-def stage(name: str, *, nested: bool = False) -> Iterator[Taken]:
+def stage(name: str, *, nested: bool = False) -> Iterator[Elapsed]:
     """Count the seconds inside for a stage; if it is ``nested``, only where it is
     inside another."""
     inside: list[float] = _OPEN.__dict__.setdefault("inside", [])
     if nested and not inside:
-        yield Taken()
+        yield Elapsed()
         return
     inside.append(0.0)
-    taken, begun = Taken(), time.perf_counter()
+    elapsed, start = Elapsed(), time.perf_counter()
     try:
-        yield taken
+        yield elapsed
     finally:
-        taken.seconds = time.perf_counter() - begun
-        _add(name, taken.seconds - inside.pop())
+        elapsed.seconds = time.perf_counter() - start
+        _add(name, elapsed.seconds - inside.pop())
         if inside:
-            inside[-1] += taken.seconds
+            inside[-1] += elapsed.seconds
 
 
 def _add(name: str, seconds: float) -> None:

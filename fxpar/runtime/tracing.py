@@ -69,13 +69,13 @@ _REFUSED = {
 
 def raised_at(error: BaseException) -> str | None:
     """The innermost line outside torch and fxpar that an error came through."""
-    found, at = None, error.__traceback__
+    line, at = None, error.__traceback__
     while at is not None:
         path = at.tb_frame.f_code.co_filename
         if not any(part in path for part in _NOT_THE_USERS):
-            found = _line(path, at.tb_lineno)
+            line = _line(path, at.tb_lineno)
         at = at.tb_next
-    return found
+    return line
 
 
 def users_line() -> str | None:
@@ -132,18 +132,18 @@ def modules_of(fn: Callable[..., Any]) -> dict[str, nn.Module]:
     """Modules a callable is, belongs to, or closes over, by the name it uses."""
     if isinstance(fn, nn.Module):
         return {"": fn}
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
-        found[""] = owner
+        modules[""] = owner
     code = getattr(fn, "__code__", None)
     if code is not None:
         cells = zip(code.co_freevars, fn.__closure__ or (), strict=False)
         names = {name: cell.cell_contents for name, cell in cells}
         scope = fn.__globals__
         names |= {n: scope[n] for n in code.co_names if n in scope}
-        found |= {n: m for n, m in names.items() if isinstance(m, nn.Module)}
-    return found
+        modules |= {n: m for n, m in names.items() if isinstance(m, nn.Module)}
+    return modules
 
 
 class _Program(nn.Module):
@@ -154,13 +154,15 @@ class _Program(nn.Module):
     def __init__(self, call: TracedCall, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         self.call = call
-        self.modules_used = [Held(name, module) for name, module in modules.items()]
+        self.modules_used = [
+            UsedModule(name, module) for name, module in modules.items()
+        ]
         self.names: dict[str, str] = {}
-        for held in self.modules_used:
-            for name, parameter in held.module.named_parameters():
-                self.register_parameter(self._key(held.full(name)), parameter)
-            for name, buffer in held.module.named_buffers():
-                self.register_buffer(self._key(held.full(name)), buffer)
+        for used in self.modules_used:
+            for name, parameter in used.module.named_parameters():
+                self.register_parameter(self._key(used.full(name)), parameter)
+            for name, buffer in used.module.named_buffers():
+                self.register_buffer(self._key(used.full(name)), buffer)
 
     def _key(self, name: str) -> str:
         key = f"t{len(self.names)}"
@@ -171,15 +173,15 @@ class _Program(nn.Module):
         args, kwargs = self.call.unflatten(tensors)
         keys = {name: key for key, name in self.names.items()}
         with contextlib.ExitStack() as stack:
-            for held in self.modules_used:
-                own = {
-                    name: getattr(self, keys[held.full(name)])
-                    for name in held.tensor_names()
+            for used in self.modules_used:
+                substitutes = {
+                    name: getattr(self, keys[used.full(name)])
+                    for name in used.tensor_names()
                 }
-                stack.enter_context(_torch.aot.reparametrize(held.module, own))
+                stack.enter_context(_torch.aot.reparametrize(used.module, substitutes))
             stack.enter_context(UserLines())
-            out = self.call.fn(*args, **kwargs)
-        leaves, self.call.out_tree = _torch.fake.tree_flatten(out)
+            result = self.call.fn(*args, **kwargs)
+        leaves, self.call.out_tree = _torch.fake.tree_flatten(result)
         self.call.out_leaves = [
             TENSOR if isinstance(x, torch.Tensor) else x for x in leaves
         ]
@@ -199,15 +201,15 @@ def _apart(
         return id(_torch.objects.base_of(x))
 
     seen = {base(x) for x in inputs}
-    out = []
+    separate = []
     for x in results:
-        out.append(x.clone() if base(x) in seen else x)
+        separate.append(x.clone() if base(x) in seen else x)
         seen.add(base(x))
-    return out
+    return separate
 
 
 @dataclass(frozen=True)
-class Held:
+class UsedModule:
     """A module the callable uses, by the name it uses ("" for the callable itself)."""
 
     name: str
@@ -256,17 +258,18 @@ class TracedCall:
             bound = inspect.signature(fn).bind(*args, **kwargs).arguments
         except (TypeError, ValueError):
             bound = {f"arg{i}": a for i, a in enumerate(args)} | kwargs
-        named: dict[int, str] = {}
+        name_of: dict[int, str] = {}
         for name, value in bound.items():
             tensors = [
                 t for t in _torch.fake.tree_leaves(value) if isinstance(t, torch.Tensor)
             ]
             for i, tensor in enumerate(tensors):
-                named.setdefault(
+                name_of.setdefault(
                     id(tensor), name if len(tensors) == 1 else f"{name}_{i}"
                 )
         return [
-            named.get(id(self.leaves[i]), f"arg{k}") for k, i in enumerate(self.places)
+            name_of.get(id(self.leaves[i]), f"arg{k}")
+            for k, i in enumerate(self.places)
         ]
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
@@ -284,17 +287,18 @@ class TracedCall:
         mode = mode or _torch.fake.new_fake_mode(symbols=True)
         tensors = [self.leaves[i] for i in self.places]
         state = dict(self.program.named_parameters())
-        asked = any(t.requires_grad for t in [*tensors, *state.values()])
+        any_grad = any(t.requires_grad for t in [*tensors, *state.values()])
 
         def fake(x: torch.Tensor, needs_grad: bool) -> torch.Tensor:
-            made = _torch.fake.as_fake(x, mode)
+            fake_tensor = _torch.fake.as_fake(x, mode)
             differs = x.is_floating_point() or x.is_complex()
-            return made.requires_grad_(needs_grad and differs)
+            return fake_tensor.requires_grad_(needs_grad and differs)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mode)
             arguments = tuple(
-                fake(t, self.grad and (t.requires_grad or not asked)) for t in tensors
+                fake(t, self.grad and (t.requires_grad or not any_grad))
+                for t in tensors
             )
             fakes: dict[str, torch.Tensor] = {
                 name: nn.Parameter(fake(p, False), p.requires_grad and self.grad)
@@ -321,13 +325,13 @@ class TracedCall:
         return module, mode
 
     def declare(
-        self, kind: str, payload: Any, node: fx.Node, given: Sequence[Spec | None]
+        self, kind: str, payload: Any, node: fx.Node, specs: Sequence[Spec | None]
     ) -> Input:
         """The Input of the next placeholder; remembers what to feed it."""
         value = node.meta.get("val")
         self.feeds.append((kind, payload, value))
         if kind == "input":
-            return Input(self.names[payload], kind, given[payload], use=given[payload])
+            return Input(self.names[payload], kind, specs[payload], use=specs[payload])
         if kind in ("parameter", "buffer"):
             return Input(self.program.names[payload], kind)
         return Input(f"{kind}_{len(self.feeds)}", kind)
@@ -344,28 +348,28 @@ class TracedCall:
             **dict(self.program.named_parameters()),
             **dict(self.program.named_buffers()),
         }
-        out: list[Any] = []
+        values: list[Any] = []
         for kind, payload, value in self.feeds:
             if kind == "input":
-                given = leaves[self.places[payload]]
-                if given.shape != value.shape or given.dtype != value.dtype:
+                argument = leaves[self.places[payload]]
+                if argument.shape != value.shape or argument.dtype != value.dtype:
                     raise PlanError(
-                        f"argument {self.names[payload]} is {given.dtype} "
-                        f"{list(given.shape)}, planned with {value.dtype} "
+                        f"argument {self.names[payload]} is {argument.dtype} "
+                        f"{list(argument.shape)}, planned with {value.dtype} "
                         f"{list(value.shape)}",
                         fix="plan again for these shapes",
                     )
-                out.append(given.detach())
+                values.append(argument.detach())
             elif kind in ("parameter", "buffer"):
-                out.append(state[payload].detach())
+                values.append(state[payload].detach())
             elif kind == "state" and payload == "token":
-                out.append(torch.empty_like(value, device="cpu"))
+                values.append(torch.empty_like(value, device="cpu"))
             elif kind == "tangent":
                 strides = value.shape, value.stride()
-                out.append(torch.empty_strided(*strides, dtype=value.dtype).fill_(1))
+                values.append(torch.empty_strided(*strides, dtype=value.dtype).fill_(1))
             else:
                 raise PlanError(f"cannot run a graph with an input of kind {kind!r}")
-        return out
+        return values
 
     def outcome(self, signature: Signature, values: Sequence[Any]) -> Outcome:
         """Flat graph outputs as the user's result, gradients and new buffers."""
@@ -380,6 +384,6 @@ class TracedCall:
             elif declared.kind == "mutation":
                 mutations[declared.name] = value
         flat = iter(tensors[i] for i in sorted(tensors))
-        leaves = [next(flat) if held is TENSOR else held for held in self.out_leaves]
+        leaves = [next(flat) if leaf is TENSOR else leaf for leaf in self.out_leaves]
         result = _torch.fake.tree_unflatten(leaves, self.out_tree)
         return Outcome(result, gradients, mutations)

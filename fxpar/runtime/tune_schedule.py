@@ -132,19 +132,19 @@ def _prepared(
             steps[i] = prepare(graph)
         except Exception as error:
             failed[i] = text_of(error)
-    dropped = _told(f"code of the schedules of {name}", failed)
+    dropped = _dropped_on_any_rank(f"code of the schedules of {name}", failed)
     return {i: step for i, step in steps.items() if i not in dropped}, dropped
 
 
-def _told(tag: str, failed: Mapping[int, str]) -> Dropped:
+def _dropped_on_any_rank(tag: str, failed: Mapping[int, str]) -> Dropped:
     """What failed on any rank, which every rank learns before it waits for others in a
     collective."""
     every = consensus.gather(tag, json.dumps(failed))
-    out = Dropped()
+    dropped = Dropped()
     for rank, text in enumerate(every):
         for i, why in json.loads(text).items():
-            out.setdefault(int(i), f"rank {rank} failed: {why}")
-    return out
+            dropped.setdefault(int(i), f"rank {rank} failed: {why}")
+    return dropped
 
 
 def text_of(error: Exception) -> str:
@@ -164,10 +164,12 @@ def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -
 def made_up(graph: fx.Graph) -> list[Any]:
     """Values of the shapes and kinds of a graph's inputs."""
     with _torch.aot.as_compiled():
-        return [_made(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")]
+        return [
+            _random_like(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")
+        ]
 
 
-def _made(value: Any) -> Any:
+def _random_like(value: Any) -> Any:
     """Indices are 0, which is always one."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -179,9 +181,9 @@ def _made(value: Any) -> Any:
     draws = torch.Generator(device).manual_seed(0)
     # Not every dtype can be drawn in; not every input has memory of its own for each
     # element.
-    drawn = torch.empty(size, dtype=torch.float32, device=device)
-    drawn.uniform_(-1, 1, generator=draws)
-    return drawn.to(value.dtype).as_strided(shape, stride)
+    numbers = torch.empty(size, dtype=torch.float32, device=device)
+    numbers.uniform_(-1, 1, generator=draws)
+    return numbers.to(value.dtype).as_strided(shape, stride)
 
 
 def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dropped]:
@@ -203,7 +205,7 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
                     took = _seconds(step)
                 except Exception as error:
                     failed[i] = text_of(error)
-                dropped |= _told(f"step {turn} of {name}", failed)
+                dropped |= _dropped_on_any_rank(f"step {turn} of {name}", failed)
                 if turn >= WARMUP and i not in dropped:
                     times[i].append(took)
     times = {i: mine for i, mine in times.items() if i not in dropped}
@@ -219,10 +221,10 @@ def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dro
 def _seconds(step: Step) -> float:
     dist.barrier()
     _synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     step()
     _synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _synchronize() -> None:

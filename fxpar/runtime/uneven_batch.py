@@ -83,15 +83,15 @@ class Whole:
         self.parts = parts
 
     def __call__(self, *args: Any) -> Any:
-        given = [self._given(i, x) for i, x in enumerate(args)]
-        return tuple(self._left(i, x) for i, x in enumerate(self.compiled(*given)))
+        inputs = [self._input(i, x) for i, x in enumerate(args)]
+        return tuple(self._result(i, x) for i, x in enumerate(self.compiled(*inputs)))
 
-    def _given(self, i: int, x: Any) -> Any:
+    def _input(self, i: int, x: Any) -> Any:
         if i in self.fed:
             return _gathered(x, self.fed[i])
         return _summed(x, self.parts) if i in self.summands else self.numbers.get(i, x)
 
-    def _left(self, i: int, x: Any) -> Any:
+    def _result(self, i: int, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if i in self.rows:
@@ -108,9 +108,9 @@ class Whole:
 def share_of(count: torch.Tensor, parts: Parts) -> torch.Tensor:
     """This rank's share of whole numbers: all as equal as can be; they add up to it."""
     ranks = len(parts.counts)
-    rest = torch.remainder(count, ranks)
+    remainder = torch.remainder(count, ranks)
     even = torch.div(count, ranks, rounding_mode="floor")
-    return even + (rest > parts.index).to(count.dtype)
+    return even + (remainder > parts.index).to(count.dtype)
 
 
 def _summed(x: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -125,12 +125,12 @@ def gather_rows(x: torch.Tensor, parts: Parts) -> torch.Tensor:
     most = max(parts.counts)
     flat = x.new_zeros((most, *x.shape[1:]))
     flat[: parts.own] = x
-    made = [torch.empty_like(flat) for _ in parts.counts]
-    words = [each.view(-1).view(torch.uint8) for each in (flat, *made)]
+    gathered = [torch.empty_like(flat) for _ in parts.counts]
+    words = [each.view(-1).view(torch.uint8) for each in (flat, *gathered)]
     dist.all_gather(
         words[1:], words[0], group=_torch.distributed.group_named(parts.group)
     )
-    return torch.cat([each[:n] for each, n in zip(made, parts.counts, strict=True)])
+    return torch.cat([each[:n] for each, n in zip(gathered, parts.counts, strict=True)])
 
 
 def _gathered(x: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -35,11 +35,13 @@ def verify(
         [x] * mesh.size if v is None else scatter(x, edges.made[v], mesh)
         for x, v in zip(feeds, program.inputs, strict=True)
     ]
-    own, whole = (_module(root, graph) for graph in (local, normalized))
+    rank_module, whole = (_module(root, graph) for graph in (local, normalized))
     with torch.no_grad(), torch.random.fork_rng():
         state = torch.get_rng_state()
         ranks = run_ranks(
-            own, mesh, [_copies(part[r] for part in parts) for r in range(mesh.size)]
+            rank_module,
+            mesh,
+            [_copies(part[r] for part in parts) for r in range(mesh.size)],
         )
         torch.set_rng_state(state)
         want = run_global(whole, mesh, _copies(feeds))
@@ -48,8 +50,8 @@ def verify(
             continue
         name = program.signature.outputs[k].name
         try:
-            got = gather([outs[k] for outs in ranks], spec, mesh)
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+            actual = gather([outs[k] for outs in ranks], spec, mesh)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
         except AssertionError as error:
             raise PlanError(
                 f"FXPAR_VERIFY: output {name} differs from one device: {error}",
@@ -74,14 +76,16 @@ def feeds_of(
 ) -> list[Any]:
     """Values for the inputs of a graph: the call's own arguments where they have the
     global shape, ones elsewhere. ``places``: position of each input among ``args``."""
-    out: list[Any] = []
+    feeds: list[Any] = []
     nodes = [n for n in normalized.nodes if n.op == "placeholder"]
     for node, i in zip(nodes, places, strict=True):
-        value, given = node.meta.get("val"), None if i is None else args[i]
+        value, argument = node.meta.get("val"), None if i is None else args[i]
         if not isinstance(value, torch.Tensor):
-            out.append(given)
-        elif given is not None and given.shape == value.shape:
-            out.append(given.detach())
+            feeds.append(argument)
+        elif argument is not None and argument.shape == value.shape:
+            feeds.append(argument.detach())
         else:
-            out.append(torch.ones(value.shape, dtype=value.dtype, device=value.device))
-    return out
+            feeds.append(
+                torch.ones(value.shape, dtype=value.dtype, device=value.device)
+            )
+    return feeds

@@ -59,40 +59,42 @@ def growths(
         outputs = (outputs,)
     if not alike:
         return [unknown("the program depends on the size of the batch")] * len(outputs)
-    known: dict[fx.Node, tuple[Growth, ...]] = {}
-    given = iter(inputs)
+    growth_of: dict[fx.Node, tuple[Growth, ...]] = {}
+    input_growths = iter(inputs)
     for a, b in pairs:
         if a.op == "call_function":
-            known[a] = _of_call(a, b, known)
+            growth_of[a] = _of_call(a, b, growth_of)
         elif a.op == "placeholder":
-            known[a] = (next(given, FIXED),)
+            growth_of[a] = (next(input_growths, FIXED),)
         else:
-            known[a] = (FIXED,)
-    return [known[x][0] if isinstance(x, fx.Node) else FIXED for x in outputs]
+            growth_of[a] = (FIXED,)
+    return [growth_of[x][0] if isinstance(x, fx.Node) else FIXED for x in outputs]
 
 
 def _of_call(
-    a: fx.Node, b: fx.Node, known: dict[fx.Node, tuple[Growth, ...]]
+    a: fx.Node, b: fx.Node, growth_of: dict[fx.Node, tuple[Growth, ...]]
 ) -> tuple[Growth, ...]:
     """Of each result of a call that is ``a`` once and ``b`` with twice the batch."""
     if a.target is operator.getitem:
         source: Any = a.args[0]
         key: Any = a.args[1]
-        found = known[source]
-        return (found[key] if len(found) > 1 else found[0],)
-    made = a.meta.get("val")
-    results = made if isinstance(made, (list, tuple)) else [made]
+        source_growths = growth_of[source]
+        return (source_growths[key] if len(source_growths) > 1 else source_growths[0],)
+    value = a.meta.get("val")
+    results = value if isinstance(value, (list, tuple)) else [value]
     tensors = [x for x in results if isinstance(x, torch.Tensor)]
     if not tensors:
-        return (of_number(made, b.meta.get("val")),) * max(len(results), 1)
-    call = DoubledCall(a, b, known)
+        return (of_number(value, b.meta.get("val")),) * max(len(results), 1)
+    call = DoubledCall(a, b, growth_of)
     ties = [_ties(node) for node in (a, b)]
     if ties[0] is None or ties[1] is None:
-        each = iter(_of_op(call, len(tensors)))
+        result_growths = iter(_of_op(call, len(tensors)))
     else:
-        each = iter(_of_bodies(call, ties[0], ties[1], len(tensors)))
+        result_growths = iter(_of_bodies(call, ties[0], ties[1], len(tensors)))
     return tuple(
-        FIXED if not isinstance(x, torch.Tensor) else _bounded(next(each), x.dtype)
+        FIXED
+        if not isinstance(x, torch.Tensor)
+        else _bounded(next(result_growths), x.dtype)
         for x in results
     )
 
@@ -108,21 +110,21 @@ def _of_bodies(
 ) -> list[Growth]:
     """Of the results of an op that runs graphs of its own. What a loop carries grows
     alike in every step, or it is not known how."""
-    operands = [call.known[n][0] for n in tensor_nodes(call.a)]
-    given = [FIXED if i is None else operands[i] for i, _ in once.inputs]
+    operands = [call.growth_of[n][0] for n in tensor_nodes(call.a)]
+    input_growths = [FIXED if i is None else operands[i] for i, _ in once.inputs]
     bodies = list(zip(once.bodies, twice.bodies, strict=True))
     for _ in range(_STEPS):
         joined: list[Growth | None] = [None] * results
         for (a, b), outputs in zip(bodies, once.outputs, strict=True):
-            made = growths(a.graph, b.graph, given)
-            for grown, (i, _) in zip(made, outputs, strict=True):
+            output_growths = growths(a.graph, b.graph, input_growths)
+            for grown, (i, _) in zip(output_growths, outputs, strict=True):
                 if i is not None:
                     joined[i] = _either(joined[i], grown)
         out = [FIXED if grown is None else grown for grown in joined]
-        carried = [_either(given[i], out[i]) for i in range(once.carried)]
-        if carried == given[: once.carried]:
+        carried = [_either(input_growths[i], out[i]) for i in range(once.carried)]
+        if carried == input_growths[: once.carried]:
             return out
-        given[: once.carried] = carried
+        input_growths[: once.carried] = carried
     return [unknown("what a loop carries grows otherwise in each step")] * results
 
 
@@ -139,9 +141,9 @@ def _either(one: Growth | None, other: Growth) -> Growth:
     return unknown("branches or steps grow unlike")
 
 
-def _bounded(found: Growth, dtype: torch.dtype) -> Growth:
+def _bounded(growth: Growth, dtype: torch.dtype) -> Growth:
     """Truth values do not grow."""
-    return FIXED if dtype == torch.bool else found
+    return FIXED if dtype == torch.bool else growth
 
 
 def _of_op(call: DoubledCall, results: int) -> list[Growth]:
@@ -172,8 +174,8 @@ def _of_op(call: DoubledCall, results: int) -> list[Growth]:
 def _as_operand(call: DoubledCall, node: fx.Node, floating: bool) -> Growth:
     """Indices say where, not how much."""
     index = not node.meta["val"].dtype.is_floating_point and floating
-    found = call.known[node][0]
-    return FIXED if index and found.power is None else found
+    growth = call.growth_of[node][0]
+    return FIXED if index and growth.power is None else growth
 
 
 def _rule(node: fx.Node) -> Rule | None:
@@ -211,10 +213,10 @@ class _Ruled:
             return [unclear] * results
         out = []
         for i in range(results):
-            found = base
+            growth = base
             for f in sorted(self.rule.contracted_by[i]):
-                found = self._reduced(found, f, unclear)
-            out.append(found)
+                growth = self._reduced(growth, f, unclear)
+            out.append(growth)
         return out
 
     @property
@@ -227,22 +229,24 @@ class _Ruled:
         once, twice = self.rule.size.get(factor), self.doubled.size.get(factor)
         return ratio(twice / once) if once and twice else FIXED
 
-    def _reduced(self, found: Growth, factor: str, unclear: Growth) -> Growth:
+    def _reduced(self, growth: Growth, factor: str, unclear: Growth) -> Growth:
         size = self._size(factor)
         reduction = self.rule.reduction.get(factor, "sum")
         if size.power == 0.0 or reduction in ("avg", "max", "min"):
-            return found
+            return growth
         if reduction != "sum":
             return unclear
         # What is looked up lies in one place: it is moved, not summed.
-        return found if _moves(self.rule) else found.plus(size.power or 0.0)
+        return growth if _moves(self.rule) else growth.plus(size.power or 0.0)
 
     def _scaled(self) -> Growth | None:
         """Of a result before its reductions; None if the op is not linear in what
         grows."""
         operands = [self._without_sum(i) for i in range(len(self.operands))]
         mixed = any(x.mixed for x in operands)
-        left = {i: x.power or 0.0 for i, x in enumerate(operands) if not x.is_fixed}
+        operand_powers = {
+            i: x.power or 0.0 for i, x in enumerate(operands) if not x.is_fixed
+        }
         linear = [set(p.operands) for p in self.rule.passages if "sum" in p.reductions]
         nothing = {i for i, x in enumerate(operands) if x.power == NOTHING}
         if any(p <= nothing for p in linear):
@@ -253,14 +257,14 @@ class _Ruled:
             for other in linear:
                 if other is not group:
                     alone -= other
-            powers = {left.get(i, 0.0) for i in alone}
+            powers = {operand_powers.get(i, 0.0) for i in alone}
             if len(powers) > 1:
                 return self._mixed(operands, linear)
             step = powers.pop() if powers else 0.0
             power += step
             for i in group - nothing:
-                left[i] = left.get(i, 0.0) - step
-        if any(left.values()):
+                operand_powers[i] = operand_powers.get(i, 0.0) - step
+        if any(operand_powers.values()):
             return self._mixed(operands, linear)
         return Growth(power, mixed)
 

@@ -93,8 +93,8 @@ class Inside:
 
     def is_free(self, key: Key) -> bool:
         """Whether an axis may split a class."""
-        found = self.find(key)
-        return found not in self.whole and self.size.get(found, 1) > 1
+        leader = self.find(key)
+        return leader not in self.whole and self.size.get(leader, 1) > 1
 
     def _join_op(self, b: int, op: Op) -> None:
         """Dims of an op's tensors are of the class of their major factor."""
@@ -102,14 +102,14 @@ class Inside:
         for v, dims in zip(op.tensors, rule.tensors, strict=True):
             shape = self.programs[b].values[v].shape
             for d, (dim, n) in enumerate(zip(dims, shape, strict=True)):
-                here: Key = ("dim", b, v, d)
+                dim_key: Key = ("dim", b, v, d)
                 keys: list[Key] = [
                     ("factor", b, op.index, f) for f in dim if rule.size[f] > 1
                 ]
-                self._join(here, keys[0] if keys else here, n)
+                self._join(dim_key, keys[0] if keys else dim_key, n)
                 for key in keys:
                     self._join(key, key, rule.size[key[3]])
-                for key in keys[1:] if keys else [here]:
+                for key in keys[1:] if keys else [dim_key]:
                     self._set_whole(key)
         for f in rule.whole | rule.exchanged:
             self._set_whole(("factor", b, op.index, f))
@@ -129,7 +129,7 @@ class Inside:
             i = self.ties.inputs[j][0]
             for d, n in enumerate(self.results[j]):
                 self._join(("operand", -1, i or 0, d), ("result", -1, j, d), n)
-        if self.ties.apart:
+        if self.ties.splits_slices:
             self._join_slices()
 
     def _join_dims(self, b: int, v: int, kind: str, i: int, sliced: bool) -> None:
@@ -159,9 +159,9 @@ class Inside:
             for v in program.values
         ]
         for keys in dims:
-            found = [self.find(key) for key in keys]
-            for key in found:
-                if found.count(key) > 1:
+            leaders = [self.find(key) for key in keys]
+            for key in leaders:
+                if leaders.count(key) > 1:
                     self._set_whole(key)
         for b, program in enumerate(self.programs):
             for v in program.values:
@@ -178,59 +178,61 @@ class Inside:
         no class becomes whole."""
         self.partial, self.passes, self.zero = {}, {}, set()
         before = set(self.whole)
-        again = False
+        changed = False
         for b, program in enumerate(self.programs):
             for j in range(self.ties.carried):
                 v = program.inputs[j]
                 if v is None:
                     continue
-                found = self.carry.get(j, {})
-                kept = {c: r for c, r in found.items() if self.is_free(c)}
-                self.partial[b, v] = kept
-                if trial and not kept:
+                partials = self.carry.get(j, {})
+                free_partials = {c: r for c, r in partials.items() if self.is_free(c)}
+                self.partial[b, v] = free_partials
+                if trial and not free_partials:
                     self.zero.add((b, v))
             for op in program.ops:
-                again |= self._through(b, op)
+                changed |= self._through(b, op)
         carried = sum(map(len, self.carry.values()))
-        again |= self._leave()
+        changed |= self._leave()
         if trial:
             self.whole = before
             return sum(map(len, self.carry.values())) > carried
-        return again
+        return changed
 
     def _through(self, b: int, op: Op) -> bool:
         """Over which classes an op's results are partial."""
-        rule, again = op.rule, False
-        own = {f: self.find(("factor", b, op.index, f)) for f in rule.factors}
-        made: list[Partials] = [{} for _ in op.results]
+        rule, changed = op.rule, False
+        class_of = {f: self.find(("factor", b, op.index, f)) for f in rule.factors}
+        partials: list[Partials] = [{} for _ in op.results]
         for j, contracted in enumerate(rule.contracted_by):
             for f in sorted(contracted):
-                if self.is_free(own[f]):
-                    made[j][own[f]] = rule.reduction.get(f, "sum")
-        summed: Partials = {c: r for found in made for c, r in found.items()}
+                if self.is_free(class_of[f]):
+                    partials[j][class_of[f]] = rule.reduction.get(f, "sum")
+        summed: Partials = {c: r for partial in partials for c, r in partial.items()}
         reads = [dict(self.partial.get((b, v), {})) for v in op.operands]
         for i in rule.accumulates:
-            have = {own[f] for dim in rule.operands[i] for f in dim}
+            have = {class_of[f] for dim in rule.operands[i] for f in dim}
             for c, r in summed.items():
                 if c not in have and reads[i].pop(c, None) != r:
-                    again |= self._set_whole(c)
+                    changed |= self._set_whole(c)
         for c in sorted({c for read in reads for c in read}):
-            found = None if c in own.values() else self._passage(b, op, c, reads)
-            if found is None:
-                again |= self._set_whole(c)
+            reduction_passage = (
+                None if c in class_of.values() else self._passage(b, op, c, reads)
+            )
+            if reduction_passage is None:
+                changed |= self._set_whole(c)
                 continue
-            self.passes.setdefault((b, op.index), []).append((c, *found))
-            for each in made:
-                each[c] = found[0]
+            self.passes.setdefault((b, op.index), []).append((c, *reduction_passage))
+            for partial in partials:
+                partial[c] = reduction_passage[0]
         if op.is_zero or self._is_linear_in_zeros(b, op):
             self.zero.update((b, v) for v in op.results)
-        for v, each in zip(op.results, made, strict=True):
+        for v, partial in zip(op.results, partials, strict=True):
             shape = self.programs[b].values[v].shape
             dims = {self.find(("dim", b, v, d)) for d in range(len(shape))}
-            for c in dims & each.keys():
-                again |= self._set_whole(c)
-            self.partial[b, v] = each
-        return again
+            for c in dims & partial.keys():
+                changed |= self._set_whole(c)
+            self.partial[b, v] = partial
+        return changed
 
     def _passage(
         self, b: int, op: Op, c: Key, reads: Sequence[Partials]
@@ -258,28 +260,28 @@ class Inside:
 
     def _leave(self) -> bool:
         """Results that bodies agree on; carried values partial before as after."""
-        again = False
-        for found, j, bodies in self._results():
-            for c, r in found.items():
+        changed = False
+        for partials, j, bodies in self._results():
+            for c, r in partials.items():
                 if any(
                     self.partial.get((b, v), {}).get(c) != r
                     and not (r == "sum" and (b, v) in self.zero)
                     for b, v in bodies
                 ):
-                    again |= self._set_whole(c)
+                    changed |= self._set_whole(c)
                 elif j < self.ties.carried and c not in self.carry.get(j, {}):
                     self.carry.setdefault(j, {})[c] = r
-                    again = True
+                    changed = True
             if j < self.ties.carried:
-                gone = self.carry.get(j, {}).keys() - found.keys()
+                gone = self.carry.get(j, {}).keys() - partials.keys()
                 for c in filter(self.is_free, sorted(gone)):
-                    again |= self._set_whole(c)
+                    changed |= self._set_whole(c)
         for b, program in enumerate(self.programs):
             for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True):
                 if i is None and v is not None:  # a test, alike on all ranks
                     for c in self.partial.get((b, v), {}):
-                        again |= self._set_whole(c)
-        return again or self._agree()
+                        changed |= self._set_whole(c)
+        return changed or self._agree()
 
     def _results(self) -> list[tuple[Partials, int, list[tuple[int, int]]]]:
         """For each result over what some body makes it partial, its position, and the
@@ -292,32 +294,32 @@ class Inside:
                 for v, (i, _) in zip(program.outputs, self.ties.outputs[b], strict=True)
                 if i == j and v is not None
             ]
-            found: Partials = {}
+            partials: Partials = {}
             for at in bodies:
-                found |= self.partial.get(at, {})
-            out.append((found, j, bodies))
+                partials |= self.partial.get(at, {})
+            out.append((partials, j, bodies))
         return out
 
     def _agree(self) -> bool:
         """One reduction for each class, and of those that results are partial over all
         or none for each carried value; only classes that the call's operands have."""
-        again = False
+        changed = False
         operands = [
             {self.find(("operand", -1, i, d)) for d in range(len(shape))}
             for i, shape in enumerate(self.operands)
         ]
         have = set().union(*operands)
-        seen: Partials = {}
-        for found, _, _ in self._results():
-            for c, r in found.items():
-                if c not in have or seen.setdefault(c, r) != r:
-                    again |= self._set_whole(c)
+        reductions: Partials = {}
+        for partials, _, _ in self._results():
+            for c, r in partials.items():
+                if c not in have or reductions.setdefault(c, r) != r:
+                    changed |= self._set_whole(c)
         for j, carried in self.carry.items():
             i = self.ties.inputs[j][0] or 0
-            for c in seen.keys() - operands[i] - carried.keys():
+            for c in reductions.keys() - operands[i] - carried.keys():
                 if any(self.is_free(x) for x in carried):
-                    again |= self._set_whole(c)
-        return again
+                    changed |= self._set_whole(c)
+        return changed
 
     # What comes of it: the rule of the call, and strategies of the ops inside.
 
@@ -351,13 +353,15 @@ class Inside:
         whole = frozenset(sizes) - set(self.names.values())
         rule = Rule(operands, results, tuple(sizes.items()), whole, even=True)
         alike, reductions = set[tuple[int, str]](), dict[str, str]()
-        for found, j, _ in self._results():
-            sums = {self.names[c]: r for c, r in found.items() if c in self.names}
+        for partials, j, _ in self._results():
+            sums = {self.names[c]: r for c, r in partials.items() if c in self.names}
             reductions |= sums
             have = {f for dim in results[j] for f in dim}
             alike |= {(j, f) for f in rule.factors if f not in have | sums.keys()}
         partial = [
-            j for j, found in self.carry.items() if found.keys() & self.names.keys()
+            j
+            for j, partials in self.carry.items()
+            if partials.keys() & self.names.keys()
         ]
         return replace(
             rule,
@@ -378,9 +382,9 @@ class Inside:
             elif sizes[name] == n:
                 out.append((name,))
             else:
-                rest = f"{name}{kind[0]}{i}d{d}"
-                sizes[rest] = n // sizes[name]
-                out.append((name, rest))
+                rest_factor = f"{name}{kind[0]}{i}d{d}"
+                sizes[rest_factor] = n // sizes[name]
+                out.append((name, rest_factor))
         return tuple(out)
 
     def strategy(self, b: int, op: Op, axes: Mapping[str, Axes]) -> Strategy:
@@ -410,14 +414,14 @@ def inside(
     target: Any,
     args: Sequence[Any],
     result: Any,
-    read: Callable[[fx.GraphModule], Program],
+    read_program: Callable[[fx.GraphModule], Program],
 ) -> Inside | None:
     """The bodies of a call, given by its arguments as values; None if it has none that
-    are known. ``read``: the program of a body."""
+    are known. ``read_program``: of a body."""
     ties = ties_of(target, args, result)
     if ties is None:
         return None
     operands, results = (
         [tuple(map(int, t.shape)) for t in tensors_of(x)] for x in (args, result)
     )
-    return Inside(ties, [read(body) for body in ties.bodies], operands, results)
+    return Inside(ties, [read_program(body) for body in ties.bodies], operands, results)

@@ -26,7 +26,7 @@ class Ties:
     # So many outputs of the last body are its first inputs next.
     carried: int = 0
     # Whether slices may be taken by different ranks.
-    apart: bool = False
+    splits_slices: bool = False
 
 
 def _inputs(
@@ -49,29 +49,29 @@ def _outputs(count: int, whole: int) -> tuple[tuple[int | None, bool], ...]:
 
 def _cond(count: int, pred: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Ties:
     first = int(isinstance(pred, torch.Tensor))
-    made = _outputs(count, count)
-    return Ties((yes, no), _inputs((operands, False), first=first), (made, made))
+    outputs = _outputs(count, count)
+    return Ties((yes, no), _inputs((operands, False), first=first), (outputs, outputs))
 
 
 def _map(count: int, body: Any, xs: Sequence[Any], others: Sequence[Any]) -> Ties:
     inputs = _inputs((xs, True), (others, False))
-    return Ties((body,), inputs, (_outputs(count, 0),), apart=True)
+    return Ties((body,), inputs, (_outputs(count, 0),), splits_slices=True)
 
 
 def _scan(
     count: int, body: Any, init: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]
 ) -> Ties:
     inputs = _inputs((init, False), (xs, True), (others, False))
-    made = _outputs(count, len(init))
-    return Ties((body,), inputs, (made,), carried=len(init))
+    outputs = _outputs(count, len(init))
+    return Ties((body,), inputs, (outputs,), carried=len(init))
 
 
 def _while(
     count: int, test: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]
 ) -> Ties:
     inputs = _inputs((carried, False), (others, False))
-    made = _outputs(count, count)
-    return Ties((test, body), inputs, (((None, False),), made), carried=len(carried))
+    outputs = _outputs(count, count)
+    return Ties((test, body), inputs, (((None, False),), outputs), carried=len(carried))
 
 
 # op -> (number of results, *arguments) -> how its tensors become those of its bodies.

@@ -68,16 +68,22 @@ def balanced(
     """A searched decision on unlike ranks, or one with the shares along ``axes`` with
     which its ranks would finish together, if that is faster. ``rows``: of the batch.
     """
-    mesh, mode, before = decision.mesh, request.mode, decision.found
-    assert isinstance(mode, SearchOptions) and before is not None
+    mesh, mode, search = decision.mesh, request.mode, decision.search
+    assert isinstance(mode, SearchOptions) and search is not None
     best = best_shares(decision, mode.hardware)
     shares = {axis: best[axis] for axis in axes if axis in best}
-    here = rounded(mesh.unrefined.with_shares(shares), axes, rows)
-    if all(here.weights_of(axis) == mesh.weights_of(axis) for axis in axes):
+    rebalanced = rounded(mesh.unrefined.with_shares(shares), axes, rows)
+    if all(rebalanced.weights_of(axis) == mesh.weights_of(axis) for axis in axes):
         return decision
-    other = decide_on(decision.program, request.on(here.refined(mesh.names)))
-    assert other.found is not None
-    return other if other.found.predicted < before.predicted else decision
+    rebalanced_decision = decide_on(
+        decision.program, request.on(rebalanced.refined(mesh.names))
+    )
+    assert rebalanced_decision.search is not None
+    return (
+        rebalanced_decision
+        if rebalanced_decision.search.predicted < search.predicted
+        else decision
+    )
 
 
 def _constraints(program: Program) -> list[tuple[int, list[str]]]:
@@ -119,17 +125,19 @@ def _attempt(
     program: Program,
     request: Request,
     mesh: Mesh,
-    asked: SearchOptions,
+    options: SearchOptions,
     before: SearchResult | None = None,
 ) -> Decision:
     """A search on one mesh; of a shorter search before, it goes on from that."""
-    here = replace(request.on(mesh), mode=asked)
-    here = here.on(refine(program, here))
-    return decide_on(replace(program, signature=here.laid), here, before)
+    mesh_request = replace(request.on(mesh), mode=options)
+    mesh_request = mesh_request.on(refine(program, mesh_request))
+    return decide_on(
+        replace(program, signature=mesh_request.laid), mesh_request, before
+    )
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _MeshTrial:
     """What is known of a mesh: seconds of the plan found, and of no plan less."""
 
     mesh: Mesh
@@ -140,8 +148,8 @@ class _Tried:
     def __str__(self) -> str:
         if self.error is not None:
             return f"{self.mesh} {str(self.error.what).splitlines()[0]}"
-        known = math.isfinite(self.seconds)
-        return f"{self.mesh} {ms(self.seconds) if known else 'not tried'}"
+        is_tried = math.isfinite(self.seconds)
+        return f"{self.mesh} {ms(self.seconds) if is_tried else 'not tried'}"
 
 
 def fastest(program: Program, request: Request) -> Decision:
@@ -158,77 +166,84 @@ def fastest(program: Program, request: Request) -> Decision:
     warm()
     assert isinstance(request.mode, SearchOptions)
     # Meshes are compared by one ruler.
-    asked = replace(request.mode, ranked=False)
+    options = replace(request.mode, ranked=False)
     begun, spent = time.perf_counter(), 0.0
-    share = asked.seconds / 2 / len(meshes) if len(meshes) > 1 else asked.seconds
-    glance = replace(asked, seconds=share)
-    tried: list[_Tried] = []
+    share = options.seconds / 2 / len(meshes) if len(meshes) > 1 else options.seconds
+    glance = replace(options, seconds=share)
+    trials: list[_MeshTrial] = []
     best: Decision | None = None
     for mesh in meshes:
-        if best is not None and time.perf_counter() - begun > asked.seconds:
-            tried.append(_Tried(mesh))
+        if best is not None and time.perf_counter() - begun > options.seconds:
+            trials.append(_MeshTrial(mesh))
             continue
         try:
             decision = _attempt(program, request, mesh, glance)
         except _UNFIT as error:
-            tried.append(_Tried(mesh, bound=math.inf, error=error))
+            trials.append(_MeshTrial(mesh, bound=math.inf, error=error))
             continue
-        found = found_of(decision)
-        spent += found.took
-        tried.append(_Tried(mesh, found.predicted, found.bound))
-        if best is None or found.predicted < found_of(best).predicted * (1 - ALIKE):
+        search = search_of(decision)
+        spent += search.took
+        trials.append(_MeshTrial(mesh, search.predicted, search.bound))
+        if best is None or search.predicted < search_of(best).predicted * (1 - ALIKE):
             best = decision
-            glance = replace(glance, enough=found.predicted)
+            glance = replace(glance, enough=search.predicted)
     if best is None:
-        return _hopeless(tried, asked, program, request)
-    return _finished(best, tried, spent, asked, program, request)
+        return _search_largest(trials, options, program, request)
+    return _search_longer(best, trials, spent, options, program, request)
 
 
-def found_of(decision: Decision) -> SearchResult:
+def search_of(decision: Decision) -> SearchResult:
     """The search that decided."""
-    assert decision.found is not None, "what is chosen was searched"
-    return decision.found
+    assert decision.search is not None, "what is chosen was searched"
+    return decision.search
 
 
-def _finished(
+def _search_longer(
     best: Decision,
-    tried: Sequence[_Tried],
+    trials: Sequence[_MeshTrial],
     spent: float,
-    asked: SearchOptions,
+    options: SearchOptions,
     program: Program,
     request: Request,
 ) -> Decision:
     """The best mesh searched with the time that is left."""
-    before = found_of(best)
-    if not before.is_proved and len(tried) > 1:
-        left = max(asked.seconds - spent, asked.seconds / 2)
-        more = replace(asked, seconds=left)
-        longer = _attempt(program, request, before.mesh, more, before)
-        spent += found_of(longer).took
-        if found_of(longer).predicted <= before.predicted:
+    first_search = search_of(best)
+    if not first_search.is_proved and len(trials) > 1:
+        seconds = max(options.seconds - spent, options.seconds / 2)
+        longer_options = replace(options, seconds=seconds)
+        longer = _attempt(
+            program, request, first_search.mesh, longer_options, first_search
+        )
+        spent += search_of(longer).took
+        if search_of(longer).predicted <= first_search.predicted:
             best = longer
-    found = found_of(best)
-    others = [t for t in tried if t.mesh.axes != found.mesh.unrefined.axes]
-    rivals = min((t.bound for t in others), default=math.inf)
-    found = replace(found, took=spent, rivals=rivals)
-    note = f"mesh {found.mesh} chosen of {len(tried)}: {ms(found.predicted)} a step"
-    if others:
-        listed = sorted(others, key=lambda t: t.seconds)
+    search = search_of(best)
+    other_trials = [
+        trial for trial in trials if trial.mesh.axes != search.mesh.unrefined.axes
+    ]
+    rivals = min((trial.bound for trial in other_trials), default=math.inf)
+    search = replace(search, took=spent, rivals=rivals)
+    note = f"mesh {search.mesh} chosen of {len(trials)}: {ms(search.predicted)} a step"
+    if other_trials:
+        listed = sorted(other_trials, key=lambda trial: trial.seconds)
         note += f"; {', '.join(map(str, listed))}"
-    return replace(best, found=found, notes=(*best.notes, note))
+    return replace(best, search=search, notes=(*best.notes, note))
 
 
-def _hopeless(
-    tried: Sequence[_Tried], asked: SearchOptions, program: Program, request: Request
+def _search_largest(
+    trials: Sequence[_MeshTrial],
+    options: SearchOptions,
+    program: Program,
+    request: Request,
 ) -> Decision:
     """No glance found a plan. The mesh of most axes has most plans: all of the time
     goes to it, unless hints fit none."""
-    searches = [t for t in tried if isinstance(t.error, PlanError)]
+    searches = [trial for trial in trials if isinstance(trial.error, PlanError)]
     if not searches:
-        error = tried[-1].error
+        error = trials[-1].error
         assert error is not None
         raise error
-    return _attempt(program, request, searches[-1].mesh, asked)
+    return _attempt(program, request, searches[-1].mesh, options)
 
 
 def ms(seconds: float) -> str:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, replace
 
 from fxpar.errors import HintError, MeshError, PlanError, SpecError
-from fxpar.sharding.choose_mesh import decide_on, fastest, found_of, ms
+from fxpar.sharding.choose_mesh import decide_on, fastest, ms, search_of
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.cut_in_time import cut_in_time
 from fxpar.sharding.decide import Decision
@@ -49,42 +49,42 @@ class StagedChoice:
     step: StagedStep
 
 
-def chosen(program: Program, request: Request) -> tuple[Decision, Request]:
+def choose_with_stages(program: Program, request: Request) -> tuple[Decision, Request]:
     """The decision on the best mesh of a request, and the request for it. With stages
     where these are faster by ``PAYS``, or where nothing else fits.
 
     Raises as ``choose_mesh.fastest``.
     """
-    best, refused = None, None
+    best, plan_error = None, None
     try:
         best = fastest(program, request)
     except PlanError as error:
         if not request.staged:
             raise
-        refused = error
-    known = None if best is None else found_of(best)
-    bar = math.inf if known is None else known.predicted * (1 - PAYS)
-    staged, tried = fastest_staged(program, request, bar, known)
+        plan_error = error
+    unstaged = None if best is None else search_of(best)
+    bar = math.inf if unstaged is None else unstaged.predicted * (1 - PAYS)
+    staged, stage_notes = fastest_staged(program, request, bar, unstaged)
     if staged is not None:
         mesh = staged.request.whole_mesh
         note = f"mesh {mesh} chosen: {staged.step}"
-        if known is not None:
-            note += f"; {known.mesh} {ms(known.predicted)}"
-        notes = (*staged.decision.notes, note, *tried)
-        asked = replace(staged.request, mode=request.mode)
-        return replace(staged.decision, notes=notes), asked
+        if unstaged is not None:
+            note += f"; {unstaged.mesh} {ms(unstaged.predicted)}"
+        notes = (*staged.decision.notes, note, *stage_notes)
+        staged_request = replace(staged.request, mode=request.mode)
+        return replace(staged.decision, notes=notes), staged_request
     if best is None:
-        assert refused is not None
-        raise refused
-    best = replace(best, notes=(*best.notes, *tried))
+        assert plan_error is not None
+        raise plan_error
+    best = replace(best, notes=(*best.notes, *stage_notes))
     return best, request.on(best.mesh)
 
 
 def decide_in_stages(program: Program, request: Request, parts: int) -> Decision:
     """The decision on a named mesh with stages: searched for a stage of one of
     ``parts`` microbatches, as many as the batch has; else as ``decide_on``."""
-    pipeline, asked = request.pipeline, request.mode
-    if pipeline is None or not isinstance(asked, SearchOptions):
+    pipeline, options = request.pipeline, request.mode
+    if pipeline is None or not isinstance(options, SearchOptions):
         return decide_on(program, request)
     cut = cut_in_time(program)
     count = max(n for n in range(1, parts + 1) if not cut or cut.rows % n == 0)
@@ -94,7 +94,7 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
         program, request, parts=_one_part(program, request, cut, count)
     )
     order = request.pipeline_order
-    step = price_stages(found_of(decision), pipeline, order, asked.hardware)
+    step = price_stages(search_of(decision), pipeline, order, options.hardware)
     notes = () if step is None else (str(step),)
     return replace(decision, notes=(*decision.notes, *notes))
 
@@ -112,19 +112,19 @@ def fastest_staged(
     program: Program,
     request: Request,
     bar: float,
-    known: SearchResult | None = None,
+    unstaged: SearchResult | None = None,
 ) -> tuple[StagedChoice | None, tuple[str, ...]]:
     """The fastest plan in stages that takes less than ``bar`` seconds, and what there
-    is to know of the others. ``known``: a search without stages.
+    is to know of the others. ``unstaged``: a search without stages.
 
     Within the seconds asked for, pricing included, but for the first mesh.
     """
-    asked = request.mode
-    if not request.staged or not isinstance(asked, SearchOptions):
+    options = request.mode
+    if not request.staged or not isinstance(options, SearchOptions):
         return None, ()
     begun = time.perf_counter()
-    least = _least_seconds(program, asked, known)
-    if all(_waiting(mesh, _most(mesh)) * least >= bar for mesh in request.staged):
+    least = _least_seconds(program, options, unstaged)
+    if all(_waiting(mesh, _most_parts(mesh)) * least >= bar for mesh in request.staged):
         return None, (f"stages: none of {len(request.staged)} meshes can be faster",)
     cut = cut_in_time(program)
     if cut is None:
@@ -134,8 +134,8 @@ def fastest_staged(
         ((mesh, parts) for mesh, parts in counts if parts),
         key=lambda row: (_waiting(*row), row[0].axes[0][1]),
     )
-    end = begun + asked.seconds
-    asked = replace(asked, ranked=False, seconds=asked.seconds / 4)
+    end = begun + options.seconds
+    options = replace(options, ranked=False, seconds=options.seconds / 4)
     best: StagedChoice | None = None
     texts, skipped = list[str](), 0
     for mesh, parts in rows:
@@ -143,33 +143,39 @@ def fastest_staged(
         if least * _waiting(mesh, parts) >= bar or (late and texts):
             skipped += 1
             continue
-        found, text = _fitting(program, request.on(mesh), asked, cut, parts, bar)
+        staged_request = request.on(mesh)
+        choice, text = _attempt_in_memory(
+            program, staged_request, options, cut, parts, bar, end
+        )
         texts.append(f"{mesh} {text}")
-        if found is not None:
-            best, bar = found, found.step.seconds
-    best = best and _other_parts(program, request, best, asked, cut)
+        if choice is not None:
+            best, bar = choice, choice.step.seconds
+    best = best and _with_fewer_parts(program, request, best, options, cut)
     listed = f"stages: {', '.join(texts)}" if texts else "stages"
     return best, (f"{listed}; {skipped} meshes not searched",)
 
 
-def _fitting(
+def _attempt_in_memory(
     program: Program,
-    here: Request,
-    asked: SearchOptions,
+    request: Request,
+    options: SearchOptions,
     cut: BatchCut,
     parts: int,
     bar: float,
+    end: float,
 ) -> tuple[StagedChoice | None, str]:
-    """As ``_attempt``, with twice as many microbatches as often as memory asks."""
-    least = _least_bytes(program, here.mesh)
-    open_ = here.microbatches is None
-    while open_ and least / parts > asked.budget and cut.rows % (2 * parts) == 0:
+    """As ``_attempt``, with twice as many microbatches as often as memory asks, until
+    the clock shows ``end``."""
+    least = _least_bytes(program, request.mesh)
+    open_ = request.microbatches is None
+    while open_ and least / parts > options.budget and cut.rows % (2 * parts) == 0:
         parts *= 2
     while True:
         try:
-            return _attempt(program, here, asked, cut, parts, bar)
+            return _attempt(program, request, options, cut, parts, bar)
         except _TooLarge as error:
-            if not open_ or cut.rows % (2 * parts):
+            late = time.perf_counter() > end
+            if late or not open_ or cut.rows % (2 * parts):
                 return None, str(error.what).splitlines()[0]
         parts *= 2
 
@@ -179,33 +185,33 @@ def _least_bytes(program: Program, mesh: Mesh) -> float:
     return 2 * max(value.nbytes for value in program.values) / mesh.size
 
 
-def _other_parts(
+def _with_fewer_parts(
     program: Program,
     request: Request,
     best: StagedChoice,
-    asked: SearchOptions,
+    options: SearchOptions,
     cut: BatchCut,
 ) -> StagedChoice:
     """The choice with half as many microbatches, as long as that is faster."""
     if request.microbatches is not None:
         return best
     while best.step.parts % 2 == 0 and best.step.parts > 2:
-        here, bar = best.request, best.step.seconds
+        best_request, bar = best.request, best.step.seconds
         parts = best.step.parts // 2
         try:
-            found, _ = _attempt(program, here, asked, cut, parts, bar)
+            choice, _ = _attempt(program, best_request, options, cut, parts, bar)
         except _TooLarge:
             break
-        if found is None:
+        if choice is None:
             break
-        best = found
+        best = choice
     return best
 
 
 def _attempt(
     program: Program,
-    here: Request,
-    asked: SearchOptions,
+    request: Request,
+    options: SearchOptions,
     cut: BatchCut,
     parts: int,
     bar: float,
@@ -214,21 +220,21 @@ def _attempt(
 
     Raises _TooLarge if none fits in memory.
     """
-    pipeline = here.pipeline
+    pipeline = request.pipeline
     assert pipeline is not None, "of a mesh with stages"
-    places, schedule = pipeline.places, here.pipeline_order
+    places, schedule = pipeline.places, request.pipeline_order
     enough = bar / least_staged(1.0, places, parts)
-    here = replace(here, mode=replace(asked, enough=enough), microbatches=parts)
+    request = replace(request, mode=replace(options, enough=enough), microbatches=parts)
     try:
-        here = here.on(refine(program, here))
-        program = replace(program, signature=here.laid)
-        part = _one_part(program, here, cut, parts)
-        decision = decide_on(program, here, parts=part)
-        found = found_of(decision)
-        if found.bound >= enough:
-            least = least_staged(found.bound, places, parts)
+        request = request.on(refine(program, request))
+        program = replace(program, signature=request.laid)
+        part = _one_part(program, request, cut, parts)
+        decision = decide_on(program, request, parts=part)
+        search = search_of(decision)
+        if search.bound >= enough:
+            least = least_staged(search.bound, places, parts)
             return None, f"takes {ms(least)} at least"
-        step = price_stages(found, pipeline, schedule, asked.hardware)
+        step = price_stages(search, pipeline, schedule, options.hardware)
     except PlanError as error:
         if error.what.startswith("no plan fits"):
             raise _TooLarge(error.what) from None
@@ -237,26 +243,28 @@ def _attempt(
         return None, str(error.what).splitlines()[0]
     if step is None:
         return None, "has more stages than the program has ops on the batch"
-    if max(step.memory) > asked.budget:
+    if max(step.memory) > options.budget:
         raise _TooLarge(f"needs {max(step.memory) / 2**30:.3g} GiB a rank")
     if not decision.is_even:
         return None, "has shards that are not alike"
     if step.seconds >= bar:
         return None, ms(step.seconds)
-    return StagedChoice(here, decision, step), ms(step.seconds)
+    return StagedChoice(request, decision, step), ms(step.seconds)
 
 
 def _least_seconds(
-    program: Program, asked: SearchOptions, known: SearchResult | None
+    program: Program, options: SearchOptions, unstaged: SearchResult | None
 ) -> float:
     """Seconds of the arithmetic of a step on one device, at its fastest."""
-    works = known.formulation.kernels.works if known else kernels_of(program).works
-    on = asked.hardware
-    flops = ((work, on.peak(work.dtype, family=work.family)) for work in works)
+    works = (
+        unstaged.formulation.kernels.works if unstaged else kernels_of(program).works
+    )
+    hardware = options.hardware
+    flops = ((work, hardware.peak(work.dtype, family=work.family)) for work in works)
     return sum(w.flops / (peak.flops * peak.efficiency) for w, peak in flops if w.flops)
 
 
-def _most(mesh: Mesh) -> int:
+def _most_parts(mesh: Mesh) -> int:
     return mesh.axes[0][1] * PARTS_A_PLACE[0]
 
 

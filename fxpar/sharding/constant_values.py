@@ -17,16 +17,16 @@ from fxpar.sharding.program import Op, Program
 from fxpar.sharding.spec import Spec
 
 
-def made_of_constants(program: Program) -> set[int]:
+def constants_of(program: Program) -> set[int]:
     """Values that no input has a part in. Random ones are left out: to draw the whole
     is no small thing."""
-    found = {v.index for v in program.values} - set(program.producers)
-    found -= {v for v in program.inputs if v is not None}
+    constants = {v.index for v in program.values} - set(program.producers)
+    constants -= {v for v in program.inputs if v is not None}
     for op in program.ops:
-        known = getattr(op.target, "namespace", "") in ("aten", "prims")
-        if known and op.known and found.issuperset(op.operands):
-            found.update(op.results)
-    return found
+        is_aten = getattr(op.target, "namespace", "") in ("aten", "prims")
+        if is_aten and op.has_rule and constants.issuperset(op.operands):
+            constants.update(op.results)
+    return constants
 
 
 def make_as_read(
@@ -37,10 +37,10 @@ def make_as_read(
 ) -> None:
     """Make such values as they are read: split alike where all readers do, else whole,
     of which any part is a slice. Changes both lists."""
-    ours = made_of_constants(program)
+    constants = constants_of(program)
     outputs = set(program.outputs)
     for op in reversed(program.ops):
-        if len(op.results) != 1 or not ours.issuperset(op.results):
+        if len(op.results) != 1 or not constants.issuperset(op.results):
             continue
         (v,) = op.results
         reads = {
@@ -52,17 +52,17 @@ def make_as_read(
             reads.add(settled[v])
         whole = Spec.whole(len(program.values[v].shape))
         need = reads.pop() if len(reads) == 1 else whole
-        made = _making(op, need, mesh)
-        if made is None:
-            need, made = whole, Strategy(op.rule.pinned)
-        strategies[op.index], settled[v] = made, need
+        strategy = _strategy_for(op, need, mesh)
+        if strategy is None:
+            need, strategy = whole, Strategy(op.rule.pinned)
+        strategies[op.index], settled[v] = strategy, need
 
 
-def _making(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
+def _strategy_for(op: Op, spec: Spec, mesh: Mesh) -> Strategy | None:
     """The strategy by which an op makes its result so, if there is one."""
     rule = op.rule
     axes_of = project(rule.results[0], spec, rule.size, mesh, even=rule.even_factors)
-    made = Strategy((*rule.pinned, *axes_of.items()))
-    if result_spec(rule, made, 0) != spec or rule.whole.intersection(axes_of):
+    strategy = Strategy((*rule.pinned, *axes_of.items()))
+    if result_spec(rule, strategy, 0) != spec or rule.whole.intersection(axes_of):
         return None
-    return made if fits(rule, axes_of, mesh) else None
+    return strategy if fits(rule, axes_of, mesh) else None

@@ -42,14 +42,14 @@ def cut_in_time(program: Program) -> BatchCut | None:
         for strategy in timed.strategies
     ]
     dims = list(map(_split, timed.edges.made))
-    given = set(program.inputs)
+    inputs = set(program.inputs)
     for reshard in timed.edges.reshards:  # inputs lie whole, and are read in parts
-        if reshard.value in given:
+        if reshard.value in inputs:
             dims[reshard.value] = _split(reshard.target)
     for op, cut in zip(program.ops, factors, strict=True):
         rows = math.gcd(rows, *(op.rule.size[f] for f in cut))
-    made = enumerate(timed.edges.made)
-    sums = frozenset(v for v, spec in made if spec.partial)
+    specs = enumerate(timed.edges.made)
+    sums = frozenset(v for v, spec in specs if spec.partial)
     return BatchCut(tuple(factors), tuple(dims), sums, rows)
 
 
@@ -65,11 +65,11 @@ def _whole(program: Program) -> Signature:
 
     signature = program.signature
     inputs = (
-        replace(given, rest=rest(v), use=None)
-        for given, v in zip(signature.inputs, program.inputs, strict=True)
+        replace(end, rest=rest(v), use=None)
+        for end, v in zip(signature.inputs, program.inputs, strict=True)
     )
     outputs = (
-        replace(given, rest=rest(v), lie="whole")
-        for given, v in zip(signature.outputs, program.outputs, strict=True)
+        replace(end, rest=rest(v), lie="whole")
+        for end, v in zip(signature.outputs, program.outputs, strict=True)
     )
     return Signature(tuple(inputs), tuple(outputs), signature.tangents)

@@ -66,7 +66,7 @@ class Decision:
     origins: tuple[Mapping[str, Origin], ...]
     notes: tuple[str, ...] = ()
     # The search that decided, if one did.
-    found: SearchResult | None = None
+    search: SearchResult | None = None
     # Those of a saved plan, which has no origins.
     reasons: tuple[tuple[str, str], ...] = ()
 
@@ -74,9 +74,9 @@ class Decision:
     def is_even(self) -> bool:
         """Whether all ranks hold as much of every value."""
         edges, values = self.edges, self.program.values
-        held = [*zip(values, edges.made, strict=True)]
-        held += [(values[r.value], r.target) for r in edges.reshards]
-        return all(spec.is_even(self.mesh, value.shape) for value, spec in held)
+        specs = [*zip(values, edges.made, strict=True)]
+        specs += [(values[r.value], r.target) for r in edges.reshards]
+        return all(spec.is_even(self.mesh, value.shape) for value, spec in specs)
 
 
 def route(decision: Decision, reshard: Reshard) -> tuple[Step, ...]:
@@ -108,9 +108,9 @@ def decide(
     for a, b in _ties(program):
         engine.tie(a, b)
     if mode != "replicate":
-        seeds = _given(program, mesh, hints, constraints)
+        seeds = _given_seeds(program, mesh, hints, constraints)
         axes = conventions.batch_axes(mesh) if batch is None else batch
-        _seed_all(engine, seeds + _resting_outputs(program, mesh), axes, notes)
+        _seed_all(engine, seeds + _output_seeds(program, mesh), axes, notes)
     settle_at_rest(engine)
     state = engine.state
     priced = hardware.on(mesh) if hardware is not None else mesh
@@ -138,7 +138,7 @@ def searched(
     mesh: Mesh,
     hints: Mapping[str, Entries],
     constraints: Sequence[tuple[int, Entries]],
-    asked: SearchOptions,
+    options: SearchOptions,
     *,
     keep_gathered: bool = False,
     before: SearchResult | None = None,
@@ -150,36 +150,36 @@ def searched(
     Raises HintError for hints that do not fit, PlanError if no plan does.
     """
     if program.signature.batch:
-        propagated = decide(program, mesh, {}, hardware=asked.hardware)
+        propagated = decide(program, mesh, {}, hardware=options.hardware)
         program = with_rests(program, propagated.edges.outputs)
     seeds: dict[int, list[Seed]] = {}
-    for seed in _given(program, mesh, hints, constraints):
+    for seed in _given_seeds(program, mesh, hints, constraints):
         seeds.setdefault(seed.value, []).append(seed)
-    found = search(
+    result = search(
         program,
         mesh,
-        asked,
+        options,
         seeds,
         keep_gathered=keep_gathered,
         before=before,
         parts=parts,
     )
-    wide = found.solution.gap > _WIDE and found.bound < asked.enough
-    rank = asked.ranked and len(program.ops) <= _RANKED and parts is None
+    wide = result.solution.gap > _WIDE and result.bound < options.enough
+    rank = options.ranked and len(program.ops) <= _RANKED and parts is None
     # What one would begin with by hand.
-    known = [
+    by_hand = [
         decide(
-            program, mesh, hints, constraints, batch=batch, hardware=asked.hardware
+            program, mesh, hints, constraints, batch=batch, hardware=options.hardware
         ).strategies
         for batch in (None, mesh.names)
         if wide or rank
     ]
     if wide:
-        found = begun_from(found, asked, known)
-    notes = [str(found), *_wide(found, asked)]
+        result = begun_from(result, options, by_hand)
+    notes = [str(result), *_gap_warning(result, options)]
     if rank:
-        found, said = ranked(found, asked, known)
-        notes += said
+        result, rank_notes = ranked(result, options, by_hand)
+        notes += rank_notes
     rests = {
         v: f"{declared.name} at rest"
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
@@ -190,29 +190,29 @@ def searched(
             axis: Origin(rests.get(v) or _origin(seeds.get(v, ()), axis))
             for axis in spec.axes
         }
-        for v, spec in enumerate(found.settled)
+        for v, spec in enumerate(result.settled)
     ]
-    edges = connect(program, found.strategies, found.settled, found.mesh)
-    notes += _uneven_notes(program, edges, found.mesh)
+    edges = connect(program, result.strategies, result.settled, result.mesh)
+    notes += _uneven_notes(program, edges, result.mesh)
     return Decision(
         program,
-        found.mesh,
-        found.strategies,
-        found.settled,
+        result.mesh,
+        result.strategies,
+        result.settled,
         edges,
         tuple(origins),
         tuple(notes),
-        found,
+        result,
     )
 
 
-def _wide(found: SearchResult, asked: SearchOptions) -> list[str]:
+def _gap_warning(result: SearchResult, options: SearchOptions) -> list[str]:
     """A warning where a longer search is worth while."""
-    if found.solution.gap <= _POOR:
+    if result.solution.gap <= _POOR:
         return []
     return [
-        f"the plan may be {found.solution.gap:.0%} from the best after "
-        f"{asked.seconds:.0f} s of search: give search_seconds more"
+        f"the plan may be {result.solution.gap:.0%} from the best after "
+        f"{options.seconds:.0f} s of search: give search_seconds more"
     ]
 
 
@@ -235,14 +235,14 @@ def _origin(seeds: Sequence[Seed], axis: str) -> str:
     return "search"
 
 
-def _given(
+def _given_seeds(
     program: Program,
     mesh: Mesh,
     hints: Mapping[str, Entries],
     constraints: Sequence[tuple[int, Entries]],
 ) -> list[Seed]:
     """Seeds of hints, of inputs whose use is known, and of hints in the code."""
-    seeds = _resting_inputs(program, mesh) + match(program, hints, mesh)
+    seeds = _input_seeds(program, mesh) + match(program, hints, mesh)
     for value, entries in constraints:
         what = f"fxpar.constrain at {program.values[value].name}"
         seeds.append(make_seed(program, value, entries, mesh, "value", what))
@@ -256,27 +256,36 @@ def _seed_all(
     only parameters name (ZeRO) still splits the batch."""
     program, mesh = engine.program, engine.mesh
     axes = [axis for axis, size in mesh.axes if size > 1]
-    named, named_on_values = _named(seeds), _named(s for s in seeds if s.priority == 0)
+    named_axes, named_on_values = (
+        _axes_named(seeds),
+        _axes_named(s for s in seeds if s.priority == 0),
+    )
     batch = [axis for axis in over if axis in axes and axis not in named_on_values]
-    taken = {seed.value for seed in seeds}
+    seeded_values = {seed.value for seed in seeds}
     extra = conventions.batch_seeds(program, mesh, batch, notes)
     along = tuple(
-        axis for axis in conventions.sequence_axes(mesh) if axis not in (*batch, *named)
+        axis
+        for axis in conventions.sequence_axes(mesh)
+        if axis not in (*batch, *named_axes)
     )
     extra += conventions.sequence_seeds(program, mesh, along, notes) if along else []
-    split = conventions.expert_seeds(program, mesh)
-    engine.seed(seeds + split + [seed for seed in extra if seed.value not in taken])
-    held = {axis_of(axis) for axis in (*batch, *named, *_named(extra))}
+    expert_seeds = conventions.expert_seeds(program, mesh)
+    engine.seed(
+        seeds
+        + expert_seeds
+        + [seed for seed in extra if seed.value not in seeded_values]
+    )
+    assigned = {axis_of(axis) for axis in (*batch, *named_axes, *_axes_named(extra))}
     for axis in dict.fromkeys(map(axis_of, axes)):
-        if axis not in held:
+        if axis not in assigned:
             conventions.seed_weights(engine, axis)
 
 
-def _named(seeds: Iterable[Seed]) -> set[str]:
+def _axes_named(seeds: Iterable[Seed]) -> set[str]:
     return {axis for seed in seeds for dim in seed.dims for axis in dim}
 
 
-def _resting_inputs(program: Program, mesh: Mesh) -> list[Seed]:
+def _input_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     """Seeds of inputs whose use is known."""
     seeds = []
     for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
@@ -287,7 +296,7 @@ def _resting_inputs(program: Program, mesh: Mesh) -> list[Seed]:
     return seeds
 
 
-def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
+def _output_seeds(program: Program, mesh: Mesh) -> list[Seed]:
     """Seeds of outputs that must have a spec; gradients follow parameters. Of an
     input that is an output too, or a value with two specs, one seed holds; the outputs
     are resharded."""
@@ -302,17 +311,17 @@ def _resting_outputs(program: Program, mesh: Mesh) -> list[Seed]:
 
 def _ties(program: Program) -> list[tuple[int, int]]:
     """Gradients follow their parameters, tangents their outputs."""
-    signature, out = program.signature, []
+    signature, pairs = program.signature, []
     for k, result in enumerate(signature.outputs):
         if result.of is not None:
             a, b = program.inputs[result.of], program.outputs[k]
             if a is not None and b is not None and a != b:
-                out.append((a, b))
+                pairs.append((a, b))
     for i, k in signature.tangents:
         a, b = program.inputs[i], program.outputs[k]
         if a is not None and b is not None:
-            out.append((a, b))
-    return out
+            pairs.append((a, b))
+    return pairs
 
 
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:

@@ -219,11 +219,11 @@ class Rule:
 
     def _closed(self, shapes: Sequence[Sequence[int]]) -> Rule:
         """With the further results that an open rule leaves unnamed."""
-        more = tuple(((),) * len(shape) for shape in shapes[len(self.tensors) :])
+        further = tuple(((),) * len(shape) for shape in shapes[len(self.tensors) :])
         n = len(self.results)
-        alike = {(n + i, f) for i in range(len(more)) for f in self.factors}
+        alike = {(n + i, f) for i in range(len(further)) for f in self.factors}
         return replace(
-            self, results=self.results + more, alike=self.alike | alike, open=False
+            self, results=self.results + further, alike=self.alike | alike, open=False
         )
 
     def __str__(self) -> str:
@@ -234,40 +234,40 @@ class Rule:
                 words.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
             return " ".join(word if word != "()" else "_" for word in words)
 
-        left = [
+        operands = [
             f"+ {tensor(t)}" if i in self.accumulates else tensor(t)
             for i, t in enumerate(self.operands)
         ]
-        right = [
+        results = [
             " ".join(
                 [tensor(t), *(f"~{f}" for f in self.factors if (i, f) in self.alike)]
             )
             for i, t in enumerate(self.results)
         ]
-        return f"{', '.join(left)} -> {', '.join(right + ['~'] * self.open)}"
+        return f"{', '.join(operands)} -> {', '.join(results + ['~'] * self.open)}"
 
 
 def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> None:
     """Enter the factor sizes that one dim of size ``n`` fixes."""
     unknown = [f for f in dim if f not in sizes]
-    known = 1
+    product = 1
     for f in dim:
-        known *= sizes.get(f, 1)
+        product *= sizes.get(f, 1)
     if not dim:
         return
     if len(unknown) > 1:
         raise RuleError(f"rule '{rule}': sizes of {unknown} cannot be told apart")
     if unknown:
-        if known == 0 or n % known:
-            raise RuleError(f"rule '{rule}': {n} is no multiple of {known}")
-        sizes[unknown[0]] = n // known
-    elif known != n:
-        raise RuleError(f"rule '{rule}': factors {dim} make {known}, the dim is {n}")
+        if product == 0 or n % product:
+            raise RuleError(f"rule '{rule}': {n} is no multiple of {product}")
+        sizes[unknown[0]] = n // product
+    elif product != n:
+        raise RuleError(f"rule '{rule}': factors {dim} make {product}, the dim is {n}")
 
 
 def parse_rule(text: str) -> Rule:
     """Read a rule; sizes stay open. Raises RuleError naming the malformed part."""
-    left, arrow, right = text.partition("->")
+    operand_text, arrow, result_text = text.partition("->")
     if not arrow:
         raise RuleError(f"rule {text!r} has no '->'", fix=_FORM)
     whole: set[str] = set()
@@ -295,7 +295,7 @@ def parse_rule(text: str) -> Rule:
         return tuple(dims)
 
     operands, accumulates = [], []
-    for i, part in enumerate(left.split(",") if left.strip() else []):
+    for i, part in enumerate(operand_text.split(",") if operand_text.strip() else []):
         marked = part.strip().startswith("+")
         accumulates += [i] * marked
         unreduced: set[str] = set()
@@ -303,7 +303,7 @@ def parse_rule(text: str) -> Rule:
         if unreduced:
             raise RuleError(f"rule {text!r}: `~` marks results only", fix=_FORM)
     results, alike = [], set()
-    parts = right.split(",")
+    parts = result_text.split(",")
     further = parts[-1].strip() == "~"
     for i, part in enumerate(parts[:-1] if further else parts):
         unreduced = set()
@@ -383,16 +383,18 @@ def project(
     out: dict[str, Axes] = {}
     entries = spec.dims if isinstance(spec, Spec) else spec
     for dim, axes in zip(dims, entries, strict=True):
-        rest = list(axes)
+        unassigned = list(axes)
         for factor in dim:
-            left, taken = size[factor], []
+            rows_left, factor_axes = size[factor], []
             alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
-            while rest and (alone or shard_sizes.divides(left, mesh, rest[:1])):
-                left = shard_sizes.largest(left, mesh, rest[:1])
-                taken.append(rest.pop(0))
-            if taken:
-                out[factor] = tuple(taken)
-            if left != 1:
+            while unassigned and (
+                alone or shard_sizes.divides(rows_left, mesh, unassigned[:1])
+            ):
+                rows_left = shard_sizes.largest(rows_left, mesh, unassigned[:1])
+                factor_axes.append(unassigned.pop(0))
+            if factor_axes:
+                out[factor] = tuple(factor_axes)
+            if rows_left != 1:
                 break
     return out
 

@@ -99,7 +99,7 @@ class DoubledCall:
     a: fx.Node
     b: fx.Node
     # Growths of the results of each node before it.
-    known: Mapping[fx.Node, Sequence[Growth]]
+    growth_of: Mapping[fx.Node, Sequence[Growth]]
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class DoubledCall:
         """Of an argument, a tensor or a number."""
         args = [self._argument(node, place, key) for node in (self.a, self.b)]
         if isinstance(args[0], fx.Node):
-            return self.known[args[0]][0]
+            return self.growth_of[args[0]][0]
         return FIXED if args[0] is None else of_number(*args)
 
     @staticmethod

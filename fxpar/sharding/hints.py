@@ -108,13 +108,13 @@ def axes_of(hint: Entries, what: str) -> list[str]:
 
 def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
     """Raise HintError if axes, or parts of axes, are unknown or used twice."""
-    used = [axis for axes in dims for axis in axes]
-    for axis in used:
+    all_axes = [axis for axes in dims for axis in axes]
+    for axis in all_axes:
         try:
             mesh.axis_size(axis)
         except MeshError as error:
             raise HintError(f"{what}: {error.what}", fix=error.fix) from error
-    twice = overlapping(used)
+    twice = overlapping(all_axes)
     if twice is not None:
         one, other = twice
         raise HintError(
@@ -148,8 +148,8 @@ def make_seed(
         dims, closed = entries(hint, len(shape), what)
         check(dims, mesh, what)
     except HintError as error:
-        made = program.producers.get(value)
-        line = user_line(program.ops[made[0]].node) if made else None
+        producer = program.producers.get(value)
+        line = user_line(program.ops[producer[0]].node) if producer else None
         raise HintError(error.what, where=line, fix=error.fix) from error
     dims = tuple(map(mesh.parts, dims))
     # An axis named for the model splits a sequence, say, and may move from there.
@@ -167,24 +167,24 @@ def match(program: Program, table: Mapping[str, Entries], mesh: Mesh) -> list[Se
     Patterns match names of inputs, parameters, buffers, and of values in the graph.
     Raises HintError for a pattern without match, naming similar names.
     """
-    found: dict[int, Seed] = {}
-    named: dict[str, list[tuple[int, str]]] = {}
+    seeds: dict[int, Seed] = {}
+    values_by_name: dict[str, list[tuple[int, str]]] = {}
     for declared, value in zip(program.signature.inputs, program.inputs, strict=True):
         if value is not None and declared.kind != "tangent":
-            named.setdefault(declared.name, []).append((value, declared.kind))
+            values_by_name.setdefault(declared.name, []).append((value, declared.kind))
     inputs = set(program.inputs)
     for inner in program.values:
         if inner.index not in inputs:
-            named.setdefault(inner.name, []).append((inner.index, "value"))
+            values_by_name.setdefault(inner.name, []).append((inner.index, "value"))
     for pattern, hint in table.items():
-        hits = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+        hits = [name for name in values_by_name if fnmatch.fnmatchcase(name, pattern)]
         if not hits:
             raise HintError(
                 f"hint {pattern!r} matches no parameter, buffer or input",
-                fix=f"names are such as {', '.join(list(named)[:6])}",
+                fix=f"names are such as {', '.join(list(values_by_name)[:6])}",
             )
         for name in hits:
-            for value, kind in named[name]:
+            for value, kind in values_by_name[name]:
                 what = f"hint {pattern!r} on {name}"
-                found[value] = make_seed(program, value, hint, mesh, kind, what)
-    return list(found.values())
+                seeds[value] = make_seed(program, value, hint, mesh, kind, what)
+    return list(seeds.values())

@@ -86,17 +86,17 @@ class Mesh:
     def _check_parts(self) -> None:
         """Raise MeshError unless the parts of an axis follow each other."""
         before, end = "", 1
-        done: list[str] = []
+        axes_so_far: list[str] = []
         for name, size in self.axes:
             axis, above, part = split_name(name) or (name, 1, size)
             end = end if axis == before else 1
-            follows = above == end and (axis == before or axis not in done)
+            follows = above == end and (axis == before or axis not in axes_so_far)
             if part != size or ":" in axis or not follows:
                 raise MeshError(
                     f"mesh axis {name!r} of size {size} is no part that follows",
                     fix='write axes of parts as "tp=2*2"',
                 )
-            done.append(axis)
+            axes_so_far.append(axis)
             before, end = axis, end * size
 
     def _check_numbers(self, what: str, fix: str) -> None:
@@ -104,13 +104,13 @@ class Mesh:
         each rank of an axis."""
         if not getattr(self, what):
             object.__setattr__(self, what, (None,) * len(self.axes))
-        given = getattr(self, what)
-        if len(given) != len(self.axes):
+        numbers_by_axis = getattr(self, what)
+        if len(numbers_by_axis) != len(self.axes):
             raise MeshError(
-                f"{what} of {len(given)} axes for {len(self.axes)} axes",
+                f"{what} of {len(numbers_by_axis)} axes for {len(self.axes)} axes",
                 fix="give a tuple or None for each axis",
             )
-        for (name, size), numbers in zip(self.axes, given, strict=True):
+        for (name, size), numbers in zip(self.axes, numbers_by_axis, strict=True):
             if numbers is None:
                 continue
             if len(numbers) != size:
@@ -225,13 +225,13 @@ class Mesh:
         Raises MeshError on unknown axes, parts that do not divide theirs, parts that
         do not nest, and unlike devices along an axis that is cut.
         """
-        asked: dict[str, list[str]] = {axis: [] for axis in self._whole}
+        names_by_axis: dict[str, list[str]] = {axis: [] for axis in self._whole}
         for name in (*self.names, *names):
             self._find(name)
-            asked[axis_of(name)].append(name)
+            names_by_axis[axis_of(name)].append(name)
         axes: list[tuple[str, int]] = []
         for axis, n in self._whole.items():
-            sizes = cut(n, asked[axis])
+            sizes = cut(n, names_by_axis[axis])
             i = self._find(axis)[0]
             if len(sizes) > 1 and (self.speeds[i] or self.shares[i]):
                 raise _uncut(axis)
@@ -241,9 +241,10 @@ class Mesh:
         links = tuple(self.link(axis_of(name)) for name, _ in axes)
         speeds, shares = (
             tuple(
-                None if ":" in name else given[self._find(name)[0]] for name, _ in axes
+                None if ":" in name else numbers[self._find(name)[0]]
+                for name, _ in axes
             )
-            for given in (self.speeds, self.shares)
+            for numbers in (self.speeds, self.shares)
         )
         return Mesh(tuple(axes), links, speeds, shares)
 
@@ -256,8 +257,8 @@ class Mesh:
         return True
 
     def _find(self, axis: str) -> tuple[int, int, int]:
-        found = self._layout.get(axis)
-        if found is None:
+        place = self._layout.get(axis)
+        if place is None:
             part = split_name(axis)
             if part is None or part[0] not in self._layout:
                 raise self._unknown(axis)
@@ -268,8 +269,8 @@ class Mesh:
                     f"axis {name!r} of {n} ranks has no part {axis!r}",
                     fix=f'in "{name}:(m)k" m * k divides {n}',
                 )
-            found = self._layout[axis] = (i, size, stride * (n // (above * size)))
-        return found
+            place = self._layout[axis] = (i, size, stride * (n // (above * size)))
+        return place
 
     def _unknown(self, axis: str) -> MeshError:
         known = ", ".join(self._whole)
@@ -286,18 +287,18 @@ class Mesh:
                 out.append(axis)
                 continue
             _, size, stride = self._find(axis)
-            inside = [
+            inner_names = [
                 name
                 for name in self.names
                 if axis_of(name) == axis_of(axis)
                 and stride <= self._layout[name][2] < stride * size
             ]
-            if self.count(inside) != size:
+            if self.count(inner_names) != size:
                 raise MeshError(
                     f"mesh {self} does not have part {axis!r} by itself",
                     fix=f"plan on {self.unrefined}, or for parts that it has",
                 )
-            out += inside
+            out += inner_names
         return tuple(out)
 
     def joined(self, axes: Sequence[str]) -> tuple[str, ...]:

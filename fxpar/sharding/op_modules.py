@@ -34,29 +34,29 @@ def owners(program: Program) -> list[str]:
     ops = program.ops
     nodes = backward_of(ops[0].node.graph) if ops else set()
     late = [op.node in nodes for op in ops]
-    found = [_noted(op.node) for op in ops]
+    paths = [_noted(op.node) for op in ops]
     forward = [op.index for op in ops if not late[op.index]]
-    if any(path is not None for path in found):
+    if any(path is not None for path in paths):
         for i in forward:
-            found[i] = found[i] or ()
+            paths[i] = paths[i] or ()
     else:
         for i, path in _readers(program).items():
-            found[i] = None if late[i] else path
-        _fill([ops[i] for i in forward], found)
+            paths[i] = None if late[i] else path
+        _fill([ops[i] for i in forward], paths)
     made_by: dict[Any, Path | None] = {}
     for i in forward:
         # The first with a number is the one that autograd saw: later ones, which need
         # no gradient, carry the number of the last that did.
-        made_by.setdefault(ops[i].node.meta.get("seq_nr"), found[i])
+        made_by.setdefault(ops[i].node.meta.get("seq_nr"), paths[i])
     backward = [op.index for op in ops if late[op.index]]
     for i in backward:
         # A sum of gradients has the number of whatever autograd saw last.
-        if found[i] is None and not ops[i].node.meta.get("is_gradient_acc"):
-            found[i] = made_by.get(ops[i].node.meta.get("seq_nr"))
-    _fill([ops[i] for i in backward], found)
+        if paths[i] is None and not ops[i].node.meta.get("is_gradient_acc"):
+            paths[i] = made_by.get(ops[i].node.meta.get("seq_nr"))
+    _fill([ops[i] for i in backward], paths)
     return [
         ("backward/" if is_late else "forward/") + ".".join(path or ())
-        for is_late, path in zip(late, found, strict=True)
+        for is_late, path in zip(late, paths, strict=True)
     ]
 
 
@@ -86,23 +86,23 @@ def _readers(program: Program) -> dict[int, Path]:
     return out
 
 
-def _fill(ops: Sequence[Op], found: list[Path | None]) -> None:
+def _fill(ops: Sequence[Op], paths: list[Path | None]) -> None:
     """Modules of the ops that have none yet, from their neighbours that have: what
     both share, or below it the layer of the one that more source lines are shared with,
     of the earlier one in doubt."""
-    known = [k for k, op in enumerate(ops) if found[op.index] is not None]
+    labelled = [k for k, op in enumerate(ops) if paths[op.index] is not None]
     frames = [_frames(op.node) for op in ops]
-    layers = _layers(path for path in found if path is not None)
-    for a, b in pairwise([None, *known, None]):
-        before = found[ops[a].index] or () if a is not None else ()
-        after = found[ops[b].index] or () if b is not None else ()
+    layers = _layers(path for path in paths if path is not None)
+    for a, b in pairwise([None, *labelled, None]):
+        before = paths[ops[a].index] or () if a is not None else ()
+        after = paths[ops[b].index] or () if b is not None else ()
         for k in range(0 if a is None else a + 1, len(ops) if b is None else b):
             like_a = len(frames[k] & frames[a]) if a is not None else 0
             like_b = len(frames[k] & frames[b]) if b is not None else 0
             path = after if like_b > like_a else before
             shared = _shared(before, after)
             inner = (path[:end] for end in range(len(shared) + 1, len(path) + 1))
-            found[ops[k].index] = next((p for p in inner if p in layers), shared)
+            paths[ops[k].index] = next((p for p in inner if p in layers), shared)
 
 
 def _layers(paths: Iterable[Path]) -> set[Path]:

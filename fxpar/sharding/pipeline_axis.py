@@ -72,20 +72,20 @@ def pipeline_axis(mesh: Mesh) -> str | None:
 
     Raises MeshError if there are two, or its ranks are given as unlike.
     """
-    found = [axis for axis, size in mesh.axes if size > 1 and is_pipeline(axis)]
-    if len(found) > 1:
+    axes = [axis for axis, size in mesh.axes if size > 1 and is_pipeline(axis)]
+    if len(axes) > 1:
         raise MeshError(
-            f"mesh {mesh} has {len(found)} axes of stages: {', '.join(found)}",
+            f"mesh {mesh} has {len(axes)} axes of stages: {', '.join(axes)}",
             fix="give stages one axis: FXPAR_MESH=pp=4,dp=2",
         )
-    if found and ":" in found[0]:
-        raise MeshError(f"{found[0]!r}: an axis of stages has no parts")
-    if found and mesh.unlike:
+    if axes and ":" in axes[0]:
+        raise MeshError(f"{axes[0]!r}: an axis of stages has no parts")
+    if axes and mesh.unlike:
         raise MeshError(
             f"mesh {mesh} has stages and unlike devices",
             fix="leave out the speeds, or the axis of stages",
         )
-    return found[0] if found else None
+    return axes[0] if axes else None
 
 
 def with_planned_axis(mesh: Mesh) -> Mesh:
@@ -118,11 +118,11 @@ def without_stages(mesh: Mesh) -> Mesh:
     axis = pipeline_axis(mesh)
     if axis is None:
         return mesh
-    kept = [i for i, name in enumerate(mesh.names) if name != axis]
+    positions = [i for i, name in enumerate(mesh.names) if name != axis]
     return Mesh(
-        tuple(mesh.axes[i] for i in kept),
-        tuple(mesh.links[i] for i in kept),
-        tuple(mesh.speeds[i] for i in kept),
+        tuple(mesh.axes[i] for i in positions),
+        tuple(mesh.links[i] for i in positions),
+        tuple(mesh.speeds[i] for i in positions),
     )
 
 
@@ -130,8 +130,10 @@ def with_stages(planned: Mesh, pipeline: Pipeline) -> Mesh:
     """The whole mesh of a pipeline, refined and linked as that of a stage is."""
     whole = pipeline.mesh.refined(planned.names)
     links = dict(zip(planned.names, planned.links, strict=True))
-    mine = zip(whole.names, whole.links, strict=True)
-    return replace(whole, links=tuple(links.get(name, link) for name, link in mine))
+    named_links = zip(whole.names, whole.links, strict=True)
+    return replace(
+        whole, links=tuple(links.get(name, link) for name, link in named_links)
+    )
 
 
 def homes(stages: int, places: int, style: str = "loop") -> tuple[int, ...]:

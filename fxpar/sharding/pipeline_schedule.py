@@ -79,12 +79,14 @@ def rows_of(
     """
     schedule = SCHEDULES[name]
     rows = [
-        [Action(*each) for each in row]
+        [Action(*action) for action in row]
         for row in schedule.rows(places, parts, schedule.rounds)
     ]
     if not trains:
-        rows = [[each for each in row if each.kind == FORWARD] for row in rows]
-    count = parts * schedule.rounds * len({each.kind for row in rows for each in row})
+        rows = [[action for action in row if action.kind == FORWARD] for row in rows]
+    count = (
+        parts * schedule.rounds * len({action.kind for row in rows for action in row})
+    )
     if any(len(row) != count or len(set(row)) != count for row in rows):
         raise PlanError(
             f"pipeline={name!r} has no order for {parts} microbatches on {places} "
@@ -105,28 +107,28 @@ def timed(
     Raises PlanError if actions wait for one another for ever.
     """
     last = max(each.stage for row in rows for each in row)
-    known = {each for row in rows for each in row}
+    scheduled = {each for row in rows for each in row}
     ends: dict[Action, tuple[float, int]] = {}
     clock, ahead = [0.0] * len(rows), [0] * len(rows)
     slots: list[TimedAction] = []
-    while len(slots) < len(known):
-        before = len(slots)
+    while len(slots) < len(scheduled):
+        finished = len(slots)
         for place, row in enumerate(rows):
             while ahead[place] < len(row):
                 action = row[ahead[place]]
-                needed = [x for x in _needs(action, last) if x in known]
-                if any(x not in ends for x in needed):
+                predecessors = [x for x in _needs(action, last) if x in scheduled]
+                if any(x not in ends for x in predecessors):
                     break
                 arrivals = (
                     end + (sending if at != place else 0.0)
-                    for end, at in map(ends.__getitem__, needed)
+                    for end, at in map(ends.__getitem__, predecessors)
                 )
                 start = max([clock[place], *arrivals])
                 clock[place] = start + seconds(action)
                 ends[action] = clock[place], place
                 slots.append(TimedAction(action, place, start, clock[place]))
                 ahead[place] += 1
-        if len(slots) == before:
+        if len(slots) == finished:
             waits = [
                 str(row[i]) for row, i in zip(rows, ahead, strict=True) if i < len(row)
             ]

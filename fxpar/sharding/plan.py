@@ -91,7 +91,8 @@ class Plan:
     what forward and backward both do stands twice. ``dearest``: what
     resharding costs most. ``schedule``: the lines of ``fusion.schedule`` that were done
     to the local graph; ``experts``: axes that experts are split over, where the
-    search chose them; ``near``: what came near to be, and why it is not. ``regions``:
+    search chose them; ``bodies``: of manual regions, where it chose others than the
+    first; ``near``: what came near to be, and why it is not. ``regions``:
     of a compiled graph, what runs as generated kernels, how, and why so.
     """
 
@@ -111,6 +112,7 @@ class Plan:
     dearest: tuple[Moved, ...] = field(default=(), compare=False)
     schedule: str = ""
     experts: tuple[str, ...] = ()
+    bodies: tuple[int, ...] = ()
     near: tuple[str, ...] = field(default=(), compare=False)
     regions: tuple[str, ...] = field(default=(), compare=False)
     # Of a mesh with an axis of stages, in the order of the forward.
@@ -157,6 +159,7 @@ class Plan:
         ]
         data: dict[str, Any] = {"schedule": self.schedule} if self.schedule else {}
         data |= {"experts": list(self.experts)} if self.experts else {}
+        data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
@@ -269,6 +272,7 @@ class Plan:
             dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
             schedule=saved.get("schedule", "").text(),
             experts=texts("experts"),
+            bodies=saved.get("bodies", ()).each(Saved.count),
             near=texts("near"),
             regions=texts("regions"),
             stages=saved.get("stages", ()).each(_stage),
@@ -277,16 +281,16 @@ class Plan:
     def diff(self, other: Plan) -> str:
         """What differs from another plan: specs, one line per value, then what a rank
         communicates and holds; empty if nothing."""
-        mine, theirs = dict(self.values), dict(other.values)
+        own_specs, other_specs = dict(self.values), dict(other.values)
         meshes = str(self.mesh), str(other.mesh)
         lines = [] if meshes[0] == meshes[1] else [f"mesh: {' | '.join(meshes)}"]
-        for name in dict.fromkeys([*mine, *theirs]):
-            a, b = mine.get(name), theirs.get(name)
+        for name in dict.fromkeys([*own_specs, *other_specs]):
+            a, b = own_specs.get(name), other_specs.get(name)
             if a != b:
                 lines.append(f"{name}: {a} | {b}")
         lines += [
-            f"{what}: {before:,} | {after:,} bytes"
-            for what, before, after in _compared(self, other)
+            f"{kind}: {before:,} | {after:,} bytes"
+            for kind, before, after in _compared(self, other)
             if before != after
         ]
         return "\n".join(lines)
@@ -309,19 +313,23 @@ class Plan:
         return plan_text(self)
 
 
-def _compared(one: Plan, other: Plan) -> Iterator[tuple[str, int, int]]:
+def _compared(plan_a: Plan, plan_b: Plan) -> Iterator[tuple[str, int, int]]:
     """(what, bytes of one plan, of the other): collectives by kind and axes, memory by
     kind, where both are known."""
     sent: list[dict[str, int]] = [{}, {}]
-    for plan, sums in zip((one, other), sent, strict=True):
+    for plan, sums in zip((plan_a, plan_b), sent, strict=True):
         for c in plan.collectives:
-            what = f"{c.kind} {'+'.join(c.axes)}"
-            sums[what] = sums.get(what, 0) + c.bytes
-    held = [dict(one.memory), dict(other.memory)] if one.memory and other.memory else []
-    for pair in (sent, held):
-        for what in dict.fromkeys(itertools.chain(*pair)):
-            a, b = (sums.get(what, 0) for sums in pair)
-            yield what, a, b
+            kind = f"{c.kind} {'+'.join(c.axes)}"
+            sums[kind] = sums.get(kind, 0) + c.bytes
+    memory = (
+        [dict(plan_a.memory), dict(plan_b.memory)]
+        if plan_a.memory and plan_b.memory
+        else []
+    )
+    for pair in (sent, memory):
+        for kind in dict.fromkeys(itertools.chain(*pair)):
+            a, b = (sums.get(kind, 0) for sums in pair)
+            yield kind, a, b
 
 
 def _plain(x: Any) -> Any:
@@ -345,22 +353,22 @@ def _mesh(saved: Saved) -> Mesh:
 
 def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
     """The ops, with what is saved beside them: lines, modules and reads."""
-    known = set(values)
+    names = set(values)
     nodes = saved["nodes"].items()
     beside = {
         name: (saved.get(name, ()).value and saved[name].items(len(nodes)))
         or [Saved(empty, name)] * len(nodes)
         for name, empty in (("lines", None), ("modules", None), ("reads", ()))
     }
-    found = zip(nodes, *beside.values(), strict=True)
+    rows = zip(nodes, *beside.values(), strict=True)
     return tuple(
         replace(
-            _node(node, mesh, known),
+            _node(node, mesh, names),
             line=line.text_or_none(),
             module=module.text_or_none(),
             reads=_reads(read, node, len(values)),
         )
-        for node, line, module, read in found
+        for node, line, module, read in rows
     )
 
 
@@ -371,10 +379,10 @@ def _node(saved: Saved, mesh: Mesh, values: Collection[str]) -> NodePlan:
     results = len(shapes) - operands
     if results < 0:
         raise saved["shapes"].refuse(f"{operands} operands alone have a shape each")
-    for made in [f"{name}.{i}" for i in range(results)]:
-        if made not in values and not (results == 1 and name in values):
+    for result_name in [f"{name}.{i}" for i in range(results)]:
+        if result_name not in values and not (results == 1 and name in values):
             raise saved["name"].refuse(
-                f"no value is named {made if results > 1 else name}"
+                f"no value is named {result_name if results > 1 else name}"
             )
 
     def specs(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Spec, ...]:
@@ -409,9 +417,13 @@ def _reads(saved: Saved, node: Saved, values: int) -> tuple[int, ...]:
 
 
 def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
-    found = saved["collectives"].items()
-    kept = saved.get("sources", ())
-    sources = kept.each(Saved.text, len(found)) if kept.value else [""] * len(found)
+    collectives = saved["collectives"].items()
+    saved_sources = saved.get("sources", ())
+    sources = (
+        saved_sources.each(Saved.text, len(collectives))
+        if saved_sources.value
+        else [""] * len(collectives)
+    )
     return tuple(
         Collective(
             c["kind"].text(),
@@ -419,7 +431,7 @@ def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
             c["bytes"].count(),
             source,
         )
-        for c, source in zip(found, sources, strict=True)
+        for c, source in zip(collectives, sources, strict=True)
     )
 
 

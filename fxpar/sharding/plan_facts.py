@@ -67,7 +67,7 @@ def describe(
         named((v.name, decision.settled[v.index]) for v in program.values),
         nodes,
         tuple(replace(c, axes=mesh.joined(c.axes)) for c in collectives),
-        tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.known)),
+        tuple(dict.fromkeys(str(op.target) for op in program.ops if not op.has_rule)),
         decision.reasons or tuple(_reasons(decision)),
         _notes(decision),
         memory=memory,
@@ -111,18 +111,23 @@ def _dearest(
 ) -> tuple[Moved, ...]:
     """What of a step's reshards costs most, those alike as one; without links, what
     sends most."""
-    known = any(link != Link() for link in mesh.links)
+    has_links = any(link != Link() for link in mesh.links)
     calls: dict[tuple[Spec, Spec, tuple[str, ...], str], tuple[int, int, float]] = {}
     for reshard, sent in reshards:
-        value, way = decision.program.values[reshard.value], route(decision, reshard)
+        value, route_steps = (
+            decision.program.values[reshard.value],
+            route(decision, reshard),
+        )
         local = value.nbytes / mesh.count(reshard.source.sharded_axes)
-        taken = duration(way, mesh, local, front(value.shape)) if known else 0.0
+        call_seconds = (
+            duration(route_steps, mesh, local, front(value.shape)) if has_links else 0.0
+        )
         name, _, line = cause(decision, reshard).partition(" (")
-        steps = tuple(f"{s.kind} {'+'.join(mesh.joined(s.axes))}" for s in way)
+        steps = tuple(f"{s.kind} {'+'.join(mesh.joined(s.axes))}" for s in route_steps)
         key = reshard.source, reshard.target, steps, line.removesuffix(")") or name
         count, total, seconds = calls.get(key, (0, 0, 0.0))
-        calls[key] = count + 1, total + sent, seconds + taken
-    found = sorted(calls.items(), key=lambda item: (-item[1][2], -item[1][1]))
+        calls[key] = count + 1, total + sent, seconds + call_seconds
+    dearest = sorted(calls.items(), key=lambda item: (-item[1][2], -item[1][1]))
     return tuple(
         Moved(
             source.joined(mesh),
@@ -130,10 +135,10 @@ def _dearest(
             steps,
             count,
             total,
-            seconds if known else None,
+            seconds if has_links else None,
             line,
         )
-        for (source, target, steps, line), (count, total, seconds) in found[:DEAREST]
+        for (source, target, steps, line), (count, total, seconds) in dearest[:DEAREST]
     )
 
 
@@ -163,7 +168,7 @@ def _reasons(decision: Decision) -> list[tuple[str, str]]:
         if origins:
             lines = [_chain(decision, value.index, axis) for axis in origins]
             out.append((value.name, "\n".join(lines)))
-        elif decision.found is not None:
+        elif decision.search is not None:
             out.append((value.name, "  whole: search"))
     return out
 
@@ -177,5 +182,5 @@ def _chain(decision: Decision, v: int, axis: str) -> str:
         hops.append(f"{source.name} through {origin.op}")
         origin = decision.origins[origin.source].get(axis, replace(origin, op=None))
     way = "".join(f"\n    from {hop}" for hop in hops)
-    more = "\n    ..." if origin.op is not None else ""
-    return f"  {axis}: {decision.origins[v][axis].seed}{way}{more}"
+    ellipsis = "\n    ..." if origin.op is not None else ""
+    return f"  {axis}: {decision.origins[v][axis].seed}{way}{ellipsis}"

@@ -74,6 +74,8 @@ class Request:
     expert_room: float | None = None
     # Axes that experts are split over; None: those that are named for them.
     experts_over: Axes | None = None
+    # Of each choice between bodies of manual regions; none: the first of each.
+    bodies: tuple[int, ...] = ()
     # "auto", "gather", or "all_to_all": how tokens come to their experts.
     expert_exchange: str = "auto"
     # "auto", "none", a schedule's text, or the file that holds it.

@@ -72,11 +72,11 @@ def summary_text(plan: Plan) -> str:
 
 
 def _by_spec(parameters: Iterable[tuple[str, Spec]]) -> list[str]:
-    named: dict[str, list[str]] = defaultdict(list)
+    names_by_spec: dict[str, list[str]] = defaultdict(list)
     for name, spec in parameters:
-        named[str(spec)].append(name)
+        names_by_spec[str(spec)].append(name)
     out = []
-    for text, names in named.items():
+    for text, names in names_by_spec.items():
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         out.append(f"  {text:<16} {len(names):>4}  {shown}")
     return out or ["  none"]
@@ -109,9 +109,9 @@ def _short_line(line: str) -> str:
 
 
 def _moved(moved: Moved) -> str:
-    taken = "" if moved.seconds is None else f"{short_seconds(moved.seconds):>8} "
+    seconds = "" if moved.seconds is None else f"{short_seconds(moved.seconds):>8} "
     return (
-        f"  {taken}{moved.bytes:>14,} bytes {moved.calls:>4} calls  "
+        f"  {seconds}{moved.bytes:>14,} bytes {moved.calls:>4} calls  "
         f"{moved.source} -> {moved.target}  ({'; '.join(moved.steps)})  # {moved.line}"
     )
 

@@ -62,7 +62,7 @@ class Output:
     rest: Spec | None = None
     lie: str = "open"
 
-    def spec(self, settled: Spec, made: Spec, batch: Axes) -> Spec:
+    def spec(self, settled: Spec, made_spec: Spec, batch: Axes) -> Spec:
         """Where the output rests, given the specs its value was made and settled in."""
         if self.rest is not None:
             return self.rest
@@ -72,7 +72,7 @@ class Output:
         if self.lie == "batch" and settled.dims[:1] == (batch,):
             return Spec.of([batch, *whole.dims[1:]])
         sums = [(axis, "sum") for axis in batch]
-        if self.lie == "summand" and batch and set(sums) <= set(made.partial):
+        if self.lie == "summand" and batch and set(sums) <= set(made_spec.partial):
             return Spec.of(whole.dims, sums)
         return whole
 
@@ -121,7 +121,7 @@ class Value:
 class Op:
     """One call. ``operands``/``results``: indices of values, in order of the rule.
 
-    ``known`` is False where the table has no rule: ``rule`` then keeps all dims whole.
+    Without ``has_rule`` the table has none: ``rule`` then keeps all dims whole.
     """
 
     index: int
@@ -131,7 +131,7 @@ class Op:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     node: fx.Node = field(repr=False)
-    known: bool = True
+    has_rule: bool = True
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def user_line(node: fx.Node) -> str | None:
     if not trace:
         return None
     lines = trace.strip().splitlines()
-    found = None
+    user_frame = None
     for i, line in enumerate(lines):
         line = line.strip()
         if line.startswith("File "):
@@ -194,8 +194,8 @@ def user_line(node: fx.Node) -> str | None:
                 continue
             number = line.split("line ")[-1].split(",")[0]
             code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-            found = f"{path}:{number}: {code}"
-    return found
+            user_frame = f"{path}:{number}: {code}"
+    return user_frame
 
 
 def is_view(op: Op) -> bool:
@@ -230,22 +230,22 @@ def backward_ops(program: Program) -> set[int]:
 
 def depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
     """Nodes of a joint graph that are computed from tangents, and these."""
-    found: set[fx.Node] = set()
+    late_nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             late = str(node.target).startswith("tangents")
         else:
-            late = not found.isdisjoint(node.all_input_nodes)
+            late = not late_nodes.isdisjoint(node.all_input_nodes)
         if late and node.op != "output":
-            found.add(node)
-    return found
+            late_nodes.add(node)
+    return late_nodes
 
 
 def backward_of(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that the backward runs: those of a joint graph, and those tagged so."""
-    found = depending_on_tangents(graph)
+    late_nodes = depending_on_tangents(graph)
     tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
-    return found.union(n for n in tagged if n.op == "call_function")
+    return late_nodes.union(n for n in tagged if n.op == "call_function")
 
 
 def values_by_node(program: Program) -> dict[fx.Node, int]:
@@ -255,9 +255,9 @@ def values_by_node(program: Program) -> dict[fx.Node, int]:
     for op in program.ops:
         if isinstance(op.node.meta["val"], torch.Tensor):
             out[op.node] = op.results[0]
-        taken = [node for node in op.node.users if node.target is operator.getitem]
-        for node in taken:
-            taken += [user for user in node.users if user.target is operator.getitem]
+        elements = [node for node in op.node.users if node.target is operator.getitem]
+        for node in elements:
+            elements += [user for user in node.users if user.target is operator.getitem]
             place = element_of(node)[1]
             if place >= 0:
                 out[node] = op.results[place]
@@ -266,23 +266,23 @@ def values_by_node(program: Program) -> dict[fx.Node, int]:
 
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes of a call's tensor operands, positional then keyword, repeats kept."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
 
     def visit(arg: fx.Node) -> fx.Node:
         if isinstance(arg.meta.get("val"), torch.Tensor):
-            found.append(arg)
+            operands.append(arg)
         return arg
 
     fx.node.map_arg((node.args, node.kwargs), visit)
-    return found
+    return operands
 
 
 def element_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The op whose result a getitem takes, and the place among its tensors; of a result
     that is no tensor, -1."""
-    before, val = 0, node.meta.get("val")
+    place, val = 0, node.meta.get("val")
     while node.target is operator.getitem:
         source, key = node.args
-        before += len(tensors_of(source.meta["val"][:key]))
+        place += len(tensors_of(source.meta["val"][:key]))
         node = source
-    return node, before if isinstance(val, torch.Tensor) else -1
+    return node, place if isinstance(val, torch.Tensor) else -1

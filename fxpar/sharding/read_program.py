@@ -92,10 +92,10 @@ class RuleReader:
                 return self._cache[key]
         except TypeError:
             key = None
-        made = self._make(node, args, kwargs)
+        answer = self._make(node, args, kwargs)
         if key is not None:
-            self._cache[key] = made
-        return made
+            self._cache[key] = answer
+        return answer
 
     def _make(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Rule, bool]:
         row, rule = row_of(node.target), None
@@ -130,7 +130,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
     uses: list[list[tuple[int, int]]] = []
     value_of: dict[tuple[fx.Node, int], int] = {}
     rules, manual = RuleReader(), manual_axes(graph)
-    taken = {node.name for node in graph.nodes if node.op != "placeholder"}
+    names = {node.name for node in graph.nodes if node.op != "placeholder"}
 
     def new_value(node: fx.Node, i: int, tensor: torch.Tensor, name: str) -> int:
         index = len(values)
@@ -150,9 +150,9 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         val = node.meta.get("val")
         if node.op == "placeholder":
             name = signature.inputs[len(inputs)].name
-            while name in taken:
+            while name in names:
                 name += "'"
-            taken.add(name)
+            names.add(name)
             tensor = isinstance(val, torch.Tensor)
             inputs.append(new_value(node, 0, val, name) if tensor else None)
         elif node.op == "get_attr":
@@ -161,8 +161,8 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
         elif node.op == "output":
             results = node.args[0]
             for arg in (results,) if isinstance(results, fx.Node) else results:
-                found = value_of.get((arg, 0)) if isinstance(arg, fx.Node) else None
-                outputs.append(found)
+                value = value_of.get((arg, 0)) if isinstance(arg, fx.Node) else None
+                outputs.append(value)
         elif node.target is operator.getitem:
             source = element_of(node)
             if source in value_of:
@@ -171,7 +171,7 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
             tensors = tensors_of(val)
             if not tensors:
                 continue
-            rule, known = rules(node)
+            rule, has_rule = rules(node)
             rule = pinned(rule, manual.get(node, {}))
             operands = tuple(value_of[n, 0] for n in tensor_nodes(node))
             single = isinstance(val, torch.Tensor)
@@ -180,7 +180,14 @@ def read(graph: fx.Graph, signature: Signature) -> Program:
                 for i, t in enumerate(tensors)
             )
             op = Op(
-                len(ops), node.name, node.target, rule, operands, results, node, known
+                len(ops),
+                node.name,
+                node.target,
+                rule,
+                operands,
+                results,
+                node,
+                has_rule,
             )
             ops.append(op)
             for position, v in enumerate(operands):

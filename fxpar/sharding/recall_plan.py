@@ -115,18 +115,18 @@ def _misfit(rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
 
 def _settled(program: Program, mesh: Mesh, plan: Plan) -> list[Spec]:
     """The spec each value settles in. Raises PlanError if one cannot lie so."""
-    known, out = dict(plan.values), []
+    specs, settled = dict(plan.values), []
     for value in program.values:
-        if value.name not in known:
+        if value.name not in specs:
             raise PlanError(f"the plan says nothing of value {value.name}", fix=_AGAIN)
         try:
-            known[value.name].check(mesh, value.shape)
+            specs[value.name].check(mesh, value.shape)
         except SpecError as error:
             raise PlanError(
                 f"the plan does not fit value {value.name}: {error.what}", fix=_AGAIN
             ) from error
-        out.append(known[value.name].refined(mesh))
-    return out
+        settled.append(specs[value.name].refined(mesh))
+    return settled
 
 
 def _rests(program: Program, mesh: Mesh, plan: Plan) -> list[Spec | None]:

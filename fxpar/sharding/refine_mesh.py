@@ -42,9 +42,9 @@ def refine(program: Program, request: Request) -> Mesh:
     Raises HintError for parts that the mesh does not have, that do not nest, or that
     would cut an axis which is needed whole.
     """
-    mesh, asked = request.mesh, list(_asked(program, request))
+    mesh, named_parts = request.mesh, list(_named_parts(program, request))
     whole = _needed_whole(program, mesh)
-    for what, where, names in asked:
+    for what, where, names in named_parts:
         try:
             mesh = mesh.refined(names)
         except MeshError as error:
@@ -52,7 +52,7 @@ def refine(program: Program, request: Request) -> Mesh:
             raise HintError(text, where=where, fix=error.fix) from error
     for axis in (axis for axis in whole if axis not in mesh.sizes):
         what, where = next(
-            (found[:2] for found in asked if axis_of(axis) in map(axis_of, found[2])),
+            (row[:2] for row in named_parts if axis_of(axis) in map(axis_of, row[2])),
             (f"mesh {mesh}", None),
         )
         raise HintError(
@@ -101,10 +101,10 @@ def by_speed(
     batch that ranks feed, of microbatches and of schedules given by name. Raises
     MeshError where these meet shares that are given.
     """
-    mesh, asked = request.mesh, request.mode
-    if isinstance(asked, Plan) and asked.mesh.unrefined.axes == mesh.unrefined.axes:
-        mesh = replace(mesh, shares=asked.mesh.unrefined.shares)
-    known = dict(zip(mesh.names, mesh.shares, strict=True))
+    mesh, mode = request.mesh, request.mode
+    if isinstance(mode, Plan) and mode.mesh.unrefined.axes == mesh.unrefined.axes:
+        mesh = replace(mesh, shares=mode.mesh.unrefined.shares)
+    shares_by_axis = dict(zip(mesh.names, mesh.shares, strict=True))
     alike = _cut_alike(request, regions=regions)
     for axis, why in alike.items():
         if mesh.weights_of(axis):
@@ -112,24 +112,24 @@ def by_speed(
                 f"mesh {mesh} has unequal shares along {axis}, and {why} are equal",
                 fix="leave out the shares",
             )
-    if isinstance(asked, Plan):
+    if isinstance(mode, Plan):
         return mesh, ()
-    open_ = [a for a in mesh.unlike if known[a] is None and a not in alike]
-    split = [axis for axis in open_ if axis in batch_axes(mesh)]
-    shares = {axis: mesh.speeds_of(axis) for axis in split}
-    return rounded(mesh.with_shares(shares), split, rows), tuple(open_)
+    open_ = [a for a in mesh.unlike if shares_by_axis[a] is None and a not in alike]
+    batch_axes_open = [axis for axis in open_ if axis in batch_axes(mesh)]
+    shares = {axis: mesh.speeds_of(axis) for axis in batch_axes_open}
+    return rounded(mesh.with_shares(shares), batch_axes_open, rows), tuple(open_)
 
 
 def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     """The axes that cut something into equal parts on all ranks, and what."""
-    named = {
+    cutters = {
         "the shards of manual regions": regions,
         "the parts of the batch that ranks feed (FXPAR_INPUTS=local)": request.local
         is not None,
         "microbatches": request.microbatches not in (None, 1),
         "the shards that a schedule rewrites": request.schedule not in ("auto", "none"),
     }
-    for why, holds in named.items():
+    for why, holds in cutters.items():
         if holds:
             return dict.fromkeys(request.mesh.unrefined.names, why)
     # Specs that ``fxpar.plan`` is given for its arguments say what the plan shall be.
@@ -142,7 +142,7 @@ def _cut_alike(request: Request, *, regions: bool) -> dict[str, str]:
     }
 
 
-def _asked(
+def _named_parts(
     program: Program, request: Request
 ) -> Iterator[tuple[str, str | None, list[str]]]:
     """What names parts, the user's line if there is one, and the parts."""
@@ -158,11 +158,11 @@ def _asked(
     rests = [(end.name, end.rest) for end in signature.inputs]
     rests += [(end.name, end.rest) for end in signature.outputs]
     uses = [(end.name, end.use) for end in signature.inputs]
-    for name, given in (*rests, *uses):
-        if given is not None:
+    for name, spec in (*rests, *uses):
+        if spec is not None:
             what = f"spec given for {name}"
-            named = given.axes if isinstance(given, Spec) else axes_of(given, what)
-            yield what, None, parts_among(named)
+            axes = spec.axes if isinstance(spec, Spec) else axes_of(spec, what)
+            yield what, None, parts_among(axes)
 
 
 def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
@@ -182,8 +182,8 @@ def _needed_whole(program: Program, mesh: Mesh) -> dict[str, str]:
     for name, rest, v in ends:
         shape = program.values[v].shape if v is not None else ()
         for rows, axes in zip(shape, rest.dims if rest else (), strict=False):
-            known = all(map(mesh.has, axes))
-            if known and not shard_sizes.is_even(rows, mesh, axes):
+            has_axes = all(map(mesh.has, axes))
+            if has_axes and not shard_sizes.is_even(rows, mesh, axes):
                 why = f"{name} lies in shards of {rows} rows that are not alike"
                 out |= dict.fromkeys(axes, why)
     return out

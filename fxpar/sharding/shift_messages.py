@@ -168,12 +168,12 @@ def _weights(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], 
 
 def seconds(op: Op, strategy: Strategy, mesh: Mesh) -> float:
     """How long these messages take, or the collective that an op is."""
-    found = exchanged(op)
-    if found is not None:
+    collective = exchanged(op)
+    if collective is not None:
         value, spec = op.node.args[0].meta["val"], operand_spec(op.rule, strategy, 0)
         shape = spec.local_shape(mesh, [int(n) for n in value.shape])
         nbytes = float(math.prod(shape) * value.dtype.itemsize)
-        return along(found[0], mesh, mesh.ordered(found[1])).seconds(nbytes)
+        return along(collective[0], mesh, mesh.ordered(collective[1])).seconds(nbytes)
     permutes = sum(
         along("permute", mesh, axes).seconds(float(nbytes))
         for axes, nbytes in sent(op, strategy, mesh)

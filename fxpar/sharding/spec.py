@@ -158,11 +158,11 @@ class Spec:
         """Where a rank's shard lies in a global ``shape``. Raises SpecError as
         ``check``."""
         self.check(mesh, shape)
-        found = []
+        shard_slices = []
         for size, axes in zip(shape, self.dims, strict=True):
             start, rows = shard_sizes.shard(size, mesh, axes, rank)
-            found.append(slice(start, start + rows))
-        return tuple(found)
+            shard_slices.append(slice(start, start + rows))
+        return tuple(shard_slices)
 
     def rank_shape(
         self, mesh: Mesh, shape: Sequence[int], rank: int
@@ -261,14 +261,14 @@ class Spec:
                 partial[axis] = placement.reduce_op
             elif not placement.is_replicate():
                 dim = dims[placement.dim % ndim]
-                split = getattr(placement, "split_factor", 1)
+                factor = getattr(placement, "split_factor", 1)
                 # Later axes already stand in `dim`; those this one strides over are
                 # a major prefix of it.
-                at = next(
-                    (i for i in range(len(dim) + 1) if mesh.count(dim[:i]) == split),
+                place = next(
+                    (i for i in range(len(dim) + 1) if mesh.count(dim[:i]) == factor),
                     None,
                 )
-                if at is None:
+                if place is None:
                     raise SpecError(f"no axis order expresses placement {placement}")
-                dim.insert(at, axis)
+                dim.insert(place, axis)
         return cls(*dims, partial=partial)

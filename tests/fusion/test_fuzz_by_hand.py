@@ -34,8 +34,9 @@ ALL = 2000
 FIRST = (28, 29, 36, 54, *range(12))
 TRIES = 20
 
-# ``share`` is for stages.
-ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - {"overlap", "share"}
+# ``share`` is for stages, ``balance`` for attention.
+OTHERS = {"overlap", "share", "balance"}
+ALONE = {*parse.TAKES, "chunks", "ring", "fused"} - OTHERS
 
 MESHES = ("dp=2,tp=2", "tp=4", "tp=2")
 

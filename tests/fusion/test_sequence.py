@@ -136,7 +136,7 @@ def test_no_choice_is_better(seed: int, split: bool) -> None:
             continue
         chosen = frozenset([*found.sliced, *found.split])
         assert must <= chosen
-        assert chosen.isdisjoint(found.kept)
+        assert chosen.isdisjoint(found.unsplit)
         before = seconds_of(rows, prices, frozenset())
         after = seconds_of(rows, prices, chosen)
         assert before is not None and after is not None

@@ -55,7 +55,7 @@ def _any_view(patch: pytest.MonkeyPatch) -> None:
             node = node.all_input_nodes[0]
         return node
 
-    patch.setattr(fused_matmul, "_seen", seen)
+    patch.setattr(fused_matmul, "_behind_reshapes", seen)
 
 
 def _one_part_at_a_time(patch: pytest.MonkeyPatch) -> None:
@@ -126,10 +126,10 @@ def _added_by_each(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_step(patch: pytest.MonkeyPatch) -> None:
-    def step(self: Any, node: fx.Node, known: Any) -> slice_op.Made:
+    def step(self: Any, node: fx.Node, known: Any) -> slice_op.SlicedResult:
         part = known[node.args[0]]
         made = collective_nodes.step(self.build, node.target, part.node, *node.args[1:])
-        return slice_op.Made(made, (part.dim,))
+        return slice_op.SlicedResult(made, (part.dim,))
 
     patch.setattr(slice_op.Cutter, "_step", step)
 

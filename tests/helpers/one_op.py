@@ -88,7 +88,7 @@ class OneOp:
     def rule(self) -> Rule | None:
         """The rule of the call, sized; None where its row has none."""
         op = self.program.ops[0]
-        return op.rule if op.known else None
+        return op.rule if op.has_rule else None
 
     def expected(self) -> list[torch.Tensor]:
         """The results on one device."""

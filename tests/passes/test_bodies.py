@@ -466,7 +466,8 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(attention)
     monkeypatch.setattr(
-        "fxpar.passes.local_custom_ops._shifted", lambda call, node, places: node
+        "fxpar.passes.local_custom_ops._with_global_index",
+        lambda call, node, places: node,
     )
     wrong = planned(attention)
     want = plan.reference(*inputs())

@@ -101,7 +101,7 @@ def last_shards_are_short(patch: pytest.MonkeyPatch) -> None:
         rows = sum(parts)
         return build.call(torch.ops.aten.slice.Tensor, x, d, 0, rows)
 
-    patch.setattr(lower, "_collected", first_rows)
+    patch.setattr(lower, "_join_parts", first_rows)
 
 
 def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def padded_at_the_end(patch: pytest.MonkeyPatch) -> None:
         more[d] = room * len(parts) - sum(parts)
         return build.pad(x, more)
 
-    patch.setattr(lower, "_spread", spread)
+    patch.setattr(lower, "_pad_parts", spread)
 
 
 def totals_by_share(patch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,10 @@ def test_typed_values() -> None:
         ({"debug": True}, "from 0 to 4"),
         ({"strict": "maybe"}, "use 1 or 0"),
         ({"disable": 3}, "separated by commas"),
-        ({"disable": "bucket,prefech"}, "did you mean 'prefetch'.*passes are random_"),
+        (
+            {"disable": "bucket,prefech"},
+            "did you mean 'prefetch'.*passes are share_by",
+        ),
         ({"hints": "/no/such/hints.toml"}, "no such file"),
         ({"mesh": 4}, "dp=2,tp=4"),
         ({"outputs": "local"}, "use global or dtensor"),

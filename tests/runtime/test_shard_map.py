@@ -179,6 +179,7 @@ def test_plan_is_saved_and_applied_again(tmp_path: Any) -> None:
 
 
 closed_over = nn.Linear(6, 6)
+_attention = nn.functional.scaled_dot_product_attention
 WHOLE = (None,)
 
 
@@ -265,6 +266,10 @@ WRONG = {
     ),
     "random": (
         _region(lambda x: nn.functional.dropout(x, 0.5), (TP,), (TP,)),
+        "random inside a manual region",
+    ),
+    "random attention": (
+        _region(lambda x: _attention(x, x, x, dropout_p=0.5), (TP,), (TP,)),
         "random inside a manual region",
     ),
     "leaks": (_leaks, "leaves it other than"),

@@ -297,7 +297,7 @@ def test_a_schedule_is_chosen_once(
 
 def test_more_seconds_search_again_what_is_not_proved(disk: Path) -> None:
     plan = replace(planned().plan, notes=())
-    found = planned(keep=False).decision.found
+    found = planned(keep=False).decision.search
     assert found is not None and found.is_proved
     key, (path,) = "1" * 64, files(disk)
 

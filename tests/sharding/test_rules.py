@@ -280,7 +280,6 @@ WRONG = {
     "both factors in parts": ("mul.Tensor", row(pointwise.broadcast, linear="0+1")),
     "one summand in parts": ("sub.Tensor", row(pointwise.broadcast, linear="0|1")),
     "rounding as movement": ("round", row(pointwise.broadcast, movement="0")),
-    "split scan": ("cummax", row(pointwise.broadcast_two)),
     "split softmax": ("_softmax", row(pointwise.broadcast)),
     "split sort": ("sort", row(pointwise.broadcast_two)),
     "split flip": ("flip", row(pointwise.broadcast)),

@@ -192,7 +192,7 @@ def test_a_search_takes_the_faster_shares(monkeypatch: pytest.MonkeyPatch) -> No
     # Nothing says that tp splits the batch; the plan says so.
     shared, equal = map(searched, ("tp=2{1,.5}", "tp=2{1,.5}[1,1]"))
     assert not shared.mesh.is_shared_equally and equal.mesh.is_shared_equally
-    found, other = (plan.result.decision.found.predicted for plan in (shared, equal))
+    found, other = (plan.result.decision.search.predicted for plan in (shared, equal))
     assert found < 0.75 * other
     assert shared.predicted.seconds < 0.75 * equal.predicted.seconds
     assert Spec("tp", None).rank_shape(shared.mesh, (3072, 512), 0)[0] > 1900

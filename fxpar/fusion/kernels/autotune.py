@@ -66,14 +66,14 @@ def ways_of(
     all programs that run at a time and by half as many, and with twice the warps."""
     first = choose(program, facts).name
     names = dict.fromkeys([first, *rungs_of(program, facts)])
-    out: dict[TunedWay, None] = {}
+    ways: dict[TunedWay, None] = {}
     for name in names:
         if name == "nccl":
-            out[TunedWay(name, programs)] = None
+            ways[TunedWay(name, programs)] = None
             continue
         for grid, warps in ((programs, 0), (max(1, programs // 2), 0), (programs, 16)):
-            out[TunedWay(name, grid, warps)] = None
-    return tuple(out)
+            ways[TunedWay(name, grid, warps)] = None
+    return tuple(ways)
 
 
 def fastest(
@@ -88,8 +88,8 @@ def fastest(
     seconds: dict[int, float] = {}
     for i, way in enumerate(ways):
         try:
-            run = meeting.agreed(partial(_told, prepare, way))
-            mine = meeting.agreed(partial(_told, clock, run))
+            run = meeting.agreed(partial(_with_runtime_errors, prepare, way))
+            mine = meeting.agreed(partial(_with_runtime_errors, clock, run))
         except Unshared:
             continue
         seconds[i] = max(map(float, meeting.told(repr(mine))))
@@ -101,7 +101,7 @@ def fastest(
     return ways[best], {str(ways[i]): each for i, each in seconds.items()}
 
 
-def _told(fn: Callable[[Any], Any], x: Any) -> Any:
+def _with_runtime_errors(fn: Callable[[Any], Any], x: Any) -> Any:
     """``fn(x)``; whatever it raises is something to tell the others."""
     try:
         return fn(x)
@@ -123,9 +123,9 @@ def tuned(
     Raises Unshared on all ranks.
     """
     path = _path(program, meeting.ranks, where)
-    known = _read(meeting.told(_kept(path))[0])
-    if known is not None and known in ways:
-        return known
+    recorded = _read(meeting.told(_text_of(path))[0])
+    if recorded is not None and recorded in ways:
+        return recorded
     way, seconds = fastest(ways, prepare, meeting, clock)
     if meeting.rank == 0:
         text = json.dumps({"way": asdict(way), "seconds": seconds}, indent=1)
@@ -139,7 +139,7 @@ def _path(program: RegionProgram, ranks: int, where: Mapping[str, Any]) -> Path:
     return cache_files.folder() / "tuned" / f"{digest}.json"
 
 
-def _kept(path: Path) -> str:
+def _text_of(path: Path) -> str:
     """A file's text, "" if there is none."""
     try:
         return path.read_text()
@@ -156,19 +156,19 @@ def _read(text: str) -> TunedWay | None:
 
 def by_clock(run: Run) -> float:
     """Seconds of a run that the host waits for, as on CPU; the median of some."""
-    found = []
+    seconds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def by_events(run: Run) -> float:
     """Seconds of a launch on the current stream of a GPU, the median of some."""
     for _ in range(WARMUP):
         run()
-    found = []
+    seconds = []
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -176,5 +176,5 @@ def by_events(run: Run) -> float:
             run()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / LAUNCHES)
-    return statistics.median(found)
+        seconds.append(start.elapsed_time(end) / 1e3 / LAUNCHES)
+    return statistics.median(seconds)

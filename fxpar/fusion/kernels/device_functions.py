@@ -54,7 +54,7 @@ _STORE = tl.constexpr("""
 @triton.jit
 def switch_sum(
     buffers,
-    given,
+    summands,
     summed,
     first,
     RANKS: tl.constexpr,
@@ -66,7 +66,7 @@ def switch_sum(
     """Sums of UNITS times 16 bytes from the unit ``first`` on, of TOTAL there are.
 
     ``buffers``: pointer to the addresses of all ranks' buffers, and behind them the
-    multicast one. ``given``, ``summed``: where in each the summands are and the sums
+    multicast one. ``summands``, ``summed``: where in each the summands are and the sums
     go, in bytes. BLOCK: a power of two, at least UNITS.
     """
     if _INTERPRETED:
@@ -76,11 +76,11 @@ def switch_sum(
         at += first * PER
         total = tl.zeros((BLOCK * PER,), tl.float32)
         for rank in tl.static_range(RANKS):
-            there = peer(buffers, rank, given, dtype) + at
-            total += tl.load(there, mask=live, other=0).to(tl.float32)
+            pointers = peer(buffers, rank, summands, dtype) + at
+            total += tl.load(pointers, mask=live, other=0).to(tl.float32)
         for rank in tl.static_range(RANKS):
-            there = peer(buffers, rank, summed, dtype) + at
-            tl.store(there, total.to(dtype), mask=live)
+            pointers = peer(buffers, rank, summed, dtype) + at
+            tl.store(pointers, total.to(dtype), mask=live)
     else:
         lane = tl.arange(0, BLOCK)
         live = ((lane < UNITS) & (first + lane < TOTAL)).to(tl.int32)
@@ -89,7 +89,7 @@ def switch_sum(
         a, b, c, d = tl.inline_asm_elementwise(
             LOAD,
             "=r,=r,=r,=r,l,r",
-            [at + given, live],
+            [at + summands, live],
             dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
             is_pure=False,
             pack=1,
@@ -207,33 +207,33 @@ def peer(buffers, rank, offset, dtype: tl.constexpr):
 def patience(signals, rank):
     """How often a kernel may ask in vain, over all its barriers: not at all if an
     earlier one gave up."""
-    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
-    return tl.where(tl.load(own) == 0, SPINS, 0)
+    pad = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+    return tl.where(tl.load(pad) == 0, SPINS, 0)
 
 
 @triton.jit
 def _swap(
-    places, live, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, left
+    places, live, old: tl.constexpr, new: tl.constexpr, order: tl.constexpr, questions
 ):
     """At each of the places that are ``live``, put ``new`` where ``old`` is, once it
-    is; all are asked at once. Give up after ``left`` questions, at least one. Where
+    is; all are asked at once. Give up after ``questions``, at least one. Where
     ``old`` never was, and the questions that are left."""
-    tries = tl.maximum(left, 1)
+    tries = tl.maximum(questions, 1)
     waits = live
     value = live * 0 + new
     while (tl.max(waits, 0) != 0) & (tries > 0):
         # What was found is not changed again: none of the places is ever -1.
-        wanted = tl.where(waits != 0, old, -1)
-        found = tl.atomic_cas(places, wanted, value, sem=order, scope="sys")
-        waits = tl.where(found != old, waits, 0)
+        expected = tl.where(waits != 0, old, -1)
+        previous = tl.atomic_cas(places, expected, value, sem=order, scope="sys")
+        waits = tl.where(previous != old, waits, 0)
         tries -= 1
-    return waits, tl.minimum(left, tries)
+    return waits, tl.minimum(questions, tries)
 
 
 @triton.jit
-def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, left):
+def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, questions):
     """Wait for the program of the same number on every rank: what each wrote before is
-    then seen by all. Gives up after ``left`` questions (``patience``), says so for the
+    then seen by all. Gives up after ``questions`` (``patience``), says so for the
     host, and returns how many are left: then what follows computes with anything.
 
     ``signals``: pointer to the addresses of all ranks' pads, which are zero at first:
@@ -250,14 +250,14 @@ def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, left):
     lane = tl.arange(0, triton.next_power_of_2(RANKS))
     live = (lane < RANKS).to(tl.int32)
     other = tl.minimum(lane, RANKS - 1)
-    own = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
+    pad = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
     pads = tl.load(signals + other).to(tl.pointer_type(tl.int32))
-    before = left
-    deaf, left = _swap(pads + (first + rank), live, 0, 1, "release", left)
-    mute, left = _swap(own + first + other, live, 1, 0, "acquire", left)
+    before = questions
+    deaf, questions = _swap(pads + (first + rank), live, 0, 1, "release", questions)
+    mute, questions = _swap(pad + first + other, live, 1, 0, "acquire", questions)
     missed = tl.max(tl.maximum(deaf, mute) * (RANKS - lane), 0)
     if (missed != 0) & (before > 0):
-        tl.store(own, RANKS + 1 - missed)  # the first of them, plus one
-        tl.store(own + 1, REGION)
+        tl.store(pad, RANKS + 1 - missed)  # the first of them, plus one
+        tl.store(pad + 1, REGION)
     tl.debug_barrier()
-    return left
+    return questions

@@ -147,9 +147,11 @@ def emit_body(
     Raises CannotEmit.
     """
     writer = _Writer(Needs(program, space or space_of(program)), random)
-    given = {t.name: pointer_source(t.name) for t in program.inputs}
-    taken = {t.name: pointer_sink(t.name) for t in program.outputs}
-    return writer.write(given | dict(sources or {}), taken | dict(sinks or {}))
+    pointer_sources = {t.name: pointer_source(t.name) for t in program.inputs}
+    pointer_sinks = {t.name: pointer_sink(t.name) for t in program.outputs}
+    return writer.write(
+        pointer_sources | dict(sources or {}), pointer_sinks | dict(sinks or {})
+    )
 
 
 class _Writer:
@@ -162,20 +164,20 @@ class _Writer:
         self.numbers: dict[int, None] = {}
         self.lines: list[str] = []
         self.defined: set[str] = set()
-        self.used: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
 
     def write(self, sources: Mapping[str, Source], sinks: Mapping[str, Sink]) -> Body:
         program = self.program
-        used = [t for t in program.inputs if t.name in self.needs.needed]
-        for t in used:
+        inputs = [t for t in program.inputs if t.name in self.needs.needed]
+        for t in inputs:
             for place in self.needs.needed[t.name]:
                 self._load(t, self.needs.places[place], sources[t.name])
         for line in program.lines:
             for place in self.needs.needed.get(line.name, {}):
                 self._line(line, self.needs.places[place])
         after: list[str] = []
-        parameters = [p for t in used for p in sources[t.name].parameters]
-        before = [b for t in used for b in sources[t.name].before]
+        parameters = [p for t in inputs for p in sources[t.name].parameters]
+        before = [b for t in inputs for b in sources[t.name].before]
         for t in program.outputs:
             sink = sinks[t.name]
             parameters += sink.parameters
@@ -195,17 +197,17 @@ class _Writer:
             tuple(before),
             tuple(self.lines),
             tuple(after),
-            self._touched(used),
+            self._touched(inputs),
         )
 
     def _touched(self, inputs: Sequence[Tensor]) -> dict[str, bool]:
         at = self.needs.at
-        found = {t.name: [*self.needs.needed[t.name]] == [at.text] for t in inputs}
+        touched = {t.name: [*self.needs.needed[t.name]] == [at.text] for t in inputs}
         for t in self.program.outputs:
             summed = t.name in self.needs.sums
-            here = not summed and self.needs.place_of(t) is at
-            found[t.name] = here and found.get(t.name, True)
-        return found
+            elementwise = not summed and self.needs.place_of(t) is at
+            touched[t.name] = elementwise and touched.get(t.name, True)
+        return touched
 
     def _reach(self, place: Place) -> str:
         """Write down the lines that make a place, once."""
@@ -217,7 +219,7 @@ class _Writer:
 
     def _name(self, name: str) -> str:
         """A name for one more value of ``name``."""
-        count = self.used[name] = self.used.get(name, -1) + 1
+        count = self.counts[name] = self.counts.get(name, -1) + 1
         return f"{name}_again_{count}" if count else name
 
     def _load(self, t: Tensor, place: Place, source: Source) -> None:
@@ -228,13 +230,13 @@ class _Writer:
         self._reach(place)
         to = strided(t.shape, t.stride)
         offset = place.text if to.is_identity else self._offset(to, place)
-        more, text = source.read(offset, place.mask)
+        lines, text = source.read(offset, place.mask)
         name = self._name(t.name)
         kind = kind or "float"
         narrow = {"float": "float32", "int": "int64", "bool": "bool"}[kind]
         if t.dtype != narrow:
             text += f".to({DTYPES[narrow]})"
-        self.lines += [*more, f"{name} = {text}  # {short(t)}"]
+        self.lines += [*lines, f"{name} = {text}  # {short(t)}"]
         self.texts[t.name, place.text] = Text(name, kind, place.block)
 
     def _offset(self, to: Map, place: Place) -> str:
@@ -275,8 +277,8 @@ class _Writer:
     def _compute(self, line: Statement, place: Place, kind: str) -> tuple[str, bool]:
         """The text of a line, and whether it differs between lanes."""
         if line.op == IOTA:
-            given = dict(line.kwargs)
-            text = f"{place.text} * {given['step']} + {given['start']}"
+            options = dict(line.kwargs)
+            text = f"{place.text} * {options['step']} + {options['start']}"
             return f"tl.cast({text}, tl.int64)", place.block
         if line.op == SEED:
             # The seeds lie one after the other; which one is given.
@@ -359,9 +361,9 @@ class _Writer:
         elif word in ("amax", "amin"):
             self.lines.append(f"{name} = lib.{word}({whole}){note}")
         else:
-            given = dict(line.kwargs).get("correction")
+            correction = dict(line.kwargs).get("correction")
             mean, apart = f"{name}_mean", f"{name}_apart"
-            over = columns - (1 if given is None else given)
+            over = columns - (1 if correction is None else correction)
             self.lines += [
                 f"{mean} = tl.sum({whole}, 0) / {columns}",
                 f"{apart} = {self._filled(f'{x} - {mean}', 0.0)}",

@@ -60,7 +60,7 @@ class Fused:
     # Near misses as text.
     near: tuple[str, ...] = ()
     # What a schedule wanted in a region and is in none.
-    left: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
     # How each region runs.
     rungs: tuple[Rung, ...] = ()
 
@@ -74,16 +74,16 @@ class Fused:
     @property
     def lines(self) -> tuple[str, ...]:
         """Of each different region: how often, what, how it runs and why so."""
-        found = Counter(
+        counts = Counter(
             f"{program.title}: {rung.name}: {rung.why}"
             for program, rung in zip(self.programs, self.rungs, strict=True)
         )
-        return tuple(f"{count} x {text}" for text, count in found.items())
+        return tuple(f"{count} x {text}" for text, count in counts.items())
 
 
 @dataclass
 class _Log:
-    left: dict[fx.Node, str]
+    unfused: dict[fx.Node, str]
     programs: list[RegionProgram] = field(default_factory=list)
     before: int = 0
     after: int = 0
@@ -96,38 +96,42 @@ def fuse_graph(
     *,
     facts_of: Callable[[str], GroupFacts],
     dump: str | Path | None = None,
-    found: bool = True,
+    beyond_schedule: bool = True,
     tune: bool = False,
 ) -> Fused:
     """Make regions of a graph. ``facts_of``: what is known of a process group, by which
     each gets a rung of the ladder. ``dump``: a directory for programs and their kernels
-    as text. ``found``: whether there are other regions than those of the schedule.
-    ``tune``: whether rungs are measured, when regions first run."""
+    as text. ``beyond_schedule``: whether there are other regions than those of the
+    schedule. ``tune``: whether rungs are measured, when regions first run."""
     log = _Log(
         dict.fromkeys(asked_for(graph), "no kernel has it together with its collective")
     )
-    if not found and not log.left:
+    if not beyond_schedule and not log.unfused:
         return Fused()
     drop_double_permutes(graph)
-    done: set[str] = set()
+    started: set[str] = set()
     while True:
         # The graph changes with every region.
-        start = next((n for n in collectives(graph) if n.name not in done), None)
+        start = next((n for n in collectives(graph) if n.name not in started), None)
         if start is None:
             break
-        done.add(start.name)
-        region = _region(start, facts_of, log) if found or region_of(start) else None
+        started.add(start.name)
+        region = (
+            _region(start, facts_of, log)
+            if beyond_schedule or region_of(start)
+            else None
+        )
         if region is not None:
             log.programs.append(region.outline.program)
             rung = log.rungs[-1]
             replace(graph, region, "measured" if tune and rung.is_fused else rung.name)
-    left = tuple(_told(Miss(n, n, why)) for n, why in log.left.items())
+    unfused = tuple(_miss_text(Miss(n, n, why)) for n, why in log.unfused.items())
     fused = Fused(
         tuple(log.programs),
         log.before,
         log.after,
         tuple(log.near),
-        left,
+        unfused,
         tuple(log.rungs),
     )
     if dump is not None:
@@ -140,13 +144,13 @@ def _region(
 ) -> SelectedRegion | None:
     """That of a collective, if it pays or a schedule wants it."""
     region, misses = grow(start, lambda group: facts_of(group).ranks)
-    log.near |= {_told(miss): None for miss in misses}
-    log.left |= {miss.node: miss.why for miss in misses if miss.node in log.left}
+    log.near |= {_miss_text(miss): None for miss in misses}
+    log.unfused |= {miss.node: miss.why for miss in misses if miss.node in log.unfused}
     if region is None:
         return None
-    found = region.outline
+    outline = region.outline
     before, after = bytes_of(region)
-    rung = choose(found.program, facts_of(found.group))
+    rung = choose(outline.program, facts_of(outline.group))
     other = under_way(region) if rung.is_fused else None
     if other is not None:
         rung = Rung("nccl", f"{other.name} runs beside it, and could keep it waiting")
@@ -156,31 +160,33 @@ def _region(
     elif rung.name == "nccl":
         why = f"its collective would run between kernels: {rung.why}"
     if why and not region_of(start):
-        log.near[_told(Miss(start, start, why))] = None
+        log.near[_miss_text(Miss(start, start, why))] = None
         return None
     log.rungs.append(rung)
     log.before += before
     log.after += after
     for node in region.members:
-        log.left.pop(node, None)
+        log.unfused.pop(node, None)
     return region
 
 
 def asked_for(graph: fx.Graph) -> list[fx.Node]:
     """What a schedule wants in a region with a collective that is here, without waits
     and views. (A backward repeats some of a forward's nodes without it.)"""
-    here = {region_of(node) for node in collectives(graph)} - {None}
+    wanted_regions = {region_of(node) for node in collectives(graph)} - {None}
     return [
         node
         for node in graph.nodes
-        if region_of(node) in here and op_name(node) not in WAITS and not is_view(node)
+        if region_of(node) in wanted_regions
+        and op_name(node) not in WAITS
+        and not is_view(node)
     ]
 
 
 def say(fused: Fused, name: str, debug: int) -> None:
     """To the log: what was done, loud from ``FXPAR_DEBUG=1`` on; from 2 on also every
     near miss. What a schedule asked for in vain is always loud."""
-    for text in fused.left:
+    for text in fused.unfused:
         log.warning("%s: %s", name, text)
     level = logging.WARNING if debug else logging.INFO
     if fused.programs or debug:
@@ -198,20 +204,20 @@ def replace(graph: fx.Graph, region: SelectedRegion, how: str) -> None:
     assert tuple(results_of(members)) == region.outputs
     inside = set(members)
     writes = writes_of(members, region.outputs)
-    left = [n for n in region.outputs if n not in writes]
+    results = [n for n in region.outputs if n not in writes]
     with graph.inserting_before(members[0]):
-        made = _call(graph, region, writes, how)
-        made.meta = {
+        call = _call(graph, region, writes, how)
+        call.meta = {
             key: value
             for key, value in region.collective.meta.items()
             if key in ("stack_trace", "custom", "partitioner_tag")
         }
-        made.meta["val"] = [n.meta["val"] for n in left]
-        for i, node in enumerate(left):
-            taken = graph.call_function(operator.getitem, (made, i))
-            taken.meta = dict(node.meta)
+        call.meta["val"] = [n.meta["val"] for n in results]
+        for i, node in enumerate(results):
+            item = graph.call_function(operator.getitem, (call, i))
+            item.meta = dict(node.meta)
             node.replace_all_uses_with(
-                taken, delete_user_cb=lambda user: user not in inside
+                item, delete_user_cb=lambda user: user not in inside
             )
     for node in (*writes.values(), *reversed(members)):
         graph.erase_node(node)
@@ -222,15 +228,15 @@ def _call(
     graph: fx.Graph, region: SelectedRegion, writes: Mapping[fx.Node, fx.Node], how: str
 ) -> fx.Node:
     """The op of a region; one that changes operands if there is something to write."""
-    found = region.outline
-    name = _op.remember(found.program)
+    outline = region.outline
+    name = _op.remember(outline.program)
     run_kernels.LINES.setdefault(name, user_line(region.collective))
-    rest = list(found.numbers), name, found.group, how
+    constants = list(outline.numbers), name, outline.group, how
     if not writes:
-        return graph.call_function(OP, (list(found.inputs), *rest))
+        return graph.call_function(OP, (list(outline.inputs), *constants))
     into = [write.args[0] for write in writes.values()]
     which = [region.outputs.index(node) for node in writes]
-    return graph.call_function(OP_, (list(found.inputs), into, which, *rest))
+    return graph.call_function(OP_, (list(outline.inputs), into, which, *constants))
 
 
 def _views_outside(graph: fx.Graph, members: list[fx.Node]) -> None:
@@ -259,7 +265,7 @@ def drop_double_permutes(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(lambda n: n.target is not permute)
 
 
-def _told(miss: Miss) -> str:
+def _miss_text(miss: Miss) -> str:
     """A near miss as text."""
     what = f"near miss: {miss.node.name} ({op_name(miss.node)})"
     if miss.node is not miss.collective:

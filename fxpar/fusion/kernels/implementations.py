@@ -106,8 +106,10 @@ def rungs_of(program: RegionProgram, facts: GroupFacts) -> tuple[str, ...]:
     if not facts.kernels:
         return ("interpret",)
     moves = [step for step in stages_of(program) if isinstance(step, CollectiveStep)]
-    known = facts.shared and facts.ranks in RANKS and facts.ranks == program.ranks
-    if not known or any(_why_never(program, move) for move in moves):
+    has_template = (
+        facts.shared and facts.ranks in RANKS and facts.ranks == program.ranks
+    )
+    if not has_template or any(_why_never(program, move) for move in moves):
         return ("nccl",)
     if [move.kind for move in moves] != ["all_reduce"] or facts.ranks <= 2:
         return ("one_shot", "nccl")

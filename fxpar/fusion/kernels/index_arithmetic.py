@@ -74,8 +74,8 @@ def strided(shape: Shape, strides: Shape, offset: int = 0) -> Map:
 def broadcast(source: Shape, target: Shape) -> Map:
     """Element of ``target`` -> the one of ``source`` that fills it."""
     strides = contiguous(tuple(source))
-    shown = [0 if n == 1 else s for n, s in zip(source, strides, strict=True)]
-    return strided(target, [0] * (len(target) - len(source)) + shown)
+    steps = [0 if n == 1 else s for n, s in zip(source, strides, strict=True)]
+    return strided(target, [0] * (len(target) - len(source)) + steps)
 
 
 def permuted(source: Shape, dims: Shape) -> Map:
@@ -85,12 +85,12 @@ def permuted(source: Shape, dims: Shape) -> Map:
     return strided([source[d] for d in dims], [strides[d] for d in dims])
 
 
-def sliced(source: Shape, dim: int, start: int, made: Shape, step: int = 1) -> Map:
-    """Element of a slice of shape ``made`` that begins at ``start`` -> ``source``'s."""
+def sliced(source: Shape, dim: int, start: int, result: Shape, step: int = 1) -> Map:
+    """Element of a slice of shape ``result`` from ``start`` on -> ``source``'s."""
     strides = list(contiguous(tuple(source)))
     offset = start * strides[dim]
     strides[dim] *= step
-    return strided(made, strides, offset)
+    return strided(result, strides, offset)
 
 
 def selected(source: Shape, dim: int, index: int) -> Map:
@@ -151,8 +151,8 @@ def view_map(line: Statement, source: Shape) -> Map:
 
 def slice_start(args: Sequence[object], size: int, at: int = 2) -> tuple[int, int]:
     """First index and step of a slice, whose start is argument ``at``."""
-    given = args[at] if len(args) > at else None
+    argument = args[at] if len(args) > at else None
     step = args[at + 2] if len(args) > at + 2 else 1
-    start = 0 if given is None else given
+    start = 0 if argument is None else argument
     assert isinstance(start, int) and isinstance(step, int)
     return min(max(start + size if start < 0 else start, 0), size), step

@@ -41,57 +41,57 @@ def run(
 ) -> list[torch.Tensor]:
     """The program's outputs; those that ``into`` names are written there."""
     device = device_of(inputs)
-    made: dict[str, Any] = dict(
+    values: dict[str, Any] = dict(
         zip((t.name for t in program.inputs), inputs, strict=True)
     )
 
-    def given(x: Ref | Number | GroupName) -> Any:
+    def operand(x: Ref | Number | GroupName) -> Any:
         if isinstance(x, Ref):
-            return made[x.name]
+            return values[x.name]
         return numbers[x.index] if isinstance(x, Number) else group
 
-    for line, done in zip(program.lines, last_read(program), strict=True):
-        kwargs = {k: replaced(v, given) for k, v in line.kwargs}
+    for line, unread in zip(program.lines, last_read(program), strict=True):
+        kwargs = {k: replaced(v, operand) for k, v in line.kwargs}
         if line.op in FACTORIES:
             kwargs["device"] = device
-        made[line.name] = op_of(line.op)(*replaced(line.args, given), **kwargs)
-        for name in done:
-            del made[name]
-    return results(program, made, inputs, into or {})
+        values[line.name] = op_of(line.op)(*replaced(line.args, operand), **kwargs)
+        for name in unread:
+            del values[name]
+    return results(program, values, inputs, into or {})
 
 
 def results(
     program: RegionProgram,
-    made: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
     inputs: Iterable[torch.Tensor],
     into: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor]:
     """Outputs, of what was made by name: in memory of their own, or where they are to
     be. All is read before any is written."""
-    given = {x.untyped_storage().data_ptr() for x in inputs}
-    owned = set(given)
-    out = [
-        into[i] if i in into else own(made[t.name], t.stride, owned)
+    input_storages = {x.untyped_storage().data_ptr() for x in inputs}
+    owned = set(input_storages)
+    outputs = [
+        into[i] if i in into else own(values[t.name], t.stride, owned)
         for i, t in enumerate(program.outputs)
     ]
-    late = {i: made[program.outputs[i].name] for i in into}
+    late = {i: values[program.outputs[i].name] for i in into}
     for i, value in late.items():
-        if value.untyped_storage().data_ptr() in given:
+        if value.untyped_storage().data_ptr() in input_storages:
             late[i] = value.clone()  # it may lie where another one goes
     for i, value in late.items():
         if value is not into[i]:
             into[i].copy_(value)
-    return out
+    return outputs
 
 
 @cache
 def last_read(program: RegionProgram) -> tuple[tuple[str, ...], ...]:
     """For each line, the values that no later one reads: they need not be kept."""
-    kept = {t.name for t in program.outputs}
+    read_later = {t.name for t in program.outputs}
     out = []
     for line in reversed(program.lines):
-        names = {name for name in (line.name, *line.refs) if name not in kept}
-        kept |= names
+        names = {name for name in (line.name, *line.refs) if name not in read_later}
+        read_later |= names
         out.append(tuple(sorted(names)))
     return tuple(reversed(out))
 
@@ -111,8 +111,8 @@ def own(x: torch.Tensor, stride: Sequence[int], owned: set[int]) -> torch.Tensor
     """``x`` in memory of its own, which joins ``owned``, and in these strides."""
     place = x.untyped_storage().data_ptr()
     if tuple(x.stride()) != tuple(stride) or (place in owned and x.numel()):
-        fresh = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
-        x = fresh.copy_(x)
+        copy = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        x = copy.copy_(x)
     owned.add(x.untyped_storage().data_ptr())
     return x
 
@@ -141,7 +141,7 @@ def op_of(name: str) -> Callable[..., Any]:
         return _INSTEAD[name]
     if name.startswith("prims."):
         _torch.inductor.inductor_seeds()  # Inductor registers some of them
-    found: Any = torch.ops
+    op: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        op = getattr(op, part)
+    return op

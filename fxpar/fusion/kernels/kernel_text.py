@@ -89,12 +89,12 @@ def kernel_of(
 def loops_of(bodies: Sequence[Body]) -> dict[str, int]:
     """In which of several loops a value is read or written, if in one alone, element by
     element."""
-    found: dict[str, int] = {}
+    loops: dict[str, int] = {}
     for i, body in enumerate(bodies):
         for name, alone in body.touched.items():
-            known = found.setdefault(name, i) == i
-            found[name] = i if alone and known else -1
-    return {name: i for name, i in found.items() if i >= 0}
+            one_loop = loops.setdefault(name, i) == i
+            loops[name] = i if alone and one_loop else -1
+    return {name: i for name, i in loops.items() if i >= 0}
 
 
 def programs_of(space: Space, sums: bool) -> int:
@@ -122,12 +122,12 @@ def function(
 ) -> str:
     """Source of a module with one jitted function. ``lines``: of its body."""
     numbers = [p for p in parameters if _is_number(p)]
-    given = ", ".join([*parameters, "PROGRAMS: tl.constexpr"])
+    signature = ", ".join([*parameters, "PROGRAMS: tl.constexpr"])
     # A number that differs between ranks must not give them different kernels.
     how = f"(do_not_specialize={numbers})" if numbers else ""
     note = "\n".join(f"# {line}".rstrip() for line in about.splitlines())
     inside = "\n".join(f"    {line}".rstrip() for line in lines)
-    head = f"{note}\n\n{IMPORTS}\n\n@triton.jit{how}\ndef {name}({given}):\n"
+    head = f"{note}\n\n{IMPORTS}\n\n@triton.jit{how}\ndef {name}({signature}):\n"
     return f"{head}{inside}\n"
 
 

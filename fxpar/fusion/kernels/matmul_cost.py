@@ -46,7 +46,7 @@ class Verdict:
 @dataclass(frozen=True)
 class _Work:
     """Of a matmul with its collective, seconds: ``moving`` all chunks, ``summing`` what
-    came, ``rest``: matmuls of further weights."""
+    came, ``further``: matmuls of further weights."""
 
     ranks: int
     rows: int  # of a chunk
@@ -58,7 +58,7 @@ class _Work:
     units: int
     moving: float
     summing: float
-    rest: int = 0  # columns
+    further: int = 0  # columns
 
 
 def profitable(
@@ -74,13 +74,13 @@ def profitable(
     dtype: str = "bfloat16",
     programs: int = 132,
     units: int = 0,
-    rest: int = 0,
+    further: int = 0,
 ) -> Verdict:
     """Whether a matmul is worth joining with its collective: [m, k] times [k, n] as one
     rank computes it, m over all chunks. ``link``: bytes/s one way; ``peak``: flops/s
     that the library reaches; ``memory``: bytes/s that the device's streams at.
     ``units``: multiprocessors, as many as ``programs`` if 0;
-    ``rest``: columns of further weights of a gather, which a kernel with signals
+    ``further``: columns of further weights of a gather, which a kernel with signals
     leaves for later.
 
     The collective moves (ranks - 1) / ranks of A's or the product's bytes. Programs go
@@ -90,8 +90,8 @@ def profitable(
     chunk's tiles fill the device or do not.
     """
     size = dtype_of(dtype).itemsize
-    moved = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
-    collective, matmul = moved / link, 2.0 * m * (n + rest) * k / peak
+    nbytes = m * (k if kind == "gather" else n) * size * (ranks - 1) / ranks
+    collective, matmul = nbytes / link, 2.0 * m * (n + further) * k / peak
     serial = collective + matmul
     why = never(kind, m, n, k, ranks, dtype)
     if why:
@@ -100,7 +100,7 @@ def profitable(
     moving = collective + (ranks - 1) * COPY
     summing = 0.0 if kind == "gather" else (1 + 1 / ranks) * m * n * size / memory
     work = _Work(
-        ranks, m // ranks, n, k, dtype, peak / units, units, moving, summing, rest
+        ranks, m // ranks, n, k, dtype, peak / units, units, moving, summing, further
     )
     overlapped, chunked = _signals(work, programs), _chunked(work, kind)
     name, free = ("n", n) if kind == "gather" else ("k", k)
@@ -140,7 +140,7 @@ def _signals(work: _Work, programs: int) -> float:
     for first in range(0, count, grid):
         chunk = (min(first + grid, count) - 1) // each
         now = max(now, chunk * work.moving / (work.ranks - 1)) + turn
-    later = 2.0 * m * work.rest * work.k / (work.speed * work.units)
+    later = 2.0 * m * work.further * work.k / (work.speed * work.units)
     return BARRIER + now + later + work.summing
 
 
@@ -149,8 +149,8 @@ def _chunked(work: _Work, kind: str) -> float:
     multiplies it, a scatter multiplies and copies one. Copies go one at a time, and so
     do matmuls. The own chunk is the first to be multiplied, or the last."""
     compute = LAUNCH + _filled(work, work.n)
-    if work.rest:
-        compute += LAUNCH + _filled(work, work.rest)
+    if work.further:
+        compute += LAUNCH + _filled(work, work.further)
     copy = work.moving / (work.ranks - 1)
     streams, engine, device = [0.0, 0.0], 0.0, 0.0
     if kind == "gather":

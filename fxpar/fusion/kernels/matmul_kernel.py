@@ -224,7 +224,7 @@ def gemm(
     """
     check(kind, m, n, k, ranks, dtype)
     tiles = tiles or tiles_of(m, n, k, ranks, dtype, programs)
-    given = {
+    fields = {
         **_sizes(m // ranks, n, k, tiles, b_stride or (n, 1), dtype),
         **_lines(kind, epilogue or Epilogue()),
         "chunks": ranks,
@@ -232,9 +232,9 @@ def gemm(
         "signals": signals,
         "about": f"{kind}: {dtype}[{m}, {k}] times [{k}, {n}] in {ranks} chunks",
     }
-    digest = hashlib.sha256(repr((given, tiles)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((fields, tiles)).encode()).hexdigest()[:16]
     name = f"gemm_{kind}_{digest}"
-    lines = _TEXT.format(name=name, **given).splitlines()
+    lines = _TEXT.format(name=name, **fields).splitlines()
     text = "\n".join([line for line in lines if line.strip() or not line])
     grid = min(ranks * tiles.count(m // ranks, n), programs)
     return Gemm(name, f"{text}\n", kind, ranks, tiles, grid, signals)
@@ -299,10 +299,10 @@ def _aligned(elements: int, dtype: str) -> int:
     return math.gcd(elements * dtype_of(dtype).itemsize, ALIGNED)
 
 
-def signals_of(made: Gemm, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+def signals_of(kernel: Gemm, device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """Flags and counts, int32 [chunks] each, zero. One pair serves a kernel at a time,
     for any number of launches one after the other."""
-    pair = [torch.zeros(made.chunks, dtype=torch.int32, device=device) for _ in "fc"]
+    pair = [torch.zeros(kernel.chunks, dtype=torch.int32, device=device) for _ in "fc"]
     return tuple(pair)
 
 
@@ -321,7 +321,7 @@ class KernelLaunch:
 
 
 def call_of(
-    made: Gemm,
+    kernel: Gemm,
     operands: Sequence[torch.Tensor],
     flags: torch.Tensor,
     counts: torch.Tensor,
@@ -331,24 +331,24 @@ def call_of(
     they were described to ``gemm``, at addresses that are multiples of 16; the product
     is among them."""
     assert not any(x.data_ptr() % ALIGNED for x in operands), "not aligned"
-    function = getattr(module_of(made.name, made.text), made.name)
+    function = getattr(module_of(kernel.name, kernel.text), kernel.name)
     constants = {
-        "PROGRAMS": made.programs,
+        "PROGRAMS": kernel.programs,
         "INTERPRETED": flags.device.type == "cpu",
-        "num_warps": made.tiles.warps,
-        "num_stages": made.tiles.stages,
+        "num_warps": kernel.tiles.warps,
+        "num_stages": kernel.tiles.stages,
     }
     return KernelLaunch(
-        function, made.programs, (*operands, flags, counts, rank), constants
+        function, kernel.programs, (*operands, flags, counts, rank), constants
     )
 
 
 def launch(
-    made: Gemm,
+    kernel: Gemm,
     operands: Sequence[torch.Tensor],
     flags: torch.Tensor,
     counts: torch.Tensor,
     rank: int,
 ) -> None:
     """Run it on the current stream, with what ``call_of`` takes."""
-    call_of(made, operands, flags, counts, rank)()
+    call_of(kernel, operands, flags, counts, rank)()

@@ -41,8 +41,8 @@ def gather(
     columns = sorted(w.shape[1] for w in ws)
     k = x.shape[-1]
     m = count * (x.numel() // max(k, 1))
-    given = "gather", m, columns[-1], k, count, sum(columns[:-1])
-    provider = _provider(x, ws, given, group)
+    problem = "gather", m, columns[-1], k, count, sum(columns[:-1])
+    provider = _provider(x, ws, problem, group)
     if provider is None:
         return None
     rows = x.movedim(dim, 0).contiguous()
@@ -60,8 +60,8 @@ def scatter(
 ) -> torch.Tensor | None:
     """``fxpar::matmul_scatter``."""
     k = x.shape[-1]
-    given = "scatter", x.numel() // max(k, 1), w.shape[1], k, count, 0
-    provider = _provider(x, [w], given, group)
+    problem = "scatter", x.numel() // max(k, 1), w.shape[1], k, count, 0
+    provider = _provider(x, [w], problem, group)
     if provider is None:
         return None
     rows = x.movedim(dim, 0).contiguous()
@@ -84,28 +84,28 @@ def _back(rows: torch.Tensor, shape: Sequence[int], dim: int) -> torch.Tensor:
 def _provider(
     x: torch.Tensor,
     ws: Sequence[torch.Tensor],
-    given: tuple[str, int, int, int, int, int],
+    problem: tuple[str, int, int, int, int, int],
     group: str,
 ) -> Provider | None:
-    """What memory kernels with signals share, if they run this. ``given``: the kind, m,
-    n, k, ranks, and columns of further weights."""
+    """What memory kernels with signals share, if they run this. ``problem``: the kind,
+    m, n, k, ranks, and columns of further weights."""
     device, dtype = x.device, str(x.dtype).removeprefix("torch.")
     if not run_kernels.has_kernels(device) or any(w.dtype != x.dtype for w in ws):
         return None
     is_gpu = device.type == "cuda"
     if is_gpu and (dtype != _DTYPE or torch.cuda.is_current_stream_capturing()):
         return None  # a graph that is replayed would use the same half twice in a row
-    if is_gpu and never(*given[:-1], dtype):
+    if is_gpu and never(*problem[:-1], dtype):
         return None
     provider = run_fused.provider_of(group, device)
-    if provider is None or provider.ranks != given[4]:
+    if provider is None or provider.ranks != problem[4]:
         return None
     if is_gpu:
         name = _hardware_of(group)
-        rung = rung_of(*given, dtype, provider.programs, name) if name else None
+        rung = rung_of(*problem, dtype, provider.programs, name) if name else None
         return provider if rung and rung.name == "signals" else None
     try:
-        check(*given[:-1], dtype)
+        check(*problem[:-1], dtype)
     except CannotEmit:
         return None
     return provider
@@ -118,24 +118,24 @@ def rung_of(
     n: int,
     k: int,
     ranks: int,
-    rest: int,
+    further: int,
     dtype: str,
     programs: int,
     name: str,
 ) -> Rung:
     """How GPUs that share memory run a matmul [m, k] times [k, n] with its collective:
-    "signals", or "chunks", PyTorch's fused ops. ``rest``: columns of further weights;
-    ``name``: of the hardware (``lookup``)."""
-    found = hardware_table.lookup(name)
-    top = found.peak(dtype)
+    "signals", or "chunks", PyTorch's fused ops. ``further``: columns of further
+    weights; ``name``: of the hardware (``lookup``)."""
+    hardware = hardware_table.lookup(name)
+    top = hardware.peak(dtype)
     verdict = profitable(
-        kind, m, n, k, ranks, found.levels[0].bandwidth, top.flops * top.efficiency,
-        found.bandwidth, dtype=dtype, programs=programs, units=programs + FREE,
-        rest=rest,
+        kind, m, n, k, ranks, hardware.levels[0].bandwidth, top.flops * top.efficiency,
+        hardware.bandwidth, dtype=dtype, programs=programs, units=programs + FREE,
+        further=further,
     )  # fmt: skip
     rung = Rung("signals" if verdict.pays else "chunks", verdict.why)
     text = "%s and matmul [%d, %d] times [%d, %d] on %d ranks: %s: %s"
-    log.debug(text, kind, m, k, k, n + rest, ranks, rung.name, rung.why)
+    log.debug(text, kind, m, k, k, n + further, ranks, rung.name, rung.why)
     return rung
 
 
@@ -146,8 +146,8 @@ _HARDWARE: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 def _hardware_of(group: str) -> str:
     """The name of what all ranks of a group run on; "" where it is not known, or not
     the same. Asked once, by all ranks."""
-    found = _torch.distributed.group_named(group)
-    if found not in _HARDWARE:
+    process_group = _torch.distributed.group_named(group)
+    if process_group not in _HARDWARE:
         try:
             name = hardware_table.detect().name
         except DeviceError:
@@ -155,5 +155,5 @@ def _hardware_of(group: str) -> str:
         store, rank, ranks = _torch.distributed.group_store(group)
         meeting = Meeting.of(store, rank, ranks, f"fxpar/{group}/hardware")
         one = set(meeting.told(name)) == {name} and name != "unknown"
-        _HARDWARE[found] = name if one else ""
-    return _HARDWARE[found]
+        _HARDWARE[process_group] = name if one else ""
+    return _HARDWARE[process_group]

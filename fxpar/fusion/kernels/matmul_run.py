@@ -88,20 +88,20 @@ def prepared_gather(
     whole = _empty(x, ranks * rows, k)
     products = [_empty(x, ranks * rows, w.shape[1]) for w in weights]
     first = max(range(len(weights)), key=lambda i: weights[i].shape[1])
-    head, given = epilogue or (Epilogue(), [()] * len(weights))
+    head, epilogue_operands = epilogue or (Epilogue(), [()] * len(weights))
     flags, counts = _signals(provider)
 
     def by_kernel(i: int, signals: bool) -> KernelLaunch:
-        made = _kernel("gather", whole, weights[i], provider, head, signals)
-        operands = x, whole, weights[i], products[i], *given[i]
-        return call_of(made, operands, flags, counts, rank)
+        kernel = _kernel("gather", whole, weights[i], provider, head, signals)
+        operands = x, whole, weights[i], products[i], *epilogue_operands[i]
+        return call_of(kernel, operands, flags, counts, rank)
 
     def by_library(i: int) -> Callable[[], Any]:
         return lambda: torch.mm(whole, weights[i], out=products[i])
 
     multiply = by_kernel(first, True)
-    others = [i for i in range(len(weights)) if i != first]
-    later = [by_kernel(i, False) if epilogue else by_library(i) for i in others]
+    further = [i for i in range(len(weights)) if i != first]
+    later = [by_kernel(i, False) if epilogue else by_library(i) for i in further]
     space = provider.workspace(x.nbytes)
     meet = _meeting(provider, space, f"a gather to {[*whole.shape]} with its matmul")
     loaded = [call for call in later if isinstance(call, KernelLaunch)]
@@ -117,7 +117,7 @@ def prepared_gather(
 
     def start() -> tuple[torch.Tensor, list[torch.Tensor]]:
         peers[rank].copy_(x)
-        _together(provider, meet, fetch, multiply, flags, waits=True)
+        _beside_copies(provider, meet, fetch, multiply, flags, waits=True)
         for run in later:
             run()
         return whole, products
@@ -132,10 +132,10 @@ def prepared_scatter(
     rank, ranks = provider.rank, provider.ranks
     x, w = _aligned(x), _aligned(w, keep=True)
     rows, n = x.shape[0] // ranks, w.shape[1]
-    made = _kernel("scatter", x, w, provider, Epilogue(), True)
+    kernel = _kernel("scatter", x, w, provider, Epilogue(), True)
     c, part = _empty(x, ranks * rows, n), _empty(x, rows, n)
     flags, counts = _signals(provider)
-    multiply = call_of(made, (x, w, c), flags, counts, rank)
+    multiply = call_of(kernel, (x, w, c), flags, counts, rank)
     space = provider.workspace(c.nbytes)
     title = f"the scatter of a matmul's {[*c.shape]}"
     meet = _meeting(provider, space, title)
@@ -158,7 +158,7 @@ def prepared_scatter(
             slots[other][rank].copy_(chunks[other], non_blocking=True)
 
     def start() -> torch.Tensor:
-        _together(provider, meet, send, multiply, flags, waits=False)
+        _beside_copies(provider, meet, send, multiply, flags, waits=False)
         total()
         return part
 
@@ -259,10 +259,10 @@ def _load(provider: Provider, *calls: KernelLaunch) -> None:
         constants = tuple(call.constants.items())
         key = call.function, constants, kinds, provider.device
         if key not in _LOADED:
-            made = call.function.warmup(
+            binary = call.function.warmup(
                 *call.args, grid=(call.programs,), **call.constants
             )
-            _torch.objects.load_kernel(made)
+            _torch.objects.load_kernel(binary)
             _LOADED.add(key)
 
 
@@ -272,7 +272,7 @@ def _load(provider: Provider, *calls: KernelLaunch) -> None:
 Copies = Callable[[Callable[[int], None], Callable[[int], None]], None]
 
 
-def _together(
+def _beside_copies(
     provider: Provider,
     meet: KernelLaunch,
     copies: Copies,
@@ -298,8 +298,8 @@ def _on_streams(
 ) -> None:
     """The stream that waits is filled last. All tensors are of the current stream,
     which the second one has joined when this returns: none needs to be recorded."""
-    here, second = torch.cuda.current_stream(provider.device), provider.second()
-    second.wait_stream(here)
+    current, second = torch.cuda.current_stream(provider.device), provider.second()
+    second.wait_stream(current)
 
     def up(chunk: int) -> None:
         if not _torch.distributed.write_on_stream(flags, chunk, 1):
@@ -320,7 +320,7 @@ def _on_streams(
         if waits:
             multiply()
     finally:
-        here.wait_stream(second)
+        current.wait_stream(second)
 
 
 def _on_thread(
@@ -331,7 +331,7 @@ def _on_thread(
     flags: torch.Tensor,
     waits: bool,
 ) -> None:
-    ended, errors = threading.Event(), list[BaseException]()
+    has_ended, errors = threading.Event(), list[BaseException]()
 
     def up(chunk: int) -> None:
         flags[chunk] = 1
@@ -342,7 +342,7 @@ def _on_thread(
             if over:
                 raise RuntimeError("a matmul ended and left a chunk out")
             time.sleep(1e-4)
-            over = ended.is_set()
+            over = has_ended.is_set()
         flags[chunk] = 0
 
     def run() -> None:
@@ -360,7 +360,7 @@ def _on_thread(
     try:
         multiply()
     finally:
-        ended.set()
+        has_ended.set()
         thread.join()
     if errors:
         raise errors[0]

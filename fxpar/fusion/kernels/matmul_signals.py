@@ -73,9 +73,9 @@ def product(
         if EVEN:
             x, y = tl.load(a_at), tl.load(b_at)
         else:
-            left = DEPTH - start
-            x = tl.load(a_at, mask=(i < high) & (k[None, :] < left), other=0.0)
-            y = tl.load(b_at, mask=(k[:, None] < left) & (j < wide), other=0.0)
+            depth_left = DEPTH - start
+            x = tl.load(a_at, mask=(i < high) & (k[None, :] < depth_left), other=0.0)
+            y = tl.load(b_at, mask=(k[:, None] < depth_left) & (j < wide), other=0.0)
         if INTERPRETED:  # it takes bfloat16 for integers
             x, y = x.to(tl.float32), y.to(tl.float32)
         total = tl.dot(x, y, total, input_precision=PRECISION)
@@ -121,8 +121,8 @@ def written(flag, count, TILES: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def meet(signals_ptr, rank, RANKS: tl.constexpr, REGION: tl.constexpr):
     """Meet all ranks (``device_functions.barrier``) by the first program's signals."""
-    left = lib.patience(signals_ptr, rank)
-    lib.barrier(signals_ptr, rank, RANKS, REGION, left)
+    questions = lib.patience(signals_ptr, rank)
+    lib.barrier(signals_ptr, rank, RANKS, REGION, questions)
 
 
 @triton.jit(do_not_specialize=["chunk"])

@@ -34,17 +34,17 @@ def writes_of(
     """Results that only a write to an input of the graph reads, with that write. What
     else reads the input is done before the region begins, since it is needed for it."""
     inside = set(members)
-    found: dict[fx.Node, fx.Node] = {}
+    writes: dict[fx.Node, fx.Node] = {}
     for node in outputs:
         users = [user for user in node.users if user not in inside]
         if len(users) == 1 and _is_write(users[0], node):
-            found[node] = users[0]
-    if not found:
+            writes[node] = users[0]
+    if not writes:
         return {}
     before = _needed_for(inside)
     return {
         node: write
-        for node, write in found.items()
+        for node, write in writes.items()
         if _is_free(write.args[0], inside | {write}, before)
     }
 
@@ -64,18 +64,18 @@ def _is_write(user: fx.Node, value: fx.Node) -> bool:
 def _needed_for(members: Collection[fx.Node]) -> set[fx.Node]:
     """What a region depends on; also what changes a value it depends on before that is
     read, as the wait of a gather does."""
-    found: set[fx.Node] = set()
-    rest = list(members)
-    while rest:
-        node = rest.pop()
+    needed: set[fx.Node] = set()
+    pending = list(members)
+    while pending:
+        node = pending.pop()
         for read in node.all_input_nodes:
             changed = {
                 u for u in read.users if op_facts_of(u.target).mutates and u < node
             }
-            new = ({read} | changed) - found - set(members)
-            found |= new
-            rest += new
-    return found
+            added = ({read} | changed) - needed - set(members)
+            needed |= added
+            pending += added
+    return needed
 
 
 def _is_free(
@@ -94,14 +94,14 @@ def bytes_of(region: SelectedRegion) -> tuple[int, int]:
     apart = launches_among(region.members, region.outputs)
     before = sum(launch.moved for launch in apart.launches)
     after = sum(tensor.nbytes for tensor in region.outline.program.inputs)
-    there = {buffer for launch in apart.launches for buffer in launch.reads}
-    there |= {b for launch in apart.launches if launch.axes for b in launch.makes}
+    in_memory = {buffer for launch in apart.launches for buffer in launch.reads}
+    in_memory |= {b for launch in apart.launches if launch.axes for b in launch.makes}
     writes = writes_of(region.members, region.outputs)
     for node, buffers in zip(region.outputs, apart.outputs, strict=True):
         # In place is what Inductor writes, too.
-        kept, read_again = (True, False) if node in writes else _readers(region, node)
-        if not kept:
-            before -= sum(b.nbytes for b in buffers if b not in there)
+        stored, read_again = (True, False) if node in writes else _readers(region, node)
+        if not stored:
+            before -= sum(b.nbytes for b in buffers if b not in in_memory)
         after += nbytes_of(node.meta["val"]) * (1 + read_again)
     return before, after
 
@@ -110,21 +110,21 @@ def _readers(region: SelectedRegion, node: fx.Node) -> tuple[bool, bool]:
     """Of a result: whether it is in memory in any case, and whether some read it that
     could have been in a kernel with it."""
     inside = set(region.members)
-    kept = read_again = False
-    rest, seen = [node], set()
-    while rest:
-        at = rest.pop()
+    stored = read_again = False
+    pending, seen = [node], set()
+    while pending:
+        at = pending.pop()
         for user in at.users:
             if user in inside and not is_view(user) or user in seen:
                 continue
             seen.add(user)
             if is_view(user):
-                rest.append(user)
+                pending.append(user)
             elif _could_join(region, user):
                 read_again = True
             else:
-                kept = True
-    return kept, read_again
+                stored = True
+    return stored, read_again
 
 
 def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
@@ -136,9 +136,9 @@ def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
         return False
     first = region.members[0]
     inside = set(region.members)
-    rest, seen = [user], {user}
-    while rest:
-        at = rest.pop()
+    pending, seen = [user], {user}
+    while pending:
+        at = pending.pop()
         if at in inside or at.op == "placeholder" or at < first:
             continue
         if is_heavy(at):
@@ -146,5 +146,5 @@ def _could_join(region: SelectedRegion, user: fx.Node) -> bool:
         for read in at.all_input_nodes:
             if read not in seen:
                 seen.add(read)
-                rest.append(read)
+                pending.append(read)
     return True

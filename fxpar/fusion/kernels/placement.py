@@ -63,15 +63,15 @@ def _cat(line: Statement, shapes: Shapes) -> list[Choice]:
     if len(parts) > _MOST:
         raise LookupError(f"{line.op} of {len(parts)} tensors")
     dim = (line.args[1] if len(line.args) > 1 else 0) % len(line.shape)
-    out, low = [], 0
+    choices, low = [], 0
     for x in parts:
         shape = shapes[x.name]
         strides = contiguous(shape)
         high = low + shape[dim]
         to = strided(line.shape, strides, -low * strides[dim])
-        out.append(Choice(x, ((dim, low, high),), to))
+        choices.append(Choice(x, ((dim, low, high),), to))
         low = high
-    return out
+    return choices
 
 
 def _pad(line: Statement, shapes: Shapes) -> list[Choice]:
@@ -202,8 +202,8 @@ class Needs:
             line = f"{name} = {to.text(place.text)}"
             mask = "" if to.is_constant else place.mask
             block = place.block and not to.is_constant
-            made = Place(name, mask, block, (line,), place.text)
-            self.places[name] = self.derived[key] = made
+            derived = Place(name, mask, block, (line,), place.text)
+            self.places[name] = self.derived[key] = derived
         return self.derived[key]
 
     def _need(self, name: str, place: Place) -> None:
@@ -218,21 +218,25 @@ class Needs:
             value, space = reduction_behind(self.program, t.name), self.space
             if value is not None:
                 source = self.program.values[value.refs[0]]
-                found = reduction_of(value.name, value.args, source.shape)
-                if found.kind == "column" or found.kind == "all" and space.rows != 1:
-                    self.sums[t.name] = self._summed(value, found)
+                reduction = reduction_of(value.name, value.args, source.shape)
+                if (
+                    reduction.kind == "column"
+                    or reduction.kind == "all"
+                    and space.rows != 1
+                ):
+                    self.sums[t.name] = self._summed(value, reduction)
                     self._need(value.refs[0], self.at)
                     continue
             self._need(t.name, self.place_of(t))
 
-    def _summed(self, line: Statement, found: Reduction) -> Reduction:
-        over = found.rows * found.columns
-        alike = found.kind == "all" or found.columns == self.space.columns
+    def _summed(self, line: Statement, reduction: Reduction) -> Reduction:
+        over = reduction.rows * reduction.columns
+        alike = reduction.kind == "all" or reduction.columns == self.space.columns
         if line.op not in BY_COLUMN:
             raise CannotEmit(line.name, f"{line.op} of more than a row")
         if over != self.space.count or not alike or kind_of(line.dtype) != "float":
             raise CannotEmit(line.name, "sums up what is not the kernel's")
-        return found
+        return reduction
 
     def place_of(self, t: Tensor) -> Place:
         """Where an output is written, that is not summed over blocks."""
@@ -273,11 +277,13 @@ class Needs:
 
     def _row_operand(self, line: Statement, place: Place) -> None:
         source = self.program.values[line.refs[0]].shape
-        found = reduction_of(line.name, line.args, source)
-        here = Space(found.rows * found.columns, found.columns)
+        reduction = reduction_of(line.name, line.args, source)
+        space = Space(reduction.rows * reduction.columns, reduction.columns)
         one = place == ZERO or place is self.at or place.text == "row"
-        whole = found.kind != "column" and self.space.columns and here == self.space
-        if not whole or not (place.text == "row" or found.rows == 1 and one):
+        whole = (
+            reduction.kind != "column" and self.space.columns and space == self.space
+        )
+        if not whole or not (place.text == "row" or reduction.rows == 1 and one):
             raise CannotEmit(
                 line.name, "is reduced, and needed elsewhere in the kernel"
             )

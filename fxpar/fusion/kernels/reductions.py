@@ -82,13 +82,13 @@ def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduc
     # A number alone may be reduced along dim 0 or -1.
     reduced = {d % max(1, rank) for d in dims} if dims else set(range(rank))
     reduced = {d for d in reduced if rank and source[d] > 1}
-    kept = [d for d in range(rank) if source[d] > 1 and d not in reduced]
-    if not kept:
+    remaining = [d for d in range(rank) if source[d] > 1 and d not in reduced]
+    if not remaining:
         return Reduction("all", 1, total)
-    count = math.prod(source[d] for d in kept)
-    if not reduced or max(kept) < min(reduced):
+    count = math.prod(source[d] for d in remaining)
+    if not reduced or max(remaining) < min(reduced):
         return Reduction("row", count, total // count)
-    if max(reduced) < min(kept):
+    if max(reduced) < min(remaining):
         return Reduction("column", total // count, count)
     raise CannotEmit(name, "reduces dims that are not the last or the first ones")
 
@@ -96,7 +96,7 @@ def reduction_of(name: str, args: Sequence[Any], source: Sequence[int]) -> Reduc
 def space_of(program: RegionProgram) -> Space:
     """What the kernel of a program runs over. Raises CannotEmit if its outputs and
     reductions do not agree."""
-    found: Space | None = None
+    common: Space | None = None
     for line in program.lines:
         if line.op not in SUMS:
             continue
@@ -107,12 +107,12 @@ def space_of(program: RegionProgram) -> Space:
         if reduction.kind == "column" and line.op not in BY_COLUMN:
             raise CannotEmit(line.name, f"{line.op} along columns")
         space = Space(reduction.rows * reduction.columns, reduction.columns)
-        if found is not None and found != space:
+        if common is not None and common != space:
             raise CannotEmit(line.name, "reduces other rows than an op before it")
         if not 1 < space.columns <= LONGEST:
             raise CannotEmit(line.name, f"a row has {space.columns} elements")
-        found = space
-    return found or _space_of_outputs(program)
+        common = space
+    return common or _space_of_outputs(program)
 
 
 CAST = "prims.convert_element_type.default"
@@ -139,8 +139,8 @@ def _space_of_outputs(program: RegionProgram) -> Space:
     small = counts - {largest}
     if not small:
         return Space(largest)
-    (rows, *others) = sorted(small)
-    if others or largest % rows or largest // rows > LONGEST or rows == 1:
+    (rows, *further) = sorted(small)
+    if further or largest % rows or largest // rows > LONGEST or rows == 1:
         names = [t.name for t in program.outputs if t.count in small]
         raise CannotEmit(names[0], "has neither all elements nor one a row")
     return Space(largest, largest // rows)

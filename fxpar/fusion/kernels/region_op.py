@@ -52,15 +52,15 @@ def lookup(name: str) -> RegionProgram:
     """The program of a hash. Raises FxparError if nobody knows it."""
     if name not in _KNOWN:
         try:
-            found = RegionProgram.parse(_path(name).read_text())
+            program = RegionProgram.parse(_path(name).read_text())
         except (OSError, ValueError, KeyError, TypeError):
-            found = None
-        if found is None or found.hash != name:
+            program = None
+        if program is None or program.hash != name:
             raise FxparError(
                 f"region {name} of a compiled graph is not known",
                 fix="compile again: set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 once",
             )
-        _KNOWN[name] = found
+        _KNOWN[name] = program
     return _KNOWN[name]
 
 
@@ -129,8 +129,8 @@ def _run(
 ) -> list[torch.Tensor]:
     """The outputs that are in nothing given."""
     with _torch.inductor.profiled(program.title):
-        made = RUNNERS[how](program, inputs, numbers, group, into)
-    return [x for i, x in enumerate(made) if i not in into]
+        outputs = RUNNERS[how](program, inputs, numbers, group, into)
+    return [x for i, x in enumerate(outputs) if i not in into]
 
 
 @torch.library.register_fake("fxpar::region")

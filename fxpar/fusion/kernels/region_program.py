@@ -141,14 +141,14 @@ class RegionProgram:
     def title(self) -> str:
         """How a profile calls it: its first ops and its hash."""
         words = [line.op.split(".")[1] for line in self.lines if "." in line.op]
-        known = dict.fromkeys(w for w in words if w not in _UNTOLD)
-        return f"fxpar::region {' '.join(list(known)[:6])} {self.hash}"
+        ops = dict.fromkeys(w for w in words if w not in _UNTOLD)
+        return f"fxpar::region {' '.join(list(ops)[:6])} {self.hash}"
 
     @cached_property
     def values(self) -> Mapping[str, Tensor | Statement]:
         """Inputs and lines by name."""
-        found: dict[str, Tensor | Statement] = {t.name: t for t in self.inputs}
-        return found | {line.name: line for line in self.lines}
+        inputs: dict[str, Tensor | Statement] = {t.name: t for t in self.inputs}
+        return inputs | {line.name: line for line in self.lines}
 
     def __str__(self) -> str:
         lines = [f"region {self.hash} of {self.ranks} ranks"]
@@ -175,9 +175,9 @@ def short(value: Tensor | Statement) -> str:
 
 def dtype_of(text: str) -> torch.dtype:
     """The dtype of its name without "torch."."""
-    found = getattr(torch, text)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, text)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def refs_in(x: Any) -> list[str]:
@@ -200,10 +200,10 @@ def replaced(x: Any, fn: Any) -> Any:
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor that lies row by row."""
-    out = [1] * len(shape)
+    strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
-        out[i] = out[i + 1] * max(1, shape[i + 1])
-    return tuple(out)
+        strides[i] = strides[i + 1] * max(1, shape[i + 1])
+    return tuple(strides)
 
 
 def _shown(x: Any) -> str:

@@ -47,24 +47,24 @@ _INSTALLED: dict[tuple[str, str], Provider | None] = {}  # of names of no group
 
 def install(group: str, device: str, provider: Provider | None) -> None:
     """Say what memory the ranks of a group share, on a kind of device."""
-    found = _torch.distributed.group_named(group)
-    if found is None:
+    process_group = _torch.distributed.group_named(group)
+    if process_group is None:
         _INSTALLED[group, device] = provider
     else:
-        _PROVIDERS.setdefault(found, {})[device] = provider
+        _PROVIDERS.setdefault(process_group, {})[device] = provider
 
 
 def provider_of(group: str, device: torch.device) -> Provider | None:
     """What memory the ranks of a group share; None if none."""
-    found = _torch.distributed.group_named(group)
-    if found is None:
+    process_group = _torch.distributed.group_named(group)
+    if process_group is None:
         return _INSTALLED.get((group, device.type))
-    known, kind = _PROVIDERS.get(found), device.type
-    if known is None:
-        known = _PROVIDERS[found] = {}
-    if kind not in known:
-        known[kind] = symmetric(group, device) if kind == "cuda" else None
-    return known[kind]
+    by_kind, kind = _PROVIDERS.get(process_group), device.type
+    if by_kind is None:
+        by_kind = _PROVIDERS[process_group] = {}
+    if kind not in by_kind:
+        by_kind[kind] = symmetric(group, device) if kind == "cuda" else None
+    return by_kind[kind]
 
 
 def run(
@@ -78,10 +78,10 @@ def run(
     """The program's outputs, by a rung of the ladder, by the one that is "measured" to
     be the fastest, or by the table's; those that ``into`` names are written there.
     Raises FxparError where no kernel starts, or where an earlier one missed a rank."""
-    made = fused(program, inputs, numbers, group, into or {}, rung)
-    if made is None:
+    outputs = fused(program, inputs, numbers, group, into or {}, rung)
+    if outputs is None:
         return run_kernels.run(program, inputs, numbers, group, into)
-    return made
+    return outputs
 
 
 def fused(
@@ -103,27 +103,27 @@ def fused(
     if provider is None:
         return None
     alone = run_kernels.alone_of(program, tensors, device)
-    known, key = _TEMPLATES.setdefault(provider, {}), (program, rung, alone)
-    if key not in known:
+    templates, key = _TEMPLATES.setdefault(provider, {}), (program, rung, alone)
+    if key not in templates:
         if rung == "measured":
             way = _measured(program, tensors, numbers, group, provider)
         else:
             way = _by_table(program, facts_of(provider), provider.programs, rung)
-        known[key] = planned(program, way, kind, alone)
-    template = known[key]
+        templates[key] = planned(program, way, kind, alone)
+    template = templates[key]
     if template is None:
         return None
     values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
     into = into or {}
     targets = {program.outputs[i].name: x for i, x in into.items()} if into else {}
     try:
-        made = launched(template, values, numbers, provider, targets)
+        results = launched(template, values, numbers, provider, targets)
     except Unshared as error:
         log.debug("region %s: its collectives run by themselves: %s", program, error)
         return None
     if not into:  # all new, and in the strides they are to have
-        return [made[t.name] for t in program.outputs]
-    return interpret.results(program, made, tensors, into)
+        return [results[t.name] for t in program.outputs]
+    return interpret.results(program, results, tensors, into)
 
 
 def facts_of(provider: Provider, bandwidth: float = GroupFacts.bandwidth) -> GroupFacts:
@@ -166,13 +166,13 @@ def _measured(
 ) -> TunedWay:
     """The fastest way, found at the first call, which all ranks make together. What it
     runs on the tensors given writes to none of them."""
-    known = _WAYS.setdefault(provider, {})
-    if program in known:
-        return known[program]
+    ways_by_program = _WAYS.setdefault(provider, {})
+    if program in ways_by_program:
+        return ways_by_program[program]
     device, facts = provider.device, facts_of(provider)
     table = _by_table(program, facts, provider.programs, "")
     if provider.meeting is None:
-        return known.setdefault(program, table)
+        return ways_by_program.setdefault(program, table)
     alone = run_kernels.alone_of(program, tensors, device)
     values = dict(zip(run_kernels.names_of(program), tensors, strict=True))
 
@@ -195,7 +195,7 @@ def _measured(
     except Unshared as error:
         log.debug("region %s: nothing was measured: %s", program.hash, error)
         way = table
-    return known.setdefault(program, way)
+    return ways_by_program.setdefault(program, way)
 
 
 # Where the one has no template, the other may.
@@ -215,7 +215,7 @@ def planned(
     while name in FUSED:
         shots, switch = FUSED[name]
         try:
-            made = template_of(
+            template = template_of(
                 program,
                 shots=shots,
                 switch=switch,
@@ -227,8 +227,8 @@ def planned(
             name, why = _INSTEAD.get(name, ""), str(error)
             continue
         log.debug("region %s: %s", program.hash, name)
-        warps = way.warps or made.kernel.warps
-        return replace(made, kernel=replace(made.kernel, warps=warps))
+        warps = way.warps or template.kernel.warps
+        return replace(template, kernel=replace(template.kernel, warps=warps))
     log.debug("region %s: its collectives run by themselves: %s", program.hash, why)
     return None
 
@@ -243,15 +243,15 @@ def launched(
     """What the kernel writes, by name; at ``targets`` where that is safe. Raises
     Unshared, on all ranks, where there is no room."""
     kernel = template.kernel
-    given, writes = prepared(template, values, numbers, provider, targets)
+    arguments, writes = prepared(template, values, numbers, provider, targets)
     # Nobody asks for memory while the kernel waits: what sums need is there again.
     spare = [torch.empty_like(x[0]) for x in run_kernels.parts_of(kernel, writes)]
     how = {"launch_cooperative_grid": provider.cooperative}
-    run_kernels.call(kernel, given, template.region, **how)
+    run_kernels.call(kernel, arguments, template.region, **how)
     del spare
     if provider.device == CPU:  # the kernel is done
         provider.check()
-    return run_kernels.named(kernel, writes)
+    return run_kernels.by_name(kernel, writes)
 
 
 def prepared(
@@ -266,15 +266,15 @@ def prepared(
     kernel, device = template.kernel, provider.device
     reads = [run_kernels.as_read(values[t.name], t, device) for t in kernel.reads]
     writes = run_kernels.places(kernel, reads, targets or {}, device)
-    more = run_kernels.given_numbers(kernel, values, numbers)
+    scalars = run_kernels.given_numbers(kernel, values, numbers)
     space = provider.workspace(template.nbytes)
     shared = space.buffers, space.signals
-    return (*shared, *reads, *writes, *more, provider.rank), writes
+    return (*shared, *reads, *writes, *scalars, provider.rank), writes
 
 
-def start(kernel: Kernel, given: Sequence[Any]) -> None:
+def start(kernel: Kernel, arguments: Sequence[Any]) -> None:
     """Launch a kernel on the current stream, where others may run beside it."""
-    run_kernels.call(kernel, given, None)
+    run_kernels.call(kernel, arguments, None)
 
 
-named = run_kernels.named
+by_name = run_kernels.by_name

@@ -71,8 +71,8 @@ def run(
             values |= _interpreted(step.program, values, numbers)
             continue
         # What an earlier part overwrites could be read by a later one.
-        here = targets if i == last else {}
-        values |= run_kernel(kernel, values, numbers, device, here, program)
+        into_here = targets if i == last else {}
+        values |= run_kernel(kernel, values, numbers, device, into_here, program)
     return interpret.results(program, values, inputs, into)
 
 
@@ -119,16 +119,16 @@ def alone_of(
 def move(step: CollectiveStep, operand: torch.Tensor, group: str) -> torch.Tensor:
     """A collective, waited for."""
     args = replaced(step.line.args[1:], lambda _: group)
-    moved = interpret.op_of(step.line.op)(operand.contiguous(), *args)
-    return torch.ops._c10d_functional.wait_tensor(moved)
+    result = interpret.op_of(step.line.op)(operand.contiguous(), *args)
+    return torch.ops._c10d_functional.wait_tensor(result)
 
 
 def _interpreted(
     part: RegionProgram, values: Mapping[str, torch.Tensor], numbers: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """What a part makes, by name, without a kernel."""
-    made = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
-    return dict(zip((t.name for t in part.outputs), made, strict=True))
+    results = interpret.run(part, [values[t.name] for t in part.inputs], numbers)
+    return dict(zip((t.name for t in part.outputs), results, strict=True))
 
 
 def run_kernel(
@@ -142,9 +142,9 @@ def run_kernel(
     """What a kernel makes, by name; at ``targets`` where that is safe."""
     reads = [as_read(values[t.name], t, device) for t in kernel.reads]
     writes = places(kernel, reads, targets, device)
-    more = given_numbers(kernel, values, numbers)
-    call(kernel, (*reads, *writes, *more), region)
-    return named(kernel, writes)
+    scalars = given_numbers(kernel, values, numbers)
+    call(kernel, (*reads, *writes, *scalars), region)
+    return by_name(kernel, writes)
 
 
 def given_numbers(
@@ -155,7 +155,7 @@ def given_numbers(
     return [*alone, *(numbers[i] for i in kernel.numbers)]
 
 
-def named(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_name(kernel: Kernel, writes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a kernel wrote, by name, with parts of sums added up."""
     sums = kernel.sums
     return {
@@ -177,13 +177,13 @@ LINES: dict[str, str | None] = {}
 
 
 def call(
-    kernel: Kernel, given: Sequence[Any], region: RegionProgram | None, **how: Any
+    kernel: Kernel, arguments: Sequence[Any], region: RegionProgram | None, **how: Any
 ) -> None:
     """Launch a kernel on the current stream. Raises FxparError, naming the region,
     where Triton does not compile it or the device does not take it."""
     try:
         function_of(kernel)[(kernel.programs,)](
-            *given, PROGRAMS=kernel.programs, num_warps=kernel.warps, **how
+            *arguments, PROGRAMS=kernel.programs, num_warps=kernel.warps, **how
         )
     except Exception as error:  # of Triton and of the device, in many forms
         title = region.title if region else kernel.name
@@ -284,10 +284,10 @@ def empty(
 
 def summed(parts: torch.Tensor, t: Tensor) -> torch.Tensor:
     """An output of the parts that programs wrote of it."""
-    made = parts.sum(0).to(dtype_of(t.dtype)).view(t.shape)
+    total = parts.sum(0).to(dtype_of(t.dtype)).view(t.shape)
     if t.stride == contiguous(t.shape):
-        return made
-    return empty(t.shape, t.stride, made.dtype, made.device).copy_(made)
+        return total
+    return empty(t.shape, t.stride, total.dtype, total.device).copy_(total)
 
 
 def function_of(kernel: Kernel) -> Any:

@@ -94,21 +94,23 @@ def grow(
         if not any(op_name(n) not in _STARTS | WAITS for n in members):
             return None, growth.misses
         outputs = results_of(members)
-        found = outline(members, outputs, ranks_of)
-        wrong = _refused(found)
+        outlined = outline(members, outputs, ranks_of)
+        wrong = _refused(outlined)
         if wrong is None:
-            region = SelectedRegion(collective, tuple(members), tuple(outputs), found)
+            region = SelectedRegion(
+                collective, tuple(members), tuple(outputs), outlined
+            )
             return region, growth.misses
-        node = found.names.get(wrong.line)
+        node = outlined.names.get(wrong.line)
         if node is None or node in banned or op_name(node) in _STARTS | WAITS:
             return None, [*growth.misses, Miss(collective, collective, wrong.why)]
         banned[node] = wrong.why
     return None, growth.misses
 
 
-def _refused(found: Outline) -> CannotEmit | None:
+def _refused(outlined: Outline) -> CannotEmit | None:
     """Why kernels cannot have a program."""
-    for step in stages_of(found.program):
+    for step in stages_of(outlined.program):
         if isinstance(step, ComputeStep):
             try:
                 emit_body(step.program)
@@ -126,8 +128,10 @@ def under_way(region: SelectedRegion) -> fx.Node | None:
     for node in before(at):
         waits = [u for u in _waits(node) if u.args[0] is node]  # not what it sends
         late = not waits or min(waits) > at
-        begun = bool(waits) or op_name(node) in _STARTS  # also an exchange, a message
-        if begun and node not in inside and late:
+        has_begun = (
+            bool(waits) or op_name(node) in _STARTS
+        )  # also an exchange, a message
+        if has_begun and node not in inside and late:
             return node
     return None
 
@@ -147,14 +151,14 @@ def results_of(members: Collection[fx.Node]) -> list[fx.Node]:
     """Members that others read: where a view is read, what it looks at; the view can be
     taken outside."""
     inside = set(members)
-    found = set()
+    read_outside = set()
     for node in members:
         if op_name(node) == _OWN_WAIT or all(u in inside for u in node.users):
             continue
         while is_view(node) and node.args[0] in inside:
             node = node.args[0]
-        found.add(node)
-    return [n for n in members if n in found]
+        read_outside.add(node)
+    return [n for n in members if n in read_outside]
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -180,7 +184,7 @@ class _Growth:
     misses: list[Miss] = field(default_factory=list)
     soon: dict[fx.Node, bool] = field(default_factory=dict)
     border: fx.Node | None = None  # the first heavy op behind the wait
-    asked: str | None = None  # the region of a schedule
+    schedule_region: str | None = None  # the region of a schedule
 
     def run(self) -> bool:
         """Grow; False if the collective itself cannot be in a region."""
@@ -189,15 +193,15 @@ class _Growth:
         value = start.meta.get("val")
         if len(waits) != 1 or not isinstance(value, torch.Tensor):
             return False
-        self.asked = region_of(start)
+        self.schedule_region = region_of(start)
         beside = next((n for n in between(start, waits[0]) if is_heavy(n)), None)
-        if beside is not None and self.asked is None:
+        if beside is not None and self.schedule_region is None:
             if _is_computed_with(waits[0] if op_name(waits[0]) == WAIT else start):
                 self._miss(start, f"it runs beside {beside.name}")
             return False
         self.counts[0] = _count(start.all_input_nodes[0])
         self._add_move(start, waits[0], 0)
-        if self.asked is None:
+        if self.schedule_region is None:
             self.border = next((n for n in after(waits[0]) if is_heavy(n)), None)
         for node in after(start):
             if node not in self.members:
@@ -206,8 +210,8 @@ class _Growth:
         return True
 
     def _add_move(self, start: fx.Node, wait: fx.Node, stage: int) -> None:
-        own = op_name(start) == _OWN_GATHER
-        self.members[start] = stage + own
+        own_gather = op_name(start) == _OWN_GATHER
+        self.members[start] = stage + own_gather
         self.members[wait] = stage + 1
         self.counts[stage + 1] = _count(start)
 
@@ -217,8 +221,8 @@ class _Growth:
     def _down(self, node: fx.Node) -> None:
         """Take in a node behind the collective, or know that it is outside."""
         read = node.all_input_nodes
-        ended = len(read) == 1 and read[0] in self.ends and op_name(node) == CAST
-        if ended and not _dtypes(node) and node not in self.banned:
+        ends_here = len(read) == 1 and read[0] in self.ends and op_name(node) == CAST
+        if ends_here and not _dtypes(node) and node not in self.banned:
             self.members[node] = self.members[read[0]]
             self.ends.add(node)
             return
@@ -228,7 +232,7 @@ class _Growth:
         inside = [n for n in read if n in self.members]
         if not inside:
             return
-        if region_of(node) != self.asked:
+        if region_of(node) != self.schedule_region:
             self.tainted.add(node)
             return
         if self._second_move(node):
@@ -253,7 +257,7 @@ class _Growth:
         if node.args[2] != self.collective.args[3]:
             return False
         beside = any(is_heavy(n) for n in between(node, waits[0]))
-        if beside and self.asked is None:
+        if beside and self.schedule_region is None:
             return False
         self._add_move(node, waits[0], 1)
         return True
@@ -289,21 +293,21 @@ class _Growth:
         """Of a reduction; takes note of the rows it reduces."""
         source = node.args[0].meta["val"].shape
         try:
-            found = reduction_of(node.name, node.args, source)
+            reduction = reduction_of(node.name, node.args, source)
         except CannotEmit as error:
             return error.why
         if math.prod(source) != self.counts[stage]:
             return "it reduces another number of elements"
-        if found.kind != "row" and op_name(node) not in BY_COLUMN:
+        if reduction.kind != "row" and op_name(node) not in BY_COLUMN:
             return "it reduces more than rows"
-        if found.kind != "all":
-            columns = self.columns.get(stage, found.columns)
-            if columns != found.columns:
-                return f"it reduces rows of {found.columns}, others of {columns}"
+        if reduction.kind != "all":
+            columns = self.columns.get(stage, reduction.columns)
+            if columns != reduction.columns:
+                return f"it reduces rows of {reduction.columns}, others of {columns}"
             if not 1 < columns <= LONGEST:
                 return f"a row has {columns} elements"
             self.columns[stage] = columns
-        if found.kind != "row":
+        if reduction.kind != "row":
             self.ends.add(node)
         return None
 
@@ -316,15 +320,15 @@ class _Growth:
                 stack.pop()
                 continue
             border = self.border
-            known = at in self.members or at.op == "placeholder"
-            if known or border is None or at < border:
+            is_available = at in self.members or at.op == "placeholder"
+            if is_available or border is None or at < border:
                 self.soon[at] = True
             elif is_heavy(at):
                 self.soon[at] = False
             else:
-                rest = [n for n in at.all_input_nodes if n not in self.soon]
-                if rest:
-                    stack += rest
+                unvisited = [n for n in at.all_input_nodes if n not in self.soon]
+                if unvisited:
+                    stack += unvisited
                     continue
                 self.soon[at] = all(self.soon[n] for n in at.all_input_nodes)
             stack.pop()
@@ -348,7 +352,7 @@ class _Growth:
         stages = {self._read_at(node, u) for u in node.users}
         if node in self.banned or len(stages) != 1 or is_heavy(node):
             return
-        if region_of(node) != self.asked:
+        if region_of(node) != self.schedule_region:
             return
         (stage,) = stages
         op = op_name(node)
@@ -376,8 +380,8 @@ class _Growth:
         members = sorted(self.members)
         inside = set(members)
         for node in members:
-            given = is_view(node) or op_name(node) == "getitem"
-            if given and not any(n in inside for n in node.all_input_nodes):
+            passes_on = is_view(node) or op_name(node) == "getitem"
+            if passes_on and not any(n in inside for n in node.all_input_nodes):
                 inside.discard(node)
         for node in reversed(members):
             if (

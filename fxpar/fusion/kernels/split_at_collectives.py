@@ -75,25 +75,25 @@ def stages_of(program: RegionProgram) -> tuple[ComputeStep | CollectiveStep, ...
 def _stages(program: RegionProgram) -> dict[str, int]:
     """The number of collectives that are done when a line runs."""
     least: dict[str, int] = {}  # by what it reads
-    moved = 0
+    started = 0
     for line in program.lines:
         after = max((least.get(name, 0) for name in line.refs), default=0)
         if line.op == WAIT:
             after += 1
         elif line.op in MOVES:
-            assert after <= moved, "a collective needs one that is after it"
-            after, moved = moved, moved + 1
+            assert after <= started, "a collective needs one that is after it"
+            after, started = started, started + 1
         least[line.name] = after
     late: dict[str, int] = {}  # by what reads it
-    end = moved
+    end = started
     outputs = {t.name for t in program.outputs}
     for line in reversed(program.lines):
         free = least[line.name] == 0 and line.op not in MOVES
         if free and line.name in late and line.name not in outputs:
             least[line.name] = late[line.name]
-        here = least[line.name]
+        stage = least[line.name]
         for name in line.refs:
-            late[name] = min(late.get(name, end), here)
+            late[name] = min(late.get(name, end), stage)
     return least
 
 
@@ -110,7 +110,7 @@ def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
     read = {name: None for line in lines for name in line.refs if name not in inside}
     inputs = {t.name: t for t in program.inputs}
     results = {t.name: t for t in program.outputs}
-    wanted = {
+    read_outside = {
         name
         for other in program.lines
         if other.name not in inside
@@ -119,14 +119,14 @@ def _part(program: RegionProgram, lines: Sequence[Statement]) -> RegionProgram:
     outputs = [
         results.get(line.name, row_major(line))
         for line in lines
-        if line.name in wanted or line.name in results
+        if line.name in read_outside or line.name in results
     ]
-    given = [inputs.get(name) or row_major(program.values[name]) for name in read]
+    operands = [inputs.get(name) or row_major(program.values[name]) for name in read]
     # A collective reads what lies in memory row by row.
-    moved = {n for x in program.lines if x.op in MOVES for n in x.refs}
-    outputs = [row_major(t) if t.name in moved else t for t in outputs]
+    collective_operands = {n for x in program.lines if x.op in MOVES for n in x.refs}
+    outputs = [row_major(t) if t.name in collective_operands else t for t in outputs]
     return RegionProgram(
-        tuple(given), tuple(lines), tuple(outputs), program.numbers, program.ranks
+        tuple(operands), tuple(lines), tuple(outputs), program.numbers, program.ranks
     )
 
 
@@ -165,20 +165,20 @@ def cut(program: RegionProgram) -> SplitProgram:
             assert isinstance(step, ComputeStep)
             parts[len(moves)] = step.program
     if {0, 1} <= parts.keys():
-        parts[0], parts[1] = _settled(program, moves[0], parts[0], parts[1])
-    wanted = {t.name for t in program.outputs}
+        parts[0], parts[1] = _masks_behind(program, moves[0], parts[0], parts[1])
+    output_names = {t.name for t in program.outputs}
     full = []
     for k in range(len(moves) + 1):
         part = parts.get(k, RegionProgram((), (), (), program.numbers, program.ranks))
-        if k and moves[k - 1].result in wanted:
-            part = _given(part, row_major(program.values[moves[k - 1].result]))
+        if k and moves[k - 1].result in output_names:
+            part = _passing_on(part, row_major(program.values[moves[k - 1].result]))
         if k < len(moves) and moves[k].operand not in {t.name for t in part.outputs}:
-            part = _given(part, _operand(program, moves, k))
+            part = _passing_on(part, _operand(program, moves, k))
         full.append(part)
     return SplitProgram(tuple(moves), tuple(full))
 
 
-def _settled(
+def _masks_behind(
     program: RegionProgram,
     move: CollectiveStep,
     first: RegionProgram,
@@ -190,55 +190,57 @@ def _settled(
     fit = {t for t in first.outputs if t.count == result.count != operand.count}
     if not fit:
         return first, then
-    rest = tuple(t for t in first.outputs if t not in fit)
+    other_outputs = tuple(t for t in first.outputs if t not in fit)
     names = {t.name for t in fit}
-    known = {line.name for line in then.lines}
-    lines = [line for line in _cone(first, names) if line.name not in known]
+    present = {line.name for line in then.lines}
+    lines = [line for line in _cone(first, names) if line.name not in present]
     lines += then.lines
-    made = {line.name for line in lines}
+    computed = {line.name for line in lines}
     inputs = {t.name: t for t in (*first.inputs, *then.inputs)}
     read = dict.fromkeys(name for line in lines for name in line.refs)
     outputs = (*(t for t in first.outputs if t in fit), *then.outputs)
-    wanted = {t.name for t in program.outputs}
+    output_names = {t.name for t in program.outputs}
     return (
         dataclasses.replace(
-            first, lines=_cone(first, {t.name for t in rest}), outputs=rest
+            first,
+            lines=_cone(first, {t.name for t in other_outputs}),
+            outputs=other_outputs,
         ),
         dataclasses.replace(
             then,
-            inputs=tuple(inputs[name] for name in read if name not in made),
+            inputs=tuple(inputs[name] for name in read if name not in computed),
             lines=tuple(lines),
-            outputs=tuple(t for t in outputs if t.name in wanted or t not in fit),
+            outputs=tuple(t for t in outputs if t.name in output_names or t not in fit),
         ),
     )
 
 
 def _cone(part: RegionProgram, names: set[str]) -> tuple[Statement, ...]:
     """The lines that values are made by."""
-    needed, out = set(names), []
+    needed, lines = set(names), []
     for line in reversed(part.lines):
         if line.name in needed:
             needed.update(line.refs)
-            out.append(line)
-    return tuple(reversed(out))
+            lines.append(line)
+    return tuple(reversed(lines))
 
 
 def _operand(program: RegionProgram, moves: Sequence[CollectiveStep], k: int) -> Tensor:
     """What a collective is given that no line before it makes: an input, or the result
     of the one before."""
     name = moves[k].operand
-    known = {t.name for t in program.inputs} | {move.result for move in moves[:k]}
-    if name not in known:
+    available = {t.name for t in program.inputs} | {move.result for move in moves[:k]}
+    if name not in available:
         raise CannotEmit(name, "is given to a collective long after it is made")
     return next(
         (t for t in program.inputs if t.name == name), row_major(program.values[name])
     )
 
 
-def _given(part: RegionProgram, t: Tensor) -> RegionProgram:
+def _passing_on(part: RegionProgram, t: Tensor) -> RegionProgram:
     """A part that also hands on what it is given."""
     inputs = part.inputs
     if t.name not in {x.name for x in inputs}:
         inputs = (*inputs, t)
-    moved = dataclasses.replace(t, stride=contiguous(t.shape))
-    return dataclasses.replace(part, inputs=inputs, outputs=(*part.outputs, moved))
+    handed_on = dataclasses.replace(t, stride=contiguous(t.shape))
+    return dataclasses.replace(part, inputs=inputs, outputs=(*part.outputs, handed_on))

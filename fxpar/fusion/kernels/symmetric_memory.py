@@ -248,9 +248,9 @@ class Meeting:
     def agreed(self, fn: Callable[[], T]) -> T:
         """``fn()``, if it is well on all ranks. Raises Unshared on all of them if one
         raises a RuntimeError or an OSError; another error of this rank as it is."""
-        made, error = None, None
+        result, error = None, None
         try:
-            made = fn()
+            result = fn()
         except Exception as problem:
             error = problem
         words = self.told("ok" if error is None else f"failed: {error!r}"[:300])
@@ -259,7 +259,7 @@ class Meeting:
         for rank, word in enumerate(words):
             if word != "ok":
                 raise Unshared(f"rank {rank} {word}") from error
-        return made  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
 
 def shared_files(
@@ -326,8 +326,8 @@ def symmetric(group: str, device: torch.device) -> Provider | None:
         tensors = partial(_torch.distributed.symmetric_tensors, keep, ranks)
         return Memory(addresses, own, keep, multicast, tensors)
 
-    found = torch.cuda.get_device_properties(device)
-    words = f"{_machine()}\n{found.uuid}\n{found.multi_processor_count}"
+    properties = torch.cuda.get_device_properties(device)
+    words = f"{_machine()}\n{properties.uuid}\n{properties.multi_processor_count}"
     machines, devices, counts = zip(
         *(word.split("\n") for word in meeting.told(words)), strict=True
     )
@@ -389,9 +389,9 @@ def virtual(ranks: int, device: torch.device, *, programs: int) -> list[Provider
                 torch.zeros(nbytes, dtype=torch.uint8, device=device)
                 for _ in range(ranks)
             ]
-        found = pieces[key]
-        addresses = tuple(x.data_ptr() for x in found)
-        return Memory(addresses, found[rank], found, tensors=lambda: found)
+        by_rank = pieces[key]
+        addresses = tuple(x.data_ptr() for x in by_rank)
+        return Memory(addresses, by_rank[rank], by_rank, tensors=lambda: by_rank)
 
     def all_done() -> None:
         if device.type == "cuda":

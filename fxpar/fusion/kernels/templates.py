@@ -106,13 +106,13 @@ def template_of(
 
     Raises CannotEmit.
     """
-    found = cut(program)
-    if found.kinds not in KINDS:
-        raise CannotEmit(" and ".join(found.kinds), "there is no template of these")
-    if switch and (found.kinds != ("all_reduce",) or shots != 2):
-        raise CannotEmit(found.moves[0].result, "has no sums for the switch to make")
+    split = cut(program)
+    if split.kinds not in KINDS:
+        raise CannotEmit(" and ".join(split.kinds), "there is no template of these")
+    if switch and (split.kinds != ("all_reduce",) or shots != 2):
+        raise CannotEmit(split.moves[0].result, "has no sums for the switch to make")
     return _TemplateBuilder(
-        program, found, shots, programs, random, alone, switch
+        program, split, shots, programs, random, alone, switch
     ).build()
 
 
@@ -122,14 +122,14 @@ class _TemplateBuilder:
     def __init__(
         self,
         program: RegionProgram,
-        found: SplitProgram,
+        split: SplitProgram,
         shots: int,
         programs: int,
         random: str,
         alone: Collection[str],
         switch: bool,
     ) -> None:
-        self.program, self.cut, self.random = program, found, random
+        self.program, self.cut, self.random = program, split, random
         self.most, self.alone, self.switch = programs, alone, switch
         self.ranks, self.shots = program.ranks, shots
         self.wide = is_wide(program)
@@ -141,7 +141,9 @@ class _TemplateBuilder:
         self.nbytes = 0
         self.bodies: list[Body] = []
         self.lines = [f"rank = n{program.numbers}", START]
-        self.made: dict[str, Tensor] = {}  # by phases so far, in memory of its own
+        self.phase_outputs: dict[
+            str, Tensor
+        ] = {}  # by phases so far, in memory of its own
         # Of these, what can be read again, by whether a phase runs over all parts.
         self.by_blocks: dict[bool, set[str]] = {False: set(), True: set()}
 
@@ -200,18 +202,18 @@ class _TemplateBuilder:
         )  # fmt: skip
         sources: dict[str, Source] = {
             name: _same_place(name, pointer_source(name))
-            for name in self.made.keys() & self.by_blocks[every]
+            for name in self.phase_outputs.keys() & self.by_blocks[every]
         }
         sources |= {name: number_source(name) for name in self.alone}
         sinks: dict[str, Sink] = {}
         if k:
             sources[moves[k - 1].result] = self._received(k - 1)
-        known = sources.keys() | {t.name for t in self.program.inputs}
-        lost = [t.name for t in part.inputs if t.name not in known]
+        available = sources.keys() | {t.name for t in self.program.inputs}
+        lost = [t.name for t in part.inputs if t.name not in available]
         if lost:
             raise CannotEmit(lost[0], "is not made block by block")
         for t in part.outputs:
-            self.made[t.name] = t
+            self.phase_outputs[t.name] = t
         if k < len(moves):
             sinks[moves[k].operand] = self._give(k)
         space = self.whole if every and self.spread else self.space
@@ -238,13 +240,13 @@ class _TemplateBuilder:
         name = self.cut.moves[k].operand
         t = row_major(self.program.values[name])
         own = self._place(f"{name}_given", t)
-        kept = {x.name for part in self.cut.parts[k + 1 :] for x in part.inputs}
-        kept -= {move.result for move in self.cut.moves}
-        kept -= {x.name for x in self.program.inputs}
-        kept |= {x.name for x in self.program.outputs}
-        plain = pointer_sink(name) if name in kept else None
+        stored = {x.name for part in self.cut.parts[k + 1 :] for x in part.inputs}
+        stored -= {move.result for move in self.cut.moves}
+        stored -= {x.name for x in self.program.inputs}
+        stored |= {x.name for x in self.program.outputs}
+        plain = pointer_sink(name) if name in stored else None
         if plain is None:
-            self.made.pop(name)
+            self.phase_outputs.pop(name)
 
         def write(offset: str, value: str, mask: str) -> Sequence[str]:
             _check(name, offset)
@@ -291,10 +293,12 @@ class _TemplateBuilder:
 
     def _read_sum(self, move: CollectiveStep, start: str) -> Source:
         """From all ranks' buffers, in their order."""
-        given, name = f"{move.operand}_given", move.result
+        summands, name = f"{move.operand}_given", move.result
         dtype = self.program.values[name].dtype
         each = range(self.ranks)
-        before = [f"{name}_at_{r} = {self._peer(str(r), given, dtype)}" for r in each]
+        before = [
+            f"{name}_at_{r} = {self._peer(str(r), summands, dtype)}" for r in each
+        ]
         widen = "" if dtype == "float32" else ".to(tl.float32)"
 
         def read(offset: str, mask: str) -> tuple[Sequence[str], str]:
@@ -331,7 +335,7 @@ class _TemplateBuilder:
         self._add(body, False, f"{blocks}PROGRAMS * {self.ranks})")
         self._next()
 
-    def _in_switch(self, t: Tensor, given: str, summed: str) -> list[str]:
+    def _in_switch(self, t: Tensor, summands: str, summed: str) -> list[str]:
         """The same blocks, 16 bytes at a time."""
         per = _UNIT // dtype_of(t.dtype).itemsize
         each = self.space.columns or self.space.block
@@ -339,7 +343,7 @@ class _TemplateBuilder:
             raise CannotEmit(t.name, f"has rows of {each}, no multiple of {per}")
         units = each // per
         block = 1 << (units - 1).bit_length()
-        starts = self.starts[given], self.starts[summed]
+        starts = self.starts[summands], self.starts[summed]
         sizes = self.ranks, units, block, t.count // per, DTYPES[t.dtype]
         call = ", ".join(map(str, (*starts, f"turn * {units}", *sizes)))
         first, step = "pid + rank * PROGRAMS", f"PROGRAMS * {self.ranks}"
@@ -350,12 +354,14 @@ class _TemplateBuilder:
 
     def _kernel(self) -> Kernel:
         program = self.program
-        given = [p for body in self.bodies for p in body.parameters]
+        body_parameters = [p for body in self.bodies for p in body.parameters]
         sums = frozenset(x for body in self.bodies for x in body.sums)
         numbers = tuple(sorted({i for body in self.bodies for i in body.numbers}))
-        reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in given)
-        alone = tuple(t.name for t in program.inputs if f"{t.name}_value" in given)
-        writes = tuple(self.made.values())
+        reads = tuple(t for t in program.inputs if f"{t.name}_ptr" in body_parameters)
+        alone = tuple(
+            t.name for t in program.inputs if f"{t.name}_value" in body_parameters
+        )
+        writes = tuple(self.phase_outputs.values())
         parameters = ["buffers_ptr", "signals_ptr"]
         parameters += [f"{t.name}_ptr" for t in (*reads, *writes)]
         parameters += [f"{name}_value" for name in alone]

@@ -78,12 +78,12 @@ def outline(
 @dataclass
 class _Outliner:
     members: set[fx.Node]
-    known: dict[fx.Node, str] = field(default_factory=dict)
+    name_of: dict[fx.Node, str] = field(default_factory=dict)
     inputs: dict[fx.Node, Tensor] = field(default_factory=dict)
     lines: list[Statement] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     group: str = ""
-    used: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     names: dict[str, fx.Node] = field(default_factory=dict)
 
     def outline(
@@ -94,8 +94,10 @@ class _Outliner:
     ) -> Outline:
         for node in members:
             self._line(node)
-        given = [n for n in members if n in outputs]
-        results = tuple(_dense(tensor_of(self.known[n], n.meta["val"])) for n in given)
+        ordered = [n for n in members if n in outputs]
+        results = tuple(
+            _dense(tensor_of(self.name_of[n], n.meta["val"])) for n in ordered
+        )
         program = RegionProgram(
             tuple(self.inputs.values()),
             tuple(self.lines),
@@ -106,7 +108,7 @@ class _Outliner:
         return Outline(
             program,
             tuple(self.inputs),
-            tuple(given),
+            tuple(ordered),
             tuple(self.numbers),
             self.group,
             self.names,
@@ -115,8 +117,8 @@ class _Outliner:
     def _line(self, node: fx.Node) -> None:
         op = op_name(node)
         args, kwargs = _RECAST.get(op, _as_it_is)(node, self._number)
-        named = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
-        if named or op == _OWN_GATHER:
+        in_group = op.startswith("_c10d_functional.") and isinstance(args[-1], str)
+        if in_group or op == _OWN_GATHER:
             self.group, args = args[-1], (*args[:-1], GroupName())
         pairs = tuple(
             (k, self._argument(v)) for k, v in kwargs.items() if k not in _LEFT_OUT
@@ -124,21 +126,21 @@ class _Outliner:
         encoded = tuple(self._argument(a) for a in args)
         op = {"prims.inductor_random.default": "fxpar.random.default"}.get(op, op)
         op = _INSTEAD.get(op, op)
-        made = node.args[0] if op_name(node) == _OWN_WAIT else node
-        assert isinstance(made, fx.Node)
-        value = made.meta["val"]
+        result = node.args[0] if op_name(node) == _OWN_WAIT else node
+        assert isinstance(result, fx.Node)
+        value = result.meta["val"]
         name = self._name(op)
         tensor = value if isinstance(value, torch.Tensor) else None
         shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
         dtype = _text(tensor.dtype) if tensor is not None else "tuple"
         self.lines.append(Statement(name, op, encoded, pairs, shape, dtype))
-        self.known[made] = name
-        self.names[name] = made
+        self.name_of[result] = name
+        self.names[name] = result
 
     def _name(self, op: str) -> str:
         word = op.split(".")[1] if "." in op else op
         word = word.strip("_")
-        count = self.used[word] = self.used.get(word, -1) + 1
+        count = self.counts[word] = self.counts.get(word, -1) + 1
         return f"{word}_{count}" if count else word
 
     def _number(self, x: int) -> Number:
@@ -147,11 +149,11 @@ class _Outliner:
 
     def _argument(self, x: Any) -> Any:
         if isinstance(x, fx.Node):
-            if x not in self.known:
+            if x not in self.name_of:
                 name = f"in{len(self.inputs)}"
                 self.inputs[x] = tensor_of(name, x.meta["val"])
-                self.known[x] = name
-            return Ref(self.known[x])
+                self.name_of[x] = name
+            return Ref(self.name_of[x])
         if isinstance(x, (tuple, list)):
             return tuple(self._argument(part) for part in x)
         return x

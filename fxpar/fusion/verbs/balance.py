@@ -55,13 +55,13 @@ def balance(edit: Edit, node: fx.Node) -> list[fx.Node]:
         raise refuse("balance", node, why)
     rewrite = _balanced if node.target is _FORWARD else _balanced_backward
     with edit.before(node) as build:
-        made = rewrite(build, node)
+        results = rewrite(build, node)
     users = list(node.users)
     for user in users:
-        user.replace_all_uses_with(made[user.args[1]])
+        user.replace_all_uses_with(results[user.args[1]])
     edit.erase(users)
     arrange(edit.graph)
-    return [made[0]]
+    return [results[0]]
 
 
 def _obstacle(node: fx.Node, mesh: Mesh) -> str | None:
@@ -139,8 +139,8 @@ def _balanced(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     halves, whole = _Halves(build, node), node.meta["val"]
     near, far = halves.apart(query)
     op = ours.balanced_causal_attention.default
-    made = build.call(op, near, key, value, far, *halves.places(), scale)
-    near_out, near_lse, far_out, far_lse = _items(build, made)
+    outputs = build.call(op, near, key, value, far, *halves.places(), scale)
+    near_out, near_lse, far_out, far_lse = _items(build, outputs)
     return {
         0: halves.joined(near_out, far_out, whole[0]),
         1: halves.joined(near_lse, far_lse, whole[1]),
@@ -154,6 +154,6 @@ def _balanced_backward(build: Builder, node: fx.Node) -> dict[int, fx.Node]:
     sets = [halves.apart(x) for x in (grad, query, out, lse)]
     near, far = zip(*sets, strict=True)
     op = ours.balanced_causal_attention_backward.default
-    given = (*near[:2], key, value, *near[2:], *far, *halves.places(), scale)
-    near_dq, far_dq, dk, dv = _items(build, build.call(op, *given))
+    arguments = (*near[:2], key, value, *near[2:], *far, *halves.places(), scale)
+    near_dq, far_dq, dk, dv = _items(build, build.call(op, *arguments))
     return {0: halves.joined(near_dq, far_dq, whole[0]), 1: dk, 2: dv}

@@ -64,15 +64,15 @@ def fuse(edit: Edit, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
 def _check_messages(members: list[fx.Node]) -> None:
     """A region may send, or receive: it could wait for what is made of what it sends,
     which no path in this graph says."""
-    found = [node for node in members if is_message(node)]
-    if len({node.target for node in found}) > 1:
-        raise refuse("fuse", found[-1], "is received and sent in one region")
+    messages = [node for node in members if is_message(node)]
+    if len({node.target for node in messages}) > 1:
+        raise refuse("fuse", messages[-1], "is received and sent in one region")
 
 
 def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
     inside = set(members)
     read = {n: None for m in members for n in m.all_input_nodes if n not in inside}
-    given = [m for m in members if any(u not in inside for u in m.users)]
+    results = [m for m in members if any(u not in inside for u in m.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in read:
@@ -81,17 +81,17 @@ def _outline(edit: Edit, members: list[fx.Node]) -> fx.Node:
     for node in members:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
-    graph.output(tuple(copies[node] for node in given))
+    graph.output(tuple(copies[node] for node in results))
     last = members[-1]
     with edit.graph.inserting_before(last.next):
         region = edit.graph.call_function(CallableRegion(graph), tuple(read))
-        region.meta = {"val": tuple(node.meta["val"] for node in given)}
+        region.meta = {"val": tuple(node.meta["val"] for node in results)}
         region.meta["fxpar_origin"] = last.name
-        for i, node in enumerate(given):
-            taken = edit.graph.call_function(operator.getitem, (region, i))
-            taken.meta = dict(node.meta)
+        for i, node in enumerate(results):
+            item = edit.graph.call_function(operator.getitem, (region, i))
+            item.meta = dict(node.meta)
             node.replace_all_uses_with(
-                taken, delete_user_cb=lambda user: user not in inside
+                item, delete_user_cb=lambda user: user not in inside
             )
     for node in reversed(members):
         edit.graph.erase_node(node)
@@ -114,9 +114,9 @@ def inline(graph: fx.Graph) -> None:
                     custom = (node.meta.get("custom") or {}) | {REGION: region.name}
                     copies[node].meta = node.meta | {"custom": custom}
         results: Any = part.output_node().args[0]
-        for taken in list(region.users):
-            taken.replace_all_uses_with(copies[results[taken.args[1]]])
-            graph.erase_node(taken)
+        for item in list(region.users):
+            item.replace_all_uses_with(copies[results[item.args[1]]])
+            graph.erase_node(item)
         graph.erase_node(region)
     graph.lint()
 
@@ -253,11 +253,11 @@ def _dim(node: fx.Node) -> int:
 def _starts(nodes: Nodes, sized: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Where the part of each begins, one flat behind the other; parts are as large as
     the values of ``sized``."""
-    out, start = {}, 0
+    starts, start = {}, 0
     for node, like in zip(nodes, sized, strict=True):
-        out[node] = start
+        starts[node] = start
         start += like.meta["val"].numel()
-    return out
+    return starts
 
 
 def _piece(build: Builder, x: fx.Node, dim: int, start: int, size: int) -> fx.Node:

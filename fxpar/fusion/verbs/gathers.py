@@ -75,24 +75,24 @@ def _split(
 ) -> list[fx.Node]:
     x: Any = reduced.args[0]
     with edit.before(reduced) as build:
-        made = [
+        steps = [
             collective_nodes.step(
                 build, collective_nodes.reduce_scatter, x, dim, op, near
             )
         ]
         if far:
-            made.append(
+            steps.append(
                 collective_nodes.step(
-                    build, collective_nodes.all_reduce, made[-1], op, far
+                    build, collective_nodes.all_reduce, steps[-1], op, far
                 )
             )
-        made.append(
+        steps.append(
             collective_nodes.step(
-                build, collective_nodes.all_gather, made[-1], dim, near
+                build, collective_nodes.all_gather, steps[-1], dim, near
             )
         )
-    edit.swap(reduced, made[-1])
-    return made
+    edit.swap(reduced, steps[-1])
+    return steps
 
 
 def _reduction(verb: str, edit: Edit, node: fx.Node) -> tuple[Axes, str]:
@@ -164,11 +164,11 @@ def _nested(edit: Edit, first: fx.Node, node: fx.Node) -> fx.Node:
     if len(set(axes)) < len(axes):
         raise refuse("merge", node, f"is along axes of {first.name} again")
     with edit.before(node) as build:
-        made = collective_nodes.step(
+        step = collective_nodes.step(
             build, node.target, first.args[0], node.args[1], axes
         )
-    edit.swap(node, made)
-    return made
+    edit.swap(node, step)
+    return step
 
 
 def drop(edit: Edit, *nodes: fx.Node) -> list[fx.Node]:
@@ -274,27 +274,29 @@ def as_slice(
 
 def _is_gathered(node: fx.Node, state: fx.Node, dim: int, axes: Axes) -> bool:
     """Whether a node gathers slices as those of the state are."""
-    value, own = node.meta["val"], state.meta["val"]
+    value, state_value = node.meta["val"], state.meta["val"]
     alike = node.target is collective_nodes.all_gather and node.args[1:] == (dim, axes)
-    return alike and value.shape == own.shape and value.dtype == own.dtype
+    return (
+        alike and value.shape == state_value.shape and value.dtype == state_value.dtype
+    )
 
 
 def _computed_from(state: fx.Node) -> set[fx.Node]:
     """What a change of the state may change."""
-    out, rest = set[fx.Node](), [state]
-    while rest:
-        for user in rest.pop().users:
-            if user not in out:
-                out.add(user)
-                rest.append(user)
-    return out
+    readers, pending = set[fx.Node](), [state]
+    while pending:
+        for user in pending.pop().users:
+            if user not in readers:
+                readers.add(user)
+                pending.append(user)
+    return readers
 
 
 def _check_read_only(edit: Edit, state: fx.Node, dim: int, axes: Axes) -> None:
     """Raise ScheduleError if an output may be the state's new value, still whole."""
-    found = _computed_from(state)
+    readers = _computed_from(state)
     for node in edit.graph.output_node().all_input_nodes:
-        if node in found and _is_gathered(node, state, dim, axes):
+        if node in readers and _is_gathered(node, state, dim, axes):
             raise refuse(
                 "as_slice",
                 node,

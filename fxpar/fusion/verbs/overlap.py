@@ -117,10 +117,10 @@ def overlap(
         why = "is no gather before products, and no product before a reduce-scatter"
         raise refuse("overlap", starts[0], why, fix="leave out fused")
     if len(starts) == 1 and starts[0].target in _FIRST:
-        how = _How(edit, starts[0], chunks, dim, ring)
+        how = _Chunking(edit, starts[0], chunks, dim, ring)
         return _collective_first(edit, how, ends)
     if len(ends) == 1 and ends[0].target in _LAST:
-        how = _How(edit, ends[0], chunks, dim, ring)
+        how = _Chunking(edit, ends[0], chunks, dim, ring)
         return _collective_last(edit, starts, how)
     raise refuse("overlap", starts[0], "is no gather, and comes before none")
 
@@ -145,7 +145,7 @@ _LAST = {
 _RINGS = {collective_nodes.all_gather, collective_nodes.reduce_scatter}
 
 
-class _How:
+class _Chunking:
     """The collective of a line, and how it is to be cut up. ``along``: the dim that it
     moves, None if it moves none; ``dim``: the one that was asked for."""
 
@@ -184,7 +184,7 @@ class _How:
 
 
 def _collective_first(
-    edit: Edit, how: _How, ends: tuple[fx.Node, ...]
+    edit: Edit, how: _Chunking, ends: tuple[fx.Node, ...]
 ) -> list[fx.Node]:
     first = how.node
     region = between((first,), ends)
@@ -193,25 +193,33 @@ def _collective_first(
     anchor = max(region).next
     with edit.before(anchor) as build:
         layout, dim, coming = _coming(edit, build, how)
-        skew, came, made = _Skew(anchor), list[fx.Node](), list[dict[fx.Node, Any]]()
+        skew, arrived, results = (
+            _Skew(anchor),
+            list[fx.Node](),
+            list[dict[fx.Node, Any]](),
+        )
         for i, part in enumerate(coming):
-            came.append(part)
-            made.append(on_part(edit, region, {first: SlicePart(part, dim)}, layout, i))
+            arrived.append(part)
+            results.append(
+                on_part(edit, region, {first: SlicePart(part, dim)}, layout, i)
+            )
             skew.end()
         if how.ring is None:
             skew.order()
-        lost = [end for end in ends if end not in made[0]]
+        lost = [end for end in ends if end not in results[0]]
         if lost:
             raise refuse("overlap", lost[0], "gives no one tensor")
         joined = [
-            layout.join(build, [m[end][0] for m in made], made[0][end][1])
+            layout.join(build, [m[end][0] for m in results], results[0][end][1])
             for end in ends
         ]
-        whole = layout.join(build, came, dim)
+        whole = layout.join(build, arrived, dim)
     inside = set(region)
-    left = [n for n in region if any(u not in inside for u in n.users)]
-    if set(left) - set(ends):
-        raise refuse("overlap", left[0], "is read outside of what runs in chunks")
+    read_outside = [n for n in region if any(u not in inside for u in n.users)]
+    if set(read_outside) - set(ends):
+        raise refuse(
+            "overlap", read_outside[0], "is read outside of what runs in chunks"
+        )
     for end, node in zip(ends, joined, strict=True):
         end.replace_all_uses_with(node)
     edit.erase(reversed(region))
@@ -222,7 +230,7 @@ def _collective_first(
 
 
 def _coming(
-    edit: Edit, build: Builder, how: _How
+    edit: Edit, build: Builder, how: _Chunking
 ) -> tuple[Layout, int, Iterator[fx.Node]]:
     """How the parts of a gather, or a message, lie; along which dim; and these, each
     appended as it is asked for."""
@@ -230,7 +238,7 @@ def _coming(
     x = node.all_input_nodes[0]
     if how.ring is not None:
         ring = Ring.near_first(edit.mesh, how.axes, along, how.ring)
-        return ring, along, ring.held(build, x)
+        return ring, along, ring.arriving(build, x)
     if node.target is collective_nodes.recv:
         dim = 0 if how.dim is None else how.dim
         _check_size(node, x, dim, chunks)
@@ -253,7 +261,7 @@ def _coming(
 
 
 def _collective_last(
-    edit: Edit, starts: tuple[fx.Node, ...], how: _How
+    edit: Edit, starts: tuple[fx.Node, ...], how: _Chunking
 ) -> list[fx.Node]:
     last = how.node
     source = last.all_input_nodes[0]
@@ -273,7 +281,9 @@ def _collective_last(
     return [joined]
 
 
-def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> fx.Node:
+def _ring_last(
+    edit: Edit, build: Builder, region: list[fx.Node], how: _Chunking
+) -> fx.Node:
     """The region on each part, the sums of which go from rank to rank."""
     if how.node.target is not collective_nodes.reduce_scatter:
         raise refuse("overlap", how.node, "ends no ring, which a reduce-scatter may")
@@ -285,7 +295,7 @@ def _ring_last(edit: Edit, build: Builder, region: list[fx.Node], how: _How) -> 
 
 
 def _chunks_last(
-    edit: Edit, build: Builder, region: list[fx.Node], how: _How
+    edit: Edit, build: Builder, region: list[fx.Node], how: _Chunking
 ) -> fx.Node:
     """The region on each chunk, and the collective of it."""
     last, along, chunks = how.node, how.along, how.chunks
@@ -303,8 +313,8 @@ def _chunks_last(
     _check_size(last, source if before is straight else last, dim, chunks)
     pieces, skew = [], _Skew(last)
     for i in range(chunks):
-        made = _pull(edit, region, source, before, i)
-        pieces.append(collective_nodes.step(build, last.target, made, *how.args))
+        piece = _pull(edit, region, source, before, i)
+        pieces.append(collective_nodes.step(build, last.target, piece, *how.args))
         if last.target is collective_nodes.send:
             order.instead(last, pieces[-1])
         skew.end()
@@ -323,21 +333,21 @@ def on_part(
 ) -> dict[fx.Node, Any]:
     """The region on one chunk of what was gathered."""
     cutter = _cutter(edit, layout, i, ())
-    known: dict[fx.Node, SlicePart] = dict(parts)
-    out: dict[fx.Node, Any] = {}
+    slices: dict[fx.Node, SlicePart] = dict(parts)
+    results: dict[fx.Node, Any] = {}
     for node in region:
-        if node in known:
+        if node in slices:
             continue
         try:
-            made = results_of(node, cutter.on_parts(node, known))
+            by_result = results_of(node, cutter.on_parts(node, slices))
         except Refused as error:
             raise refuse("overlap", node, str(error)) from error
-        for whole, (result, dim) in made.items():
+        for whole, (result, dim) in by_result.items():
             if dim is None:
                 raise refuse("overlap", node, "sums over the dim that is cut")
-            known[whole] = SlicePart(result, dim)
-            out[whole] = result, dim
-    return out
+            slices[whole] = SlicePart(result, dim)
+            results[whole] = result, dim
+    return results
 
 
 def _pull(
@@ -378,14 +388,14 @@ def between(starts: tuple[fx.Node, ...], ends: tuple[fx.Node, ...]) -> list[fx.N
         at = at.next
         if any(n in after for n in at.all_input_nodes):
             after.add(at)
-    found: set[fx.Node] = {end for end in ends if end in after}
-    rest = list(found)
-    while rest:
-        for node in rest.pop().all_input_nodes:
-            if node in after and node not in found and node not in starts:
-                found.add(node)
-                rest.append(node)
-    return sorted(found - set(starts))
+    members: set[fx.Node] = {end for end in ends if end in after}
+    pending = list(members)
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in after and node not in members and node not in starts:
+                members.add(node)
+                pending.append(node)
+    return sorted(members - set(starts))
 
 
 class _Skew:
@@ -399,15 +409,15 @@ class _Skew:
 
     def end(self) -> None:
         """A chunk is built: all that stands before the anchor since the one before."""
-        built = []
+        chunk = []
         node = self.anchor.prev
         while node is not self.last:
-            built.append(node)
+            chunk.append(node)
             node = node.prev
-        for made in built:
-            if made.target in collective_nodes.COLLECTIVE:
-                made.meta["fxpar_chunk"] = True
-        self.chunks.append(built[::-1])
+        for member in chunk:
+            if member.target in collective_nodes.COLLECTIVE:
+                member.meta["fxpar_chunk"] = True
+        self.chunks.append(chunk[::-1])
         self.last = self.anchor.prev
 
     def order(self) -> None:

@@ -40,8 +40,8 @@ def reorder(edit: Edit, nodes: tuple[fx.Node, ...], *over: fx.Node) -> list[fx.N
     region = sorted(set(nodes))
     cutter = _cutter(edit, region, over)
     parts = {ag: SlicePart(ag.all_input_nodes[0], _along(ag)) for ag in over}
-    made = _on_slices(edit, region, cutter, parts)
-    return _gathered(edit, region, made, cutter)
+    slices = _on_slices(edit, region, cutter, parts)
+    return _gathered(edit, region, slices, cutter)
 
 
 def _along(gather: fx.Node) -> int:
@@ -66,48 +66,48 @@ def _on_slices(
 ) -> dict[fx.Node, SlicePart]:
     """Build the nodes on slices, each before itself; node -> its slice. One that reads
     no slice stays, and is computed on slices where these are all that is read."""
-    known, made = dict(parts), dict[fx.Node, Any]()
+    slices, by_result = dict(parts), dict[fx.Node, Any]()
     for node in region:
-        if node in known or not any(n in known for n in node.all_input_nodes):
+        if node in slices or not any(n in slices for n in node.all_input_nodes):
             continue
         try:
             with edit.before(node):
-                made = results_of(node, cutter.on_parts(node, known))
+                by_result = results_of(node, cutter.on_parts(node, slices))
         except Refused as error:
             raise refuse("reorder", node, str(error)) from error
-        for whole, (result, dim) in made.items():
+        for whole, (result, dim) in by_result.items():
             if dim is None:
                 edit.swap(whole, result)
             else:
-                known[whole] = SlicePart(result, dim)
-    if not made:
+                slices[whole] = SlicePart(result, dim)
+    if not by_result:
         raise refuse("reorder", region[0], "reads nothing that is gathered")
-    return {node: part for node, part in known.items() if node not in parts}
+    return {node: part for node, part in slices.items() if node not in parts}
 
 
 def _gathered(
-    edit: Edit, region: list[fx.Node], made: dict[fx.Node, SlicePart], cutter: Cutter
+    edit: Edit, region: list[fx.Node], slices: dict[fx.Node, SlicePart], cutter: Cutter
 ) -> list[fx.Node]:
     """Gather what others read whole; the nodes themselves go."""
     gathers = []
-    for node in [n for n in sorted(made) if any(u not in made for u in n.users)]:
-        part = made[node]
+    for node in [n for n in sorted(slices) if any(u not in slices for u in n.users)]:
+        part = slices[node]
         with edit.after(part.node, node) as build:
             args = collective_nodes.all_gather, part.node, part.dim, cutter.axes
             gathered = collective_nodes.step(build, *args)
             whole = _laid_out_as(build, gathered, node.meta["val"])
-        node.replace_all_uses_with(whole, delete_user_cb=lambda u: u not in made)
+        node.replace_all_uses_with(whole, delete_user_cb=lambda u: u not in slices)
         take_back(edit, gathered)
         if whole.users:
             gathers.append(gathered)
         else:
             edit.erase([whole])
-    names = {part.node: node.name for node, part in made.items()}
+    names = {part.node: node.name for node, part in slices.items()}
     names |= {part: node.name for node, part in cutter.pulled.items()}
-    edit.erase(sorted({*made, *region}))
-    left = {node.name for node in edit.graph.nodes}
+    edit.erase(sorted({*slices, *region}))
+    present = {node.name for node in edit.graph.nodes}
     for node, name in names.items():
-        if name not in left:
+        if name not in present:
             node.name = name
     return gathers
 
@@ -147,34 +147,34 @@ def _holds(dtype: torch.dtype, every: torch.dtype) -> bool:
         return whole and torch.promote_types(dtype, every) == dtype
     limits = torch.finfo(dtype)
     if every.is_floating_point:
-        given = torch.finfo(every)
-        return limits.eps <= given.eps and limits.max >= given.max
+        other_limits = torch.finfo(every)
+        return limits.eps <= other_limits.eps and limits.max >= other_limits.max
     largest = 1 if every == torch.bool else torch.iinfo(every).max
     return 1 / limits.eps >= largest and limits.max >= largest
 
 
 def _before_reduction(
-    edit: Edit, nodes: tuple[fx.Node, ...], reduced: fx.Node, *more: fx.Node
+    edit: Edit, nodes: tuple[fx.Node, ...], reduced: fx.Node, *extra: fx.Node
 ) -> list[fx.Node]:
-    if more:
-        raise refuse("reorder", more[0], "is a second collective beside an all-reduce")
+    if extra:
+        raise refuse("reorder", extra[0], "is a second collective beside an all-reduce")
     op, axes = reduced.args[1], collective_nodes.axes_of(reduced)
     varies, rules = edit.varies(), RuleReader()
     for node in nodes:
         if list(reduced.users) != [node]:
             raise refuse("reorder", node, f"is not all that reads {reduced.name}")
-        rule, known = rules(node)
+        rule, has_rule = rules(node)
         operands = tensor_nodes(node)
         mine = tuple(i for i, n in enumerate(operands) if n is reduced)
         passes = [p for p in rule.passages if p.operands == mine and op in p.reductions]
-        if not known or not passes:
+        if not has_rule or not passes:
             raise refuse("reorder", node, f"is not linear in {reduced.name}")
         _check_holds(node, reduced)
         read = [n for n in node.all_input_nodes if n is not reduced]
-        others = [n for n in read if set(axes) & varies[n]]
-        if others:
+        unequal = [n for n in read if set(axes) & varies[n]]
+        if unequal:
             raise refuse(
-                "reorder", node, f"reads {others[0].name}, which differs along {axes}"
+                "reorder", node, f"reads {unequal[0].name}, which differs along {axes}"
             )
         source = reduced.all_input_nodes[0]
         node.replace_input_with(reduced, source)

@@ -96,22 +96,22 @@ class Ring:
         mesh, count = build.mesh, build.mesh.count(self.axes)
         index = [mesh.index(r, self.axes) for r in mesh.group(0, self.axes)]
         sources = tuple(index.index((i - way) % count) for i in index)
-        made = collective_nodes.step(
+        permuted = collective_nodes.step(
             build, collective_nodes.permute, x, sources, mesh.ordered(self.axes)
         )
-        made.meta["fxpar_chunk"] = True
-        return made
+        permuted.meta["fxpar_chunk"] = True
+        return permuted
 
-    def held(self, build: Builder, own: fx.Node) -> Iterator[fx.Node]:
+    def arriving(self, build: Builder, own: fx.Node) -> Iterator[fx.Node]:
         """The parts as they arrive, of ranks that each start with their own; a rank
         passes one on before it is given out here, and so before it is worked on."""
-        there = {0: own}
+        arrived = {0: own}
         for part in self.parts:
             for way in (1, -1):
                 further = part - way
-                if further in self.parts and further not in there:
-                    there[further] = self.passed(build, there[part], way)
-            yield there[part]
+                if further in self.parts and further not in arrived:
+                    arrived[further] = self.passed(build, arrived[part], way)
+            yield arrived[part]
 
     def reduced(
         self, build: Builder, parts: Callable[[int], fx.Node], op: str
@@ -121,15 +121,15 @@ class Ring:
         product and a sum Inductor makes one op, which would wait for what comes."""
         coming: dict[int, fx.Node] = {}
         for i, part in enumerate(self.parts):
-            made = parts(i)
-            shape = list(made.meta["val"].shape)
-            made = build.call(aten.reshape.default, made, [-1])
+            summand = parts(i)
+            shape = list(summand.meta["val"].shape)
+            summand = build.call(aten.reshape.default, summand, [-1])
             for way in (1, -1):
                 if way in coming and part * way >= 0:
-                    made = build.call(_COMBINE[op], made, coming.pop(way))
+                    summand = build.call(_COMBINE[op], summand, coming.pop(way))
             if part:
                 way = 1 if part > 0 else -1
-                coming[way] = self.passed(build, made, way)
+                coming[way] = self.passed(build, summand, way)
         if op == "avg":
-            made = build.call(aten.div.Scalar, made, self.chunks)
-        return build.call(aten.reshape.default, made, shape)
+            summand = build.call(aten.div.Scalar, summand, self.chunks)
+        return build.call(aten.reshape.default, summand, shape)

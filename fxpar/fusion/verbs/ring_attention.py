@@ -62,7 +62,7 @@ class AttentionForm:
     # Of all, in order; those by keyword too.
     names: tuple[str, ...]
 
-    def given(self, node: fx.Node, *names: str) -> Any:
+    def argument(self, node: fx.Node, *names: str) -> Any:
         """What a call gives for the argument that has one of these names."""
         for name in names:
             if name in node.kwargs:
@@ -98,8 +98,8 @@ def rings_of(graph: fx.Graph) -> Schedule:
         form = form_of(node.target)
         if form is None:
             continue
-        found = [_gather_of(node.args[form.keys + i]) for i in range(2)]
-        gathers = [gather for gather in found if gather is not None]
+        sources = [_gather_of(node.args[form.keys + i]) for i in range(2)]
+        gathers = [gather for gather in sources if gather is not None]
         names = tuple(dict.fromkeys(gather.name for gather in gathers))
         if len(gathers) == 2 and len({gather.args[1:] for gather in gathers}) == 1:
             lines.append(Line("overlap", (names, node.name), (("ring", 1),)))
@@ -151,7 +151,7 @@ class _RingAttention:
                 raise refuse("overlap", gather, "is no gather of keys or values")
         self.axes = collective_nodes.axes_of(gathers[0])
         self._check(chunks, dim, ring)
-        masks = (name for name in BIASES if form.given(node, name) is not None)
+        masks = (name for name in BIASES if form.argument(node, name) is not None)
         self.mask = next(masks, None)
         self.read: Any = node.args[self.form.keys : self.form.keys + 2]
         paths = chunked.between(gathers, tuple(dict.fromkeys(self.read)))
@@ -168,12 +168,12 @@ class _RingAttention:
             why = "goes in parts of the ranks, in one direction"
             raise refuse("overlap", node, why, fix="leave out chunks and dim, ring=1")
         queries = node.args[self.form.keys - 1]
-        if self.form.given(node, "is_causal"):
+        if self.form.argument(node, "is_causal"):
             raise refuse("overlap", node, "counts places from its first key")
-        if any(self.form.given(node, "grad_input_mask") or ()[3:]):
+        if any(self.form.argument(node, "grad_input_mask") or ()[3:]):
             raise refuse("overlap", node, "makes a gradient of its bias")
         backward = self.form.backward
-        lse = self.form.given(node, "logsumexp") if backward else node
+        lse = self.form.argument(node, "logsumexp") if backward else node
         value = lse.meta["val"] if backward else lse.meta["val"][1]
         if value.shape != queries.meta["val"].shape[:3]:
             raise refuse("overlap", node, "has no log-sum-exp for each query")
@@ -184,16 +184,16 @@ class _RingAttention:
         if any(user.target is not operator.getitem for user in users):
             raise refuse("overlap", self.node, "gives a tuple that is read whole")
         if self.form.backward:
-            made, given, gone = self._backward()
+            results, gives, scatters = self._backward()
         else:
-            made, gone = self._forward(), []
-            given = [made[0]]
+            results, scatters = self._forward(), []
+            gives = [results[0]]
         for user in users:
-            if user.args[1] in made:
-                user.replace_all_uses_with(made[user.args[1]])
-        self.edit.erase([*users, *gone])
+            if user.args[1] in results:
+                user.replace_all_uses_with(results[user.args[1]])
+        self.edit.erase([*users, *scatters])
         arrange(self.edit.graph)
-        return given
+        return gives
 
     def _ring(self) -> Ring:
         of = Ring.far_first if self.form.backward else Ring.near_first
@@ -207,13 +207,13 @@ class _RingAttention:
             gather: SlicePart(part, int(gather.args[1]))
             for gather, part in zip(self.gathers, parts, strict=True)
         }
-        known = {gather: (part.node, part.dim) for gather, part in sliced.items()}
-        known |= chunked.on_part(self.edit, self.path, sliced, ring, i)
+        slices = {gather: (part.node, part.dim) for gather, part in sliced.items()}
+        slices |= chunked.on_part(self.edit, self.path, sliced, ring, i)
         args = list(self.node.args)
         for position, whole in enumerate(self.read, self.form.keys):
-            if known.get(whole, (whole, None))[1] != _SEQUENCE:
+            if slices.get(whole, (whole, None))[1] != _SEQUENCE:
                 raise refuse("overlap", self.node, "reads no parts of the sequence")
-            args[position] = known[whole][0]
+            args[position] = slices[whole][0]
         if self.form.ahead is not None:
             ahead, size = args[self.form.ahead], self.size // ring.chunks
             first = ring.parts[i] * size
@@ -231,7 +231,7 @@ class _RingAttention:
         """Of the i-th part of the keys."""
         if self.mask is None:
             return None
-        mask = self.form.given(self.node, self.mask)
+        mask = self.form.argument(self.node, self.mask)
         last = mask.meta["val"].dim() - 1
         if mask.meta["val"].shape[last] == 1:
             return mask
@@ -242,29 +242,29 @@ class _RingAttention:
         """Output and log-sum-exp over all keys, and what else is read."""
         whole = self.node.meta["val"]
         with self.edit.before(self.node) as build:
-            ring, own = self._ring(), [gather.args[0] for gather in self.gathers]
-            made = [
+            ring, shards = self._ring(), [gather.args[0] for gather in self.gathers]
+            attentions = [
                 self._on_part(build, ring, i, parts)
-                for i, parts in enumerate(_near_first(build, ring, own))
+                for i, parts in enumerate(_near_first(build, ring, shards))
             ]
             merge = _merged if self.mask is None else self._merged_under_mask
-            out, lse = merge(build, made)
+            out, lse = merge(build, attentions)
             out = laid_out(build, build.cast(out, whole[0].dtype), whole[0])
-            more = {
-                i: build.call(operator.getitem, made[0], i)
+            further = {
+                i: build.call(operator.getitem, attentions[0], i)
                 for i, value in enumerate(whole[2:], 2)
                 if isinstance(value, torch.Tensor)
             }
-        return {0: out, 1: lse, **more}
+        return {0: out, 1: lse, **further}
 
     def _merged_under_mask(
-        self, build: Builder, made: Sequence[fx.Node]
+        self, build: Builder, attentions: Sequence[fx.Node]
     ) -> tuple[fx.Node, fx.Node]:
         """Output and log-sum-exp of attentions over parts of the keys."""
         parts = []
-        for node in made:
+        for node in attentions:
             out, lse = (build.call(operator.getitem, node, k) for k in range(2))
-            mask = self.form.given(node, *BIASES)
+            mask = self.form.argument(node, *BIASES)
             parts.append((out, of_visible(build, lse, mask)))
         running = RunningAttention(*parts[0])
         for part in parts[1:]:
@@ -278,32 +278,32 @@ class _RingAttention:
         scatters = [end.scatter for end in ends]
         whole = self.node.meta["val"]
         with self.edit.before(max([self.node, *scatters])) as build:
-            ring, own = self._ring(), [gather.args[0] for gather in self.gathers]
+            ring, shards = self._ring(), [gather.args[0] for gather in self.gathers]
             coming, sums = (
-                _far_first(build, ring, own, self.node.args[0]),
+                _far_first(build, ring, shards, self.node.args[0]),
                 list[fx.Node](),
             )
             shapes = [list(scatter.meta["val"].shape) for scatter in scatters]
 
             def summands(i: int) -> fx.Node:
-                made = self._on_part(build, ring, i, next(coming))
-                item = build.call(operator.getitem, made, 0)
+                attention = self._on_part(build, ring, i, next(coming))
+                item = build.call(operator.getitem, attention, 0)
                 item = build.cast(item, _exact(whole[0].dtype))
                 sums.append(
                     build.call(aten.add.Tensor, sums.pop(), item) if sums else item
                 )
                 parts = [
-                    self._part(build, made, k, end, ring, i)
+                    self._part(build, attention, k, end, ring, i)
                     for k, end in enumerate(ends, 1)
                 ]
                 return _packed(build, parts)
 
-            kept = ring.reduced(build, summands, "sum")
+            message = ring.reduced(build, summands, "sum")
             total = laid_out(build, build.cast(sums[0], whole[0].dtype), whole[0])
-            given = _unpacked(build, kept, shapes)
-        for scatter, part in zip(scatters, given, strict=True):
+            gradients = _unpacked(build, message, shapes)
+        for scatter, part in zip(scatters, gradients, strict=True):
             scatter.replace_all_uses_with(part)
-        return {0: total}, given, scatters
+        return {0: total}, gradients, scatters
 
     def _reduced(self, i: int) -> _Reduced:
         """What becomes of the gradient of the keys (1) or values (2)."""
@@ -321,13 +321,19 @@ class _RingAttention:
         raise refuse("overlap", self.node, why)
 
     def _part(
-        self, build: Builder, made: fx.Node, k: int, end: _Reduced, ring: Ring, i: int
+        self,
+        build: Builder,
+        attention: fx.Node,
+        k: int,
+        end: _Reduced,
+        ring: Ring,
+        i: int,
     ) -> fx.Node:
         """The summand that a reduce-scatter would take of the i-th part."""
-        item = build.call(operator.getitem, made, k)
-        known = {end.item: SlicePart(item, _SEQUENCE)}
-        out = chunked.on_part(self.edit, end.path, known, ring, i)
-        node, dim = out[end.path[-1]] if end.path else (item, _SEQUENCE)
+        item = build.call(operator.getitem, attention, k)
+        slices = {end.item: SlicePart(item, _SEQUENCE)}
+        results = chunked.on_part(self.edit, end.path, slices, ring, i)
+        node, dim = results[end.path[-1]] if end.path else (item, _SEQUENCE)
         if dim != end.scatter.args[1]:
             raise refuse("overlap", end.scatter, "takes no parts of the sequence")
         return node
@@ -342,15 +348,15 @@ class _Reduced:
     scatter: fx.Node
 
 
-def _merged(build: Builder, made: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
+def _merged(build: Builder, attentions: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node]:
     """Output and log-sum-exp of attentions over parts of the keys, in the precision of
     the latter."""
-    out, lse = (build.call(operator.getitem, made[0], k) for k in range(2))
-    for node in made[1:]:
-        seen, weight = (build.call(operator.getitem, node, k) for k in range(2))
+    out, lse = (build.call(operator.getitem, attentions[0], k) for k in range(2))
+    for node in attentions[1:]:
+        part, weight = (build.call(operator.getitem, node, k) for k in range(2))
         both = [build.call(aten.unsqueeze.default, x, 0) for x in (lse, weight)]
         total = log_of_sum(build, build.call(aten.cat.default, both))
-        pairs = ((out, lse), (seen, weight))
+        pairs = ((out, lse), (part, weight))
         first, second = (weighted(build, o, w, total) for o, w in pairs)
         out, lse = build.call(aten.add.Tensor, first, second), total
     return out, lse
@@ -380,30 +386,30 @@ def _unpacked(
 
 
 def _near_first(
-    build: Builder, ring: Ring, own: Sequence[fx.Node]
+    build: Builder, ring: Ring, shards: Sequence[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """Parts of all ranks, from a rank's own on; the next is under way when one is given
     out."""
-    shapes = [list(x.meta["val"].shape) for x in own]
-    message = _packed(build, own)
+    shapes = [list(x.meta["val"].shape) for x in shards]
+    message = _packed(build, shards)
     for i in range(ring.chunks):
         last = i == ring.chunks - 1
         coming = message if last else ring.passed(build, message, 1)
-        yield _unpacked(build, message, shapes) if i else list(own)
+        yield _unpacked(build, message, shapes) if i else list(shards)
         message = coming
 
 
 def _far_first(
-    build: Builder, ring: Ring, own: Sequence[fx.Node], grad: fx.Node
+    build: Builder, ring: Ring, shards: Sequence[fx.Node], grad: fx.Node
 ) -> Iterator[list[fx.Node]]:
     """Parts of all ranks, a rank's own at last. A message holds nothing of the gradient
     but reads it: the forward's messages, which say the same, would else be kept."""
-    shapes = [list(x.meta["val"].shape) for x in own]
+    shapes = [list(x.meta["val"].shape) for x in shards]
     nothing = build.call(aten.slice.Tensor, grad, 0, 0, 0)
-    message = ring.passed(build, _packed(build, [*own, nothing]), 1)
+    message = ring.passed(build, _packed(build, [*shards, nothing]), 1)
     for i in range(ring.chunks - 1):
         last = i == ring.chunks - 2
         coming = message if last else ring.passed(build, message, 1)
         yield _unpacked(build, message, shapes)
         message = coming
-    yield list(own)
+    yield list(shards)

@@ -33,12 +33,14 @@ def share(
 ) -> list[fx.Node]:
     """Gives the sends of the slices, or the gathers behind what is received. By
     default along the first dim that divides."""
-    found = with_tag(edit, tag)
-    if not found:
+    matching = with_tag(edit, tag)
+    if not matching:
         what = f"share: no message has the tag {tag}"
         raise ScheduleError(what, fix="write tag= as the program does")
-    changed = [_receive if n.target is collective_nodes.recv else _send for n in found]
-    for node in found:
+    changed = [
+        _receive if n.target is collective_nodes.recv else _send for n in matching
+    ]
+    for node in matching:
         check_staged("share", edit, node)
         if node.graph is not edit.graph:
             raise refuse("share", node, "is in a region", fix="share it before fuse")
@@ -47,7 +49,7 @@ def share(
             raise refuse("share", node, f"crosses {sorted(clash)} itself")
     return [
         change(edit, node, axes, dim)
-        for change, node in zip(changed, found, strict=True)
+        for change, node in zip(changed, matching, strict=True)
     ]
 
 
@@ -62,13 +64,15 @@ def _send(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
     dim = dividing("share", edit, value, dim, axes)
     with edit.before(node) as build:
         part = collective_nodes.step(build, collective_nodes.slice_, value, dim, axes)
-        made = collective_nodes.step(build, collective_nodes.send, part, *node.args[1:])
-    node_legality.instead(node, made)
-    _instead(edit, node, made)
+        message = collective_nodes.step(
+            build, collective_nodes.send, part, *node.args[1:]
+        )
+    node_legality.instead(node, message)
+    _instead(edit, node, message)
     if value.target is collective_nodes.all_gather:
         take_back(edit, value)
         edit.erase([value])
-    return made
+    return message
 
 
 def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
@@ -78,21 +82,22 @@ def _receive(edit: Edit, node: fx.Node, axes: Axes, dim: int | None) -> fx.Node:
     shape[dim] //= edit.mesh.count(axes)
     check_buffer("share", node)
     with edit.before(node) as build:
-        made = received(build, node, shape)
+        message = received(build, node, shape)
         whole = collective_nodes.step(
-            build, collective_nodes.all_gather, made, dim, axes
+            build, collective_nodes.all_gather, message, dim, axes
         )
-    _instead(edit, node, made, whole)
+    _instead(edit, node, message, whole)
     return whole
 
 
 def _instead(
-    edit: Edit, old: fx.Node, new: fx.Node, read: fx.Node | None = None
+    edit: Edit, old: fx.Node, stand_in: fx.Node, read: fx.Node | None = None
 ) -> None:
-    """``new`` takes the name of ``old``, and what is ``read`` (itself) its readers."""
+    """``stand_in`` takes the name of ``old``, and what is ``read`` (itself) its
+    readers."""
     name = old.name
-    edit.swap(old, read or new)
-    new.name = name
+    edit.swap(old, read or stand_in)
+    stand_in.name = name
 
 
 def check_buffer(verb: str, node: fx.Node) -> None:
@@ -107,10 +112,12 @@ def received(build: Builder, like: fx.Node, shape: Sequence[int]) -> fx.Node:
     value = like.meta["val"]
     how = {"dtype": value.dtype, "device": value.device}
     buffer = build.call(aten.empty.memory_format, list(shape), **how)
-    made = collective_nodes.step(build, collective_nodes.recv, buffer, *like.args[1:])
-    made.meta["fxpar_sent"] = like.meta["fxpar_sent"]
-    node_legality.instead(like, made)
-    return made
+    message = collective_nodes.step(
+        build, collective_nodes.recv, buffer, *like.args[1:]
+    )
+    message.meta["fxpar_sent"] = like.meta["fxpar_sent"]
+    node_legality.instead(like, message)
+    return message
 
 
 Message = tuple[int, tuple[int, ...], torch.dtype]  # tag, shape, dtype
@@ -121,7 +128,7 @@ def messages(
 ) -> dict[tuple[int, int], list[fx.Node]]:
     """The messages of a stage's graph in order, by (sender, receiver). Raises
     ScheduleError on one that crosses other axes than ``axis``."""
-    out: dict[tuple[int, int], list[fx.Node]] = {}
+    by_ends: dict[tuple[int, int], list[fx.Node]] = {}
     for node in flat(graph):
         if is_message(node):
             axes: Axes = collective_nodes.axes_of(node)
@@ -131,8 +138,8 @@ def messages(
             ends = (
                 (stage, peer) if node.target is collective_nodes.send else (peer, stage)
             )
-            out.setdefault(ends, []).append(node)
-    return out
+            by_ends.setdefault(ends, []).append(node)
+    return by_ends
 
 
 def content(node: fx.Node) -> Message:

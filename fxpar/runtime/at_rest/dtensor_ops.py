@@ -86,21 +86,21 @@ def draw(
 ) -> Any:
     """Run a random op on ``args[0]``, the part that begins at ``start`` of a tensor of
     the global ``shape``."""
-    part, *rest = args
+    part, *settings = args
     if tuple(part.shape) == tuple(shape):
         return op(*args, **kwargs)
-    out = part if _torch.objects.schema_of(op).name.endswith("_") else None
+    result = part if _torch.objects.schema_of(op).name.endswith("_") else None
     for low, high in _chunks(shape, math.inf if op in UNDIVIDED else CHUNK):
-        made = op(part.new_empty((high - low, *shape[1:])), *rest, **kwargs)
-        if out is None:
-            out = made.new_empty(part.shape)
+        chunk = op(part.new_empty((high - low, *shape[1:])), *settings, **kwargs)
+        if result is None:
+            result = chunk.new_empty(part.shape)
         first = max(low, start[0])
         last = max(first, min(high, start[0] + part.shape[0]))
         for d in range(1, part.dim()):
-            made = made.narrow(d, start[d], part.shape[d])
-        made = made[first - low : last - low]
-        out[first - start[0] : last - start[0]].copy_(made)
-    return out
+            chunk = chunk.narrow(d, start[d], part.shape[d])
+        chunk = chunk[first - low : last - low]
+        result[first - start[0] : last - start[0]].copy_(chunk)
+    return result
 
 
 def _chunks(shape: Sequence[int], size: float) -> Iterator[tuple[int, int]]:
@@ -151,8 +151,10 @@ def _of_whole_gradient(
         lies = [Replicate() if p.is_partial() else p for p in gradient.placements]
         whole = gradient.redistribute(placements=everywhere).to_local()
         update = iterate(whole, *settings).contiguous()
-        made = DTensor.from_local(update, mesh, everywhere, run_check=False)
-        return made.redistribute(placements=lies)
+        update_everywhere = DTensor.from_local(
+            update, mesh, everywhere, run_check=False
+        )
+        return update_everywhere.redistribute(placements=lies)
     if _torch.fake.fake_mode_of([gradient]) is not None:
         return torch.ops.fxpar.orthogonal(gradient, *settings)
     return iterate(gradient, *settings)

@@ -21,10 +21,10 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
+from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.signature import read_signature
-from fxpar.pipeline import planned
 from fxpar.runtime import consensus
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
@@ -32,7 +32,7 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     draw_as_one_device,
     orthogonalize_whole,
 )
-from fxpar.runtime.at_rest.sharded_modules import HOME, Home, Rest, adopt
+from fxpar.runtime.at_rest.sharded_modules import HOME, Home, ParameterAtRest, adopt
 from fxpar.runtime.check_inputs import check_same
 from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
@@ -209,8 +209,8 @@ def _refuse(model: nn.Module) -> None:
             )
     ours = {id(p) for p in model.parameters()}
     for optimizer in _optimizers():
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in ours for p in held):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(id(p) in ours for p in parameters):
             raise ShardError(
                 f"a {type(optimizer).__name__} holds parameters of the model that "
                 f"fxpar.shard would replace",
@@ -220,26 +220,31 @@ def _refuse(model: nn.Module) -> None:
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     return [
-        found
-        for found in gc.get_objects()
-        if issubclass(type(found), torch.optim.Optimizer)
-        and hasattr(found, "param_groups")
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), torch.optim.Optimizer)
+        and hasattr(candidate, "param_groups")
     ]
 
 
 def _same_mesh(mesh: Any) -> None:
     """Raise MeshError if a mesh is given that FXPAR_MESH contradicts."""
-    named = os.environ.get(f"{PREFIX}MESH")
-    if mesh is None or not named or mesh == named or read_auto(named):
+    from_environment = os.environ.get(f"{PREFIX}MESH")
+    if (
+        mesh is None
+        or not from_environment
+        or mesh == from_environment
+        or read_auto(from_environment)
+    ):
         return
-    given = mesh
+    described = mesh
     if hasattr(mesh, "mesh_dim_names"):
-        given = Mesh.from_device_mesh(mesh)
+        described = Mesh.from_device_mesh(mesh)
     elif not read_auto(mesh):
-        given = Mesh.parse(mesh)
-    if read_auto(mesh) or given.axes != Mesh.parse(named).axes:
+        described = Mesh.parse(mesh)
+    if read_auto(mesh) or described.axes != Mesh.parse(from_environment).axes:
         raise MeshError(
-            f"fxpar.shard was given mesh {given}, FXPAR_MESH is {named}",
+            f"fxpar.shard was given mesh {described}, FXPAR_MESH is {from_environment}",
             fix="leave mesh= out, or unset FXPAR_MESH",
         )
 
@@ -259,23 +264,23 @@ def _layout(
     strict: bool,
 ) -> dict[int, _Layout]:
     """Where each parameter rests, by its id. Raises HintError."""
-    named: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     parameters = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        named.setdefault(id(p), []).append(name)
+        names_of.setdefault(id(p), []).append(name)
         parameters[id(p)] = p
-    used: set[str] = set()
-    decided = _decided(table, uses, [name for n in named.values() for name in n])
+    matched: set[str] = set()
+    decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, decided))}
-    out = {}
-    for key, names in named.items():
+    layouts = {}
+    for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
         hit = [
             (pattern, hint)
             for pattern, hint in table.items()
             if any(fnmatch.fnmatchcase(name, pattern) for name in names)
         ]
-        used.update(pattern for pattern, _ in hit)
+        matched.update(pattern for pattern, _ in hit)
         dims: Sequence[Axes] = ()
         closed: Sequence[bool] = ()
         if hit:
@@ -291,25 +296,30 @@ def _layout(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        out[key] = _Layout(at_rest(shape, mesh, dims, closed, decided), ",".join(words))
-    missing = [pattern for pattern in table if pattern not in used]
-    if strict and missing:
-        known = [names[0] for names in named.values()]
-        hint = nearest(missing[0], known) or f"names are such as {', '.join(known[:4])}"
-        raise HintError(f"hint {missing[0]!r} matches no parameter", fix=hint)
-    return out
+        layouts[key] = _Layout(
+            at_rest(shape, mesh, dims, closed, decided), ",".join(words)
+        )
+    unmatched = [pattern for pattern in table if pattern not in matched]
+    if strict and unmatched:
+        first_names = [names[0] for names in names_of.values()]
+        hint = (
+            nearest(unmatched[0], first_names)
+            or f"names are such as {', '.join(first_names[:4])}"
+        )
+        raise HintError(f"hint {unmatched[0]!r} matches no parameter", fix=hint)
+    return layouts
 
 
-def _decided(
+def _axes_in_use(
     table: Mapping[str, Entries], uses: Uses, names: Sequence[str]
 ) -> set[str]:
     """Axes that hints or a sample's plan use for some parameter: where they are not
     used the parameter is whole, as in tensor parallelism, and not split for memory."""
-    found = {axis for spec in uses.values() for axis in spec.sharded_axes}
+    axes = {axis for spec in uses.values() for axis in spec.sharded_axes}
     for pattern, hint in table.items():
         if fnmatch.filter(names, pattern):
-            found |= {*axes_of(hint, f"hint {pattern!r}")}
-    return found
+            axes |= {*axes_of(hint, f"hint {pattern!r}")}
+    return axes
 
 
 def _uses(
@@ -371,8 +381,8 @@ def _uses(
 def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None:
     """Replace parameters by their parts and classes by those that gather them."""
     home = Home(str(ranks.mesh), _batch(ranks.mesh))
-    made: dict[int, nn.Parameter] = {}
-    kept = list(model.parameters())  # ids stay taken while parameters change
+    parts: dict[int, nn.Parameter] = {}
+    originals = list(model.parameters())  # ids stay taken while parameters change
     modules = list(model.named_modules())
     for name, module in modules:
         _refuse_hidden(module, name, layout)
@@ -382,16 +392,16 @@ def _swap(model: nn.Module, ranks: Ranks, layout: Mapping[int, _Layout]) -> None
             if p is None:
                 continue
             lies = layout[id(p)]
-            if id(p) not in made:
-                made[id(p)] = _resting(p, lies.spec, ranks)
-            _torch.objects.own_parameters(module)[key] = made[id(p)]
-            rests[key] = Rest(tuple(p.shape), str(lies.spec), lies.hint)
+            if id(p) not in parts:
+                parts[id(p)] = _resting(p, lies.spec, ranks)
+            _torch.objects.own_parameters(module)[key] = parts[id(p)]
+            rests[key] = ParameterAtRest(tuple(p.shape), str(lies.spec), lies.hint)
         if rests or module is model:
             adopt(module, home, rests, root=module is model)
             module.register_load_state_dict_pre_hook(_take_parts)
         if isinstance(module, nn.RNNBase):
             _torch.dynamo.list_recurrent_weights(module)
-    del kept
+    del originals
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
@@ -418,9 +428,9 @@ def _resting(p: nn.Parameter, spec: Spec, ranks: Ranks) -> nn.Parameter:
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    made = nn.Parameter(lies, requires_grad=p.requires_grad)
-    made.__dict__.update(p.__dict__)
-    return made
+    parameter = nn.Parameter(lies, requires_grad=p.requires_grad)
+    parameter.__dict__.update(p.__dict__)
+    return parameter
 
 
 def _refuse_hidden(module: nn.Module, name: str, layout: Mapping[int, _Layout]) -> None:
@@ -446,22 +456,22 @@ def _take_parts(
 ) -> None:
     """Let ``load_state_dict`` take whole tensors, each rank its part."""
     for key in module.__dict__.get("_fxpar_rests", {}):
-        name, own = prefix + key, _torch.objects.own_parameters(module)[key]
-        given = state_dict.get(name)
+        name, resting = prefix + key, _torch.objects.own_parameters(module)[key]
+        whole = state_dict.get(name)
         if (
-            isinstance(given, torch.Tensor)
-            and isinstance(own, DTensor)
-            and not isinstance(given, DTensor)
-            and given.shape == own.shape
+            isinstance(whole, torch.Tensor)
+            and isinstance(resting, DTensor)
+            and not isinstance(whole, DTensor)
+            and whole.shape == resting.shape
         ):
-            mesh = Mesh.from_device_mesh(own.device_mesh)
-            spec = Spec.from_placements(own.placements, mesh, own.dim())
-            part = part_of(given, spec, mesh, own.device_mesh.get_rank())
+            mesh = Mesh.from_device_mesh(resting.device_mesh)
+            spec = Spec.from_placements(resting.placements, mesh, resting.dim())
+            part = part_of(whole, spec, mesh, resting.device_mesh.get_rank())
             state_dict[name] = DTensor.from_local(
                 part.contiguous(),
-                own.device_mesh,
-                own.placements,
+                resting.device_mesh,
+                resting.placements,
                 run_check=False,
-                shape=own.shape,
-                stride=own.stride(),
+                shape=resting.shape,
+                stride=resting.stride(),
             )

@@ -30,7 +30,7 @@ from fxpar.runtime.presence import is_alone
 from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
-RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> Rest
+RESTS = "_fxpar_rests"  # on adopted modules: parameter name -> ParameterAtRest
 _NUMBERS = itertools.count()
 _HOMES: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
@@ -68,7 +68,7 @@ def home_of(number: int) -> Home | None:
 
 
 @dataclass(frozen=True)
-class Rest:
+class ParameterAtRest:
     """How a parameter rests and how the program should start to use it, as text."""
 
     shape: tuple[int, ...]
@@ -77,7 +77,11 @@ class Rest:
 
 
 def adopt(
-    module: nn.Module, home: Home, rests: dict[str, Rest], *, root: bool = False
+    module: nn.Module,
+    home: Home,
+    rests: dict[str, ParameterAtRest],
+    *,
+    root: bool = False,
 ) -> None:
     """Swap the class of ``module`` for a subclass with a property per parameter.
     ``root``: it is the whole model, whose inputs are cast."""
@@ -132,11 +136,11 @@ def _property(name: str) -> property:
                 fix="evaluate on all ranks: leave out fxpar.alone() for models of "
                 "fxpar.shard",
             )
-        home, rest = getattr(self, HOME), getattr(self, RESTS)[name]
+        home, at_rest = getattr(self, HOME), getattr(self, RESTS)[name]
         if torch.compiler.is_compiling():
-            return _globally(parameter, home, rest)
+            return _globally(parameter, home, at_rest)
         if _in_forward():
-            return _eagerly(parameter, home, rest, f"{type(self).__name__}.{name}")
+            return _eagerly(parameter, home, at_rest, f"{type(self).__name__}.{name}")
         return parameter
 
     _torch.dynamo.compile_inlined_only(read)
@@ -144,23 +148,23 @@ def _property(name: str) -> property:
 
 
 @_torch.dynamo.not_compiled
-def _eagerly(parameter: Any, home: Home, rest: Rest, name: str) -> Any:
+def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) -> Any:
     """The global value in code that no graph contains. There each rank of local mode
     has a gradient of its own part of the batch."""
     if not home.local:
-        return _globally(parameter, home, rest)
-    reduce.meet(f"{name} {list(rest.shape)}")
-    return reduce.mean_of_gradient(_globally(parameter, home, rest))
+        return _globally(parameter, home, at_rest)
+    reduce.meet(f"{name} {list(at_rest.shape)}")
+    return reduce.mean_of_gradient(_globally(parameter, home, at_rest))
 
 
-def _globally(parameter: Any, home: Home, rest: Rest) -> torch.Tensor:
+def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:
     """The global value of a parameter, differentiable to its part."""
     if home.batch and (home.waiting or home.unreduced):
         whole = to_global_unreduced(
             parameter,
-            list(rest.shape),
-            rest.spec,
-            rest.hint,
+            list(at_rest.shape),
+            at_rest.spec,
+            at_rest.hint,
             home.mesh,
             "+".join(home.batch),
             home.reduce_dtype,
@@ -169,9 +173,9 @@ def _globally(parameter: Any, home: Home, rest: Rest) -> torch.Tensor:
     else:
         whole = torch.ops.fxpar.to_global(
             parameter.to_local(),
-            list(rest.shape),
-            rest.spec,
-            rest.hint,
+            list(at_rest.shape),
+            at_rest.spec,
+            at_rest.hint,
             home.mesh,
             "",
             home.reduce_dtype,

@@ -40,7 +40,7 @@ def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
     """Overhead, latency and bandwidth nearest to (ranks, bytes, seconds) of some
     collectives. Groups of one size cannot tell overhead from latency: it is 0 then."""
     count, nbytes, seconds = np.array(points).T
-    steps, sent = (
+    steps, sent_share = (
         np.array([collectives.seconds(kind, (int(n),), (link,), size) for n in count])
         for link, size in ((Link(math.inf, 1.0), 0.0), (Link(1.0, 0.0), 1.0))
     )
@@ -48,15 +48,15 @@ def fit_collective(kind: str, points: Sequence[Point]) -> Measured:
 
     def model(p: np.ndarray) -> np.ndarray:
         once = p[2] if several else 0.0
-        return once + steps * p[0] + sent * nbytes / p[1]
+        return once + steps * p[0] + sent_share * nbytes / p[1]
 
     start = [
         float(seconds.min() / steps.max()),
-        float((sent * nbytes / seconds).max()),
+        float((sent_share * nbytes / seconds).max()),
         float(seconds.min()),
     ]
-    found = fit(model, start[: 3 if several else 2], seconds)
-    return Measured(found[2] if several else 0.0, found[0], found[1])
+    fitted = fit(model, start[: 3 if several else 2], seconds)
+    return Measured(fitted[2] if several else 0.0, fitted[0], fitted[1])
 
 
 def fit(
@@ -72,13 +72,13 @@ def fit(
 
     at, now, damping, nudge = begin, off(begin), 1e-2, 1e-4
     for _ in range(200):
-        moved = [off(at + nudge * unit) - now for unit in np.eye(len(at))]
-        jacobian = np.stack(moved, 1) / nudge
+        nudged = [off(at + nudge * unit) - now for unit in np.eye(len(at))]
+        jacobian = np.stack(nudged, 1) / nudge
         square = jacobian.T @ jacobian + damping * np.eye(len(at))
         step = np.clip(np.linalg.solve(square, -jacobian.T @ now), -2, 2)
-        new = off(at + step)
-        if new @ new < now @ now:
-            at, now, damping = at + step, new, damping / 3
+        further = off(at + step)
+        if further @ further < now @ now:
+            at, now, damping = at + step, further, damping / 3
         else:
             damping *= 4
         if np.abs(step).max() < 1e-6:

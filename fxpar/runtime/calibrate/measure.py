@@ -117,9 +117,9 @@ def spawn(ranks: int, arguments: Sequence[str], timeout: float) -> int:
         return 1
     finally:
         # torchrun, told to end, ends its ranks within 30 s.
-        for told in (signal.SIGTERM, signal.SIGKILL):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
             if child.poll() is None:
-                os.killpg(child.pid, told)
+                os.killpg(child.pid, signal_number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(40)
 
@@ -142,10 +142,10 @@ def describe(hardware: Hardware) -> str:
     for level in hardware.levels:
         lines.append(f"  links of {level.devices or 'any number of'} devices:")
         rows: list[tuple[str, Any]] = [("else", level), *level.kinds]
-        for kind, own in rows:
+        for kind, link in rows:
             lines.append(
-                f"    {kind}: {own.overhead * 1e6:.4g} us, {own.latency * 1e6:.4g} us "
-                f"a step, {own.bandwidth / 1e9:.4g} GB/s"
+                f"    {kind}: {link.overhead * 1e6:.4g} us, "
+                f"{link.latency * 1e6:.4g} us a step, {link.bandwidth / 1e9:.4g} GB/s"
             )
     light = [f"{kind} {rate / 1e9:.3g} G/s" for kind, rate in hardware.light]
     lines.append(f"  light ops: {', '.join(light) or 'as fast as memory'}")

@@ -117,9 +117,9 @@ class Probe:
         if late > 0:
             return None
         calls = int(min(max(_LONG / pilot, 1), 20000))
-        again = range(5 if pilot > 0.05 else 11)
-        taken = [self._time(fn, calls, meet=True) for _ in again]
-        return statistics.median(self._worst(*taken))
+        repeats = range(5 if pilot > 0.05 else 11)
+        times = [self._time(fn, calls, meet=True) for _ in repeats]
+        return statistics.median(self._worst(*times))
 
     def _time(self, fn: Callable[[], Any], calls: int, *, meet: bool = False) -> float:
         """Seconds a call takes; ``meet``: from where ranks meet to where they meet, as
@@ -151,18 +151,18 @@ class Probe:
 
     def compiled(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """``fn`` through Inductor; as it is if quick, or if that fails on any rank."""
-        made, failed = fn, ""
+        compiled, failed = fn, ""
         if not self.quick:
             try:
-                made = torch.compile(fn, dynamic=False)
-                made(*args)
+                compiled = torch.compile(fn, dynamic=False)
+                compiled(*args)
             except Exception as error:  # no compiler, or one that does not work
                 failed = f"{type(error).__name__}: {error}".splitlines()[0]
         if self._worst(float(bool(failed)))[0]:
             what = f"nothing compiles here, so eager ops were measured ({failed})"
             warnings.warn(compose(what), FxparWarning, stacklevel=2)
             return fn
-        return made
+        return compiled
 
 
 def _numbers(text: str) -> list[float]:
@@ -172,14 +172,14 @@ def _numbers(text: str) -> list[float]:
 def streams(probe: Probe, launch: float) -> list[tuple[float, float]]:
     """(bytes, bytes/s) of sums of two tensors into a fresh one, as a step makes its
     results: what the allocator costs counts. ``launch``: seconds of an eager op."""
-    found = []
+    rates = []
     for nbytes in probe.suite.streams:
         a, b = (torch.ones(nbytes // 12, device=probe.device) for _ in range(2))
         seconds = probe.median(partial(torch.add, a, b))
         if seconds is None:
             break
-        found.append((float(3 * a.nbytes), 3 * a.nbytes / max(seconds - launch, 1e-9)))
-    return found
+        rates.append((float(3 * a.nbytes), 3 * a.nbytes / max(seconds - launch, 1e-9)))
+    return rates
 
 
 def launches(probe: Probe) -> tuple[float | None, float | None]:
@@ -188,7 +188,7 @@ def launches(probe: Probe) -> tuple[float | None, float | None]:
     eager = probe.median(partial(torch.add, x, x))
     if probe.quick:
         return eager, eager
-    taken = []
+    seconds = []
     for count in (4, 36):
 
         def chain(x: torch.Tensor, count: int = count) -> torch.Tensor:
@@ -198,8 +198,8 @@ def launches(probe: Probe) -> tuple[float | None, float | None]:
             return x
 
         run = probe.compiled(chain, x)
-        taken.append(probe.median(partial(run, x)))
-    few, many = taken
+        seconds.append(probe.median(partial(run, x)))
+    few, many = seconds
     if few is None or many is None:
         return eager, eager
     return eager, max(many - few, 1e-7) / (2 * 32)
@@ -237,17 +237,17 @@ def light(probe: Probe) -> Iterator[tuple[str, float]]:
 
     base, steps = seconds(torch.neg), 0.0
     for kind, op in _LIGHT.items():
-        taken = seconds(partial(_chain, op))
-        if base is None or taken is None:
+        elapsed = seconds(partial(_chain, op))
+        if base is None or elapsed is None:
             return
         # Of a chain every link but the first class' has two steps beside its op.
-        one = max((taken - base) / _CHAIN - steps, 1e-10)
+        one = max((elapsed - base) / _CHAIN - steps, 1e-10)
         if kind == "step":
             steps, one = one, one / 2
         yield kind, _ELEMENTS / one
-    taken = seconds(draw)
-    if base is not None and taken is not None:
-        yield "draw", _ELEMENTS / max(taken - base, 1e-10)
+    elapsed = seconds(draw)
+    if base is not None and elapsed is not None:
+        yield "draw", _ELEMENTS / max(elapsed - base, 1e-10)
 
 
 def _chain(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -269,13 +269,13 @@ def peaks(probe: Probe, bandwidth: float) -> Iterator[tuple[str, Peak]]:
             for m, k, n in probe.suite.shapes:
                 x = torch.rand(m, k, device=probe.device).to(dtype)
                 y = torch.rand(k, n, device=probe.device).to(dtype)
-                out = torch.mm(x, y)
-                seconds = probe.median(_in_turn(_product, x, y, out))
+                product = torch.mm(x, y)
+                seconds = probe.median(_in_turn(_product, x, y, product))
                 if seconds is None:
                     break
                 # Out of reach of caches, a thin product is bound by memory instead.
-                moved = (x.nbytes + y.nbytes + out.nbytes) / bandwidth
-                if probe.device.type == "cpu" or moved < 0.5 * seconds:
+                move_seconds = (x.nbytes + y.nbytes + product.nbytes) / bandwidth
+                if probe.device.type == "cpu" or move_seconds < 0.5 * seconds:
                     points.append((2.0 * m * k * n, float(min(m, k, n)), seconds))
         finally:
             torch.set_float32_matmul_precision(before)
@@ -328,19 +328,23 @@ def _family(
     for shape in shapes:
         operands, op, flops, late_flops, least = make(probe.device, dtype, *shape)
         seconds = probe.median(_in_turn(op, *operands))
-        given = [x.requires_grad_() for x in operands]
-        out = op(*given)
+        leaves = [x.requires_grad_() for x in operands]
+        result = op(*leaves)
         back = partial(
-            torch.autograd.grad, out, given, torch.ones_like(out), retain_graph=True
+            torch.autograd.grad,
+            result,
+            leaves,
+            torch.ones_like(result),
+            retain_graph=True,
         )
         late = probe.median(back)
         if seconds is None or late is None:
             break
         points[name].append((flops, least, seconds))
         points[f"{name} backward"].append((late_flops, least, late))
-    for key, found in points.items():
-        if len(found) > 2:
-            yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(found)
+    for key, measured in points.items():
+        if len(measured) > 2:
+            yield f"{str(dtype).removeprefix('torch.')} {key}", fit_peak(measured)
 
 
 def _convolved(device: torch.device, dtype: torch.dtype, *shape: int) -> _Case:

@@ -39,22 +39,25 @@ def levels(probe: Probe, base: Hardware) -> tuple[Level, ...]:
     mesh = probe.ranks.mesh
     local = local_ranks(mesh.size)
     axes = [name for name, size in mesh.axes if size > 1]
-    wanted = [[name] for name in axes]
+    axis_sets = [[name] for name in axes]
     if len(axes) > 1 and local == mesh.size:
-        wanted.append(axes)
-    found: dict[bool, dict[str, list[Point]]] = {False: {}, True: {}}
-    for some in wanted:
-        crosses = _crosses(mesh, some, local)
+        axis_sets.append(axes)
+    points_of: dict[bool, dict[str, list[Point]]] = {False: {}, True: {}}
+    for axis_set in axis_sets:
+        crosses = _crosses(mesh, axis_set, local)
         for kind in collectives.KINDS:
-            points = list(_collective(probe, kind, some))
-            found[crosses].setdefault(kind, []).extend(points)
+            points = list(_collective(probe, kind, axis_set))
+            points_of[crosses].setdefault(kind, []).extend(points)
     inner, *outer = base.levels
-    if any(found[False].values()):
+    if any(points_of[False].values()):
         # Of a node that is not all in use, ``base`` knows the size.
         devices = inner.devices and max(inner.devices, local)
-        inner = replace(_level(found[False]), devices=devices)
-    if any(found[True].values()):
-        inner, outer = replace(inner, devices=local, kinds=()), [_level(found[True])]
+        inner = replace(_level(points_of[False]), devices=devices)
+    if any(points_of[True].values()):
+        inner, outer = (
+            replace(inner, devices=local, kinds=()),
+            [_level(points_of[True])],
+        )
     return (inner, *outer)
 
 
@@ -86,24 +89,26 @@ def beside(probe: Probe) -> float | None:
         _C10D.wait_tensor(late)
 
     one = probe.median(partial(work, 1))
-    sent = probe.median(partial(both, 0))
-    if one is None or sent is None:
+    collective_seconds = probe.median(partial(both, 0))
+    if one is None or collective_seconds is None:
         return None
-    times = max(1, round(sent / one))
+    times = max(1, round(collective_seconds / one))
     worked, together = (
         probe.median(partial(work, times)),
         probe.median(partial(both, times)),
     )
     if worked is None or together is None:
         return None
-    lost = (together - max(worked, sent)) / min(worked, sent)
+    lost = (together - max(worked, collective_seconds)) / min(
+        worked, collective_seconds
+    )
     return min(max(lost, 0.0), 1.0)
 
 
-def _level(found: dict[str, list[Point]]) -> Level:
+def _level(points_of: dict[str, list[Point]]) -> Level:
     """A level of any number of devices, its own figures those of all-reduce if it was
     measured."""
-    kinds = {k: fit_collective(k, points) for k, points in found.items() if points}
+    kinds = {k: fit_collective(k, points) for k, points in points_of.items() if points}
     usual = kinds.get("all_reduce") or next(iter(kinds.values()))
     return Level(
         0,
@@ -146,8 +151,8 @@ def _collective(probe: Probe, kind: str, axes: Sequence[str]) -> Iterator[Point]
 
 def _all_gather(x: torch.Tensor, count: int, group: str, me: int) -> None:
     if x.device.type == "cpu":  # as passes.schedule.give_outputs
-        out = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
-        torch.ops.fxpar.wait_gather(out)
+        gathered = torch.ops.fxpar.all_gather_into_tensor(x, count, group)
+        torch.ops.fxpar.wait_gather(gathered)
     else:
         _C10D.wait_tensor(_C10D.all_gather_into_tensor(x, count, group))
 

@@ -55,7 +55,7 @@ def spec_of(x: Any) -> Spec | None:
 
 
 def globally(
-    gm: fx.GraphModule, named: Sequence[Named], examples: Sequence[Any]
+    gm: fx.GraphModule, inputs: Sequence[Named], examples: Sequence[Any]
 ) -> Forward:
     """The forward on global parameters: crossings of parameters at rest are taken out.
 
@@ -63,7 +63,7 @@ def globally(
     """
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ends, trained = [], []
-    for i, (node, name, x) in enumerate(zip(nodes, named, examples, strict=True)):
+    for i, (node, name, x) in enumerate(zip(nodes, inputs, examples, strict=True)):
         hint = _take_out(gm.graph, node) if isinstance(x, DTensor) else None
         use = hint if hint and any(entry.strip("?_") for entry in hint) else None
         ends.append(StepInput(name.name, name.kind, spec_of(x), use))
@@ -124,15 +124,15 @@ def reached(forward: Forward, args: Sequence[Any]) -> set[int]:
             fakes[i].requires_grad_()
         loss = loss_of(fx.Interpreter(forward.module).run(*fakes), forward)
     ids = {id(fakes[i]): i for i in forward.trained}
-    found, seen, rest = set(), set(), [loss.grad_fn]
-    while rest:
-        function = rest.pop()
+    positions, seen, functions = set(), set(), [loss.grad_fn]
+    while functions:
+        function = functions.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
-        found.add(ids.get(id(getattr(function, "variable", None)), -1))
-        rest += [before for before, _ in function.next_functions]
-    return found - {-1}
+        positions.add(ids.get(id(getattr(function, "variable", None)), -1))
+        functions += [before for before, _ in function.next_functions]
+    return positions - {-1}
 
 
 def loss_of(results: Any, forward: Forward) -> torch.Tensor:

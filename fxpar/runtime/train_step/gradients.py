@@ -57,7 +57,7 @@ class GradientOptions:
 
 
 @dataclass(frozen=True)
-class How:
+class StepCall:
     """What a step does beside forward and backward."""
 
     # The largest global norm of the gradients.
@@ -68,27 +68,27 @@ class How:
     updates: bool = True
     # Positions of parameters whose gradients of the calls before are inputs, and are
     # written if it is not.
-    held: tuple[int, ...] = ()
+    accumulated: tuple[int, ...] = ()
     # Whether the loss is, and an update is left out if a gradient is not finite.
     scaled: bool = False
 
 
-def add_held(
-    given: Sequence[Any], held: Mapping[int, torch.Tensor], write: bool
+def add_accumulated(
+    forward_args: Sequence[Any], accumulated: Mapping[int, torch.Tensor], write: bool
 ) -> None:
-    """Add gradients of earlier calls, ``held`` by position of the parameter; ``write``:
-    hold the sums for the next call."""
+    """Add gradients of earlier calls, ``accumulated`` by position of the parameter;
+    ``write``: hold the sums for the next call."""
     with torch.no_grad():
-        for i, before in held.items():
-            new = given[i].grad
-            total = before if new is None else before + new
-            given[i].grad = total
-            if write and new is not None:
+        for i, before in accumulated.items():
+            gradient = forward_args[i].grad
+            total = before if gradient is None else before + gradient
+            forward_args[i].grad = total
+            if write and gradient is not None:
                 before.copy_(total)
 
 
 def unscale(
-    given: Sequence[Any], updated: Iterable[int], scale: torch.Tensor
+    forward_args: Sequence[Any], updated: Iterable[int], scale: torch.Tensor
 ) -> torch.Tensor:
     """Divide all gradients by the scale. How many numbers in those of the parameters
     at ``updated`` are not finite: a sum, which ranks add once for all of them."""
@@ -96,10 +96,10 @@ def unscale(
         inverse = scale.double().reciprocal().float()
         bad = torch.zeros((), device=scale.device)
         for i in updated:
-            gradient = given[i].grad
+            gradient = forward_args[i].grad
             if gradient is not None:
                 bad = bad + (~torch.isfinite(gradient)).float().sum()
-        for x in given:
+        for x in forward_args:
             if isinstance(x, torch.Tensor) and x.is_leaf and x.grad is not None:
                 wide = torch.promote_types(x.dtype, torch.float32)
                 x.grad = (x.grad.to(wide) * inverse.to(wide)).to(x.dtype)

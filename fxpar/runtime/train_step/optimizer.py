@@ -72,8 +72,8 @@ def _dicts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, dict]]:
 
 def slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Any]]:
     """Every value of the groups and of the state, tuples by their items."""
-    for place, index, held in _dicts(optimizer):
-        for key, value in held.items():
+    for place, index, entries in _dicts(optimizer):
+        for key, value in entries.items():
             if place == "group" and (key == "params" or key in _MANNERS):
                 continue
             if isinstance(value, (tuple, list)):
@@ -86,14 +86,14 @@ def slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Slot, Any]]:
 def write(optimizer: torch.optim.Optimizer, slot: Slot, value: Any) -> None:
     """Put a value where it belongs."""
     if slot.place == "group":
-        held: Any = optimizer.param_groups[slot.index]
+        entries: Any = optimizer.param_groups[slot.index]
     else:
-        held = optimizer.state[parameters(optimizer)[slot.index]]
+        entries = optimizer.state[parameters(optimizer)[slot.index]]
     if slot.item is not None:
-        values = list(held[slot.key])
+        values = list(entries[slot.key])
         values[slot.item] = value
-        value = type(held[slot.key])(values)
-    held[slot.key] = value
+        value = type(entries[slot.key])(values)
+    entries[slot.key] = value
 
 
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raise PlanError for an optimizer whose step cannot be one with the rest."""
     kind = type(optimizer).__name__
-    given = inspect.signature(type(optimizer).step).parameters
-    closure = given.get("closure")
+    step_parameters = inspect.signature(type(optimizer).step).parameters
+    closure = step_parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(
             f"{kind} calls a closure several times in a step, so that there is no one "
@@ -164,7 +164,7 @@ def _prepare_sgd(optimizer: torch.optim.Optimizer, trained: Iterable[Any]) -> No
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedState:
     """What a stand-in holds."""
 
     # Of those with a gradient or None, in the order of ``parameters(optimizer)``.
@@ -174,26 +174,26 @@ class Traced:
 
 
 def stand_in(
-    optimizer: torch.optim.Optimizer, traced: Traced
+    optimizer: torch.optim.Optimizer, traced: TracedState
 ) -> tuple[torch.optim.Optimizer, dict[int, torch.Tensor]]:
     """An optimizer of the same class on traced values; and by its position each
     parameter that it holds. Hooks, and ``step`` as schedulers wrap it, stay behind."""
-    made: Any = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    vars(made).pop("step", None)
+    double: Any = object.__new__(type(optimizer))
+    vars(double).update(vars(optimizer))
+    vars(double).pop("step", None)
     hooks: OrderedDict[int, Any] = OrderedDict()
-    _torch.objects.share_step_hooks(made, hooks)
-    made.state, made.param_groups = defaultdict(dict), []
-    held, position = {}, 0
+    _torch.objects.share_step_hooks(double, hooks)
+    double.state, double.param_groups = defaultdict(dict), []
+    stand_ins, position = {}, 0
     for i, group in enumerate(optimizer.param_groups):
         mine = []
         for p in group["params"]:
             fake = traced.parameters[position]
             if fake is not None:
                 mine.append(fake)
-                held[position] = fake
+                stand_ins[position] = fake
                 if optimizer.state.get(p):
-                    made.state[fake] = _replaced(
+                    double.state[fake] = _replaced(
                         optimizer.state[p], "state", position, traced.values
                     )
             position += 1
@@ -201,18 +201,18 @@ def stand_in(
         copy |= {key: False for key in _MANNERS if key in group}
         if isinstance(optimizer, _BRANCHING):
             copy["capturable"] = True
-        made.param_groups.append(copy | {"params": mine})
-    return made, held
+        double.param_groups.append(copy | {"params": mine})
+    return double, stand_ins
 
 
 def _replaced(
-    held: Mapping[str, Any],
+    entries: Mapping[str, Any],
     place: str,
     index: int,
     values: Mapping[Slot, torch.Tensor],
 ) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for key, value in held.items():
+    for key, value in entries.items():
         if isinstance(value, (tuple, list)) and key != "params":
             places = (Slot(place, index, key, item) for item in range(len(value)))
             pairs = zip(places, value, strict=True)
@@ -257,32 +257,32 @@ class TracedComparison:
 class Numbers(TorchFunctionMode):
     """Inside, tensors that stand for numbers are taken where numbers are.
 
-    ``known``: by id of a tensor the slot and the number it stands for. ``answers``:
+    ``by_id``: by id of a tensor the slot and the number it stands for. ``answers``:
     comparisons so far. A number changed in place is no longer known. ``item()`` of any
     tensor gives one that stands for its value.
     """
 
-    def __init__(self, known: dict[int, tuple[Slot, Any]]) -> None:
+    def __init__(self, by_id: dict[int, tuple[Slot, Any]]) -> None:
         super().__init__()
-        self.known, self.answers = known, list[TracedComparison]()
+        self.by_id, self.answers = by_id, list[TracedComparison]()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), func.__name__.strip("_")
-        if args and id(args[0]) in self.known:
+        if args and id(args[0]) in self.by_id:
             if name == "bool":
                 return self._answer(args[0], "ne", 0)
             if name in _COMPARISONS and not isinstance(args[1], torch.Tensor):
                 return self._answer(args[0], name, args[1])
             if _is_in_place(func.__name__):
-                del self.known[id(args[0])]
+                del self.by_id[id(args[0])]
         if name == "item":
             return args[0].reshape(()).to(NUMBER)
         if name in _SCALED:
             keyword, product = _SCALED[name]
             if isinstance(kwargs.get(keyword), torch.Tensor):
-                x, *rest = args
-                rest = [_promoted(other, x.dtype) for other in rest]
-                scaled = product(*rest) * kwargs.pop(keyword)
+                x, *factors = args
+                factors = [_promoted(other, x.dtype) for other in factors]
+                scaled = product(*factors) * kwargs.pop(keyword)
                 verb = "sub" if name == "sub" else "add"
                 verb += "_" if _is_in_place(func.__name__) else ""
                 return getattr(torch.Tensor, verb)(x, scaled.to(x.dtype), **kwargs)
@@ -292,7 +292,7 @@ class Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _answer(self, x: torch.Tensor, relation: str, other: Any) -> bool:
-        slot, value = self.known[id(x)]
+        slot, value = self.by_id[id(x)]
         holds = bool(_COMPARISONS[relation](value, other))
         self.answers.append(TracedComparison(slot, relation, other, holds))
         return holds

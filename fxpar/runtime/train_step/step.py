@@ -38,7 +38,7 @@ from fxpar.runtime.train_step.forward import (
     refuse_hooks,
     spec_of,
 )
-from fxpar.runtime.train_step.gradients import GradientOptions, How
+from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
 from fxpar.runtime.train_step.optimizer import (
     Slot,
     attributes,
@@ -68,15 +68,15 @@ class TrainStep:
         model: nn.Module,
         loss_fn: LossFn,
         optimizer: torch.optim.Optimizer,
-        asked: GradientOptions,
+        options: GradientOptions,
         backend: Backend,
         mesh: Callable[[], Mesh | None] = lambda: None,
     ) -> None:
         refuse(optimizer)
-        asked.check()
+        options.check()
         orthogonalize_whole()
         model = getattr(model, "_orig_mod", model)
-        self.model, self.optimizer, self.asked = model, optimizer, asked
+        self.model, self.optimizer, self.options = model, optimizer, options
         self.mesh = mesh  # that the forward is traced for
         self.calls = 0  # since the last update
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of them, by parameter
@@ -111,21 +111,21 @@ class TrainStep:
                 fix="take out of loss_fn and the model what breaks the graph, or "
                 "torch.compile the model and call optimizer.step()",
             ) from error
-        self.calls = (self.calls + 1) % self.asked.accumulate
+        self.calls = (self.calls + 1) % self.options.accumulate
         return results
 
     def stage(
         self,
         gm: fx.GraphModule,
         examples: Sequence[Any],
-        named: Sequence[Named],
+        inputs: Sequence[Named],
         compile_step: Compile,
     ) -> Callable[..., Any]:
         """What to run for a forward that Dynamo traced, on concrete shapes.
 
         ``examples``: values of its inputs; what each rank feeds a part of in full.
         """
-        forward = globally(gm, named, examples)
+        forward = globally(gm, inputs, examples)
         refuse_hooks(forward, examples)
         return _Stage(self, forward, examples, compile_step)
 
@@ -135,7 +135,7 @@ class _Variant:
     """A compiled step."""
 
     step: TracedStep
-    how: How
+    how: StepCall
     run: Callable[..., Any]
 
 
@@ -161,24 +161,26 @@ class _Stage:
     def __call__(self, *args: Any) -> Any:
         optimizer = self.owner.optimizer
         places = self._places(args)
-        how = self._how(args)
-        held = dict(slots(optimizer))
-        variant = self._find(held, places, how)
+        how = self._step_call(args)
+        slot_values = dict(slots(optimizer))
+        variant = self._find(slot_values, places, how)
         if variant is None:
             if how.updates:
                 prepare(optimizer, [args[i] for i in self.reached])
-            held = dict(slots(optimizer))
-            variant = self._find(held, places, how) or self._make(places, held, how)
-        return self._run(variant, args, held)
+            slot_values = dict(slots(optimizer))
+            variant = self._find(slot_values, places, how) or self._make(
+                places, slot_values, how
+            )
+        return self._run(variant, args, slot_values)
 
-    def _how(self, args: Sequence[Any]) -> How:
+    def _step_call(self, args: Sequence[Any]) -> StepCall:
         """What this call does. Gradients of zero are made for parameters that this
         forward is the first to reach, if they are to be kept.
 
         Raises PlanError if a gradient is kept of a parameter that is no input.
         """
-        owner, asked = self.owner, self.owner.asked
-        updates = owner.calls + 1 == asked.accumulate
+        owner, options = self.owner, self.owner.options
+        updates = owner.calls + 1 == options.accumulate
         trained = [args[i] for i in self.forward.trained]
         if not updates:
             with torch.no_grad():
@@ -195,31 +197,31 @@ class _Stage:
                 fix="let every batch of an update use the same parameters, or "
                 "torch.compile the model and call optimizer.step()",
             )
-        kept = (i for i in self.forward.trained if args[i] in owner.gradients)
-        calls, scales = asked.accumulate, asked.scales
-        return How(asked.clip, calls, updates, tuple(kept), scales)
+        accumulated = (i for i in self.forward.trained if args[i] in owner.gradients)
+        calls, scales = options.accumulate, options.scales
+        return StepCall(options.clip, calls, updates, tuple(accumulated), scales)
 
     def _places(self, args: Sequence[Any]) -> dict[int, int]:
         """Position of a parameter in the optimizer -> among the inputs."""
         optimizer = self.owner.optimizer
         inputs = {id(args[i]): i for i in self.forward.trained}
         order = enumerate(parameters(optimizer))
-        out = {i: inputs[id(p)] for i, p in order if id(p) in inputs}
-        if self.reached.isdisjoint(out.values()):
+        places = {i: inputs[id(p)] for i, p in order if id(p) in inputs}
+        if self.reached.isdisjoint(places.values()):
             raise PlanError(
                 f"{type(optimizer).__name__} holds no parameter that the loss depends "
                 "on",
                 fix="make it from model.parameters(), after fxpar.shard if the model "
                 "is sharded",
             )
-        return out
+        return places
 
     def _is_input(self, slot: Slot, x: Any) -> bool:
         """Whether a value is a number that enters the graph as a tensor."""
         return is_number(x) and (slot.place == "state" or slot in self.inputs)
 
     def _key(
-        self, held: Mapping[Slot, Any], places: Mapping[int, int], how: How
+        self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> Any:
         """All that a graph was traced with, but the numbers that are its inputs."""
         if not how.updates:
@@ -232,34 +234,41 @@ class _Stage:
                 return tuple(x.shape), x.dtype, x.device, lies
             return type(x) if self._is_input(slot, x) else repr(x)
 
-        kept = tuple(
+        signature = tuple(
             (slot, frozen(slot, x))
-            for slot, x in held.items()
+            for slot, x in slot_values.items()
             if slot.place == "group" or slot.index in places
         )
         sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-        own = tuple(attributes(optimizer).items())
-        return kept, sizes, tuple(places.items()), own, how
+        settings = tuple(attributes(optimizer).items())
+        return signature, sizes, tuple(places.items()), settings, how
 
     def _find(
-        self, held: Mapping[Slot, Any], places: Mapping[int, int], how: How
+        self, slot_values: Mapping[Slot, Any], places: Mapping[int, int], how: StepCall
     ) -> _Variant | None:
-        for variant in self.variants.get(self._key(held, places, how), ()):
-            if all(answer.stands(held[answer.slot]) for answer in variant.step.answers):
+        for variant in self.variants.get(self._key(slot_values, places, how), ()):
+            if all(
+                answer.stands(slot_values[answer.slot])
+                for answer in variant.step.answers
+            ):
                 return variant
         return None
 
     def _make(
-        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> _Variant:
-        step = self._trace(places, held, how)
+        step = self._trace(places, slot_values, how)
         rests = {}
-        for k, (slot, shape) in enumerate(zip(step.made, step.shapes, strict=True)):
-            rest = spec_of(self._holder(slot, shape))
-            if rest is not None:
-                rests[step.count + k] = rest
+        for k, (slot, shape) in enumerate(
+            zip(step.result_slots, step.shapes, strict=True)
+        ):
+            spec = spec_of(self._holder(slot, shape))
+            if spec is not None:
+                rests[step.count + k] = spec
         variant = _Variant(step, how, self.compile(step, rests))
-        self.variants.setdefault(self._key(held, places, how), []).append(variant)
+        self.variants.setdefault(self._key(slot_values, places, how), []).append(
+            variant
+        )
         return variant
 
     def _holder(self, slot: Slot, shape: Sequence[int]) -> Any:
@@ -270,43 +279,45 @@ class _Stage:
         return p if isinstance(p, DTensor) and tuple(p.shape) == tuple(shape) else None
 
     def _trace(
-        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
         """The step with as many numbers as inputs as need be and can be."""
-        groups = {s: x for s, x in held.items() if s.place == "group" and is_number(x)}
-        wanted = {slot for slot in groups if slot.key == "lr"}
-        wanted |= {slot for slot, x in groups.items() if self.last.get(slot, x) != x}
+        groups = {
+            s: x for s, x in slot_values.items() if s.place == "group" and is_number(x)
+        }
+        varying = {slot for slot in groups if slot.key == "lr"}
+        varying |= {slot for slot, x in groups.items() if self.last.get(slot, x) != x}
         self.last = groups
         while True:
-            new = wanted - self.inputs - self.fixed
-            self.inputs |= new
+            added = varying - self.inputs - self.fixed
+            self.inputs |= added
             try:
-                step = self._traced(places, held, how)
+                step = self._traced(places, slot_values, how)
             except PlanError as error:
-                if not new:
+                if not added:
                     raise
-                self.inputs -= new
-                self.fixed |= new
-                step = self._traced(places, held, how)
-                self._warn_fixed(new, error)
-            wanted = set(step.counted)
-            if not wanted:
+                self.inputs -= added
+                self.fixed |= added
+                step = self._traced(places, slot_values, how)
+                self._warn_fixed(added, error)
+            varying = set(step.counted)
+            if not varying:
                 return step
-            if wanted <= self.fixed:
+            if varying <= self.fixed:
                 raise PlanError(
                     f"{type(self.owner.optimizer).__name__} counts steps in "
-                    f"{min(slot.key for slot in wanted)!r} of a group, which a graph "
+                    f"{min(slot.key for slot in varying)!r} of a group, which a graph "
                     "of one step cannot",
                     fix="let it compute with tensors alone, as x ** 0.5 for "
                     "math.sqrt(x)",
                 )
 
     def _traced(
-        self, places: Mapping[int, int], held: Mapping[Slot, Any], how: How
+        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
     ) -> TracedStep:
         numbers = {
             slot: x
-            for slot, x in held.items()
+            for slot, x in slot_values.items()
             if self._is_input(slot, x)
             and (slot.place == "group" or slot.index in places)
         }
@@ -324,41 +335,48 @@ class _Stage:
         warnings.warn(text, FxparWarning, stacklevel=2)
 
     def _run(
-        self, variant: _Variant, args: Sequence[Any], held: Mapping[Slot, Any]
+        self, variant: _Variant, args: Sequence[Any], slot_values: Mapping[Slot, Any]
     ) -> Any:
         step, how, owner = variant.step, variant.how, self.owner
-        gradients = [owner.gradients[args[i]] for i in how.held]
+        gradients = [owner.gradients[args[i]] for i in how.accumulated]
         with torch.no_grad():
-            state = [as_tensor(held[slot]) for slot in step.read]
-            scale = [_scale_of(owner.asked.scaler, args)] if how.scaled else []
-            out = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
+            state = [as_tensor(slot_values[slot]) for slot in step.read]
+            scale = [_scale_of(owner.options.scaler, args)] if how.scaled else []
+            results = variant.run(*map(_part, (*args, *state, *gradients, *scale)))
         if how.updates:
             owner.gradients = {}
             written = [args[i] for i in self.forward.trained]
             written += [
-                x for slot in step.read if isinstance(x := held[slot], torch.Tensor)
+                x
+                for slot in step.read
+                if isinstance(x := slot_values[slot], torch.Tensor)
             ]
             torch.autograd.graph.increment_version(written)
-            if not (how.scaled and self._overflowed(out[-1])):
-                self._updated(step, out, held)
-        return tuple(out[: step.count])
+            if not (how.scaled and self._overflowed(results[-1])):
+                self._updated(step, results, slot_values)
+        return tuple(results[: step.count])
 
     def _overflowed(self, bad: torch.Tensor) -> bool:
         """Whether the update was left out, which the scaler is told."""
-        scaler: Any = self.owner.asked.scaler
-        found = (bad > 0).float()
-        _torch.dtensor.record_overflow(scaler, self.owner.optimizer, found)
+        scaler: Any = self.owner.options.scaler
+        overflow = (bad > 0).float()
+        _torch.dtensor.record_overflow(scaler, self.owner.optimizer, overflow)
         scaler.update()
-        return bool(found.item())
+        return bool(overflow.item())
 
     def _updated(
-        self, step: TracedStep, out: Sequence[torch.Tensor], held: Mapping[Slot, Any]
+        self,
+        step: TracedStep,
+        results: Sequence[torch.Tensor],
+        slot_values: Mapping[Slot, Any],
     ) -> None:
         """Give the optimizer the values that the step does not write in place."""
-        optimizer, new = self.owner.optimizer, out[step.count :]
+        optimizer, new_values = self.owner.optimizer, results[step.count :]
         with torch.no_grad():
-            for slot, shape, x in zip(step.made, step.shapes, new, strict=False):
-                write(optimizer, slot, self._new(slot, shape, x, held.get(slot)))
+            for slot, shape, x in zip(
+                step.result_slots, step.shapes, new_values, strict=False
+            ):
+                write(optimizer, slot, self._new(slot, shape, x, slot_values.get(slot)))
             for slot, value in step.fixed.items():
                 write(optimizer, slot, value)
         _as_after_a_step(optimizer)

@@ -55,7 +55,7 @@ def put_writes(graph: fx.Graph, written: list[int]) -> None:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     output = graph.output_node()
     results = list(output.args[0])
-    kept, values = results[: -len(written)], results[-len(written) :]
+    own_results, values = results[: -len(written)], results[-len(written) :]
     with graph.inserting_before(output):
         for i, value in zip(written, values, strict=True):
             if value is inputs[i]:
@@ -63,9 +63,9 @@ def put_writes(graph: fx.Graph, written: list[int]) -> None:
             copy = graph.call_function(_WRITE, (inputs[i], value))
             custom = value.meta.get("custom", {}) | {PHASE: "update"}
             copy.meta = {"val": inputs[i].meta["val"], "custom": custom}
-    output.args = (type(output.args[0])(kept),)
+    output.args = (type(output.args[0])(own_results),)
     if "desc" in output.meta:
-        output.meta["desc"] = output.meta["desc"][: len(kept)]
+        output.meta["desc"] = output.meta["desc"][: len(own_results)]
     graph.lint()
 
 
@@ -79,18 +79,18 @@ def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
     inputs = graph.find_nodes(op="placeholder")
     late = {inputs[i] for i in written}
     late |= {n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)}
-    seen = [node for node in inputs if node in late]
-    while seen:
-        node = seen.pop()
+    pending = [node for node in inputs if node in late]
+    while pending:
+        node = pending.pop()
         for user in list(node.users):
             value = user.meta.get("val")
             if is_view(user):
-                seen.append(user)
+                pending.append(user)
             elif op_facts_of(user.target).copies and _is_like(value, node.meta["val"]):
                 with graph.inserting_before(user):
-                    kept = graph.call_function(torch.ops.fxpar.kept.default, (node,))
-                kept.meta = dict(user.meta) | {"val": node.meta["val"]}
-                user.replace_input_with(node, kept)
+                    copy = graph.call_function(torch.ops.fxpar.kept.default, (node,))
+                copy.meta = dict(user.meta) | {"val": node.meta["val"]}
+                user.replace_input_with(node, copy)
     graph.lint()
 
 

@@ -29,13 +29,18 @@ from fxpar.runtime.train_step.forward import (
     loss_of,
     spec_of,
 )
-from fxpar.runtime.train_step.gradients import How, add_held, unless, unscale
+from fxpar.runtime.train_step.gradients import (
+    StepCall,
+    add_accumulated,
+    unless,
+    unscale,
+)
 from fxpar.runtime.train_step.optimizer import (
     NUMBER,
     Numbers,
     Slot,
-    Traced,
     TracedComparison,
+    TracedState,
     attributes,
     choosing,
     is_number,
@@ -48,9 +53,9 @@ from fxpar.runtime.train_step.optimizer import (
 @dataclass(frozen=True)
 class TracedStep:
     """A traced step. Its inputs are those of the forward, then ``read``: slots of the
-    optimizer, then gradients of earlier calls and the scale as ``How`` says. Its
+    optimizer, then gradients of earlier calls and the scale as ``StepCall`` says. Its
     results are ``count`` of the forward, the first of them the loss, then new values of
-    the slots ``made``, of global ``shapes``, then, where the loss is scaled, a number
+    ``result_slots``, of global ``shapes``, then, where the loss is scaled, a number
     that is positive if a gradient is not finite."""
 
     module: fx.GraphModule
@@ -58,7 +63,7 @@ class TracedStep:
     ends: tuple[StepInput, ...]
     fakes: tuple[Any, ...]
     count: int
-    made: tuple[Slot, ...]
+    result_slots: tuple[Slot, ...]
     shapes: tuple[tuple[int, ...], ...]
     # What the optimizer asked of numbers.
     answers: tuple[TracedComparison, ...]
@@ -70,11 +75,11 @@ class TracedStep:
 
 
 @dataclass
-class _Found:
+class _Findings:
     """What came to light while a step was traced."""
 
     count: int = 0
-    made: list[Slot] = field(default_factory=list)
+    result_slots: list[Slot] = field(default_factory=list)
     fixed: dict[Slot, Any] = field(default_factory=dict)
     answers: list[TracedComparison] = field(default_factory=list)
     counted: set[Slot] = field(default_factory=set)
@@ -86,7 +91,7 @@ def trace(
     optimizer: torch.optim.Optimizer,
     places: Mapping[int, int],
     numbers: Mapping[Slot, Any],
-    how: How,
+    how: StepCall,
 ) -> TracedStep:
     """Trace one step.
 
@@ -95,51 +100,62 @@ def trace(
 
     Raises PlanError naming what the optimizer does that cannot be traced.
     """
-    mode, found = _torch.fake.new_fake_mode(), _Found()
+    mode, findings = _torch.fake.new_fake_mode(), _Findings()
     read = _read(optimizer, places, numbers) if how.updates else {}
-    more = [args[i] for i in how.held] + [torch.ones(())] * how.scaled
-    fakes = [fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *more)]
+    extra_inputs = [args[i] for i in how.accumulated] + [torch.ones(())] * how.scaled
+    fakes = [
+        fake_of(x, mode) for x in (*args, *map(as_tensor, read.values()), *extra_inputs)
+    ]
 
     def step(*flat: Any) -> list[torch.Tensor]:
-        given, rest = list(flat[: len(args)]), iter(flat[len(args) :])
-        values = {slot: next(rest) for slot in read}
-        held = {i: next(rest) for i in how.held}
-        scale = next(rest, None)
+        forward_args, trailing = list(flat[: len(args)]), iter(flat[len(args) :])
+        values = {slot: next(trailing) for slot in read}
+        accumulated = {i: next(trailing) for i in how.accumulated}
+        scale = next(trailing, None)
         for i in forward.trained:
-            given[i] = given[i].detach().requires_grad_()
-        results = _differentiate(forward, given, how.calls, scale)
-        found.count = len(results)
-        add_held(given, held, write=not how.updates)
+            forward_args[i] = forward_args[i].detach().requires_grad_()
+        results = _differentiate(forward, forward_args, how.calls, scale)
+        findings.count = len(results)
+        add_accumulated(forward_args, accumulated, write=not how.updates)
         if not how.updates:
             _stamp("update")
             return results
-        bad = None if scale is None else unscale(given, places.values(), scale)
-        written = [given[i] for i in places.values()]
+        bad = None if scale is None else unscale(forward_args, places.values(), scale)
+        written = [forward_args[i] for i in places.values()]
         written += [x for slot, x in values.items() if slot not in numbers]
         with unless(bad, written):
-            made = _update(
-                forward, given, optimizer, places, values, numbers, how.clip, found
+            new_values = _update(
+                forward,
+                forward_args,
+                optimizer,
+                places,
+                values,
+                numbers,
+                how.clip,
+                findings,
             )
         _stamp("update")
-        return [*results, *made, *([] if bad is None else [bad])]
+        return [*results, *new_values, *([] if bad is None else [bad])]
 
     module = _torch.aot.trace_flat(step, fakes, mode)
     _tidy(module)
-    results = module.graph.output_node().args[0][found.count :][: len(found.made)]
+    results = module.graph.output_node().args[0][findings.count :][
+        : len(findings.result_slots)
+    ]
     ends = [_end(slot, x, forward, places, optimizer) for slot, x in read.items()]
-    ends += [_gradient_end(forward.ends[i]) for i in how.held]
+    ends += [_gradient_end(forward.ends[i]) for i in how.accumulated]
     ends += [StepInput("scaler.scale", "input")] * how.scaled
     return TracedStep(
         module,
         tuple(read),
         (*forward.ends, *ends),
         tuple(fakes),
-        found.count,
-        tuple(found.made),
+        findings.count,
+        tuple(findings.result_slots),
         tuple(tuple(node.meta["val"].shape) for node in results),
-        tuple(found.answers),
-        found.fixed,
-        frozenset(found.counted),
+        tuple(findings.answers),
+        findings.fixed,
+        frozenset(findings.counted),
     )
 
 
@@ -185,16 +201,19 @@ def _stamp(phase: str) -> None:
 
 
 def _differentiate(
-    forward: Forward, given: Sequence[Any], calls: int, scale: torch.Tensor | None
+    forward: Forward,
+    forward_args: Sequence[Any],
+    calls: int,
+    scale: torch.Tensor | None,
 ) -> list[Any]:
     """Forward and backward; gradients are left in ``grad`` of the parameters: those of
     the loss divided by ``calls``, times ``scale``."""
     with torch.enable_grad():
-        results = list(fx.Interpreter(forward.module).run(*given))
+        results = list(fx.Interpreter(forward.module).run(*forward_args))
         loss = loss_of(results, forward)
         _stamp("forward")
         _torch.aot.keep_lines_in_backward(loss)
-        leaves = [given[i] for i in forward.trained]
+        leaves = [forward_args[i] for i in forward.trained]
         if calls > 1:
             loss = loss / calls
         if scale is not None:
@@ -208,24 +227,24 @@ def _differentiate(
 
 def _update(
     forward: Forward,
-    given: Sequence[Any],
+    forward_args: Sequence[Any],
     optimizer: torch.optim.Optimizer,
     places: Mapping[int, int],
     inputs: Mapping[Slot, torch.Tensor],
     numbers: Mapping[Slot, Any],
     clip: float | None,
-    found: _Found,
+    findings: _Findings,
 ) -> list[torch.Tensor]:
     """Clip, and let the optimizer step; new values that it does not write in place."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    leaves = [given[places[i]] if i in places else None for i in range(count)]
+    leaves = [forward_args[places[i]] if i in places else None for i in range(count)]
     values = {slot: _as_read(slot, x, numbers, leaves) for slot, x in inputs.items()}
-    double, held = stand_in(optimizer, Traced(leaves, values))
-    known = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
-    mode = Numbers(known)
+    double, stand_ins = stand_in(optimizer, TracedState(leaves, values))
+    by_id = {id(values[slot]): (slot, number) for slot, number in numbers.items()}
+    mode = Numbers(by_id)
     with torch.no_grad(), _torch.aot.as_compiling():
         if clip is not None:
-            trained = [given[i] for i in forward.trained]
+            trained = [forward_args[i] for i in forward.trained]
             torch.nn.utils.clip_grad_norm_(trained, clip, foreach=False)
         try:
             with mode, choosing(optimizer):
@@ -234,12 +253,12 @@ def _update(
             raise _untraceable(optimizer, error) from error
         if attributes(double) != attributes(optimizer):
             raise _counts(optimizer, double)
-        found.answers = mode.answers
+        findings.answers = mode.answers
         plain = dict(slots(optimizer))
         for slot, x in slots(double):
             if slot.place == "group" and is_number(x) and plain.get(slot) != x:
-                found.counted.add(slot)
-        return _results(double, held, inputs, values, numbers, found)
+                findings.counted.add(slot)
+        return _results(double, stand_ins, inputs, values, numbers, findings)
 
 
 def _as_read(
@@ -262,33 +281,35 @@ def _as_read(
 
 def _results(
     double: torch.optim.Optimizer,
-    held: Mapping[int, torch.Tensor],
+    stand_ins: Mapping[int, torch.Tensor],
     inputs: Mapping[Slot, torch.Tensor],
     values: Mapping[Slot, torch.Tensor],
     numbers: Mapping[Slot, Any],
-    found: _Found,
+    findings: _Findings,
 ) -> list[torch.Tensor]:
     """What the stand-in holds now, where it is not what it was given. State that is an
     input is written."""
-    made = []
-    position = dict(enumerate(held))  # of its parameters, among those it stands for
+    new_values = []
+    position = dict(
+        enumerate(stand_ins)
+    )  # of its parameters, among those it stands for
     for slot, x in slots(double):
         if slot.place == "state":
             slot = Slot(slot.place, position[slot.index], slot.key, slot.item)
         before = values.get(slot)
         if slot in numbers:
             if _changed(x, before):
-                found.made.append(slot)
-                made.append(torch.as_tensor(x, dtype=NUMBER))
+                findings.result_slots.append(slot)
+                new_values.append(torch.as_tensor(x, dtype=NUMBER))
         elif not isinstance(x, torch.Tensor):
             if slot.place == "state" and is_number(x):
-                found.fixed[slot] = x
+                findings.fixed[slot] = x
         elif before is None:
-            found.made.append(slot)
-            made.append(x.detach())
+            findings.result_slots.append(slot)
+            new_values.append(x.detach())
         elif x is not inputs[slot]:
             inputs[slot].copy_(x)
-    return made
+    return new_values
 
 
 def _changed(x: Any, before: Any) -> bool:

@@ -108,8 +108,8 @@ def _levels(size: int, link: Link) -> Iterator[Stage]:
 def _part(mesh: Mesh, axis: str) -> Iterator[Stage]:
     """The stages of an axis, or of a part: some of those of the axis. Where a part does
     not fit a node evenly, what is left over is taken to leave it."""
-    name, left = axis_of(axis), mesh.axis_size(axis)
-    if left == 1:
+    name, ranks_left = axis_of(axis), mesh.axis_size(axis)
+    if ranks_left == 1:
         return
     # Neighbours on the part are so many ranks of the axis apart.
     skip = mesh.group(0, [axis])[1] // mesh.group(0, [name])[1]
@@ -117,11 +117,11 @@ def _part(mesh: Mesh, axis: str) -> Iterator[Stage]:
     for i, stage in enumerate(levels):
         below = math.gcd(skip, stage.size)
         skip //= below
-        taken = math.gcd(left, stage.size // below)
+        ranks = math.gcd(ranks_left, stage.size // below)
         if i == len(levels) - 1:
-            taken = left
-        left //= taken
-        yield Stage(taken, stage.link)
+            ranks = ranks_left
+        ranks_left //= ranks
+        yield Stage(ranks, stage.link)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -329,14 +329,14 @@ class KernelReader:
                 continue
             if value.buffer is not None:  # constants are made on the way
                 kernel.seen[value] = self.read(launch, value, most)
-        made = self.make(node, launch, kernel)
+        result = self.make(node, launch, kernel)
         kernel.final = domain.is_split or is_unordered(node)
         if kernel.closed:
             for buffer in launch.makes:
                 buffer.ready = launch.order
         elif kernel.final or not self.fused:
             self._close(kernel)
-        return made
+        return result
 
     def _joined(self, operands: list[TensorView], domain: Domain) -> _Growing | None:
         """The kernel that an op over ``domain`` becomes part of; those that still grow
@@ -384,15 +384,15 @@ class KernelReader:
         """Let one growing kernel become part of another."""
         del self.growing[other]
         other.into = home
-        mine, theirs = home.launch, other.launch
-        mine.nodes += theirs.nodes
-        mine.makes += theirs.makes
-        mine.light += theirs.light
+        home_launch, other_launch = home.launch, other.launch
+        home_launch.nodes += other_launch.nodes
+        home_launch.makes += other_launch.makes
+        home_launch.light += other_launch.light
         home.domain = home.domain.joined(other.domain)
         for value, nbytes in other.seen.items():
             if value not in home.seen:
                 home.seen[value] = nbytes
-                _count(mine, value, nbytes)
+                _count(home_launch, value, nbytes)
 
     def _close(self, kernel: _Growing) -> None:
         if kernel.closed:

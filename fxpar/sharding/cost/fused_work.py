@@ -52,19 +52,19 @@ def seconds(op: Op, work: Work, strategy: Strategy, mesh: Mesh, on: Hardware) ->
         dims = op.rule.tensors[position]
         return 1 / math.prod(shards.get(f, 1) for dim in dims for f in dim)
 
-    moved = sum(size * share(position) for position, size in work.moved)
+    nbytes = sum(size * share(position) for position, size in work.moved)
     messages = shift_messages.seconds(op, strategy, mesh)
     if not work.flops:
         # Registers are not free either: else what is between would be left whole.
         points = max((n * share(i) for i, n in enumerate(work.points)), default=0.0)
-        streamed = moved / on.bandwidth + points / on.peak("float32").flops
+        streamed = nbytes / on.bandwidth + points / on.peak("float32").flops
         return streamed + messages
     pinned = dict(op.rule.pinned)  # what is inside a region counts its own part
     flops = work.flops / math.prod(n for f, n in shards.items() if f not in pinned)
     arithmetic = on.arithmetic(
         flops, _least(op, shards), work.dtype, family=work.family
     )
-    return max(arithmetic, moved / on.bandwidth) + messages
+    return max(arithmetic, nbytes / on.bandwidth) + messages
 
 
 def _shards(rows: int, mesh: Mesh, axes: Axes) -> float:
@@ -100,17 +100,20 @@ def work_alone(op: Op, values: Sequence[Value]) -> Work:
 
 
 def work_of(
-    op: Op, values: Sequence[Value], moved: tuple[tuple[int, float], ...], launches: int
+    op: Op,
+    values: Sequence[Value],
+    traffic: tuple[tuple[int, float], ...],
+    launches: int,
 ) -> Work:
     """The work of an op that moves so much and starts so many kernels."""
     tensors = [values[v] for v in op.tensors]
     floating = [x.dtype for x in tensors if x.dtype.is_floating_point]
     dtype = floating[0] if floating else tensors[-1].dtype
-    if not moved and not launches and is_view(op):
+    if not traffic and not launches and is_view(op):
         return Work(0.0, (), (), 0, dtype)
     points = tuple(x.numel for x in tensors)
     family = family_of(op.target)
-    return Work(flops_of_op(op), moved, points, launches, dtype, family)
+    return Work(flops_of_op(op), traffic, points, launches, dtype, family)
 
 
 def _least(op: Op, shards: Mapping[str, float]) -> float:

@@ -197,22 +197,22 @@ class Hardware:
         )
 
     def _link(self, size: int, stride: int, ranks: int) -> Link:
-        link, inside = None, 1
+        link, inner_ranks = None, 1
         for i, level in enumerate(self.levels):
             reach = _neighbours(size, stride, ranks, level.devices)
             if level is self.levels[-1]:
                 reach = size
-            if link is None or reach > inside:
+            if link is None or reach > inner_ranks:
                 below = self.levels[i - 1].devices if level.shared and i else 1
-                link = self._made(level, min(below, ranks), inside, link)
-                inside = reach
-            if inside == size:
+                link = self._level_link(level, min(below, ranks), inner_ranks, link)
+                inner_ranks = reach
+            if inner_ranks == size:
                 break
         assert link is not None, "hardware without levels"
         return link
 
-    def _made(
-        self, level: Level, sharing: int, inside: int, inner: Link | None
+    def _level_link(
+        self, level: Level, sharing: int, inner_ranks: int, inner: Link | None
     ) -> Link:
         kinds = tuple(
             (kind, Link(m.bandwidth / sharing, m.latency, m.overhead, level.tree))
@@ -223,8 +223,8 @@ class Hardware:
             level.latency,
             level.overhead,
             level.tree,
-            inside if inner else 1,
-            inner if inside > 1 else None,
+            inner_ranks if inner else 1,
+            inner if inner_ranks > 1 else None,
             kinds,
             self.launch,
             2 / self.bandwidth,

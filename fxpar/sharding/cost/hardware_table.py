@@ -61,15 +61,15 @@ def _level(entry: Mapping[str, Any]) -> Level:
 
 def lookup(text: str) -> Hardware:
     """The hardware of a name, as in ``BUILT_IN``, or of a file. Raises OptionError."""
-    known = {hardware.name: hardware for hardware in BUILT_IN} | _ALIASES
-    if text.lower() in known:
-        return known[text.lower()]
+    machines = {hardware.name: hardware for hardware in BUILT_IN} | _ALIASES
+    if text.lower() in machines:
+        return machines[text.lower()]
     if Path(text).is_file():
         return load(text)
-    hint = nearest(text.lower(), known)
+    hint = nearest(text.lower(), machines)
     raise OptionError(
         f"unknown hardware {text!r}",
-        fix=f"{hint} use one of {', '.join(known)}, or {CALIBRATE}".strip(),
+        fix=f"{hint} use one of {', '.join(machines)}, or {CALIBRATE}".strip(),
     )
 
 

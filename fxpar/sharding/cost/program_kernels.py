@@ -42,7 +42,7 @@ class ProgramKernels:
     # Bases of values that are in memory at all.
     written: frozenset[int]
     # Values of the forward that the backward computes anew.
-    again: frozenset[int]
+    recomputed: frozenset[int]
     # Of each op, and when it reads its operands, in the forward and in the backward.
     works: tuple[Work, ...]
     reads: tuple[tuple[int, int], ...]
@@ -74,7 +74,7 @@ def kernels_of(program: Program, gathered: Collection[int] = ()) -> ProgramKerne
         program,
         tuple(base),
         frozenset(v for buffer, v in run.value_of.items() if buffer.written),
-        frozenset(v for v in run.again if base[v] == v),
+        frozenset(v for v in run.recomputed if base[v] == v),
         works,
         tuple(run.reads()),
         tuple(_read_by_light(program)),
@@ -87,7 +87,7 @@ class _Run:
     def __init__(self, program: Program, gathered: Collection[int]) -> None:
         self.program = program
         self.op_of = {op.node: op.index for op in program.ops}
-        self.again: set[int] = set()
+        self.recomputed: set[int] = set()
         self.value_of: dict[Buffer, int] = {}
         self.launches: list[Launch] = []
         self.reader = KernelReader()
@@ -102,19 +102,19 @@ class _Run:
         anew = values_by_node(self.program).items() if gathered else ()
         first, second = phases(graph, {node for node, v in anew if v in gathered})
         late = backward_ops(self.program)
-        mine = [
+        phase_ops = [
             [self.op_of.get(node, NEVER) for node in part] for part in (first, second)
         ]
-        self.again.update(
+        self.recomputed.update(
             v
-            for op in mine[1]
+            for op in phase_ops[1]
             if op != NEVER and op not in late
             for v in self.program.ops[op].results
         )
         self.early = len(first)
         self.times = [
-            *_times(mine[0], range(len(self.program.ops)), len(self.program.ops)),
-            *_times(mine[1], late, len(self.program.ops)),
+            *_times(phase_ops[0], range(len(self.program.ops)), len(self.program.ops)),
+            *_times(phase_ops[1], late, len(self.program.ops)),
         ]
         for node in graph.nodes:
             if node.op == "placeholder":

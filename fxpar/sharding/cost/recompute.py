@@ -78,8 +78,8 @@ def _with_again(
 ) -> list[fx.Node]:
     """The backward's nodes: those that are ``late``, and others that it computes for
     itself, each before what reads it."""
-    again = computed_again(calls, late, gathered)
-    done: set[fx.Node] = set()
+    recomputed = computed_again(calls, late, gathered)
+    placed: set[fx.Node] = set()
     out: list[fx.Node] = []
     for node in calls:
         stack = [node] if node in late else []
@@ -87,14 +87,14 @@ def _with_again(
             missing = [
                 read
                 for read in stack[-1].all_input_nodes
-                if read in again and read not in done
+                if read in recomputed and read not in placed
             ]
             if missing:
                 stack += reversed(missing)
                 continue
             ready = stack.pop()
-            if ready not in done:
-                done.add(ready)
+            if ready not in placed:
+                placed.add(ready)
                 out.append(ready)
     return out
 
@@ -108,51 +108,53 @@ def computed_again(
     values that it is given. Not what it would have to write to memory, where a product
     reads it. ``gathered``: what it makes anew in any case.
     """
-    needed: set[fx.Node] = set()
-    again: set[fx.Node] = set()
+    read_nodes: set[fx.Node] = set()
+    recomputed: set[fx.Node] = set()
     must = {node for node in calls if _tag(node) is False}  # be kept
     row: dict[fx.Node, int] = {}  # so many ops after it are computed again
     for node in reversed(calls):
         if node in late:
             if not is_light(node.target):
                 must.update(viewed(read) for read in node.all_input_nodes)
-        elif node in needed and (node in gathered or _is_lighter(node, needed, must)):
-            again.add(node)
+        elif node in read_nodes and (
+            node in gathered or _is_lighter(node, read_nodes, must)
+        ):
+            recomputed.add(node)
             count = row.get(node, 0) + 1
             row.update((r, max(count, row.get(r, 0))) for r in node.all_input_nodes)
             if count >= _CHAIN:
                 must.update(node.all_input_nodes)
         else:
             continue
-        needed.update(node.all_input_nodes)
+        read_nodes.update(node.all_input_nodes)
     early = [node for node in calls if node not in late]
-    kept = {node for node in early if node in needed and node not in again}
-    for node in _free(early, kept - must, kept | again):
-        kept.discard(node)
-        again.add(node)
+    saved = {node for node in early if node in read_nodes and node not in recomputed}
+    for node in _free(early, saved - must, saved | recomputed):
+        saved.discard(node)
+        recomputed.add(node)
     for node in reversed(early):
-        if node in again:
-            made = (r for r in node.all_input_nodes if r.op != "placeholder")
-            again.update(r for r in made if r not in kept)
-    return again
+        if node in recomputed:
+            operands = (r for r in node.all_input_nodes if r.op != "placeholder")
+            recomputed.update(r for r in operands if r not in saved)
+    return recomputed
 
 
 def _free(
-    early: Sequence[fx.Node], may: Collection[fx.Node], there: Collection[fx.Node]
+    early: Sequence[fx.Node], may: Collection[fx.Node], available: Collection[fx.Node]
 ) -> list[fx.Node]:
     """Those that ``may`` go, since a few light ops give them of others that are
-    ``there``."""
+    ``available``."""
     ops: dict[fx.Node, int] = {}  # so many in a row
     out = []
     for node in early:
         read = (r for r in node.all_input_nodes if r.op != "placeholder")
         count = 1 + max((ops.get(r, _CHAIN) for r in read), default=0)
         light = count <= _CHAIN and (_is_given(node) or is_pointwise(node))
-        if light and (node in may or node not in there):
+        if light and (node in may or node not in available):
             ops[node] = count
             if node in may:
                 out.append(node)
-        elif node in there:
+        elif node in available:
             ops[node] = 0
     return out
 
@@ -174,9 +176,9 @@ def _tag(node: fx.Node) -> bool | None:
 
 
 def _is_lighter(
-    node: fx.Node, needed: Collection[fx.Node], must: Collection[fx.Node]
+    node: fx.Node, read_nodes: Collection[fx.Node], must: Collection[fx.Node]
 ) -> bool:
-    """Whether what a value is made of weighs less than itself, what is ``needed`` being
+    """Whether what a value is made of weighs less than itself, ``read_nodes`` being
     there anyway; or it is tagged so."""
     if _tag(node) or _is_given(node):
         return True
@@ -187,6 +189,6 @@ def _is_lighter(
     read = {
         r for r in read if r.op != "placeholder" and not op_facts_of(r.target).constant
     }
-    more = sum(bytes_of(r) for r in read if r not in needed)
+    more = sum(bytes_of(r) for r in read if r not in read_nodes)
     # Of a function of one value that one is kept, from which there may be others.
     return more < size or more == size and len(read) == 1

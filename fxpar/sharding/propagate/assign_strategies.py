@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
-from fxpar.sharding.constant_values import made_of_constants
+from fxpar.sharding.constant_values import constants_of
 from fxpar.sharding.cost.fused_work import Work, seconds, work_alone
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.factors import (
@@ -47,7 +47,7 @@ def choose(
     specs = [state.spec(v.index) for v in program.values]
     weights = derived(program, resting(program))
     # What lies, or is made, as it is read costs nothing to bring there.
-    open_ = made_of_constants(program) | may_lie_as_read(program, state)
+    open_ = constants_of(program) | may_lie_as_read(program, state)
     cache: dict = {}
     out = []
     for op in program.ops:
@@ -80,7 +80,7 @@ class _Choice:
         program: Program,
         op: Op,
         specs: list[Spec],
-        held: tuple[frozenset[tuple[int, str]], ...],
+        fixed: tuple[frozenset[tuple[int, str]], ...],
         rests: tuple[bool, ...],
         free: tuple[bool, ...],
         mesh: Mesh,
@@ -94,9 +94,9 @@ class _Choice:
             for dims, spec in zip(op.rule.tensors, self.specs, strict=True)
         ]
         # (tensor, axis): axes that stay on their factors, the first kind before others.
-        self.held = held
+        self.fixed = fixed
         self.free = free  # operands that lie, or are made, as they are read
-        experts, batch = ({axis for _, axis in kind} for kind in held)
+        experts, batch = ({axis for _, axis in kind} for kind in fixed)
         # A parameter is gathered over what splits the batch, whatever is chosen.
         self.priced = [
             spec.without(batch - experts) if ours else spec
@@ -111,16 +111,16 @@ class _Choice:
         options = self._options()
         if not options:
             return Strategy(self.op.rule.pinned)
-        if all(len(found) == 1 for found in options.values()):
-            single = self._build({a: found[0] for a, found in options.items()})
+        if all(len(factors) == 1 for factors in options.values()):
+            single = self._build({a: factors[0] for a, factors in options.items()})
             if single is not None and self._agrees(single):
                 return single
-        best = self._best({a: (*found, None) for a, found in options.items()})
+        best = self._best({a: (*factors, None) for a, factors in options.items()})
         return best if best is not None else Strategy(self.op.rule.pinned)
 
     def _options(self) -> dict[str, tuple[str, ...]]:
         """For each axis, the factors that some tensor of the op splits by it."""
-        whole, pin, found = self.op.rule.whole, self.op.rule.pin, {}
+        whole, pin, options = self.op.rule.whole, self.op.rule.pin, {}
         for axis in dict.fromkeys(a for spec in self.specs for a in spec.sharded_axes):
             if axis in pin:
                 continue
@@ -128,19 +128,19 @@ class _Choice:
             for i, view in enumerate(self.views):
                 for factor, axes in view.items():
                     if axis in axes and factor not in whole:
-                        rank = factors.get(factor, len(self.held))
+                        rank = factors.get(factor, len(self.fixed))
                         factors[factor] = min(rank, self._rank(i, axis))
             first = min(factors.values(), default=0)
             if factors:
-                found[axis] = tuple(f for f, rank in factors.items() if rank == first)
-        return found
+                options[axis] = tuple(f for f, rank in factors.items() if rank == first)
+        return options
 
     def _rank(self, tensor: int, axis: str) -> int:
         """How firmly a tensor's axis stays on its factor; 0 is the firmest."""
-        for rank, kind in enumerate(self.held):
+        for rank, kind in enumerate(self.fixed):
             if (tensor, axis) in kind:
                 return rank
-        return len(self.held)
+        return len(self.fixed)
 
     def _build(self, chosen: dict[str, str | None]) -> Strategy | None:
         """The strategy of an axis -> factor assignment; None if it is not expressible.

@@ -48,30 +48,34 @@ def at_rest(
     dims lies whole). An axis for experts first splits dim 0 of stacked matrices.
     """
     ndim = len(shape)
-    given = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
+    dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
     shut = [*closed, *[False] * (ndim - len(closed))]
-    used = {*decided, *(axis for axes in given for axis in axes)}
+    used_axes = {*decided, *(axis for axes in dim_axes for axis in axes)}
     batch, experts = batch_axes(mesh), expert_axes(mesh)
-    open_ = ndim == 3 and not (shut[0] or given[0] or used.intersection(experts))
+    open_ = ndim == 3 and not (
+        shut[0] or dim_axes[0] or used_axes.intersection(experts)
+    )
     if open_ and shard_sizes.is_even(shape[0], mesh, experts):
-        given[0] = experts
-        used.update(experts)
+        dim_axes[0] = experts
+        used_axes.update(experts)
     # Batch axes are gathered at each use: minor, so that what is left is one block.
-    left = [
+    free_axes = [
         axis
         for axis in sorted(mesh.names, key=lambda axis: axis in batch)
-        if axis not in used and mesh.sizes[axis] > 1
+        if axis not in used_axes and mesh.sizes[axis] > 1
     ]
-    choices = [axes for n in range(len(left)) for axes in combinations(left, n + 1)]
+    choices = [
+        axes for n in range(len(free_axes)) for axes in combinations(free_axes, n + 1)
+    ]
     # The more shards the better, else batch axes: those are gathered anyway.
     choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
     for axes in choices:
         for d in range(ndim):
-            split = (*given[d], *axes)
+            split = (*dim_axes[d], *axes)
             if not shut[d] and shard_sizes.is_even(shape[d], mesh, split):
-                given[d] = split
-                return Spec.of(given)
-    return Spec.of(given)
+                dim_axes[d] = split
+                return Spec.of(dim_axes)
+    return Spec.of(dim_axes)
 
 
 def settle_at_rest(engine: Propagation) -> None:
@@ -111,30 +115,30 @@ def gather_before_views(
         if len(reads) != 1 or result in outputs:
             continue
         (need,) = reads
-        made = result_spec(op.rule, strategies[op.index], 0)
+        made_spec = result_spec(op.rule, strategies[op.index], 0)
         axes_of = project(op.rule.results[0], need, op.rule.size, mesh)
-        after = Strategy((*op.rule.pinned, *axes_of.items()))
+        gathered = Strategy((*op.rule.pinned, *axes_of.items()))
         if (
-            set(need.sharded_axes) < set(made.sharded_axes)
-            and result_spec(op.rule, after, 0) == need
+            set(need.sharded_axes) < set(made_spec.sharded_axes)
+            and result_spec(op.rule, gathered, 0) == need
             and expressible(op.rule.operands[0], axes_of, op.rule.size, mesh)
         ):
-            strategies[op.index], settled[result] = after, need
+            strategies[op.index], settled[result] = gathered, need
 
 
 def _repeating(program: Program) -> set[int]:
     """Ops that repeat a value, and those that copy or view what was repeated."""
-    values, repeated, out = program.values, set[int](), set[int]()
+    values, repeated, ops = program.values, set[int](), set[int]()
     for op in program.ops:
         if len(op.operands) != 1 or len(op.results) != 1:
             continue
-        (read,), (made,) = op.operands, op.results
+        (operand,), (result,) = op.operands, op.results
         facts = op_facts_of(op.target)
-        grows = facts.view and 1 < values[read].numel < values[made].numel
-        if grows or (read in repeated and (is_view(op) or facts.copies)):
-            repeated.add(made)
-            out.add(op.index)
-    return out
+        grows = facts.view and 1 < values[operand].numel < values[result].numel
+        if grows or (operand in repeated and (is_view(op) or facts.copies)):
+            repeated.add(result)
+            ops.add(op.index)
+    return ops
 
 
 def may_lie_as_read(program: Program, state: State) -> set[int]:
@@ -183,11 +187,11 @@ def resting(program: Program) -> set[int]:
 
 def derived(program: Program, roots: set[int]) -> set[int]:
     """``roots`` and the values computed from them alone."""
-    found = set(roots)
+    values = set(roots)
     for op in program.ops:
-        if op.operands and all(v in found for v in op.operands):
-            found.update(op.results)
-    return found
+        if op.operands and all(v in values for v in op.operands):
+            values.update(op.results)
+    return values
 
 
 def gathered_again(program: Program) -> set[int]:
@@ -195,31 +199,31 @@ def gathered_again(program: Program) -> set[int]:
     itself: all but those of parameters which the forward's last reader and the
     backward's first both read. Between the two nothing else is gathered: they would be
     dropped to be gathered at once (FSDP2 keeps those of its root for this reason)."""
-    ours, late = derived(program, resting(program)), backward_ops(program)
+    parameter_values, late = derived(program, resting(program)), backward_ops(program)
     roots: dict[int, frozenset[int]] = {v: frozenset({v}) for v in resting(program)}
     last: frozenset[int] = frozenset()
     first: frozenset[int] | None = None
     for op in program.ops:
         of = frozenset[int]().union(*(roots.get(v, frozenset()) for v in op.operands))
-        if of and ours.issuperset(op.results) and op.results:
+        if of and parameter_values.issuperset(op.results) and op.results:
             roots.update(dict.fromkeys(op.results, of))
         elif of and op.index not in late:
             last = of
         elif of and first is None:
             first = of
     kept = last & (first or frozenset())
-    return {v for v in ours if kept.isdisjoint(roots.get(v, frozenset()))}
+    return {v for v in parameter_values if kept.isdisjoint(roots.get(v, frozenset()))}
 
 
 def alone(program: Program, results: Collection[int]) -> set[int]:
     """``results`` and the values from which they are computed, one operand an op."""
-    found, stack = set(results), list(results)
+    values, stack = set(results), list(results)
     while stack:
         producer = program.producers.get(stack.pop())
         op = program.ops[producer[0]] if producer else None
         if op is not None and len(op.operands) == 1:
             for v in op.operands:
-                if v not in found:
-                    found.add(v)
+                if v not in values:
+                    values.add(v)
                     stack.append(v)
-    return found
+    return values

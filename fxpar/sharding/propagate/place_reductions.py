@@ -49,23 +49,23 @@ def place_reductions(
 ) -> tuple[list[Strategy], list[Spec]]:
     """(strategies with passages, spec each value settles in)."""
     chosen = list(strategies)
-    kept: dict[int, list[tuple[str, str]]] = {}
+    partials: dict[int, list[tuple[str, str]]] = {}
     for axis in mesh.names:
-        for reduction, passing in _cuts(program, state, chosen, mesh, axis, kept):
+        for reduction, passing in _cuts(program, state, chosen, mesh, axis, partials):
             for index, passage in passing.passages.items():
                 chosen[index] = _with_pass(chosen[index], axis, reduction, passage)
             for v in passing.kept:
-                kept.setdefault(v, []).append((axis, reduction))
+                partials.setdefault(v, []).append((axis, reduction))
     settled = []
     for value in program.values:
         v = value.index
-        partial = kept.get(v)
+        partial = partials.get(v)
         if partial:
             op_index, i = program.producers[v]
-            made = result_spec(program.ops[op_index].rule, chosen[op_index], i)
+            made_spec = result_spec(program.ops[op_index].rule, chosen[op_index], i)
             keep = {axis for axis, _ in partial}
-            reduced = [p for p in made.partial if p[0] not in keep]
-            spec = Spec.of(made.dims, partial)
+            reduced = [p for p in made_spec.partial if p[0] not in keep]
+            spec = Spec.of(made_spec.dims, partial)
             if reduced:
                 spec = _reduced_into(spec, state.spec(v), {a for a, _ in reduced})
             settled.append(spec)
@@ -79,12 +79,12 @@ def _reduced_into(spec: Spec, wanted: Spec, axes: set[str]) -> Spec:
     dims = []
     for have, want in zip(spec.dims, wanted.dims, strict=True):
         extra = want[len(have) :] if want[: len(have)] == have else ()
-        taken: list[str] = []
+        next_axes: list[str] = []
         for axis in extra:
             if axis not in axes:
                 break
-            taken.append(axis)
-        dims.append((*have, *taken))
+            next_axes.append(axis)
+        dims.append((*have, *next_axes))
     return Spec.of(dims, spec.partial)
 
 
@@ -123,7 +123,7 @@ def _cuts(
     strategies: Sequence[Strategy],
     mesh: Mesh,
     axis: str,
-    kept: Kept,
+    partials: Kept,
 ) -> Iterator[tuple[str, _Passing]]:
     """A cut per reduction, each with the strategies as the one before left them."""
     reductions = dict.fromkeys(
@@ -139,7 +139,7 @@ def _cuts(
             prices = {
                 v: _price(program, state, v, mesh, axis, beside)
                 for v in region.member
-                for beside in [_reduced_beside(program, strategies, v, axis, kept)]
+                for beside in [_reduced_beside(program, strategies, v, axis, partials)]
             }
             yield reduction, _cut(program, axis, region, prices)
 
@@ -224,7 +224,7 @@ def _reduced_beside(
     strategies: Sequence[Strategy],
     v: int,
     axis: str,
-    kept: Kept,
+    partials: Kept,
 ) -> list[str]:
     """The parts of an axis before this one over which a value is made partial, and
     reduced."""
@@ -239,7 +239,7 @@ def _reduced_beside(
         if reduction == "sum"
         and axis_of(part) == place[0]
         and (split_name(part) or place) < place
-        and (part, reduction) not in kept.get(v, ())
+        and (part, reduction) not in partials.get(v, ())
     ]
 
 

@@ -181,20 +181,20 @@ class Propagation:
                     self._queued[level].add(index)
                     heapq.heappush(self._heaps[level], index)
         for other in self._ties.get(v, ()):
-            self._follow(v, other)
+            self._bring_over(v, other)
 
-    def _follow(self, v: int, other: int) -> None:
+    def _bring_over(self, v: int, other: int) -> None:
         """Bring the axes of a tied value over."""
         if not (self.state.active[v] and self.state.active[other]):
             return
-        moved = False
+        changed = False
         for d, axes in enumerate(self.state.dims[v]):
             have = self.state.dims[other][d]
             if axes[: len(have)] == have and len(axes) > len(have):
-                moved |= self._extend(
+                changed |= self._extend(
                     other, d, axes[len(have) :], v, "gradient of its parameter"
                 )
-        if moved:
+        if changed:
             self._changed(other)
 
     def _extend(self, v: int, d: int, axes: Axes, source: int, op: str) -> bool:
@@ -229,15 +229,15 @@ class Propagation:
         ]
         if level == RESOLVE:
             self._note_lost(op, views)
-        wanted = self._wanted(op, level, views)
-        if not wanted:
+        agreed = self._agreed(op, level, views)
+        if not agreed:
             return
         for i, v in enumerate(tensors):
             if not state.active[v]:
                 continue
             changed = False
-            for factor, (axes, source) in self._fitting(
-                op, i, wanted, views[i], level
+            for factor, (axes, source) in self._claimed(
+                op, i, agreed, views[i], level
             ).items():
                 changed |= self._grow(op, i, factor, axes, source, views[i])
             if changed:
@@ -245,18 +245,18 @@ class Propagation:
 
     def _note_lost(self, op: Op, views: list[dict[str, Axes]]) -> None:
         """Remember axes that end at this op, since no factor takes them."""
-        taken = {axis for view in views for axes in view.values() for axis in axes}
+        dealt_axes = {axis for view in views for axes in view.values() for axis in axes}
         for dims, v, view in zip(op.rule.tensors, op.tensors, views, strict=True):
             if not view and not self.state.origins[v]:
                 continue
             for d, (dim, axes) in enumerate(zip(dims, self.state.dims[v], strict=True)):
                 dealt = sum(len(view.get(factor, ())) for factor in dim)
                 lost = axes[dealt:] if len(dim) > 1 else ()
-                for axis in () if taken.intersection(lost) else lost:
+                for axis in () if dealt_axes.intersection(lost) else lost:
                     origin = self.state.origins[v][axis]
                     self.state.indivisible.setdefault((v, d, axis), origin)
 
-    def _wanted(
+    def _agreed(
         self, op: Op, level: int, views: list[dict[str, Axes]]
     ) -> dict[str, tuple[Axes, int]]:
         """Per factor the axes its tensors agree on, and the tensor they come from."""
@@ -268,7 +268,7 @@ class Propagation:
             best: Axes = ()
             source = -1
             for i in rule.where[factor]:
-                axes = _before(views[i].get(factor, ()), rule.pin)
+                axes = _axes_before(views[i].get(factor, ()), rule.pin)
                 if not axes or (restrict and not self._large[op.index][i]):
                     continue
                 n = min(len(axes), len(best))
@@ -292,36 +292,36 @@ class Propagation:
         batch = origin is not None and origin.batch
         return (not batch, -self.program.values[v].nbytes, i)
 
-    def _fitting(
+    def _claimed(
         self,
         op: Op,
         i: int,
-        wanted: dict[str, tuple[Axes, int]],
+        agreed: dict[str, tuple[Axes, int]],
         view: dict[str, Axes],
         level: int,
     ) -> dict[str, tuple[Axes, int]]:
-        """What of ``wanted`` tensor ``i`` can take: each axis for one factor only."""
+        """What of ``agreed`` tensor ``i`` can take: each axis for one factor only."""
         have = self.state.origins[op.tensors[i]]
-        own = dict.fromkeys(f for dim in op.rule.tensors[i] for f in dim)
+        factors = dict.fromkeys(f for dim in op.rule.tensors[i] for f in dim)
         claims: dict[str, list[str]] = {}
-        for factor in own:
-            for axis in wanted.get(factor, ((), -1))[0]:
+        for factor in factors:
+            for axis in agreed.get(factor, ((), -1))[0]:
                 claims.setdefault(axis, []).append(factor)
         out = {}
-        for factor in own:
-            if factor not in wanted:
+        for factor in factors:
+            if factor not in agreed:
                 continue
-            axes, source = wanted[factor]
-            mine = view.get(factor, ())
-            if axes[: len(mine)] != mine or len(axes) <= len(mine):
+            axes, source = agreed[factor]
+            present = view.get(factor, ())
+            if axes[: len(present)] != present or len(axes) <= len(present):
                 continue
             take = []
-            for axis in axes[len(mine) :]:
+            for axis in axes[len(present) :]:
                 rivals = claims[axis]
                 if axis in have or (len(rivals) > 1 and level < RESOLVE):
                     break
                 if len(rivals) > 1 and factor != min(
-                    rivals, key=lambda f: self._rank(op, wanted[f][1], axis)
+                    rivals, key=lambda f: self._rank(op, agreed[f][1], axis)
                 ):
                     break
                 take.append(axis)
@@ -380,7 +380,7 @@ class Propagation:
         return False
 
 
-def _before(axes: Axes, stop: Container[str]) -> Axes:
+def _axes_before(axes: Axes, stop: Container[str]) -> Axes:
     """The axes in front of the first that is in ``stop``."""
     return tuple(itertools.takewhile(lambda axis: axis not in stop, axes))
 

@@ -70,7 +70,7 @@ def matrix(
     else:
         first = front(shape)
         out = _between_light(mesh, room, nbytes, first, alone, rows, columns)
-    given = [place.get(_node(s.without_partial(), mesh), -1) for s in sources]
+    reduced = [place.get(_node(s.without_partial(), mesh), -1) for s in sources]
     odd, ends = (
         [not spec.is_even(mesh, shape) for spec in specs]
         for specs in (sources, targets)
@@ -81,7 +81,7 @@ def matrix(
         if rows[i] < 0 or columns[j] < 0 or odd[i] or ends[j]:
             out[i, j] = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
         elif len(_kinds(sources[i], targets[j])) > 1:  # reduced in between
-            out[i, j] = every[rows[i], given[i]] + every[given[i], columns[j]]
+            out[i, j] = every[rows[i], reduced[i]] + every[reduced[i], columns[j]]
         elif _swaps(sources[i], targets[j], mesh) and np.isfinite(out[i, j]):
             pieces = _one(sources[i], targets[j], mesh, tuple(shape), itemsize)
             out[i, j] = min(out[i, j], pieces)
@@ -144,9 +144,9 @@ def path(
     if many or not mesh.is_shared_equally:
         return None
     place, nodes = _places(mesh, len(shape)), _nodes(mesh, len(shape))
-    here, end = place.get(_node(source, mesh)), place.get(_node(target, mesh))
+    node, end = place.get(_node(source, mesh)), place.get(_node(target, mesh))
     ops = _ops(source) | _ops(target)
-    if here is None or end is None or len(ops) > 1:
+    if node is None or end is None or len(ops) > 1:
         return None
     op = next(iter(ops), "sum")
     room = tuple(math.gcd(size, mesh.size) for size in shape)
@@ -154,22 +154,22 @@ def path(
     first = front(shape)
     cost = _closure(mesh, room, nbytes, first)
     behind = [d > first for d in range(len(shape))]
-    if not np.isfinite(cost[here, end]):
+    if not np.isfinite(cost[node, end]):
         return None
     out: list[Step] = []
-    while here != end:
+    while node != end:
         best = None
-        for _, to, share, move in _leaving(mesh, len(shape))[here]:
+        for _, to, share, move in _leaving(mesh, len(shape))[node]:
             spent = seconds(move, mesh, nbytes * share, behind)
-            total = spent + cost[to, end] if np.isfinite(cost[here, to]) else math.inf
+            total = spent + cost[to, end] if np.isfinite(cost[node, to]) else math.inf
             rank = (total * (1 - 1e-9), not KINDS[move.kind].local)
             if best is None or rank < best[0]:
                 best = (rank, to, move)
         assert best is not None
         _, to, move = best
-        before, after = (_spec(nodes[n], mesh, op) for n in (here, to))
+        before, after = (_spec(nodes[n], mesh, op) for n in (node, to))
         out.append(as_step(move, range(len(shape)), before, after, op, mesh))
-        here = to
+        node = to
     if out:
         out[-1] = replace(out[-1], spec=target)  # axes of one rank were left out
     return tuple(out)

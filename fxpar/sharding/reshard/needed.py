@@ -106,37 +106,40 @@ def connect(
 ) -> Edges:
     """All reads and reshards of a plan, inputs and outputs as the signature wants."""
     signature = program.signature
-    made: list[Spec] = list(settled)
+    specs: list[Spec] = list(settled)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.results):
-            made[v] = result_spec(op.rule, strategy, i)
+            specs[v] = result_spec(op.rule, strategy, i)
     for declared, value in zip(signature.inputs, program.inputs, strict=True):
         if value is not None and declared.rest is not None:
-            made[value] = declared.rest
+            specs[value] = declared.rest
     rests = [
-        None if v is None else out.spec(settled[v], made[v], signature.batch)
+        None if v is None else out.spec(settled[v], specs[v], signature.batch)
         for out, v in zip(signature.outputs, program.outputs, strict=True)
     ]
-    for k, (result, rest) in enumerate(zip(program.outputs, rests, strict=True)):
-        if result is None or rest is None or signature.outputs[k].lie != "even":
+    for k, (result, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
+        if result is None or rest_spec is None or signature.outputs[k].lie != "even":
             continue
-        rests[k] = rest.evened(mesh, program.values[result].shape)
+        rests[k] = rest_spec.evened(mesh, program.values[result].shape)
     for i, k in signature.tangents:
-        tangent, rest = program.inputs[i], rests[k]
-        if tangent is not None and rest is not None:
-            made[tangent] = rest
-    for known in program.values:
-        if known.index not in program.producers and known.index not in program.inputs:
-            made[known.index] = Spec.whole(len(known.shape))  # a constant
-    versions = _Versions(program, made, settled, mesh)
-    edges = Edges(made, reshards=versions.reshards)
+        tangent, rest_spec = program.inputs[i], rests[k]
+        if tangent is not None and rest_spec is not None:
+            specs[tangent] = rest_spec
+    for constant in program.values:
+        if (
+            constant.index not in program.producers
+            and constant.index not in program.inputs
+        ):
+            specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
+    versions = _Versions(program, specs, settled, mesh)
+    edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):
             need = operand_spec(op.rule, strategy, i)
             versions.get(v, need, op.index, None)
             edges.reads[op.index, i] = need
-    for k, (out, rest) in enumerate(zip(program.outputs, rests, strict=True)):
-        if out is not None and rest is not None:
-            versions.get(out, rest, None, k)
-        edges.outputs.append(rest)
+    for k, (out, rest_spec) in enumerate(zip(program.outputs, rests, strict=True)):
+        if out is not None and rest_spec is not None:
+            versions.get(out, rest_spec, None, k)
+        edges.outputs.append(rest_spec)
     return edges

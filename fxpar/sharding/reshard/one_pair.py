@@ -139,14 +139,14 @@ def _pose(
         return tuple(token for token in named if token[2] > 1)
 
     start, goal = tuple(map(tokens, source.dims)), tuple(map(tokens, target.dims))
-    kept = [axis for axis in before if axis in after]
+    remaining = [axis for axis in before if axis in after]
     pending = tuple(
         (token, op)
         for a, op in source.partial
         if a not in after
         for token in tokens([a])
     )
-    busy = frozenset(position[axis] for axis in kept)
+    busy = frozenset(position[axis] for axis in remaining)
     dims = _concerned(start, goal, room, pending, mesh)
     copies = any(link.copy_launch or link.copy_byte for link in mesh.links)
     # Dims in a fixed order and without those that stay: what is alike is searched once.
@@ -297,13 +297,15 @@ def _solve(problem: _Problem, nbytes: float) -> Moves:
         if spent > best[state]:
             continue
         for move in filter(problem.allows, moves(problem, *state)):
-            new = (move.dims, move.pending)
+            next_state = (move.dims, move.pending)
             total = spent + nudge + _seconds(move, problem, local(state[0]))
-            if total < best.get(new, math.inf):
-                best[new], came[new] = total, (state, move)
+            if total < best.get(next_state, math.inf):
+                best[next_state], came[next_state] = total, (state, move)
                 order += 1
-                rank = problem.misplaced(*new)
-                heapq.heappush(queue, (total + ahead(*new), rank, order, total, new))
+                rank = problem.misplaced(*next_state)
+                heapq.heappush(
+                    queue, (total + ahead(*next_state), rank, order, total, next_state)
+                )
     path: list[Move] = []
     while state != start:
         state, move = came[state]
@@ -350,19 +352,19 @@ def _steps(
     route: Moves, dims: Sequence[int], source: Spec, target: Spec, mesh: Mesh
 ) -> tuple[Step, ...]:
     """Moves with the names of axes and the numbers of dims, masks at the end."""
-    kept = {axis: op for axis, op in source.partial if axis in target.partial_axes}
+    remaining = {axis: op for axis, op in source.partial if axis in target.partial_axes}
     out: list[Step] = []
     spec = source
     for move in _merged(route):
         entries = list(spec.dims)
         for d, tokens in zip(dims, move.dims, strict=True):
             entries[d] = named(tokens, mesh)
-        partial = kept | {mesh.names[token[0]]: op for token, op in move.pending}
+        partial = remaining | {mesh.names[token[0]]: op for token, op in move.pending}
         before, spec = spec, Spec(*entries, partial=partial)
         out.append(as_step(move, dims, before, spec, move.op, mesh))
     masks: dict[str, list[str]] = {}
     for axis, op in target.partial:
-        if axis not in kept and mesh.sizes[axis] > 1:
+        if axis not in remaining and mesh.sizes[axis] > 1:
             masks.setdefault(op, []).append(axis)
     for op, axes in masks.items():
         partial = dict(spec.partial) | dict.fromkeys(axes, op)

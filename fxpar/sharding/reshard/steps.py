@@ -198,12 +198,12 @@ def curve(
 ) -> Curve:
     """Seconds over bytes of a collective with the copies around it. ``late``: of each
     dim the step names whether it is behind the ``front`` of the shape."""
-    found, step = along(kind, mesh, axes), KINDS[kind]
+    collective, step = along(kind, mesh, axes), KINDS[kind]
     unordered = bool(late) and mesh.ordered(axes) != axes
     copied = step.copied(mesh.count(axes), [unordered or x for x in late])
     copies = [times for times, x in zip(copied, alone, strict=True) if times and x]
     if not copies:
-        return found
+        return collective
     launch, byte = _copying(mesh, axes)
     lines = (
         replace(
@@ -211,7 +211,7 @@ def curve(
             alpha=line.alpha + len(copies) * launch,
             beta=line.beta + sum(copies) * byte,
         )
-        for line in found.lines
+        for line in collective.lines
     )
     return Curve(tuple(lines))
 

@@ -45,29 +45,29 @@ def agree(have: Tokens, want: Tokens) -> int:
 
     Parts of an axis agree if they are its major parts in order.
     """
-    queue, done = list(reversed(want)), 0
+    queue, equal = list(reversed(want)), 0
     for token in have:
         if not queue:
             break
         if queue[-1] == token:
             queue.pop()
         else:
-            wanted = queue.pop()
-            if wanted[:2] != token[:2] or wanted[2] % token[2]:
+            goal = queue.pop()
+            if goal[:2] != token[:2] or goal[2] % token[2]:
                 break
-            rest = cut(wanted, token[2])[1]
-            if rest:
-                queue.append(rest)
-        done += 1
-    return done
+            remainder = cut(goal, token[2])[1]
+            if remainder:
+                queue.append(remainder)
+        equal += 1
+    return equal
 
 
-def _subtract(token: Token, used: Sequence[Token]) -> list[Token]:
-    """The parts of a token that are not among ``used``, major first; without those that
-    another way of cutting the axis makes inexpressible."""
+def _subtract(token: Token, covered: Sequence[Token]) -> list[Token]:
+    """The parts of a token that are not among ``covered``, major first; without those
+    that another way of cutting the axis makes inexpressible."""
     axis, at, n = token
     end, out = at * n, []
-    for _, above, size in sorted(u for u in used if u[0] == axis):
+    for _, above, size in sorted(u for u in covered if u[0] == axis):
         if above * size <= at or above >= end:
             continue
         if above > at and above % at == 0:
@@ -91,12 +91,12 @@ def involved(before: Dims, after: Dims) -> Tokens:
     the two sides counts as a whole.
     """
     parts: dict[int, set[Token]] = {}
-    for left, right in zip(before, after, strict=True):
-        while left and right and left[0] == right[0]:
-            left, right = left[1:], right[1:]
-        while left and right and left[-1] == right[-1]:
-            left, right = left[:-1], right[:-1]
-        for token in left + right:
+    for source, target in zip(before, after, strict=True):
+        while source and target and source[0] == target[0]:
+            source, target = source[1:], target[1:]
+        while source and target and source[-1] == target[-1]:
+            source, target = source[:-1], target[:-1]
+        for token in source + target:
             parts.setdefault(token[0], set()).add(token)
     out: list[Token] = []
     for axis in sorted(parts):
@@ -121,7 +121,7 @@ def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
     """
     capacity = [count(tokens) for tokens in dims]
     placed: list[list[Token]] = [[] for _ in dims]
-    rest: list[list[Token]] = []
+    unplaced: list[list[Token]] = []
     for d, tokens in enumerate(goal):
         queue = list(tokens)
         while queue and queue[0][0] not in barred:
@@ -134,15 +134,15 @@ def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
             if tail:
                 queue.insert(0, tail)
                 break
-        rest.append(queue)
-    leaving = _lodge(dims, rest, capacity, barred)
+        unplaced.append(queue)
+    leaving = _lodge(dims, unplaced, capacity, barred)
     used = [t for tokens in placed for t in tokens]
     used += [t for blocks in leaving for block in blocks for t in block]
     free = [[p for t in tokens for p in _subtract(t, used)] for tokens in dims]
     # Fill with what the dim already has, then with what others have over.
-    for d, own in enumerate(free):
-        placed[d] += _fill(own, d, capacity)
-    spare = [part for own in free for part in own]
+    for d, spare_tokens in enumerate(free):
+        placed[d] += _fill(spare_tokens, d, capacity)
+    spare = [part for spare_tokens in free for part in spare_tokens]
     for d in range(len(dims)):
         placed[d] += _fill(spare, d, capacity)
     out = tuple(
@@ -153,12 +153,12 @@ def arrange(dims: Dims, goal: Dims, barred: Set[int]) -> Dims | None:
 
 
 def _lodge(
-    dims: Dims, rest: list[list[Token]], capacity: list[int], barred: Set[int]
+    dims: Dims, unplaced: list[list[Token]], capacity: list[int], barred: Set[int]
 ) -> list[list[list[Token]]]:
     """Put what each dim still needs on dims with capacity to spare, from where it can
     follow by all-to-all. Per dim: blocks, the first to leave last."""
     blocks: list[list[list[Token]]] = [[] for _ in dims]
-    for e, queue in enumerate(rest):
+    for e, queue in enumerate(unplaced):
         at = None
         while queue and queue[0][0] not in barred:
             token = queue.pop(0)
@@ -181,18 +181,18 @@ def _lodge(
 
 def _fill(pool: list[Token], d: int, capacity: list[int]) -> list[Token]:
     """Take tokens off the pool, whole or cut, until dim ``d`` has enough."""
-    out, left = [], []
+    out, remaining = [], []
     for token in pool:
         size = math.gcd(token[2], capacity[d])
         if size == 1:
-            left.append(token)
+            remaining.append(token)
             continue
         head, tail = cut(token, size)
         out.append(head)
         capacity[d] //= size
         if tail:
-            left.append(tail)
-    pool[:] = left
+            remaining.append(tail)
+    pool[:] = remaining
     return out
 
 

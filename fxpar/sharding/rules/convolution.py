@@ -77,19 +77,23 @@ def _convolution(
     rows = [int(n) for n in x.shape[2:]]
     if transposed:
         more = zip(rows, slid, each(output_padding, k), strict=True)
-        made = [
+        result_rows = [
             (n - 1) * w.stride - 2 * w.padding + w.dilation * (w.kernel - 1) + 1 + extra
             for n, w, extra in more
         ]
-        spatial = spatial_dims(slid, made, rows)
-        given, result = spatial.few, spatial.many
+        spatial = spatial_dims(slid, result_rows, rows)
+        operand_dims, result_dims = spatial.few, spatial.many
     else:
-        made = [w.count(n) for n, w in zip(rows, slid, strict=True)]
-        spatial = spatial_dims(slid, rows, made)
-        given, result = spatial.many, spatial.few
-    operands = [["n", ci, *given], kernel, *([["+", co]] if bias is not None else [])]
+        result_rows = [w.count(n) for n, w in zip(rows, slid, strict=True)]
+        spatial = spatial_dims(slid, rows, result_rows)
+        operand_dims, result_dims = spatial.many, spatial.few
+    operands = [
+        ["n", ci, *operand_dims],
+        kernel,
+        *([["+", co]] if bias is not None else []),
+    ]
     halos = spatial.halos(len(operands) if transposed else 0, 2)
-    words = text(*operands, results=[["n", co, *result]])
+    words = text(*operands, results=[["n", co, *result_dims]])
     rule = _sliding(words, spatial, halos, groups)
     summed = (2,) if bias is not None else ()
     return replace(rule, passages=(Passage((0, *summed)), Passage((1, *summed))))
@@ -122,11 +126,11 @@ def _convolution_backward(
     if transposed:
         at_grad, at_x = spatial.many, spatial.few
         halos = spatial.halos(0, 2) * (mask[0] or mask[1])
-    given = ["n", ci, *at_x]
+    operand = ["n", ci, *at_x]
     # The bias is not in the product, so a split of input channels leaves it complete.
-    made = zip([given, kernel, [co, "~ci"]], mask, strict=True)
-    results = [dims for dims, wanted in made if wanted]
-    words = text(["n", co, *at_grad], given, kernel, results=results)
+    gradients = zip([operand, kernel, [co, "~ci"]], mask, strict=True)
+    results = [dims for dims, wanted in gradients if wanted]
+    words = text(["n", co, *at_grad], operand, kernel, results=results)
     return _sliding(words, spatial, halos, groups)
 
 

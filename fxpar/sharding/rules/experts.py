@@ -60,19 +60,19 @@ def _dispatch_slots(
 
 def _dispatch_rows(x: torch.Tensor, taken: torch.Tensor, _: int, fill: int) -> Rule:
     """Summands may be sent where slots without a row are zero."""
-    sources, rest = taken.shape[1], words_of(x)[1:]
+    sources, columns = taken.shape[1], words_of(x)[1:]
     sizes = {"s": sources, "t": x.shape[0] // sources}
-    given: list[list[Word]] = [[("s", "t!"), *rest], ["g!", "s", "c!"]]
+    operands: list[list[Word]] = [[("s", "t!"), *columns], ["g!", "s", "c!"]]
     sums = [Passage((0,))] if x.is_floating_point() and not fill else []
-    rule = make(given, [["g!", "s", "c!", *rest]], sizes, passages=sums)
+    rule = make(operands, [["g!", "s", "c!", *columns]], sizes, passages=sums)
     return replace(rule, evenly=frozenset("s"))
 
 
 def _combine_rows(y: torch.Tensor, slots: torch.Tensor) -> Rule:
-    sources, rest = y.shape[1], words_of(y)[3:]
+    sources, columns = y.shape[1], words_of(y)[3:]
     by_row: Word = ("s", "r!")
     sizes = {"s": sources, "r": slots.shape[0] // sources}
-    rule = make([["g!", "s", "c!", *rest], [by_row]], [[by_row, *rest]], sizes)
+    rule = make([["g!", "s", "c!", *columns], [by_row]], [[by_row, *columns]], sizes)
     return replace(rule, evenly=frozenset("s"))
 
 

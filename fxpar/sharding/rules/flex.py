@@ -26,22 +26,22 @@ def _captured(*groups: Sequence[Any]) -> Words:
 
 def _words(q: torch.Tensor, k: torch.Tensor) -> Heads | None:
     """Those of the tensors; a batch of one key serves all queries."""
-    found = heads_of(q, k)
-    if found is None or k.shape[0] == q.shape[0]:
-        return found
-    return replace(found, key=["_", *found.key[1:]], value=["_", *found.value[1:]])
+    heads = heads_of(q, k)
+    if heads is None or k.shape[0] == q.shape[0]:
+        return heads
+    return replace(heads, key=["_", *heads.key[1:]], value=["_", *heads.value[1:]])
 
 
-def _blocks(found: Heads, mask: Sequence[Any]) -> Words | None:
+def _blocks(heads: Heads, mask: Sequence[Any]) -> Words | None:
     """The tensors of a block mask: of each batch and head, or of all."""
     out = []
     for x in tensors_of(mask):
         sizes = [int(n) for n in x.shape[:2]]
         if len(sizes) < 2 or any(
-            n not in (1, size) for n, size in zip(sizes, found.sizes, strict=False)
+            n not in (1, size) for n, size in zip(sizes, heads.sizes, strict=False)
         ):
             return None
-        pairs = zip(found.scores, sizes, found.sizes, strict=False)
+        pairs = zip(heads.scores, sizes, heads.sizes, strict=False)
         word = [name if n == size else "_" for name, n, size in pairs]
         out.append([*word, *["_"] * (x.dim() - 2)])
     return out

@@ -71,14 +71,16 @@ def _advanced(x: torch.Tensor, indices: Indices, free: bool = True) -> _Advanced
     # A sum over ranks has no meaning for booleans.
     mark = "" if free and x.dtype is not torch.bool else "!"
     operand = [f"s{d}{mark}" if d in dims else f"d{d}" for d in range(x.dim())]
-    kept = [d for d in range(x.dim()) if d not in dims]
+    other_dims = [d for d in range(x.dim()) if d not in dims]
     shape = list(torch.broadcast_shapes(*(index.shape for index in tensors)))
     words = names(len(shape), "i")
     return _Advanced(
         operand,
         [align(index.shape, shape, words) for index in tensors],
-        [f"d{d}" for d in kept[:at]] + words + [f"d{d}" for d in kept[at:]],
-        [x.shape[d] for d in kept[:at]] + shape + [x.shape[d] for d in kept[at:]],
+        [f"d{d}" for d in other_dims[:at]] + words + [f"d{d}" for d in other_dims[at:]],
+        [x.shape[d] for d in other_dims[:at]]
+        + shape
+        + [x.shape[d] for d in other_dims[at:]],
     )
 
 
@@ -92,11 +94,11 @@ def _index(x: torch.Tensor, indices: Indices) -> str | None:
 def _masked_index(
     x: torch.Tensor, mask: torch.Tensor, indices: Indices, fill: Any
 ) -> str | None:
-    found = _advanced(x, indices, free=False)
-    if found is None:
+    advanced = _advanced(x, indices, free=False)
+    if advanced is None:
         return None
-    where = align(mask.shape, found.shape, found.result)
-    return text(found.operand, where, *found.indices, results=[found.result])
+    where = align(mask.shape, advanced.shape, advanced.result)
+    return text(advanced.operand, where, *advanced.indices, results=[advanced.result])
 
 
 def _put(words: Sequence[str], accumulate: bool) -> list[str]:
@@ -115,13 +117,13 @@ def _index_put(
     tensors = [index for index in indices if index is not None]
     if len(tensors) == 1 and is_mask(tensors[0]):
         return _mask_put(x, indices, values)
-    found = _advanced(x, indices)
-    if found is None:
+    advanced = _advanced(x, indices)
+    if advanced is None:
         return None
-    updates = [*found.indices, align(values.shape, found.shape, found.result)]
+    updates = [*advanced.indices, align(values.shape, advanced.shape, advanced.result)]
     if not accumulate:
         updates = [_whole(words) for words in updates]
-    operand = [word.rstrip("!") for word in found.operand]
+    operand = [word.rstrip("!") for word in advanced.operand]
     return text(_put(operand, accumulate), *updates, results=[operand])
 
 
@@ -147,17 +149,17 @@ def _mask_put(x: torch.Tensor, indices: Indices, values: torch.Tensor) -> str | 
 def _masked_put(
     x: torch.Tensor, mask: torch.Tensor, indices: Indices, values: torch.Tensor
 ) -> str | None:
-    found = _advanced(x, indices, free=False)
-    if found is None:
+    advanced = _advanced(x, indices, free=False)
+    if advanced is None:
         return None
-    where = align(mask.shape, found.shape, found.result)
-    updates = align(values.shape, found.shape, found.result)
+    where = align(mask.shape, advanced.shape, advanced.result)
+    updates = align(values.shape, advanced.shape, advanced.result)
     return text(
-        _put(found.operand, True),
+        _put(advanced.operand, True),
         where,
-        *found.indices,
+        *advanced.indices,
         updates,
-        results=[found.operand],
+        results=[advanced.operand],
     )
 
 

@@ -36,15 +36,18 @@ def _rule(
 ) -> Rule:
     """The rule of one call. ``empty``: results the call leaves out, one dim of size 0.
     ``like``: result -> operand whose own batch dims it has instead of the common."""
-    left, right = _parse(form)
-    batch, own = aligned(
-        [t.shape[: t.ndim - len(c)] for t, c in zip(tensors, left, strict=True)]
+    operand_cores, result_cores = _parse(form)
+    batch, batch_words = aligned(
+        [
+            t.shape[: t.ndim - len(c)]
+            for t, c in zip(tensors, operand_cores, strict=True)
+        ]
     )
-    operands = [b + core for b, core in zip(own, left, strict=True)]
+    operands = [b + core for b, core in zip(batch_words, operand_cores, strict=True)]
     factors = dict.fromkeys(w for words in operands for w in words if w != "_")
     results = []
-    for i, core in enumerate(right):
-        lead = own[like[i]] if like and i in like else batch
+    for i, core in enumerate(result_cores):
+        lead = batch_words[like[i]] if like and i in like else batch
         words = ["_"] if i in empty else lead + core
         results.append(words + [f"~{f}" for f in factors if f not in words])
     return make(operands, results)

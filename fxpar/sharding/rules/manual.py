@@ -42,13 +42,13 @@ def factor(axis: str) -> str:
 
 def pinned(rule: Rule, sizes: Sizes) -> Rule:
     """The rule of an op inside regions over these axes."""
-    more = {axis: size for axis, size in sizes.items() if axis not in rule.pin}
-    if not more:
+    added = {axis: size for axis, size in sizes.items() if axis not in rule.pin}
+    if not added:
         return rule
     return replace(
         rule,
-        sizes=(*rule.sizes, *((factor(axis), size) for axis, size in more.items())),
-        pinned=(*rule.pinned, *((factor(axis), (axis,)) for axis in more)),
+        sizes=(*rule.sizes, *((factor(axis), size) for axis, size in added.items())),
+        pinned=(*rule.pinned, *((factor(axis), (axis,)) for axis in added)),
     )
 
 
@@ -57,15 +57,15 @@ def _edge(x: torch.Tensor, lies: Spec, sizes: Sizes, *, leaves: bool) -> Rule:
     outside = [
         (*map(factor, axes), word) for axes, word in zip(lies.dims, words, strict=True)
     ]
-    known = {factor(axis): size for axis, size in sizes.items()}
+    factor_sizes = {factor(axis): size for axis, size in sizes.items()}
     for word, n, axes in zip(words, x.shape, lies.dims, strict=True):
         count = 1 if leaves else _count(axes, sizes)
-        known[word] = int(n) // count
+        factor_sizes[word] = int(n) // count
     split = [f"~{factor(axis)}" for axis in lies.sharded_axes]
     rule = (
-        make([words], [outside], known)
+        make([words], [outside], factor_sizes)
         if leaves
-        else make([outside], [[*words, *split]], known)
+        else make([outside], [[*words, *split]], factor_sizes)
     )
     return replace(
         rule,
@@ -137,20 +137,20 @@ def manual_axes(graph: fx.Graph) -> dict[fx.Node, Sizes]:
     and their sizes: what is computed from what entered, until it leaves."""
     if not any(str(node.target) in OPS for node in graph.nodes):
         return {}
-    inside: dict[fx.Node, dict[str, int]] = {}
-    found: dict[fx.Node, Sizes] = {}
+    region_axes: dict[fx.Node, dict[str, int]] = {}
+    axes_of: dict[fx.Node, Sizes] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
         axes: dict[str, int] = {}
         for read in node.all_input_nodes:
-            axes |= inside.get(read, {})
-        own = dict(sizes_of(node))
-        if own or axes:
-            found[node] = axes | own
-        left = own if str(node.target) == LEAVE else {}
-        inside[node] = {a: n for a, n in (axes | own).items() if a not in left}
-    return found
+            axes |= region_axes.get(read, {})
+        op_axes = dict(sizes_of(node))
+        if op_axes or axes:
+            axes_of[node] = axes | op_axes
+        left = op_axes if str(node.target) == LEAVE else {}
+        region_axes[node] = {a: n for a, n in (axes | op_axes).items() if a not in left}
+    return axes_of
 
 
 def sizes_of(node: fx.Node) -> Sizes:

@@ -51,8 +51,8 @@ def _linear(
 
 def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
     """Batch dims are aligned from the right; a matrix may be a vector."""
-    left = ["m", "k"][-x.ndim :]
-    right = ["k", "n"][: y.ndim]
+    x_words = ["m", "k"][-x.ndim :]
+    y_words = ["k", "n"][: y.ndim]
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     words = words_of(batch)
 
@@ -63,9 +63,9 @@ def _matmul(x: torch.Tensor, y: torch.Tensor) -> Rule:
             for word, size, full in zip(words[last:], shape, batch[last:], strict=True)
         ]
 
-    result = [*words, *left[:-1], *right[1:]]
+    result = [*words, *x_words[:-1], *y_words[1:]]
     return make(
-        [broadcast(x.shape[:-2]) + left, broadcast(y.shape[:-2]) + right], [result]
+        [broadcast(x.shape[:-2]) + x_words, broadcast(y.shape[:-2]) + y_words], [result]
     )
 
 
@@ -74,8 +74,10 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | 
 
     A letter twice in one operand takes a diagonal, for which there is no rule.
     """
-    left, arrow, right = equation.replace(" ", "").replace("...", "@").partition("->")
-    terms = left.split(",")
+    operand_terms, arrow, result_term = (
+        equation.replace(" ", "").replace("...", "@").partition("->")
+    )
+    terms = operand_terms.split(",")
     extra = [
         t.ndim - len(term.replace("@", ""))
         for t, term in zip(tensors, terms, strict=True)
@@ -84,7 +86,7 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | 
     if not arrow:
         letters = "".join(terms).replace("@", "")
         once = sorted(c for c in set(letters) if letters.count(c) == 1)
-        right = "@" * ("@" in left) + "".join(once)
+        result_term = "@" * ("@" in operand_terms) + "".join(once)
 
     def spell(term: str, n: int) -> list[str]:
         dots = [f"e{i}" for i in range(most - n, most)]
@@ -102,7 +104,7 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_: Any) -> Rule | 
         ["_" if n == 1 else word for word, n in zip(words, t.shape, strict=True)]
         for words, t in zip(operands, tensors, strict=True)
     ]
-    result = ["_" if size[w] == 1 else w for w in spell(right, most)]
+    result = ["_" if size[w] == 1 else w for w in spell(result_term, most)]
     passages = [Passage((i,)) for i in range(len(tensors))]
     return make(stretched, [result], passages=passages)
 
@@ -119,13 +121,13 @@ def _trilinear(
     *inserted, summed = dims[:4]
     ndim = x.ndim + len(inserted[0])
     shapes = []
-    for t, new in zip((x, y, z), inserted, strict=True):
+    for t, inserted_dims in zip((x, y, z), inserted, strict=True):
         sizes = iter(t.shape)
-        shapes.append([1 if d in new else next(sizes) for d in range(ndim)])
-    words, own = aligned(shapes)
+        shapes.append([1 if d in inserted_dims else next(sizes) for d in range(ndim)])
+    words, words_by_operand = aligned(shapes)
     operands = [
-        [w for d, w in enumerate(words) if d not in new]
-        for words, new in zip(own, inserted, strict=True)
+        [w for d, w in enumerate(words) if d not in inserted_dims]
+        for words, inserted_dims in zip(words_by_operand, inserted, strict=True)
     ]
     return make(operands, [[w for d, w in enumerate(words) if d not in summed]])
 

@@ -53,7 +53,7 @@ def choice(*, results: int = 1) -> Callable[..., Rule]:
         if dim is None or x.ndim == 0:
             return over(results=results)(x, dim, keepdim)
         rows = 1 if keepdim else None
-        return _chosen(x, at(dim, x.ndim), rows, results)
+        return _top_rows(x, at(dim, x.ndim), rows, results)
 
     return made
 
@@ -62,26 +62,26 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
     if x.ndim == 0:
         return make([[]], [[], []])
     dim = at(dim, x.ndim)
-    rule = _chosen(x, dim, k, 2)
+    rule = _top_rows(x, dim, k, 2)
     return replace(rule, evenly=frozenset(rule.operands[0][dim]))
 
 
-def _chosen(x: torch.Tensor, dim: int, kept: int | None, results: int) -> Rule:
-    """``kept`` rows of a dim, or None where the results lack it. Every rank chooses
+def _top_rows(x: torch.Tensor, dim: int, count: int | None, results: int) -> Rule:
+    """``count`` rows of a dim, or None where the results lack it. Every rank chooses
     among the candidates of all."""
     words = words_of(x)
     mark = [f"~{words[dim]}"] if words[dim] != "_" else []
     result = [
         "_" if i == dim else word
         for i, word in enumerate(words)
-        if i != dim or kept is not None
+        if i != dim or count is not None
     ]
-    made = make([words], [[*result, *mark]] * results)
+    rule = make([words], [[*result, *mark]] * results)
     candidates = (
-        GatheredRows(0, dim, kept or 1),
-        GatheredRows(0, dim, kept or 1, _INDEX),
+        GatheredRows(0, dim, count or 1),
+        GatheredRows(0, dim, count or 1, _INDEX),
     )
-    return replace(made, gathered=candidates)
+    return replace(rule, gathered=candidates)
 
 
 ROWS = {

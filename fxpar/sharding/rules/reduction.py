@@ -33,13 +33,13 @@ def _reduced(
 ) -> Rule:
     """``x`` with ``dims`` gone, or ``_`` if kept."""
     words = words_of(x, dims if whole else ())
-    kept = [
+    result = [
         "_" if i in dims else word
         for i, word in enumerate(words)
         if keepdim or i not in dims
     ]
     passages = (Passage((0,), passes),) if passes else ()
-    return make([words], [kept] * results, passages=passages)
+    return make([words], [result] * results, passages=passages)
 
 
 def over(default: Dim = None, **how: Any) -> Callable[..., Rule]:

@@ -76,12 +76,12 @@ def aligned(shapes: Sequence[Sequence[int]]) -> tuple[list[str], list[list[str]]
     """(words of what the shapes broadcast to, words of each)."""
     full = torch.broadcast_shapes(*shapes)
     words = words_of(full, prefix="b")
-    own = []
+    words_of_each = []
     for shape in shapes:
         skip = len(full) - len(shape)
         pairs = zip(words[skip:], shape, full[skip:], strict=True)
-        own.append([word if size == n else "_" for word, size, n in pairs])
-    return words, own
+        words_of_each.append([word if size == n else "_" for word, size, n in pairs])
+    return words, words_of_each
 
 
 def at(dim: int, ndim: int) -> int:
@@ -104,14 +104,14 @@ def keys(names: str, namespace: str = "aten") -> list[Any]:
     """
     if namespace != "aten":
         return [f"{namespace}::{name}" for name in names.split()]
-    found = []
+    overloads = []
     for name in names.split():
         packet, _, overload = name.partition(".")
         op = getattr(torch.ops.aten, packet, None)
         op = getattr(op, overload or "default", None)
         if op is not None:
-            found.append(op)
-    return found
+            overloads.append(op)
+    return overloads
 
 
 def rows(

@@ -27,7 +27,7 @@ def report_unknown(program: Program, mesh: Mesh, strict: bool) -> None:
     axes = [axis for axis, size in mesh.axes if size > 1]
     for op in program.ops:
         # Inside a manual region an op runs on what its rank holds.
-        if not op.known and (not axes or not op.rule.pin.keys() >= {*axes}):
+        if not op.has_rule and (not axes or not op.rule.pin.keys() >= {*axes}):
             unknown.setdefault(_called(op), []).append(op)
     for target, calls in unknown.items():
         size = sum(program.values[v].nbytes for op in calls for v in op.operands)

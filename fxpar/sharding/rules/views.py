@@ -44,8 +44,8 @@ def regroup(source: Shape, target: Shape) -> Rule:
         before, after = ([factor(n, True) for n in s] for s in (source, target))
         return make([before], [after], sizes)
 
-    left: list[list[str]] = [[] for _ in source]
-    right: list[list[str]] = [[] for _ in target]
+    source_words: list[list[str]] = [[] for _ in source]
+    target_words: list[list[str]] = [[] for _ in target]
     i = j = 0
     a = b = 1
     while True:
@@ -58,34 +58,34 @@ def regroup(source: Shape, target: Shape) -> Rule:
         common = math.gcd(a, b)
         if common > 1:
             name = factor(common)
-            left[i - 1].append(name)
-            right[j - 1].append(name)
+            source_words[i - 1].append(name)
+            target_words[j - 1].append(name)
             a, b = a // common, b // common
             if a == 1 or b == 1:
                 continue
         # No further divisor in common: the rest is whole until the products meet.
         rest_left, rest_right = a, b
-        left[i - 1].append(factor(a, True))
-        right[j - 1].append(factor(b, True))
+        source_words[i - 1].append(factor(a, True))
+        target_words[j - 1].append(factor(b, True))
         while rest_left != rest_right:
             if rest_left < rest_right:
-                left[i].append(factor(source[i], True))
+                source_words[i].append(factor(source[i], True))
                 rest_left, i = rest_left * source[i], i + 1
             else:
-                right[j].append(factor(target[j], True))
+                target_words[j].append(factor(target[j], True))
                 rest_right, j = rest_right * target[j], j + 1
         a = b = 1
 
     def words(dims: list[list[str]]) -> list[Word]:
         return [tuple(dim) if dim else "_" for dim in dims]
 
-    return make([words(left)], [words(right)], sizes)
+    return make([words(source_words)], [words(target_words)], sizes)
 
 
 def _complete(numel: int, shape: Shape) -> list[int]:
     """A shape with its -1 filled in."""
-    known = math.prod(n for n in shape if n != -1)
-    return [numel // max(known, 1) if n == -1 else n for n in shape]
+    product = math.prod(n for n in shape if n != -1)
+    return [numel // max(product, 1) if n == -1 else n for n in shape]
 
 
 def view(x: torch.Tensor, shape: Shape, *_: Any, **__: Any) -> Rule:
@@ -186,14 +186,14 @@ def strided(
     ``x`` lies where its own strides say, so indices that give the same place, and are
     within bounds, name the same element."""
     dims = sorted((d for d, n in enumerate(x.shape) if n != 1), key=x.stride)[::-1]
-    rest = 0 if offset is None else offset - x.storage_offset()
-    if rest < 0:
+    offset_left = 0 if offset is None else offset - x.storage_offset()
+    if offset_left < 0:
         return None
     starts = dict.fromkeys(range(x.ndim), 0)
     for d in dims:
-        starts[d] = min(rest // max(x.stride(d), 1), x.shape[d] - 1)
-        rest -= starts[d] * x.stride(d)
-    if rest or 0 in x.shape or 0 in shape:
+        starts[d] = min(offset_left // max(x.stride(d), 1), x.shape[d] - 1)
+        offset_left -= starts[d] * x.stride(d)
+    if offset_left or 0 in x.shape or 0 in shape:
         return None
     cuts = {d: range(start, start + 1) for d, start in starts.items()}
     source: list[int | None] = []
@@ -201,13 +201,13 @@ def strided(
         if n == 1 or step == 0:
             source.append(None)
             continue
-        found = next((d for d in dims if 0 < x.stride(d) <= step), None)
-        if found is None or found in source or step % x.stride(found):
+        dim = next((d for d in dims if 0 < x.stride(d) <= step), None)
+        if dim is None or dim in source or step % x.stride(dim):
             return None
-        step //= x.stride(found)
-        cuts[found] = range(starts[found], starts[found] + (n - 1) * step + 1, step)
-        source.append(found)
-        if cuts[found][-1] >= x.shape[found]:
+        step //= x.stride(dim)
+        cuts[dim] = range(starts[dim], starts[dim] + (n - 1) * step + 1, step)
+        source.append(dim)
+        if cuts[dim][-1] >= x.shape[dim]:
             return None
     return Strided(tuple(cuts[d] for d in range(x.ndim)), tuple(source))
 

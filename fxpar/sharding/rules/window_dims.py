@@ -101,19 +101,19 @@ def spatial_dims(
 ) -> SpatialDims:
     """Words of dims of these sizes, windows ``slid`` over them; ``may``: whether such a
     dim may be split."""
-    rows, made, sizes, reach = [], [], [], []
+    many_words, few_words, sizes, reach = [], [], [], []
     for d, (window, n, count) in enumerate(zip(slid, many, few, strict=True)):
         if not (window.fits(int(n), int(count)) and may(window)):
-            rows.append("_")
-            made.append(f"o{d}!")
+            many_words.append("_")
+            few_words.append(f"o{d}!")
             continue
-        made.append(f"o{d}")
+        few_words.append(f"o{d}")
         if window.stride == 1:
-            rows.append(f"o{d}")
+            many_words.append(f"o{d}")
         else:
-            rows.append(f"(o{d} s{d}!)")
+            many_words.append(f"(o{d} s{d}!)")
             sizes.append((f"s{d}", window.stride))
         ends = window.padding, max(0, window.behind)
         if any(ends):
             reach.append((d, *ends))
-    return SpatialDims(rows, made, tuple(sizes), tuple(reach))
+    return SpatialDims(many_words, few_words, tuple(sizes), tuple(reach))

@@ -29,23 +29,23 @@ class Alternative:
     # None of an input, which only rests somewhere.
     strategy: Strategy | None
     # Specs of what the op makes, or the one it rests in.
-    made: tuple[Spec, ...]
+    specs: tuple[Spec, ...]
     # Of a step of the whole plan with it; inf if no plan has it.
     seconds: float
 
     def compared(self, best: float) -> str:
         """As text, beside a plan of ``best`` seconds."""
-        made = ", ".join(map(str, self.made))
+        specs = ", ".join(map(str, self.specs))
         if self.strategy is None:
-            what = f"at rest in {made}"
+            text = f"at rest in {specs}"
         else:
             split = (f"{f} over {'+'.join(axes)}" for f, axes in self.strategy.factors)
             parts = [", ".join(split) or "nothing split"]
             passed = (axis for axis, *_ in self.strategy.passes)
             parts += [f"{axis} passed on as partial" for axis in passed]
-            what = f"{'; '.join(parts)} ({made})"
-        more = (self.seconds / best - 1) * 100
-        return f"{what}: {self.seconds * 1e3:.4g} ms, {more:+.3g}%"
+            text = f"{'; '.join(parts)} ({specs})"
+        percent = (self.seconds / best - 1) * 100
+        return f"{text}: {self.seconds * 1e3:.4g} ms, {percent:+.3g}%"
 
 
 def alternatives(
@@ -67,9 +67,9 @@ def alternatives(
         rows = [k for k in rows if formulation.pool[numbers[k]] == spec]
         if not rows and formulation.pool[numbers[chosen]] != spec:
             raise _impossible(result, value, spec, numbers)
-    own, resharding = _as_it_stands(result, number)
-    here = own + resharding
-    rows = sorted(rows, key=lambda k: (here[k], k))[:TRIED]
+    computing, resharding = _as_it_stands(result, number)
+    total = computing + resharding
+    rows = sorted(rows, key=lambda k: (total[k], k))[:TRIED]
     first = (
         0 if node.kind == "input" else len(formulation.program.ops[node.of].operands)
     )
@@ -99,15 +99,15 @@ def _impossible(
     result: SearchResult, value: int, spec: Spec, numbers: np.ndarray
 ) -> PlanError:
     program, pool = result.formulation.program, result.formulation.pool
-    known = ", ".join(dict.fromkeys(str(pool[n]) for n in numbers))
+    possible = ", ".join(dict.fromkeys(str(pool[n]) for n in numbers))
     if value in program.producers:
         op = program.ops[program.producers[value][0]]
         return PlanError(
-            f"no strategy of {op.name} makes {spec}", fix=f"ask for {known}"
+            f"no strategy of {op.name} makes {spec}", fix=f"ask for {possible}"
         )
     name = program.values[value].name
     return PlanError(
-        f"{name} is an input that cannot rest in {spec}", fix=f"ask for {known}"
+        f"{name} is an input that cannot rest in {spec}", fix=f"ask for {possible}"
     )
 
 
@@ -115,28 +115,28 @@ def _total(result: SearchResult, node: int, k: int, seconds: float) -> float:
     """Seconds of the best plan in which a node takes strategy ``k``."""
     problem = result.formulation.problem
     try:
-        again = resolve(problem, {node: k}, result.solution, seconds)
+        solution = resolve(problem, {node: k}, result.solution, seconds)
     except Infeasible:
         return float("inf")
-    return again.cost + result.formulation.launches
+    return solution.cost + result.formulation.launches
 
 
 def _as_it_stands(result: SearchResult, node: int) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each strategy of a node with all others as they were chosen: its own,
     and those of resharding what it reads and makes."""
     problem, choice = result.formulation.problem, result.solution.choice
-    own = np.array(problem.costs[node], float)
-    resharding = np.zeros_like(own)
+    computing = np.array(problem.costs[node], float)
+    resharding = np.zeros_like(computing)
     for i, j, table in problem.edges:
         if i == node:
             resharding = resharding + problem.tables[table][:, choice[j]]
         if j == node:
             resharding = resharding + problem.tables[table][choice[i], :]
-    return own, resharding
+    return computing, resharding
 
 
 def alternatives_text(
-    result: SearchResult, value: int, others: Sequence[Alternative]
+    result: SearchResult, value: int, choices: Sequence[Alternative]
 ) -> str:
     """What a value costs in the plan, then alternatives, one a line."""
     name = result.formulation.program.values[value].name
@@ -145,15 +145,15 @@ def alternatives_text(
     if node is None:
         return f"{step}; it is a constant"
     chosen = result.solution.choice[node]
-    own, resharding = (part[chosen] * 1e3 for part in _as_it_stands(result, node))
+    computing, resharding = (part[chosen] * 1e3 for part in _as_it_stands(result, node))
     if result.formulation.nodes[node].kind == "input":
         step += f", of which resharding it takes {resharding:.3g} ms"
     else:
         step += (
-            f", of which computing it takes {own:.3g} ms and resharding what its op "
-            f"reads and makes {resharding:.3g} ms"
+            f", of which computing it takes {computing:.3g} ms and resharding what its "
+            f"op reads and makes {resharding:.3g} ms"
         )
-    if not others:
+    if not choices:
         return f"{step}; there is no other choice"
-    lines = [f"  {other.compared(result.predicted)}" for other in others]
+    lines = [f"  {other.compared(result.predicted)}" for other in choices]
     return "\n".join([f"{step}; else", *lines])

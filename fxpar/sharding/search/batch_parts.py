@@ -81,12 +81,12 @@ class PartProgram:
 
     def kernels(self, gathered: Collection[int]) -> ProgramKernels:
         """The kernels of one part."""
-        found = kernels_of(self.whole, gathered)
+        whole_kernels = kernels_of(self.whole, gathered)
         works = (
             self._work(op, work)
-            for op, work in zip(self.whole.ops, found.works, strict=True)
+            for op, work in zip(self.whole.ops, whole_kernels.works, strict=True)
         )
-        return replace(found, program=self.program, works=tuple(works))
+        return replace(whole_kernels, program=self.program, works=tuple(works))
 
     def _work(self, op: Op, work: Work) -> Work:
         cut = self.cut.factors[op.index]

@@ -70,7 +70,7 @@ class Layout:
     kernels: dict[int, int]
     # Tasks of each edge, and what it moves.
     rows: tuple[EdgeTasks, ...]
-    moved: tuple[EdgeValue, ...]
+    edge_values: tuple[EdgeValue, ...]
     # Whether what an edge moves is no op's at once: an input gathered ahead, or a
     # gradient that nothing computes with.
     aside: tuple[bool, ...]
@@ -136,7 +136,7 @@ class _Drawn:
         self.formulation, self.axes = formulation, axes
         self.program = formulation.program
         self.end = len(self.program.ops)
-        self.moved = edge_values(formulation)
+        self.edge_values = edge_values(formulation)
         self.moves = [_may_move(table) for table in formulation.problem.tables]
         self.views = {op.index for op in self.program.ops if is_view(op)}
         self.tasks: list[Task] = []
@@ -201,7 +201,7 @@ class _Drawn:
         for e, (i, j, table) in enumerate(self.formulation.problem.edges):
             if nodes[i].kind in ("input", "constant") and self.moves[table]:
                 at = self.first[j]
-                large = len(self.program.values[self.moved[e].value].shape) > 1
+                large = len(self.program.values[self.edge_values[e].value].shape) > 1
                 rows[at in backward, large].append((at, e))
         out = {}
         for row in rows.values():
@@ -281,7 +281,9 @@ class _Drawn:
             self.formulation.nodes[i].kind == "input" or self.first[j] == self.end
             for i, j, _ in self.formulation.problem.edges
         ]
-        return Layout(tuple(tasks), kernels, tuple(rows), self.moved, tuple(aside))
+        return Layout(
+            tuple(tasks), kernels, tuple(rows), self.edge_values, tuple(aside)
+        )
 
 
 def _may_move(table: np.ndarray) -> bool:

@@ -50,7 +50,7 @@ class Formulation:
     entries: Sequence[Entry] = ()
     launches: float = 0.0  # seconds that no choice changes
     # Of each row of the problem's memory the entry it is of.
-    held: tuple[Entry, ...] = ()
+    memory_entries: tuple[Entry, ...] = ()
     # Where the program is one part of a batch.
     parts: PartProgram | None = None
 
@@ -80,16 +80,16 @@ def formulate(
     _outputs(build, makers, readers)
     _constants(build, makers)
     _values(build, makers, readers)
-    live = entries(program, build.kernels, build.backward, build.apart)
+    live = entries(program, build.kernels, build.backward, build.gathered_twice)
     if facts.parts is not None:
         live = facts.parts.held(live)
-    held = _memory(build, live, makers, readers)
+    memory = _memory(build, live, makers, readers)
     launches = hardware.launch * sum(w.launches for w in build.kernels.works)
     problem = Problem(
         tuple(build.costs),
         tuple(build.edges),
         tuple(build.tables),
-        tuple(row for _, row in held),
+        tuple(row for _, row in memory),
         limit,
         None,
     )
@@ -103,7 +103,7 @@ def formulate(
         build.kernels,
         live,
         launches,
-        tuple(entry for entry, _ in held),
+        tuple(entry for entry, _ in memory),
         facts.parts,
     )
 
@@ -203,20 +203,20 @@ def _values(
     hint to keep."""
     program = build.program
     for value in program.values:
-        v, found, maker = value.index, readers[value.index], makers[value.index]
+        v, value_readers, maker = value.index, readers[value.index], makers[value.index]
         free = build.nodes[maker.node].kind == "input" and not is_fixed(build, maker)
         hinted = v in build.facts.seeds and not free
-        if len(found) == 1 and not hinted:
-            build.edge(v, maker, found[0][1])
+        if len(value_readers) == 1 and not hinted:
+            build.edge(v, maker, value_readers[0][1])
             continue
-        if not found:
+        if not value_readers:
             continue
-        phases = ([0], [1]) if v in build.apart else ([0, 1],)
+        phases = ([0], [1]) if v in build.gathered_twice else ([0, 1],)
         settled: dict[int, int] = {}
         for phase in phases:
-            mine = [end for p, end in found if p in phase]
-            if mine:
-                settled |= dict.fromkeys(phase, _settle(build, v, maker, mine))
+            phase_readers = [end for p, end in value_readers if p in phase]
+            if phase_readers:
+                settled |= dict.fromkeys(phase, _settle(build, v, maker, phase_readers))
         forward = settled.get(0, settled.get(1, -1))
         build.settling[v] = forward, settled.get(1, forward)
 

@@ -62,26 +62,27 @@ def entries(
     program: Program,
     kernels: ProgramKernels,
     backward: Collection[int],
-    apart: Collection[int] = (),
+    gathered_twice: Collection[int] = (),
 ) -> list[Entry]:
-    """In order of inputs, then of ops. ``apart``: values that forward and backward
-    gather each for itself. Small values that pass within one phase are left out."""
-    used = _used(program, kernels, backward)
+    """In order of inputs, then of ops. ``gathered_twice``: values that forward and
+    backward gather each for itself. Small values that pass within one
+    phase are left out."""
+    spans = _read_spans(program, kernels, backward)
     return [
-        *_inputs(program, used, apart),
+        *_inputs(program, spans, gathered_twice),
         *_gradients(program, kernels),
-        *_results(program, kernels, backward, used, apart),
+        *_results(program, kernels, backward, spans, gathered_twice),
     ]
 
 
 # Of a base: first and last time it is read in the forward, and in the backward.
-_Used = dict[int, tuple[tuple[int, int], tuple[int, int]]]
+_ReadSpans = dict[int, tuple[tuple[int, int], tuple[int, int]]]
 
 
-def _used(
+def _read_spans(
     program: Program, kernels: ProgramKernels, backward: Collection[int]
-) -> _Used:
-    out: _Used = {}
+) -> _ReadSpans:
+    out: _ReadSpans = {}
     for op in program.ops:
         for b in {kernels.base[v] for v in op.operands}:
             out[b] = _widened(out.get(b), kernels.reads[op.index])
@@ -95,9 +96,9 @@ def _used(
 
 
 def _widened(
-    used: tuple[tuple[int, int], tuple[int, int]] | None, at: tuple[int, int]
+    spans_so_far: tuple[tuple[int, int], tuple[int, int]] | None, at: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    spans = used or ((NEVER, NEVER), (NEVER, NEVER))
+    spans = spans_so_far or ((NEVER, NEVER), (NEVER, NEVER))
     first, second = (
         span
         if time == NEVER
@@ -107,7 +108,9 @@ def _widened(
     return first, second
 
 
-def _inputs(program: Program, used: _Used, apart: Collection[int]) -> list[Entry]:
+def _inputs(
+    program: Program, spans: _ReadSpans, gathered_twice: Collection[int]
+) -> list[Entry]:
     out, end = [], len(program.ops) + 1
     trained = {out.of for out in program.signature.outputs if out.kind == "gradient"}
     pairs = zip(program.signature.inputs, program.inputs, strict=True)
@@ -122,21 +125,23 @@ def _inputs(program: Program, used: _Used, apart: Collection[int]) -> list[Entry
             continue
         if k in trained:
             out.append(Entry(v, "optimizer", 0, end, MOMENTS * size))
-        for phase, (first, last) in enumerate(_copies(used.get(v), v in apart)):
+        for phase, (first, last) in enumerate(
+            _copies(spans.get(v), v in gathered_twice)
+        ):
             if last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, phase))
     return out
 
 
 def _copies(
-    used: tuple[tuple[int, int], tuple[int, int]] | None, apart: bool
+    spans: tuple[tuple[int, int], tuple[int, int]] | None, gathered_twice: bool
 ) -> list[tuple[int, int]]:
     """From when to when copies live, one for all phases or one for each."""
-    if used is None:
+    if spans is None:
         return []
-    times = [span for span in used if span[1] != NEVER]
-    if apart or not times:
-        return list(used)
+    times = [span for span in spans if span[1] != NEVER]
+    if gathered_twice or not times:
+        return list(spans)
     return [(times[0][0], times[-1][1])]
 
 
@@ -153,8 +158,8 @@ def _results(
     program: Program,
     kernels: ProgramKernels,
     backward: Collection[int],
-    used: _Used,
-    apart: Collection[int],
+    spans: _ReadSpans,
+    gathered_twice: Collection[int],
 ) -> list[Entry]:
     out: list[Entry] = []
     floor = _SMALL * max((value.nbytes for value in program.values), default=0)
@@ -165,15 +170,15 @@ def _results(
             if v not in kernels.written:
                 continue
             size = program.values[v].nbytes
-            (_, early), (first, last) = used.get(v, unread)
-            again = v in kernels.again and not late
-            saved = not late and last != NEVER and not again
+            (_, early), (first, last) = spans.get(v, unread)
+            recomputed = v in kernels.recomputed and not late
+            saved = not late and last != NEVER and not recomputed
             if not saved and size < floor:
                 continue
-            until = max(at, early if again else max(early, last)) + 1
+            until = max(at, early if recomputed else max(early, last)) + 1
             out.append(Entry(v, "saved" if saved else "passing", at, until, size))
             out.append(Entry(v, "made", at, at + 1, size))
-            if again and v in apart and last != NEVER:
+            if recomputed and v in gathered_twice and last != NEVER:
                 out.append(Entry(v, "gathered", first, last + 1, size, 1))
     return out
 

@@ -61,25 +61,25 @@ class StagedStep:
 
 
 def price_stages(
-    found: SearchResult, pipeline: Pipeline, schedule: str, hardware: Hardware
+    result: SearchResult, pipeline: Pipeline, schedule: str, hardware: Hardware
 ) -> StagedStep | None:
     """The step in stages; None if there are fewer ops on the batch than stages.
 
     ``schedule``: a name of ``pipeline_schedule.SCHEDULES``. Raises PlanError where it
     has no order for so many parts.
     """
-    form, parts = found.formulation, found.formulation.parts
+    form, parts = result.formulation, result.formulation.parts
     assert parts is not None, "the batch is cut"
     chain = _Chain(form.program, parts.cut)
     places = schedules.stage_places(schedule, pipeline.places)
     count = len(places)
     if chain.length < count:
         return None
-    cost = _costs(found.formulation, found.solution, chain)
+    cost = _costs(result.formulation, result.solution, chain)
     link = hardware.on(pipeline.mesh).link(pipeline.axis)
     sent = [
         link.latency + link.overhead + nbytes / link.bandwidth
-        for nbytes in chain.crossing(found)
+        for nbytes in chain.crossing(result)
     ]
     trains = any(cost.backward)
     crossing = [(1 + trains) * x for x in sent]
@@ -108,7 +108,7 @@ def price_stages(
         sending,
         end,
         1.0 - (busy * parts.count + sum(once)) / (end * pipeline.places),
-        _memory(form, found.solution, chain, cuts, places, rows),
+        _memory(form, result.solution, chain, cuts, places, rows),
     )
 
 
@@ -168,9 +168,9 @@ class _Chain:
             return self.at[self.program.producers[v][0]]
         return min((self.at[i] for i, _ in self.program.uses[v]), default=0)
 
-    def crossing(self, found: SearchResult) -> list[float]:
+    def crossing(self, result: SearchResult) -> list[float]:
         """Bytes on a rank that are sent if a stage begins at each op of the row."""
-        program, base = self.program, found.formulation.kernels.base
+        program, base = self.program, result.formulation.kernels.base
         last: dict[int, int] = defaultdict(lambda: -1)
         for op in program.ops:
             if op.index not in self.late:
@@ -180,8 +180,8 @@ class _Chain:
         for index in self.ops:
             for v in program.ops[index].results:
                 if base[v] == v and last[v] > self.at[index]:
-                    axes = found.settled[v].sharded_axes
-                    nbytes = program.values[v].nbytes / found.mesh.count(axes)
+                    axes = result.settled[v].sharded_axes
+                    nbytes = program.values[v].nbytes / result.mesh.count(axes)
                     changes[self.at[index] + 1] += nbytes
                     changes[last[v] + 1] -= nbytes
         return list(itertools.accumulate(changes[:-1]))
@@ -282,21 +282,21 @@ def _memory(
     throughout, activations of the parts in flight, and the most that passes."""
     assert form.parts is not None
     flying = [_in_flight(row) for row in rows]
-    held = [0.0] * len(rows)
+    throughout = [0.0] * len(rows)
     passing: list[dict[int, float]] = [defaultdict(float) for _ in rows]
     uniform = form.parts
-    for entry, live in zip(form.held, form.problem.memory, strict=True):
-        used = float(live.usage[solution.choice[live.node]])
+    for entry, live in zip(form.memory_entries, form.problem.memory, strict=True):
+        usage = float(live.usage[solution.choice[live.node]])
         place = places[bisect_right(cuts, chain.place_of(entry.value))]
         if entry.kind in STATIC:
-            held[place] += used * uniform.places
+            throughout[place] += usage * uniform.places
         elif entry.kind == "saved":
-            one = used * uniform.places / uniform.in_flight
-            held[place] += one * flying[place]
+            one = usage * uniform.places / uniform.in_flight
+            throughout[place] += one * flying[place]
         else:
-            passing[place][live.begin] += used
-            passing[place][live.end] -= used
-    return tuple(h + _peak(p) for h, p in zip(held, passing, strict=True))
+            passing[place][live.begin] += usage
+            passing[place][live.end] -= usage
+    return tuple(h + _peak(p) for h, p in zip(throughout, passing, strict=True))
 
 
 def _peak(changes: dict[int, float]) -> float:

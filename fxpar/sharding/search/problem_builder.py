@@ -69,13 +69,13 @@ class ProblemBuilder:
         self.settling: dict[int, tuple[int, int]] = {}
         self.resting: dict[int, EdgeEnd] = {}  # gradients
         # Values that forward and backward bring, each for itself, to what they read.
-        self.apart: set[int] = set()
+        self.gathered_twice: set[int] = set()
         if not facts.keep_gathered:
-            self.apart = gathered_again(program)
+            self.gathered_twice = gathered_again(program)
         if facts.parts is None:
-            self.kernels = kernels_of(program, self.apart)
+            self.kernels = kernels_of(program, self.gathered_twice)
         else:
-            self.kernels = facts.parts.kernels(self.apart)
+            self.kernels = facts.parts.kernels(self.gathered_twice)
 
     def node(
         self,
@@ -109,15 +109,15 @@ class ProblemBuilder:
 
     def _seconds(self, index: int) -> np.ndarray:
         """Seconds of an op under each of its strategies; shared among equals."""
-        op, mine = self.program.ops[index], self.kernels.works[index]
+        op, work = self.program.ops[index], self.kernels.works[index]
         part = self.facts.parts.op_share(index) if self.facts.parts else 1.0
-        key = (op.rule, mine, messages_of(op), part)
+        key = (op.rule, work, messages_of(op), part)
         if key not in self.prices:
             options = search_space.strategies(op.rule, self.mesh)
             self.prices[key] = np.array(
                 [
                     part
-                    * fused_work.seconds(op, mine, strategy, self.mesh, self.hardware)
+                    * fused_work.seconds(op, work, strategy, self.mesh, self.hardware)
                     for strategy in options
                 ]
             )
@@ -148,12 +148,12 @@ class ProblemBuilder:
         have = self.nodes[a.node].specs[:, a.column]
         need = self.nodes[b.node].specs[:, b.column]
         alone = self.alone(v, a, b)
-        inside = self.kernels.base[v] not in self.kernels.written
-        key = (have.tobytes(), need.tobytes(), self.like(v), alone, inside)
+        in_kernel = self.kernels.base[v] not in self.kernels.written
+        key = (have.tobytes(), need.tobytes(), self.like(v), alone, in_kernel)
         if key not in self.table_of:
             self.table_of[key] = len(self.tables)
             table = self.between(v, have, need, alone)
-            if inside:
+            if in_kernel:
                 table = table + self.in_memory(v, have, need) * (table > 0)
             self.tables.append(table * self.share(v))
         self.edges.append(Edge(a.node, b.node, self.table_of[key]))

@@ -32,16 +32,16 @@ _SAME = 0.02
 class Polished:
     """The plan with the shortest simulated step among candidates.
 
-    found: the plan; its bound and gap are still those of the additive problem.
+    search: the plan; its bound and gap are still those of the additive problem.
     candidates: simulated seconds of the plans that were compared, the search's first.
     """
 
-    found: SearchResult
+    search: SearchResult
     candidates: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """Of the simulated step of ``found``."""
+        """Of the simulated step of ``search``."""
         return min(self.candidates)
 
     def __str__(self) -> str:
@@ -56,35 +56,39 @@ def polish(
     *,
     discounts: Sequence[float] = DISCOUNTS,
     seconds: float = 2.0,
-    others: Sequence[Sequence[int]] = (),
+    extra_choices: Sequence[Sequence[int]] = (),
 ) -> Polished:
     """A plan whose simulated step takes no longer than that of ``result``.
 
     ``seconds``: for solving the problem again with each of the ``discounts``.
-    ``others``: choices to compare besides, which must fit, e.g. of an expert
+    ``extra_choices``: choices to compare besides, which must fit, e.g. of an expert
     (``solutions.cost_of``).
     """
     form = result.formulation
-    choices = [result.solution.choice, *cheaper(result, discounts, seconds), *others]
+    choices = [
+        result.solution.choice,
+        *cheaper(result, discounts, seconds),
+        *extra_choices,
+    ]
     times = [Overlap(form, choice).seconds for choice in choices]
     best = min(range(len(choices)), key=times.__getitem__)
     return Polished(with_choice(result, choices[best]), tuple(times))
 
 
 def ranked(
-    result: SearchResult, options: SearchOptions, known: Iterable[Sequence[Strategy]]
+    result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
 ) -> tuple[SearchResult, list[str]]:
     """Of the plan found, those with hidden communication at a discount, and known
     strategies of all ops, the one with the shortest simulated step; and a note, if that
     is another than the one found."""
-    others = []
-    for strategies in known:
+    extra_choices = []
+    for strategies in by_hand:
         try:
-            others.append(cost_of(result.formulation, strategies, 1.0).choice)
+            extra_choices.append(cost_of(result.formulation, strategies, 1.0).choice)
         except (Infeasible, PlanError):
             continue
     seconds = min(1.0, options.seconds / 10)
-    best = polish(result, others=others, seconds=seconds)
+    best = polish(result, extra_choices=extra_choices, seconds=seconds)
     before, after = best.candidates[0], best.seconds
     if after >= before * (1 - _SAME):
         return result, []
@@ -93,7 +97,7 @@ def ranked(
         f"simulated to take {after * 1e3:.4g} ms, that of the plan above "
         f"{before * 1e3:.4g} ms"
     )
-    return replace(best.found, first=result.solution), [note]
+    return replace(best.search, first=result.solution), [note]
 
 
 def with_choice(result: SearchResult, choice: Sequence[int]) -> SearchResult:
@@ -116,7 +120,7 @@ def cheaper(
     nothing computes with, parameters gathered ahead) at these shares of its price;
     those that fit in memory and are not known yet."""
     problem = result.formulation.problem
-    known: dict[tuple[int, ...], None] = {}
+    choices: dict[tuple[int, ...], None] = {}
     for share in discounts:
         priced = replace(discounted(result.formulation, share), limit=None)
         try:
@@ -126,8 +130,8 @@ def cheaper(
                 solution = solve(priced, seconds, tolerance=1e-4)
         except Infeasible:
             continue
-        known[solution.choice] = None
-    return [choice for choice in known if choice != result.solution.choice]
+        choices[solution.choice] = None
+    return [choice for choice in choices if choice != result.solution.choice]
 
 
 def discounted(formulation: Formulation, share: float) -> Problem:

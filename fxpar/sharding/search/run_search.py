@@ -144,37 +144,37 @@ def search(
 
 
 def begun_from(
-    result: SearchResult, options: SearchOptions, known: Iterable[Sequence[Strategy]]
+    result: SearchResult, options: SearchOptions, by_hand: Iterable[Sequence[Strategy]]
 ) -> SearchResult:
     """What a search finds that begins again from the cheapest of some known strategies
     of all ops, where one is cheaper than what was found; else what was found."""
     begun, best, start = time.perf_counter(), result.solution.cost, None
-    for strategies in known:
+    for strategies in by_hand:
         try:
-            other = cost_of(result.formulation, strategies, options.seconds / 10)
+            priced = cost_of(result.formulation, strategies, options.seconds / 10)
         except (Infeasible, PlanError):
             continue
-        if other.cost < best:
-            best, start = other.cost, other.choice
+        if priced.cost < best:
+            best, start = priced.cost, priced.choice
     if start is None:
         return result
-    problem, old = result.formulation.problem, result.solution
-    new = solve(problem, options.seconds / 4, start=start, tolerance=_CLOSE)
-    bound = max(old.bound, new.bound)
+    problem, first_solution = result.formulation.problem, result.solution
+    solution = solve(problem, options.seconds / 4, start=start, tolerance=_CLOSE)
+    bound = max(first_solution.bound, solution.bound)
     took = time.perf_counter() - begun
-    new = replace(
-        new,
+    solution = replace(
+        solution,
         bound=bound,
-        gap=max(new.cost - bound, 0.0) / abs(new.cost),
-        seconds=old.seconds + took,
-        notes=old.notes + new.notes,
+        gap=max(solution.cost - bound, 0.0) / abs(solution.cost),
+        seconds=first_solution.seconds + took,
+        notes=first_solution.notes + solution.notes,
     )
-    strategies, settled = decode(result.formulation, new.choice)
+    strategies, settled = decode(result.formulation, solution.choice)
     return replace(
         result,
         strategies=tuple(strategies),
         settled=tuple(settled),
-        solution=new,
+        solution=solution,
         took=result.took + took,
     )
 
@@ -199,8 +199,8 @@ def _solved(problem: Problem, options: SearchOptions, enough: float) -> Solution
         )
         if solution.peak <= problem.limit:
             return solution
-    left = max(end - time.perf_counter(), options.seconds / 4)
-    return solve(problem, left, tolerance=tolerance, enough=enough)
+    seconds = max(end - time.perf_counter(), options.seconds / 4)
+    return solve(problem, seconds, tolerance=tolerance, enough=enough)
 
 
 def _is_above(problem: Problem, seconds: float) -> bool:
@@ -225,13 +225,13 @@ def _too_large(error: Infeasible, formulation: Formulation) -> PlanError:
             f"no plan keeps all hints: {error.what}",
             fix="leave some of their dims open with '?', or give search_seconds more",
         )
-    limit, needed, *sizes = _sizes(
+    limit, need, *sizes = _sizes(
         error.limit, error.needed, *(size for _, size in error.largest)
     )
     names = (_name(formulation, node) for node, _ in error.largest)
     lines = (f"{name} {size}" for name, size in zip(names, sizes, strict=True))
     return PlanError(
-        f"no plan fits in {limit} a rank: the smallest found needs {needed}, of which "
+        f"no plan fits in {limit} a rank: the smallest found needs {need}, of which "
         f"{', '.join(lines)}",
         fix="use more ranks, a smaller batch, or fxpar.shard"
         if any(

@@ -117,13 +117,13 @@ class Overlap:
         i, j, table = self.problem.edges[e]
         key = table, a, b
         if key not in self._cells:
-            what, formulation = self.layout.moved[e], self.formulation
-            source = formulation.pool[formulation.nodes[i].specs[a, what.source]]
-            target = formulation.pool[formulation.nodes[j].specs[b, what.target]]
+            edge_value, formulation = self.layout.edge_values[e], self.formulation
+            source = formulation.pool[formulation.nodes[i].specs[a, edge_value.source]]
+            target = formulation.pool[formulation.nodes[j].specs[b, edge_value.target]]
             total = float(self.problem.tables[table][a, b])
             copies, steps = 0.0, tuple[tuple[float, int], ...]()
             if 0 < total < FORBIDDEN:
-                copies, steps = self._steps(what.value, source, target, total)
+                copies, steps = self._steps(edge_value.value, source, target, total)
             self._cells[key] = bool(source.partial), copies, steps
         return self._cells[key]
 

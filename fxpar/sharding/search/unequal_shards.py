@@ -126,11 +126,11 @@ def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
         speeds = {
             axis: whole.speeds_of(axis)[i] for axis, i in zip(axes, places, strict=True)
         }
-        others = (
+        other_speeds = (
             min(whole.speeds_of(axis)) for axis in whole.names if axis not in axes
         )
         rank = whole.rank(dict(zip(axes, places, strict=True)))
-        out.append((rank, math.prod(speeds.values()) * math.prod(others)))
+        out.append((rank, math.prod(speeds.values()) * math.prod(other_speeds)))
     return out
 
 
@@ -189,12 +189,14 @@ class StepSeconds:
             speed = speed * (speeds / speeds.min()).reshape(along_axis)
             grown[axis] = (np.array(ratio[axis]) * len(speeds)).reshape(along_axis)
         total = np.zeros(shape)
-        for split, taken in self.computing.items():
+        for split, split_seconds in self.computing.items():
             if split:
-                total = total + taken * math.prod(grown[a] for a in split) / speed
-        for (split, over), taken in self.moving.items():
+                total = (
+                    total + split_seconds * math.prod(grown[a] for a in split) / speed
+                )
+        for (split, over), split_seconds in self.moving.items():
             most = math.prod(float(grown[a].max()) for a in over)
-            total = total + taken * most * math.prod(grown[a] for a in split)
+            total = total + split_seconds * most * math.prod(grown[a] for a in split)
         whole = self.computing.get(frozenset(), 0.0) / mesh.slowest
         return self.fixed + whole + float(total.max())
 
@@ -227,23 +229,23 @@ def step_of(
     unlike = frozenset(mesh.unlike)
     works = kernels_of(program).works
     computing: dict[Axes, float] = defaultdict(float)
-    for op, mine, strategy in zip(program.ops, works, decision.strategies, strict=True):
+    for op, work, strategy in zip(program.ops, works, decision.strategies, strict=True):
         split = frozenset(a for _, axes in strategy.factors for a in axes) & unlike
-        computing[split] += fused_work.seconds(op, mine, strategy, mesh, hardware)
-    fixed = hardware.launch * sum(mine.launches for mine in works)
+        computing[split] += fused_work.seconds(op, work, strategy, mesh, hardware)
+    fixed = hardware.launch * sum(work.launches for work in works)
     moving: dict[tuple[Axes, Axes], float] = defaultdict(float)
     for reshard in reshards:
         before = reshard.source
-        held = program.values[reshard.value].nbytes / mesh.count(before.sharded_axes)
+        nbytes = program.values[reshard.value].nbytes / mesh.count(before.sharded_axes)
         for step in route(decision, reshard):
             if not step.local:
-                line = along(step.kind, mesh, step.axes).line(held)
+                line = along(step.kind, mesh, step.axes).line(nbytes)
                 over = _whole(step.axes) & unlike
-                own = (_whole(before.sharded_axes) & unlike) - over
+                split_axes = (_whole(before.sharded_axes) & unlike) - over
                 most = over if step.kind in _BY_SHARD else frozenset()
-                moving[own, most] += line.beta * held
+                moving[split_axes, most] += line.beta * nbytes
                 fixed += line.alpha
-            held *= step.growth(mesh)
+            nbytes *= step.growth(mesh)
             before = step.spec
     return StepSeconds(computing, moving, fixed)
 
@@ -287,16 +289,18 @@ def ratios(
 def _cuts(decision: Decision, best: Mapping[str, Sequence[float]]) -> list[UnequalDim]:
     """Of every dim that an axis of unlike ranks splits."""
     mesh = decision.mesh
-    found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    names_by_dim: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for value in decision.program.values:
         spec = decision.settled[value.index]
         for size, axes in zip(value.shape, spec.dims, strict=True):
             if set(axes) & set(mesh.unlike):
-                found.setdefault((size, axes), []).append(value.name)
+                names_by_dim.setdefault((size, axes), []).append(value.name)
     out = []
-    for (size, axes), names in found.items():
-        each = [best.get(a, (1 / mesh.axis_size(a),) * mesh.axis_size(a)) for a in axes]
-        share = [math.prod(xs) for xs in itertools.product(*each)]
+    for (size, axes), names in names_by_dim.items():
+        shares_by_axis = [
+            best.get(a, (1 / mesh.axis_size(a),) * mesh.axis_size(a)) for a in axes
+        ]
+        share = [math.prod(xs) for xs in itertools.product(*shares_by_axis)]
         out.append(
             UnequalDim(size, axes, cut(size, share), tuple(dict.fromkeys(names)))
         )

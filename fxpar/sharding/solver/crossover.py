@@ -22,7 +22,7 @@ _CUTS = 32
 def mix(
     flat: Flat,
     choice: np.ndarray,
-    others: Sequence[np.ndarray],
+    other_choices: Sequence[np.ndarray],
     deadline: float,
     layer: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -30,8 +30,8 @@ def mix(
     and each of them, until none is better or the deadline. ``layer``: (nodes,) of each
     node, by which cuts are tried first."""
     best, cost = choice, cost_of(flat, choice)
-    known = [choice, *others]
-    pairs = [(a, b) for k, a in enumerate(known) for b in known[k + 1 :]]
+    choices = [choice, *other_choices]
+    pairs = [(a, b) for k, a in enumerate(choices) for b in choices[k + 1 :]]
     while pairs:
         before = cost
         for a, b in pairs:
@@ -40,10 +40,10 @@ def mix(
                     return best
                 below = cost - 1e-9 * abs(cost)
                 for x, y in ((a, b), (b, a)):
-                    found = _cut(flat, x, y, order, ends, below)
-                    if found is not None and (value := cost_of(flat, found)) < cost:
-                        best, cost = found, value
-        pairs = [(best, other) for other in others] if cost < before else []
+                    mixed = _cut(flat, x, y, order, ends, below)
+                    if mixed is not None and (value := cost_of(flat, mixed)) < cost:
+                        best, cost = mixed, value
+        pairs = [(best, other) for other in other_choices] if cost < before else []
     return best
 
 
@@ -152,19 +152,19 @@ def layers(flat: Flat, to: Sequence[int]) -> np.ndarray:
 def _outward(flat: Flat, nodes: np.ndarray, middle: int) -> np.ndarray:
     """The nodes by breadth-first search among them, from the first or a middle one;
     in a training graph a layer's forward and backward nodes come together."""
-    inside = np.zeros(len(flat.size), bool)
-    inside[nodes] = True
+    waiting = np.zeros(len(flat.size), bool)
+    waiting[nodes] = True
     order: list[int] = []
     starts = nodes[len(nodes) // 2 :] if middle else nodes
     for root in [*starts.tolist(), *nodes.tolist()]:
-        if not inside[root]:
+        if not waiting[root]:
             continue
-        inside[root] = False
+        waiting[root] = False
         queue = [root]
         for i in queue:
             for j in flat.other[flat.first[i] : flat.first[i + 1]].tolist():
-                if inside[j]:
-                    inside[j] = False
+                if waiting[j]:
+                    waiting[j] = False
                     queue.append(j)
         order += queue
     return np.array(order, np.int64)

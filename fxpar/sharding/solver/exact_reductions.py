@@ -67,9 +67,9 @@ def _cut(table: np.ndarray, top: float) -> np.ndarray:
 
 def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
     """Apply what applies to one node; the nodes to look at again."""
-    again: set[int] = set()
+    revisit: set[int] = set()
     if dominance and net.size(i) > 1 and _dominate(net, i):
-        again |= _around(net, {i} | _changed(net, i))
+        revisit |= _around(net, {i} | _changed(net, i))
     _settle_rows(net, i)
     near = set(net.adj[i])
     if net.size(i) == 1:
@@ -81,17 +81,17 @@ def _reduce_node(net: Network, i: int, dominance: bool) -> set[int]:
     elif len(near) == 2 and not net.rows[i] and _block(net, i) <= _BLOCK:
         _eliminate_link(net, i)
         j, k = near
-        again |= _around(net, consistent(net, (), [(j, k)]))
+        revisit |= _around(net, consistent(net, (), [(j, k)]))
     else:
         if len(near) == 1 and _thin_leaf(net, i):
-            again |= _around(net, consistent(net, (), [(i, j) for j in near]))
+            revisit |= _around(net, consistent(net, (), [(i, j) for j in near]))
         leader = _leader(net, i)
         if leader is None:
-            return again
+            return revisit
         _follow(net, i, leader)
         edges = [(leader, j) for j in net.adj[leader] if j in near]
-        again |= _around(net, consistent(net, (), edges))
-    return again | near | _around(net, consistent(net, near))
+        revisit |= _around(net, consistent(net, (), edges))
+    return revisit | near | _around(net, consistent(net, near))
 
 
 def _changed(net: Network, i: int) -> set[int]:
@@ -112,13 +112,13 @@ def _block(net: Network, i: int) -> int:
 
 def _settle_rows(net: Network, i: int) -> None:
     """Usage that is the same under every strategy is taken off the room."""
-    left: list[Row] = []
+    varying: list[Row] = []
     for a, b, usage in net.rows[i]:
         least = usage.min()
         net.room[a:b] -= least
         if usage.max() > least:
-            left.append((a, b, usage - least))
-    net.rows[i] = left
+            varying.append((a, b, usage - least))
+    net.rows[i] = varying
 
 
 def _dominate(net: Network, i: int) -> bool:
@@ -213,31 +213,31 @@ def _answer(net: Network, i: int, j: int, best: np.ndarray) -> None:
 
 def _eliminate_link(net: Network, i: int) -> None:
     """Degree two: an edge between the neighbours pays for the node's best answer."""
-    (j, left), (k, right) = sorted(net.adj[i].items())
-    own = net.unary[i]
+    (j, table_j), (k, table_k) = sorted(net.adj[i].items())
+    unary = net.unary[i]
     # Layers that repeat share the work, and what it makes.
-    key, sources = (id(left), id(right), own.tobytes()), (left, right)
+    key, sources = (id(table_j), id(table_k), unary.tobytes()), (table_j, table_k)
 
     def answers() -> np.ndarray:
         flip = net.tables.flip
-        total = flip(left)[:, None, :] + (flip(right) + own)[None, :, :]
+        total = flip(table_j)[:, None, :] + (flip(table_k) + unary)[None, :, :]
         return total.argmin(2)
 
     def costs() -> np.ndarray:
         states = np.arange(len(best))[:, None], np.arange(best.shape[1])[None, :]
-        return left[best, states[0]] + right[best, states[1]] + own[best]
+        return table_j[best, states[0]] + table_k[best, states[1]] + unary[best]
 
     best = net.tables.once(("best", *key), sources, answers)
     table = net.tables.once(("link", *key), sources, costs)
     net.disconnect(i, j)
     net.disconnect(i, k)
     net.alive.discard(i)
-    mine, first, second = net.names[i], net.names[j], net.names[k]
+    names, first, second = net.names[i], net.names[j], net.names[k]
 
     def undo(choice: list[int]) -> None:
         a = np.searchsorted(first, choice[j])
         b = np.searchsorted(second, choice[k])
-        choice[i] = int(mine[best[a, b]])
+        choice[i] = int(names[best[a, b]])
 
     net.trail.append(undo)
     net.connect(j, k, table)

@@ -151,21 +151,21 @@ def _memory(net: Network, nodes: Sequence[int]) -> tuple[np.ndarray, ...]:
     room = np.minimum.reduceat(room, starts) if len(room) else room
     when = net.times[tight][starts] if len(net.times) else np.arange(len(room))
     begin, end = np.searchsorted(starts, begin), np.searchsorted(starts, end)
-    live, use, usages, kept = [0], [], [], []
+    live, use, usages, row_numbers = [0], [], [], []
     total = m = 0
     for part in rows:
         for _, _, usage in part:
             if begin[m] < end[m]:
-                kept.append(m)
+                row_numbers.append(m)
                 use.append(total)
                 usages.append(usage)
                 total += len(usage)
             m += 1
-        live.append(len(kept))
+        live.append(len(row_numbers))
     return (
         np.array(live, np.int64),
-        begin[kept].astype(np.int64),
-        end[kept].astype(np.int64),
+        begin[row_numbers].astype(np.int64),
+        end[row_numbers].astype(np.int64),
         np.array(use, np.int64),
         np.concatenate(usages) if usages else np.zeros(0),
         room,

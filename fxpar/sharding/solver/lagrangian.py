@@ -110,7 +110,7 @@ def raise_prices(
     while step > 1e-3:
         begun = time.perf_counter()
         bound = state.sweep(unary, 2) + flat.constant - float(prices @ flat.room)
-        used = _note(best, flat, state, unary)
+        usage = _note(best, flat, state, unary)
         gain = bound - best.bound
         if bound > ceiling:
             break
@@ -122,7 +122,7 @@ def raise_prices(
             break
         if stalled > patience:
             step, stalled, prices = step / 2, 0, best.prices
-        excess = used - flat.room
+        excess = usage - flat.room
         direction = 0.6 * direction + 0.4 * excess
         direction[(prices <= 0) & (direction < 0)] = 0
         square = float(direction @ direction)
@@ -164,15 +164,15 @@ def _note(
 ) -> np.ndarray:
     """Remember the decoding if it is the cheapest that fits; its usage of rows."""
     choice = state.choice.copy()
-    used = usage_of(flat, choice)
+    usage = usage_of(flat, choice)
     if math.isfinite(cost_of(flat, choice)):
         if not any(np.array_equal(choice, old) for old in best.met):
             best.met = [*best.met, choice][-_MET:]
-        if fits(flat, used):
+        if fits(flat, usage):
             cost = cost_of(flat, choice)
             if cost < best.cost:
                 best.choice, best.cost = choice, cost
-    return used
+    return usage
 
 
 # Sweeps at each prices; how near prices stay to the best ones; rounds without a new

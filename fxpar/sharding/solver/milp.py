@@ -57,8 +57,8 @@ def solve_program(
     rows = _first_rows(flat)
     best, bound = None, -math.inf
     while True:
-        left = deadline - time.perf_counter()
-        if left <= 0.01:
+        seconds = deadline - time.perf_counter()
+        if seconds <= 0.01:
             return MilpSolution(best, bound, False)
         below = top = None
         if len(rows):
@@ -69,7 +69,7 @@ def solve_program(
             top = flat.room[rows] / size
         program = {"cost": cost / scale, "whole": integrality, "gap": gap}
         program |= {"equal": marginals, "right": total, "below": below, "top": top}
-        result = highs.run(program, left)
+        result = highs.run(program, seconds)
         if result is None:
             return MilpSolution(best, bound, False)
         if result.status == 2:

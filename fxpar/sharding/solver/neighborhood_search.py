@@ -50,8 +50,8 @@ def improve(
     picks: list[Callable] = [_ball, _living, _mixed]
     while cost - bound > tolerance * abs(cost):
         begun = time.perf_counter()
-        left = deadline - begun - late
-        if left < 0.05:
+        seconds_left = deadline - begun - late
+        if seconds_left < 0.05:
             break
         turn = int(random.integers(len(_SHARES)))
         keep = _keep(flat, choice, merit, _SHARES[turn])
@@ -61,18 +61,18 @@ def improve(
         free = np.arange(len(flat.size))
         if not whole:
             free = pick(flat, choice, weight, target, random)
-        until = begun + min(left - 0.02, max(1.0, left / 20))
-        found, proved = solve_window(flat, choice, free, until, keep)
+        until = begun + min(seconds_left - 0.02, max(1.0, seconds_left / 20))
+        window_choice, proved = solve_window(flat, choice, free, until, keep)
         solved += 1
         spent = time.perf_counter() - begun
         late = max(late, begun + spent - until)
-        if found is not None:
-            value = cost_of(flat, found)
-            if value <= cost and fits(flat, usage_of(flat, found)):
-                choice, cost = found, value
+        if window_choice is not None:
+            value = cost_of(flat, window_choice)
+            if value <= cost and fits(flat, usage_of(flat, window_choice)):
+                choice, cost = window_choice, value
         if whole and proved and keep.all():
             break
-        quick = proved and spent < max(0.5, left / 60)
+        quick = proved and spent < max(0.5, seconds_left / 60)
         change = 1.15 if quick else 0.8 if proved else 0.5
         targets[turn] = np.clip(target * change, _LEAST, _MOST)
     return choice, solved
@@ -91,7 +91,7 @@ def around(
         flat, usage_of(flat, choice)
     )
     target, idle, best = 1_000.0, 0, choice if fitting else None
-    while idle < 3 and (left := deadline - time.perf_counter()) > 0.02:
+    while idle < 3 and (seconds_left := deadline - time.perf_counter()) > 0.02:
         seeds = nodes or [0]
         if best is None and len(flat.room) and target > 1_000.0:
             alive = _living(flat, choice, weight, target / 2, random)
@@ -99,12 +99,12 @@ def around(
         free = np.arange(len(flat.size))
         if weight.sum() > target:
             free = np.array(_grow(flat, seeds, weight, target, random), np.int64)
-        until = deadline - left / 2
-        found, _ = solve_window(flat, choice, free, until)
+        until = deadline - seconds_left / 2
+        window_choice, _ = solve_window(flat, choice, free, until)
         before = math.inf if best is None else cost_of(flat, best)
-        gain = found is not None and cost_of(flat, found) < before
-        if found is not None and gain:
-            best = choice = found
+        gain = window_choice is not None and cost_of(flat, window_choice) < before
+        if window_choice is not None and gain:
+            best = choice = window_choice
         idle = 0 if gain or best is None else idle + 1
         if len(free) == len(flat.size):
             break
@@ -113,15 +113,15 @@ def around(
 
 
 def combine(
-    flat: Flat, choice: np.ndarray, others: Sequence[np.ndarray], deadline: float
+    flat: Flat, choice: np.ndarray, other_choices: Sequence[np.ndarray], deadline: float
 ) -> np.ndarray | None:
     """The best choice met in which every node does as in ``choice`` or in one of the
-    first few of ``others``; None if none fits and is better."""
+    first few of ``other_choices``; None if none fits and is better."""
     keep = np.zeros(len(flat.unary), bool)
-    for known in [choice, *others[:_COMBINED]]:
-        keep[flat.at[:-1] + known] = True
-    found, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
-    return found
+    for option in [choice, *other_choices[:_COMBINED]]:
+        keep[flat.at[:-1] + option] = True
+    combined, _ = solve_window(flat, choice, np.arange(len(flat.size)), deadline, keep)
+    return combined
 
 
 def solve_window(
@@ -177,13 +177,13 @@ def _settle(
     return (best if answer.choice is None else answer.choice), answer.proved
 
 
-def _inner_cost(net: Network, inside: Sequence) -> float:
+def _inner_cost(net: Network, choice: Sequence) -> float:
     """What a choice costs in a Network of which nothing is eliminated."""
-    total = sum(float(net.unary[i][k]) for i, k in enumerate(inside))
+    total = sum(float(net.unary[i][k]) for i, k in enumerate(choice))
     edges = [
         (i, j, table) for i, near in enumerate(net.adj) for j, table in near.items()
     ]
-    return total + sum(float(t[inside[i], inside[j]]) for i, j, t in edges if i < j)
+    return total + sum(float(t[choice[i], choice[j]]) for i, j, t in edges if i < j)
 
 
 def restrict(flat: Flat, choice: np.ndarray, free: np.ndarray) -> Network:
@@ -252,22 +252,22 @@ def _grow(
     flat: Flat, seeds: list[int], weight: np.ndarray, target: float, random
 ) -> list[int]:
     """Nodes reached from seeds by random steps over edges until ``target`` is full."""
-    taken, total = set(seeds), float(weight[seeds].sum())
+    reached, total = set(seeds), float(weight[seeds].sum())
     front = list(seeds)
     while front and total < target:
         at = int(random.integers(len(front)))
         i = front[at]
         ends = flat.other[flat.first[i] : flat.first[i + 1]].tolist()
-        near = [j for j in ends if j not in taken]
+        near = [j for j in ends if j not in reached]
         if not near:
             front[at] = front[-1]
             front.pop()
             continue
         j = near[int(random.integers(len(near)))]
-        taken.add(j)
+        reached.add(j)
         front.append(j)
         total += float(weight[j])
-    return sorted(taken)
+    return sorted(reached)
 
 
 def _ball(flat: Flat, choice: np.ndarray, weight, target, random) -> np.ndarray:

@@ -100,15 +100,15 @@ class Network:
         """Drop an edge."""
         del self.adj[i][j], self.adj[j][i]
 
-    def keep(self, i: int, kept: np.ndarray) -> None:
+    def keep(self, i: int, positions: np.ndarray) -> None:
         """Leave a node only the strategies of an index array."""
-        if not len(kept):
+        if not len(positions):
             raise Infeasible("no choice is allowed: a node has no strategy left")
-        self.unary[i] = self.unary[i][kept]
-        self.names[i] = self.names[i][kept]
-        self.rows[i] = [(a, b, usage[kept]) for a, b, usage in self.rows[i]]
+        self.unary[i] = self.unary[i][positions]
+        self.names[i] = self.names[i][positions]
+        self.rows[i] = [(a, b, usage[positions]) for a, b, usage in self.rows[i]]
         for j, table in list(self.adj[i].items()):
-            self.adj[i][j] = cut = self.tables.rows(table, kept)
+            self.adj[i][j] = cut = self.tables.rows(table, positions)
             self.adj[j][i] = self.tables.flip(cut)
 
     def expand(self, choice: Mapping[int, int]) -> tuple[int, ...]:

@@ -116,28 +116,28 @@ def sweep(
         for turn in range(count):
             i = count - 1 - turn if back else turn
             k = size[i]
-            mine = total[:k]
-            mine[:] = unary[at[i] : at[i + 1]]
+            costs = total[:k]
+            costs[:] = unary[at[i] : at[i + 1]]
             before = 0
             for e in range(first[i], first[i + 1]):
-                mine += messages[message[e] : message[e] + k]
+                costs += messages[message[e] : message[e] + k]
                 if other[e] < i:
                     before += 1
             after = first[i + 1] - first[i] - before
             if not back:
                 _decode(
-                    i, mine, first, other, table, pair, message, pool, messages, choice
+                    i, costs, first, other, table, pair, message, pool, messages, choice
                 )
-            least = mine.min()
+            least = costs.min()
             bound += least
-            mine -= least
-            excess[at[i] : at[i + 1]] = mine
+            costs -= least
+            excess[at[i] : at[i + 1]] = costs
             share = 1.0 / max(before, after, 1)
             for e in range(first[i], first[i + 1]):
                 j = other[e]
                 if (j < i) == back:
                     vector = source[:k]
-                    vector[:] = share * mine - messages[message[e] : message[e] + k]
+                    vector[:] = share * costs - messages[message[e] : message[e] + k]
                     p = pair[e]
                     out = messages[message[p] : message[p] + size[j]]
                     r = rows[e]
@@ -148,14 +148,14 @@ def sweep(
 
 
 @_compiled
-def _decode(i, mine, first, other, table, pair, message, pool, messages, choice):
+def _decode(i, costs, first, other, table, pair, message, pool, messages, choice):
     """The best strategy given the choices of earlier nodes, which replace their
     messages."""
-    k = len(mine)
+    k = len(costs)
     best = np.inf
-    choice[i] = mine.argmin()
+    choice[i] = costs.argmin()
     for a in range(k):
-        value = mine[a]
+        value = costs[a]
         for e in range(first[i], first[i + 1]):
             j = other[e]
             if j < i:

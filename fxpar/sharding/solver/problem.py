@@ -134,16 +134,16 @@ def peak(problem: Problem, choice: Sequence[int]) -> tuple[float, int]:
     entries = [m for m in problem.memory if m.begin < m.end]
     if not entries:
         return 0.0, 0
-    used = np.array([m.usage[choice[m.node]] for m in entries], float)
+    usage = np.array([m.usage[choice[m.node]] for m in entries], float)
     times = np.unique([m.begin for m in entries])
     change = np.zeros(len(times) + 1)
-    np.add.at(change, np.searchsorted(times, [m.begin for m in entries]), used)
-    np.add.at(change, np.searchsorted(times, [m.end for m in entries]), -used)
+    np.add.at(change, np.searchsorted(times, [m.begin for m in entries]), usage)
+    np.add.at(change, np.searchsorted(times, [m.end for m in entries]), -usage)
     totals = np.cumsum(change[:-1])
     where = int(np.argmax(totals))
     time = int(times[where])
     # Summed afresh: a running sum of floats drifts.
-    now = [u for m, u in zip(entries, used, strict=True) if m.begin <= time < m.end]
+    now = [u for m, u in zip(entries, usage, strict=True) if m.begin <= time < m.end]
     return math.fsum(now), time
 
 
@@ -177,13 +177,13 @@ def tie(problem: Problem) -> tuple[Problem, list[int]]:
         counts[edge] = counts.get(edge, 0) + 1
     tables: list[np.ndarray] = []
     edges: list[Edge] = []
-    made: dict[tuple[int, int], int] = {}
+    table_of: dict[tuple[int, int], int] = {}
     for edge, count in counts.items():
         key = (edge.table, count)
-        if key not in made:
-            made[key] = len(tables)
+        if key not in table_of:
+            table_of[key] = len(tables)
             tables.append(_with_inf(problem.tables[edge.table]) * count)
-        edges.append(Edge(edge.i, edge.j, made[key]))
+        edges.append(Edge(edge.i, edge.j, table_of[key]))
     memory = tuple(m._replace(node=to[m.node]) for m in problem.memory)
     tied = Problem(tuple(costs), tuple(edges), tuple(tables), memory, problem.limit)
     return tied, to

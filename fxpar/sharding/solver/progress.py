@@ -142,15 +142,15 @@ def _nothing_fits(search: Search) -> Infeasible:
             else "no allowed choice was found in the time given",
             limit=problem.limit,
         )
-    needed, time_of_peak = peak(problem, near)
+    least_peak, time_of_peak = peak(problem, near)
     proved = search.bound == math.inf or search.least > (problem.limit or 0.0)
     largest = largest_at(problem, near, time_of_peak)
     items = ", ".join(f"node {i}: {usage:.4g}" for i, usage in largest)
     return Infeasible(
         f"the limit is {problem.limit:.6g}; the smallest peak "
-        f"{'there is' if proved else 'found'} needs {needed:.6g} "
+        f"{'there is' if proved else 'found'} needs {least_peak:.6g} "
         f"(at time {time_of_peak}; largest: {items})",
-        needed,
+        least_peak,
         search.least,
         problem.limit,
         largest,

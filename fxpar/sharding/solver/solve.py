@@ -180,15 +180,15 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     limited = len(net.room) > 0
     try:
         share = 0.08 if limited else 0.45
-        found = solve(small, share * search.left(), seed=seed, tolerance=1e-4)
+        tied_solution = solve(small, share * search.left(), seed=seed, tolerance=1e-4)
     except Infeasible:
         search.note("layers as one: none")
         return
-    search.offer([found.choice[k] for k in to])
+    search.offer([tied_solution.choice[k] for k in to])
     search.note("layers as one")
     if search.choice is None:
         return
-    known = _mixed(search, net, small, to, found.prices) if limited else ()
+    prices = _mixed(search, net, small, to, tied_solution.prices) if limited else ()
     reduce(net, time.perf_counter() + 0.3 * search.left())
     flat = flatten(net)
     search.note("reduce")
@@ -197,7 +197,7 @@ def _layered(search: Search, net: Network, seed: int) -> None:
     unary = flat.unary
     if len(flat.room):
         until = time.perf_counter() + 0.5 * search.left()
-        begin = lagrangian.prices_at(flat, known)
+        begin = lagrangian.prices_at(flat, prices)
         priced = lagrangian.raise_prices(
             flat,
             until,
@@ -267,7 +267,7 @@ def _mixed(
     net: Network,
     small: Problem,
     to: Sequence[int],
-    known: Sequence[tuple[int, float]],
+    prices: Sequence[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
     """Prices found with tied nodes as one, where that is quick, and mixtures of the
     choices met there: at one price layers are all one way or all the other."""
@@ -277,19 +277,21 @@ def _mixed(
     if not len(tied.room):
         return ()
     until = time.perf_counter() + 0.1 * search.left()
-    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, known))
+    priced = lagrangian.generate(tied, until, lagrangian.prices_at(tied, prices))
     flat = flatten(net)
-    others = []
+    mixtures = []
     for choice in priced.met[:_MIXED]:
         wide = core.expand(named(tied, choice))
-        others.append(project(net, flat, [wide[k] for k in to]))
+        mixtures.append(project(net, flat, [wide[k] for k in to]))
     best = inside(search, net, flat)
     if best is not None:
         until = time.perf_counter() + 0.1 * search.left()
-        best = crossover.mix(flat, best, others, until, crossover.layers(flat, to))
+        best = crossover.mix(flat, best, mixtures, until, crossover.layers(flat, to))
         offer(search, net, flat, best)
         until = time.perf_counter() + 0.15 * search.left()
-        offer(search, net, flat, neighborhood_search.combine(flat, best, others, until))
+        offer(
+            search, net, flat, neighborhood_search.combine(flat, best, mixtures, until)
+        )
     search.note("layers mixed")
     return lagrangian.named(tied, priced.prices)
 
@@ -305,12 +307,12 @@ def _fit(search: Search, net: Network, flat: Flat) -> None:
     """Look for any choice that fits, or a proof that there is none."""
     assert search.problem.limit is not None
     until = time.perf_counter() + 0.3 * search.left()
-    found = lagrangian.least_excess(flat, until)
-    if found.choice is not None:
-        search.nearest = net.expand(named(flat, found.choice))
+    excess = lagrangian.least_excess(flat, until)
+    if excess.choice is not None:
+        search.nearest = net.expand(named(flat, excess.choice))
         search.offer(search.nearest)
-    search.least = max(search.least, search.problem.limit + found.bound)
-    if search.choice is None and found.bound > flat.slack:
+    search.least = max(search.least, search.problem.limit + excess.bound)
+    if search.choice is None and excess.bound > flat.slack:
         search.bound = math.inf
 
 

@@ -49,14 +49,14 @@ def fused(f: Any, schedule: str, found: bool = False) -> tuple[fx.Graph, Fused]:
     groups = {GROUP: ("tp",)}
     graph = fusion.apply(schedule, traced, "tp=2", groups=groups)
     known = facts("interpret")
-    return graph, fuse_graph(graph, facts_of=lambda _: known, found=found)
+    return graph, fuse_graph(graph, facts_of=lambda _: known, beyond_schedule=found)
 
 
 def test_only_what_is_asked_for() -> None:
     graph, made = fused(block, "fuse([all_reduce, add])")
     assert lines(made) == [["all_reduce", "wait_tensor", "add"]]
     assert ops(graph) == ["mm", "region", "getitem", "tanh", "mm"]
-    assert not made.left
+    assert not made.unfused
     graph, made = fused(block, "fuse([all_reduce, add, tanh])", found=True)
     assert lines(made) == [["all_reduce", "wait_tensor", "add", "tanh"]]
 
@@ -78,13 +78,13 @@ def test_what_is_asked_for_need_not_pay() -> None:
     assert made.after >= made.before
     # What computes nothing is no region.
     _, made = fused(read_again, "fuse([all_reduce])")
-    assert not made.programs and made.left
+    assert not made.programs and made.unfused
 
 
 @pytest.mark.parametrize("found", [False, True])
 def test_what_no_kernel_can_have_is_told(found: bool, caplog: Any) -> None:
     graph, made = fused(wide, "fuse([all_reduce, cumsum, add])", found)
-    _, first, second = made.left
+    _, first, second = made.unfused
     assert "cumsum" in first and "no form in a generated kernel" in first
     assert "add" in second and "together with its collective" in second
     with caplog.at_level(logging.WARNING, "fxpar"):

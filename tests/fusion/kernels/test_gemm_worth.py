@@ -72,7 +72,7 @@ def test_few_rows_never_pay() -> None:
 def test_further_weights_hide_nothing() -> None:
     """They follow in a kernel of their own, but chunk by chunk they hide copies."""
     one = verdict("gather", 8, 8192, 2304)
-    more = verdict("gather", 8, 8192, 2304, rest=2304)
+    more = verdict("gather", 8, 8192, 2304, further=2304)
     assert one.pays
     work = 2.0 * 8192 * 2304 * 8192 / H100["peak"]
     assert more.overlapped == pytest.approx(one.overlapped + work)

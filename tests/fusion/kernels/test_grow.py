@@ -162,7 +162,7 @@ def test_a_kernel_waits_inside_only_while_no_other_collective_runs() -> None:
     wait = next(iter(start.users))
     for node in (start, wait, *wait.users):
         node.meta["custom"] = {REGION: "asked"}
-    asked = fuse_graph(graph, facts_of=lambda _: facts("triton"), found=False)
+    asked = fuse_graph(graph, facts_of=lambda _: facts("triton"), beyond_schedule=False)
     (made,) = graph.find_nodes(
         op="call_function", target=torch.ops.fxpar.region.default
     )

@@ -275,6 +275,6 @@ def test_streams_of_one_gpu_play_ranks(name: str, ranks: int) -> None:
         torch.cuda.synchronize(device)
         want = cases.oracle(found, turn)
         for rank, (_, writes) in enumerate(ready):
-            got = run_fused.named(made.kernel, writes)
+            got = run_fused.by_name(made.kernel, writes)
             for t, x in zip(found.program.outputs, want[rank], strict=True):
                 assert apart(got[t.name].cpu(), x) <= F32, (turn, rank, t.name)

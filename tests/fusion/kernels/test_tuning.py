@@ -138,13 +138,13 @@ def test_the_first_ranks_file_counts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of other machines have other files, or none."""
-    kept = autotune._kept
+    kept = autotune._text_of
     here = threading.local()
 
     def of_rank(path: Path) -> str:
         return kept(path) if here.rank == 0 else ""
 
-    monkeypatch.setattr(autotune, "_kept", of_rank)
+    monkeypatch.setattr(autotune, "_text_of", of_rank)
     times = {ONE: 3.0, TWO: 1.0, NCCL: 2.0}
     ran, prepare, clock = clocks(times, times)
     p = program()

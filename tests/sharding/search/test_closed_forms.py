@@ -97,7 +97,7 @@ def best(
     asked = SearchOptions(hardware, 300.0, memory)
     decision = searched(program, on, hints or {}, (), asked)
     sent, _ = facts_of(local_graph(decision))
-    found = decision.found
+    found = decision.search
     solution = found.solution
     products = sum(flops) / on.size / rate
     return Answer(
@@ -252,9 +252,9 @@ def test_where_memory_is_tight_weights_rest_in_parts() -> None:
     model, x = products(layers, rows, width)
     free = best(model, x)
     assert not any(spec.axes for spec in _weights(free))
-    memory = 0.8 * free.found.solution.peak
+    memory = 0.8 * free.search.solution.peak
     tight = best(model, x, memory=memory)
-    assert tight.found.solution.peak <= memory
+    assert tight.search.solution.peak <= memory
     assert any(spec.axes for spec in _weights(tight))
     more = tight.communication - free.communication
     assert 0 < more < layers * 2  # seconds; an all-reduce of a weight takes 49,000
@@ -263,9 +263,9 @@ def test_where_memory_is_tight_weights_rest_in_parts() -> None:
 
 def _weights(answer: Answer) -> list[Any]:
     """Where matrices rest."""
-    program = answer.found.formulation.program
+    program = answer.search.formulation.program
     return [
-        answer.found.settled[v]
+        answer.search.settled[v]
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if declared.kind == "parameter" and len(program.values[v].shape) == 2
     ]

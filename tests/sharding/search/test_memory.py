@@ -140,7 +140,7 @@ def lives(program: Program) -> tuple[set[str], set[str]]:
     found = kernels_of(program)
     written, again = (
         {program.values[v].name for v in values & program.producers.keys()}
-        for values in (found.written, found.again)
+        for values in (found.written, found.recomputed)
     )
     return written, again
 

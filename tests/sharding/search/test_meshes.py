@@ -130,7 +130,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Decided:
-    found: Made
+    search: Made
     notes: tuple[str, ...] = ("search: ...",)
 
 
@@ -167,8 +167,8 @@ class Searches:
 def test_the_fastest_is_searched_longer_and_the_others_noted() -> None:
     searches = Searches({"dp=4": (3.0, 2.0), "dp=2,tp=2": [(2.0, 1.0), (1.5, 1.0)]})
     chosen = searches.choose()
-    assert str(chosen.found.mesh) == "dp=2,tp=2" and chosen.found.predicted == 1.5
-    assert chosen.found.rivals == 2.0
+    assert str(chosen.search.mesh) == "dp=2,tp=2" and chosen.search.predicted == 1.5
+    assert chosen.search.rivals == 2.0
     assert searches.asked == [
         ("dp=4", 2.0, False),
         ("dp=2,tp=2", 2.0, False),
@@ -209,26 +209,26 @@ def test_a_solver_ends_where_a_bound_is_enough(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_longer_search_that_finds_less_is_not_taken() -> None:
     chosen = Searches({"dp=4": [(3.0, 2.0), (4.0, 1.0)], "tp=4": (5.0, 5.0)}).choose()
-    assert chosen.found.predicted == 3.0
+    assert chosen.search.predicted == 3.0
 
 
 def test_a_proved_plan_is_searched_once() -> None:
     searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (4.0, 1.0)})
-    assert searches.choose().found.rivals == 1.0
+    assert searches.choose().search.rivals == 1.0
     assert len(searches.asked) == 2
 
 
 def test_fewer_axes_win_where_plans_are_alike() -> None:
     searches = Searches({"dp=4": (1.0, 1.0), "dp=2,tp=2": (0.9999, 0.9999)})
-    assert str(searches.choose().found.mesh) == "dp=4"
+    assert str(searches.choose().search.mesh) == "dp=4"
     searches.results["dp=2,tp=2"] = (0.99, 0.99)
-    assert str(searches.choose().found.mesh) == "dp=2,tp=2"
+    assert str(searches.choose().search.mesh) == "dp=2,tp=2"
 
 
 def test_meshes_without_a_plan_are_left_out() -> None:
     searches = Searches({"dp=4": HintError("no axis tp"), "dp=2,tp=2": (1.0, 1.0)})
     chosen = searches.choose()
-    assert str(chosen.found.mesh) == "dp=2,tp=2"
+    assert str(chosen.search.mesh) == "dp=2,tp=2"
     assert "dp=4 no axis tp" in chosen.notes[-1]
 
 
@@ -244,7 +244,7 @@ def test_where_no_mesh_has_a_plan_the_error_is_raised() -> None:
 def test_what_time_does_not_reach_is_noted_and_could_be_better() -> None:
     searches = Searches({"dp=4": (3.0, 3.0), "tp=4": (1.0, 1.0)})
     chosen = searches.choose(seconds=1e-9)
-    assert str(chosen.found.mesh) == "dp=4" and chosen.found.rivals == 0.0
+    assert str(chosen.search.mesh) == "dp=4" and chosen.search.rivals == 0.0
     assert "tp=4 not tried" in chosen.notes[-1]
 
 
@@ -273,7 +273,7 @@ def test_no_named_mesh_is_faster_than_the_chosen_one(pairs: Hardware) -> None:
 
 
 def found_of(plan: Any) -> Any:
-    return plan.result.decision.found
+    return plan.result.decision.search
 
 
 def test_a_hint_names_the_axes_that_there_must_be(pairs: Hardware) -> None:

@@ -76,7 +76,7 @@ PROGRAMS: list[tuple[Callable[..., Any], Callable[..., list[tuple[int, ...]]]]] 
 
 def at_random(rng: random.Random, plan: fxpar.planning.TracedPlan) -> tuple[int, ...]:
     """A choice of the solver: a random strategy for every op, well connected."""
-    found = plan.result.decision.found
+    found = plan.result.decision.search
     while True:
         strategies = [
             rng.choice(search_space.strategies(op.rule, found.mesh))
@@ -89,7 +89,7 @@ def at_random(rng: random.Random, plan: fxpar.planning.TracedPlan) -> tuple[int,
 def lowered(plan: fxpar.planning.TracedPlan, choice: Sequence[int]) -> Timeline:
     """The plan that a choice is, simulated as ``plan.predicted`` is."""
     result = plan.result
-    found, graph = result.decision.found, result.normalized
+    found, graph = result.decision.search, result.normalized
     strategies, settled = decode(found.formulation, choice)
     edges = connect(result.decision.program, strategies, settled, found.mesh)
     decision = replace(
@@ -133,7 +133,7 @@ def test_plans_of_one_program_are_ordered_alike(
     m, k, n = [(256, 512, 1024), (1024, 256, 512), (512, 1024, 256)][program % 3]
     args = [torch.empty(s, device="meta") for s in shapes(m, k, n)]
     plan = fxpar.plan(fn, *args, mesh="dp=2,tp=4", mode="search", schedule="none")
-    found, rng = plan.result.decision.found.formulation, random.Random(0)
+    found, rng = plan.result.decision.search.formulation, random.Random(0)
     counted, simulated = [], []
     for _ in range(24):
         choice = at_random(rng, plan)
@@ -178,7 +178,7 @@ def test_the_search_and_the_prediction_agree_in_order(
         fn, args = draw(rng)
         mesh = rng.choice(["dp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=4"])
         plan = fxpar.plan(fn, *args, mesh=mesh, mode="search", schedule="none")
-        found = plan.result.decision.found
+        found = plan.result.decision.search
         taken = evaluate(found.formulation.problem, found.solution.choice)[0]
         assert taken == pytest.approx(found.solution.cost)
         for _ in range(4):

@@ -237,9 +237,9 @@ def test_the_best_candidate_is_taken(found: SearchResult) -> None:
     ranked = polish(poor, discounts=[1.0])
     assert ranked.candidates[0] == Overlap(form, poor.solution.choice).seconds
     assert ranked.seconds == min(ranked.candidates) < ranked.candidates[0]
-    choice = ranked.found.solution.choice
+    choice = ranked.search.solution.choice
     assert Overlap(form, choice).seconds == ranked.seconds
-    assert ranked.found.solution.cost == pytest.approx(
+    assert ranked.search.solution.cost == pytest.approx(
         evaluate(form.problem, choice)[0]
     )
     assert f"the best of {len(ranked.candidates)} plans" in str(ranked)
@@ -254,7 +254,7 @@ def test_a_polished_plan_has_the_numbers_of_one_device(
     def polished(*args: Any, **kwargs: Any) -> SearchResult:
         found = search(*args, **kwargs)
         start = random_choices(found.formulation, 7, 60)[-1]
-        made.append(polish(found, others=[start]).found)
+        made.append(polish(found, extra_choices=[start]).search)
         return made[-1]
 
     monkeypatch.setattr(decide, "search", polished)

@@ -378,7 +378,7 @@ def test_the_next_best_is_solved_again(slow: Hardware) -> None:
     """Against every strategy of the op pinned, each solved from scratch."""
     plan = fxpar.plan(mlp(), batch(), mesh="x=4", mode="search", grad=True)
     decision = plan.result.decision
-    found, program = decision.found, decision.program
+    found, program = decision.search, decision.program
     problem = replace(found.formulation.problem, tied=None, limit=None)
     for op in program.ops[:6]:
         (value, *_) = op.results
@@ -448,7 +448,7 @@ def test_a_search_that_has_no_time_is_no_dearer_than_hints_alone(
     # And decide asks for it.
     monkeypatch.setattr(decide, "search", lambda *args, **how: far)
     decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
-    assert decision.found.solution.cost < far.solution.cost
+    assert decision.search.solution.cost < far.solution.cost
 
 
 def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
@@ -464,7 +464,7 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
     bad = replace(bad, solution=closed)
     monkeypatch.setattr(decide, "search", lambda *args, **how: bad)
     decision = decide.searched(program, mesh, {}, (), SearchOptions(slow))
-    form, found = best.formulation, decision.found
+    form, found = best.formulation, decision.search
     before = Overlap(form, choice).seconds
     after = Overlap(form, found.solution.choice).seconds
     assert after < 0.9 * before
@@ -472,5 +472,5 @@ def test_of_plans_that_fit_the_one_of_the_shortest_simulated_step_is_taken(
     assert found.first == closed and found.solution.choice != choice
     asked = replace(SearchOptions(slow), ranked=False)
     unranked = decide.searched(program, mesh, {}, (), asked)
-    assert unranked.found.solution.choice == choice
+    assert unranked.search.solution.choice == choice
     assert not any("another plan" in note for note in unranked.notes)

@@ -1,0 +1,154 @@
+"""Plans of one graph compared, and the one plan that all ranks have.
+
+In: a traced graph and a ``Request``. Out: what ``fxpar.pipeline`` gives for it. Where a
+search may choose what the pipeline takes as given (bodies of manual regions, axes that
+experts are split over), plans of copies are predicted first. A search depends on the
+clock: one rank searches, the others follow its plan. No steps of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fxpar import pipeline
+from fxpar.errors import PlanError
+from fxpar.passes import size_nodes
+from fxpar.passes.builder import copy_of
+from fxpar.passes.region_bodies import choices as body_choices
+from fxpar.pipeline import JOINT, Result, run_steps
+from fxpar.runtime import consensus, presence
+from fxpar.runtime.expert_axes import best as best_axes
+from fxpar.runtime.expert_axes import choices as expert_choices
+from fxpar.runtime.expert_axes import trial
+from fxpar.runtime.open_sizes import OpenSizesRefused
+from fxpar.runtime.pipeline_state import JointState
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.search.run_search import SearchOptions
+
+
+def fastest_plan(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """What the pipeline gives with the choices that are predicted to be the fastest.
+
+    Raises as ``pipeline.parallelize`` does.
+    """
+    request, of_bodies = _with_bodies(graph, fake_mode, request)
+    request, of_experts = _over_axes(graph, fake_mode, request)
+    result = pipeline.parallelize(graph, fake_mode, request)
+    return result.noted(*of_bodies, *of_experts)
+
+
+def planned(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """What ``fastest_plan`` gives; of a search, what it gives on rank 0: it depends on
+    the clock, so one rank searches and the others follow its plan, mesh and links.
+
+    Raises as ``fastest_plan`` does, and RankMismatchError if rank 0 does not come.
+    """
+    tag = f"the plan of {request.name}"
+    if not isinstance(request.mode, SearchOptions):
+        return fastest_plan(graph, fake_mode, request)
+    request = _on_hardware(request)
+    if request.leads:
+        with presence.works(f"searches {tag}"):
+            result = _led(graph, fake_mode, request, tag)
+        consensus.gather(tag, json.dumps(result.plan.to_record()))
+        return result
+    text, *_ = consensus.gather(tag, "")
+    record = json.loads(text)
+    if "refused" in record:
+        raise OpenSizesRefused(record["refused"])
+    plan = Plan.from_dict(record)
+    return fastest_plan(graph, fake_mode, replace(request, mode=plan))
+
+
+def searched(graph: fx.Graph, fake_mode: Any, request: Request) -> Result:
+    """What ``fastest_plan`` gives on rank 0, which plans for all and tells nobody."""
+    return fastest_plan(graph, fake_mode, _on_hardware(request))
+
+
+def _on_hardware(request: Request) -> Request:
+    """The request, of a search on a mesh with the links of its hardware."""
+    options = request.mode
+    if not isinstance(options, SearchOptions):
+        return request
+    return replace(request, mesh=options.hardware.on(request.mesh))
+
+
+def _led(graph: fx.Graph, fake_mode: Any, request: Request, tag: str) -> Result:
+    """What ``fastest_plan`` gives on rank 0; where that fails for a program with open
+    sizes, which are then fixed, the others are told."""
+    try:
+        return fastest_plan(graph, fake_mode, request)
+    except Exception as error:
+        if not size_nodes.is_open(graph):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        consensus.gather(tag, json.dumps({"refused": what}))
+        raise OpenSizesRefused(what) from error
+
+
+def _with_bodies(
+    graph: fx.Graph, fake_mode: Any, request: Request
+) -> tuple[Request, list[str]]:
+    """The request with the bodies of manual regions: those of a plan, or where it is
+    searched, one choice after the other, those predicted to be the fastest; notes of
+    why."""
+    asked = request.mode
+    if isinstance(asked, Plan):
+        return replace(request, bodies=asked.bodies), []
+    counts = body_choices(graph)
+    if not counts or not isinstance(asked, SearchOptions) or request.meshes:
+        return request, []
+    best, notes = (0,) * len(counts), []
+    for i, count in enumerate(counts):
+        seconds = {
+            bodies: _tried(graph, fake_mode, replace(request, bodies=bodies))
+            for bodies in ((*best[:i], body, *best[i + 1 :]) for body in range(count))
+        }
+        best = min(seconds, key=seconds.__getitem__)
+        times = ", ".join(f"{s * 1e3:.4g}" for s in seconds.values())
+        notes.append(
+            f"body {best[i]} of {count} of manual region {i}: searched, a step takes "
+            f"{times} ms with each"
+        )
+    return replace(request, bodies=best if any(best) else ()), notes
+
+
+def _over_axes(
+    graph: fx.Graph, fake_mode: Any, request: Request
+) -> tuple[Request, list[str]]:
+    """The request with the axes that experts are split over, where a plan has some or a
+    search finds some that pay; notes of why."""
+    if isinstance(request.mode, Plan):
+        return replace(request, experts_over=request.mode.experts or None), []
+    seconds = {
+        axes: _tried(graph, fake_mode, replace(request, experts_over=axes))
+        for axes in expert_choices(graph, request)
+    }
+    if not seconds:
+        return request, []
+    axes, note = best_axes(seconds)
+    return replace(request, experts_over=axes), [note] if note else []
+
+
+def _tried(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
+    """Seconds of a step of the plan that a short search finds for a copy of a graph;
+    infinite where none fits."""
+    request = trial(request)
+    copied = copy_of(graph)
+    copied.owning_module = graph.owning_module
+    state = JointState(
+        graph=copied, request=request, fake_mode=fake_mode, normalized=copied
+    )
+    names = [step.name for step in JOINT]
+    try:
+        run_steps(JOINT[: names.index("plan") + 1], state)
+    except PlanError:
+        return math.inf
+    search = state.decided.search
+    return search.predicted if search is not None else math.inf

@@ -1,0 +1,131 @@
+"""traced -> traced: of a manual region with several bodies, one is kept.
+
+In: a joint graph in which each body of such a region is traced, from
+``fxpar::fork_bodies(x, bodies, region)``, which gives each body its own argument, to
+``fxpar::choose_body(results, region)``. The gradient of one is the other, so that a
+backward is chosen with its forward. Out: the graph with one body of each region, and
+nothing of the others. Regions that one line calls on the same shapes, as layers do, are
+one choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.sharding.program import user_line
+
+torch.library.define(
+    "fxpar::fork_bodies", "(Tensor x, int bodies, int region) -> Tensor[]"
+)
+torch.library.define("fxpar::choose_body", "(Tensor[] results, int region) -> Tensor")
+
+FORK, CHOOSE = torch.ops.fxpar.fork_bodies, torch.ops.fxpar.choose_body
+
+
+@torch.library.register_fake("fxpar::fork_bodies")
+def _(x, bodies, region):
+    return [torch.empty_like(x) for _ in range(bodies)]
+
+
+@torch.library.register_fake("fxpar::choose_body")
+def _(results, region):
+    return torch.empty_like(results[0])
+
+
+def _fork_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.region = inputs[2]
+
+
+def _choose_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.bodies, ctx.region = len(inputs[0]), inputs[1]
+
+
+torch.library.register_autograd(
+    "fxpar::fork_bodies",
+    lambda ctx, grads: (CHOOSE(list(grads), ctx.region), None, None),
+    setup_context=_fork_context,
+)
+torch.library.register_autograd(
+    "fxpar::choose_body",
+    lambda ctx, grad: (FORK(grad, ctx.bodies, ctx.region), None),
+    setup_context=_choose_context,
+)
+
+
+def choices(graph: fx.Graph) -> list[int]:
+    """The number of bodies of each choice, in order."""
+    return [bodies for _, bodies in _choices(graph).values()]
+
+
+def _choices(graph: fx.Graph) -> dict[Any, tuple[set[int], int]]:
+    """Line and shapes of what a choice is of -> (its regions, number of bodies)."""
+    shapes: dict[int, list[Any]] = {}
+    first: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if _is(node, CHOOSE):
+            region = node.args[1]
+            shapes.setdefault(region, []).append(_shape(node.args[0][0]))
+            first.setdefault(region, node)
+    found: dict[Any, tuple[set[int], int]] = {}
+    for region, node in first.items():
+        bodies = len(node.args[0])
+        key = user_line(node), bodies, tuple(shapes[region])
+        found.setdefault(key, (set(), bodies))[0].add(region)
+    return found
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return () if value is None else tuple(value.shape)
+
+
+def keep_bodies(graph: fx.Graph, bodies: Sequence[int] = ()) -> None:
+    """Keep one body of each region, in place. ``bodies``: of each choice, in order;
+    none: the first of each.
+
+    Raises PlanError if they are of another program.
+    """
+    known = list(_choices(graph).values())
+    bodies = bodies or [0] * len(known)
+    if len(bodies) != len(known) or any(
+        body >= count for body, (_, count) in zip(bodies, known, strict=True)
+    ):
+        counts = [count for _, count in known]
+        raise PlanError(
+            f"the plan chooses bodies {list(bodies)} of manual regions, the "
+            f"program has {counts}",
+            fix="plan this program anew",
+        )
+    of = {
+        region: body
+        for body, (regions, _) in zip(bodies, known, strict=True)
+        for region in regions
+    }
+    dropped: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if _is(node, FORK):
+            body = of[node.args[2]]
+            for piece in list(node.users):
+                if piece.args[1] == body:
+                    piece.replace_all_uses_with(node.args[0])
+                dropped.add(piece)
+            dropped.add(node)
+        elif _is(node, CHOOSE):
+            kept = node.args[0][of[node.args[1]]]
+            node.replace_all_uses_with(kept)
+            dropped.add(node)
+        elif not dropped.isdisjoint(node.all_input_nodes):
+            dropped.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in dropped and not node.users:
+            graph.erase_node(node)
+
+
+def _is(node: fx.Node, op: Any) -> bool:
+    """A call of an op, which Dynamo's graphs name without its overload."""
+    return node.target in (op, op.default)
