@@ -14,6 +14,7 @@ import operator
 import random
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -655,6 +656,20 @@ def test_the_backward_begins_where_tangents_are_read():
     assert (first.name, first.nodes) == ("mul_tensor_2", 2)
     s = Sketch()
     assert s.run(s(aten.neg, s.input(4))).backward is None
+
+
+def test_a_forward_is_copied_once():
+    """And a backward twice: each candidate for a schedule is parted anew."""
+    graph, create = joint(), fx.Graph.create_node
+    names = [node.name for node in graph.nodes]
+    with mock.patch.object(fx.Graph, "create_node", autospec=True) as created:
+        created.side_effect = create
+        run = as_run(graph, disable={"bucket", "prefetch"})
+    made = Counter(call.args[2] for call in created.call_args_list if call.args[2:])
+    assert (made[aten.relu.default], made[c10d.reduce_scatter_tensor.default]) == (1, 2)
+    assert names == [node.name for node in graph.nodes]  # it stays as it is
+    kept = {id(node.meta) for node in graph.nodes}
+    assert kept.isdisjoint(id(node.meta) for node in run.nodes)
 
 
 def test_tagged_values_are_made_again_in_the_backward():
