@@ -27,9 +27,9 @@ from fxpar.passes import region_bodies as _region_bodies  # noqa: F401  (registe
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
 from fxpar.passes.manual_regions import FUNCTIONAL
 from fxpar.runtime.groups import join
+from fxpar.runtime.region_specs import Entry, entries_of, hint_of, misfit, spelled
 from fxpar.runtime.tracing import raised_at, users_line
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.spec import Spec
 
 # What gives the mesh that code is traced for; none: it is not traced for one.
 _MESH: ContextVar[Callable[[], Mesh | None] | None] = ContextVar(
@@ -200,7 +200,7 @@ def shard_map(
     collectives of other groups, random numbers inside.
     """
     ways = tuple(
-        (body, _texts(ins, "in_specs"), _texts(outs, "out_specs"))
+        (body, entries_of(ins, "in_specs"), entries_of(outs, "out_specs"))
         for body, ins, outs in ((fn, in_specs, out_specs), *bodies)
     )
     over = (axes,) if isinstance(axes, str) else axes
@@ -231,34 +231,6 @@ def _closed() -> Iterator[None]:
     finally:
         while len(_regions.open) > before:
             _leave()
-
-
-Entry = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
-
-
-def _texts(specs: Any, name: str) -> tuple[Entry | None | str, ...]:
-    """Entries as (axes per dim, partial axes); text says what is wrong with one."""
-    if specs is None or isinstance(specs, (Spec, str)):
-        specs = (specs,)
-    return tuple(_entry(spec, f"{name}[{i}]") for i, spec in enumerate(specs))
-
-
-def _entry(spec: Any, name: str) -> Entry | None | str:
-    if spec is None:
-        return None
-    if isinstance(spec, Spec):
-        return spec.dims, spec.partial
-    if isinstance(spec, str) or not isinstance(spec, (tuple, list)):
-        return f"{name} is {spec!r}: a spec is a tuple of axes per dim, or None"
-    dims: list[tuple[str, ...]] = []
-    for axes in spec:
-        if axes is None:
-            dims.append(())
-        elif isinstance(axes, str):
-            dims.append((axes,))
-        else:
-            dims.append(tuple(axes))
-    return tuple(dims), ()
 
 
 Body = tuple[
@@ -344,7 +316,7 @@ def _mapped(
     mesh, number, pairs, wrong, fix = _enter(over, compiling)
     sizes = dict(pairs)
     if not wrong:
-        wrong, fix = _misfit(ins, [leaves[i] for i in places], sizes, "in_specs")
+        wrong, fix = misfit(ins, [leaves[i] for i in places], sizes, "in_specs")
         if wrong and mesh:
             _give_up()
     if wrong:
@@ -364,7 +336,7 @@ def _mapped(
     places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
     if not wrong:
         found = [results[i] for i in places]
-        wrong, fix = _misfit(outs, found, sizes, "out_specs")
+        wrong, fix = misfit(outs, found, sizes, "out_specs")
         if wrong:
             _refuse(results, places, wrong, fix)
         elif mesh:
@@ -386,59 +358,13 @@ def _refuse(leaves: list[Any], places: list[int], wrong: str, fix: str) -> None:
         refuse(torch.zeros(()), wrong, fix)
 
 
-def _misfit(
-    entries: tuple[Entry | None | str, ...],
-    tensors: list[torch.Tensor],
-    sizes: dict[str, int],
-    name: str,
-) -> tuple[str, str]:
-    """What is wrong with specs, and what to do; "" if they fit."""
-    what = "arguments" if name == "in_specs" else "results"
-    if len(entries) != len(tensors):
-        wrong = f"{name} has {len(entries)} entries for {len(tensors)} tensor {what}"
-        return wrong, "give one spec per tensor; None is whole"
-    for i, entry in enumerate(entries):
-        if entry is None:
-            continue
-        if isinstance(entry, str):
-            return entry, 'write ("dp", None, "tp"), Spec(...) or None for each tensor'
-        dims, partial = entry
-        shape = tensors[i].shape
-        if len(dims) > len(shape):
-            wrong = f"{name}[{i}] has {len(dims)} dims, its tensor {list(shape)}"
-            return wrong, "give at most one entry per dim"
-        used = [axis for split in dims for axis in split] + [a for a, _ in partial]
-        for axis in used:
-            if used.count(axis) > 1:
-                return f"{name}[{i}] uses axis {axis!r} twice", "name it once"
-            if sizes and axis not in sizes:
-                wrong = (
-                    f"{name}[{i}] names axis {axis!r}, which is none of the region's"
-                )
-                return wrong, f"name one of them: {', '.join(sizes)}"
-        if partial and name == "in_specs":
-            wrong = f"{name}[{i}] is partial: no rank's summand is given"
-            return wrong, "let it enter whole, or split"
-        for d, split in enumerate(dims if sizes and name == "in_specs" else ()):
-            count = 1
-            for axis in split:
-                count *= sizes[axis]
-            if shape[d] % count:
-                wrong = (
-                    f"{name}[{i}]: dim {d} of size {shape[d]} does not divide over "
-                    f"{'+'.join(split)} ({count} ranks)"
-                )
-                return wrong, "pad it outside, or leave the dim whole"
-    return "", ""
-
-
 def _entered(
     x: torch.Tensor, entry: Any, mesh: str, axes: str, number: int
 ) -> torch.Tensor:
     """This rank's part of an argument, hinted to lie so outside."""
-    dims, text = _spelled(entry, x.dim())
+    dims, text = spelled(entry, x.dim())
     if any(dims):
-        x = torch.ops.fxpar.constrain(x, _hint(dims))
+        x = torch.ops.fxpar.constrain(x, hint_of(dims))
     return torch.ops.fxpar.enter_region(x, text, mesh, axes, number)
 
 
@@ -446,24 +372,9 @@ def _left(
     x: torch.Tensor, entry: Any, mesh: str, axes: str, number: int
 ) -> torch.Tensor:
     """The global value of a result."""
-    dims, text = _spelled(entry, x.dim())
+    dims, text = spelled(entry, x.dim())
     x = torch.ops.fxpar.leave_region(x, text, mesh, axes, number)
-    return torch.ops.fxpar.constrain(x, _hint(dims)) if any(dims) else x
-
-
-def _spelled(entry: Any, ndim: int) -> tuple[list[Any], str]:
-    """The axes of every dim, and the spec as text."""
-    split, partial = entry if entry is not None else ((), ())
-    dims = [*split, *[()] * (ndim - len(split))]
-    text = "[" + ", ".join(["+".join(axes) or "_" for axes in dims]) + "]"
-    if partial:
-        clauses = ", ".join([f"{op}: {axis}" for axis, op in partial])
-        text += f" partial({clauses})"
-    return dims, text
-
-
-def _hint(dims: list[Any]) -> str:
-    return ",".join(["+".join(axes) + "?" for axes in dims])
+    return torch.ops.fxpar.constrain(x, hint_of(dims)) if any(dims) else x
 
 
 def axis_index(name: str) -> torch.Tensor:
