@@ -21,10 +21,7 @@ from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
 from fxpar.passes.region_bodies import choices as body_choices
 from fxpar.pipeline import JOINT, Result, run_steps
-from fxpar.runtime import consensus, presence
-from fxpar.runtime.expert_axes import best as best_axes
-from fxpar.runtime.expert_axes import choices as expert_choices
-from fxpar.runtime.expert_axes import trial
+from fxpar.runtime import consensus, expert_axes, presence
 from fxpar.runtime.open_sizes import OpenSizesRefused
 from fxpar.runtime.pipeline_state import JointState
 from fxpar.sharding.plan import Plan
@@ -128,18 +125,18 @@ def _over_axes(
         return replace(request, experts_over=request.mode.experts or None), []
     seconds = {
         axes: _tried(graph, fake_mode, replace(request, experts_over=axes))
-        for axes in expert_choices(graph, request)
+        for axes in expert_axes.choices(graph, request)
     }
     if not seconds:
         return request, []
-    axes, note = best_axes(seconds)
+    axes, note = expert_axes.best(seconds)
     return replace(request, experts_over=axes), [note] if note else []
 
 
 def _tried(graph: fx.Graph, fake_mode: Any, request: Request) -> float:
     """Seconds of a step of the plan that a short search finds for a copy of a graph;
     infinite where none fits."""
-    request = trial(request)
+    request = expert_axes.trial(request)
     copied = copy_of(graph)
     copied.owning_module = graph.owning_module
     state = JointState(

@@ -151,7 +151,7 @@ class VariantCompiler:
             SizeAgreement(SAME),
             opened.graph,
             opened.examples,
-            opened=opened,
+            open_program=opened,
             recalled=plan,
         )
         self._note_rows(run)

@@ -193,7 +193,7 @@ def test_if_none_is_left_all_ranks_are_told(hardware: str) -> None:
     ids=lambda x: f"{x.dtype}{list(x.shape)}",
 )
 def test_inputs_that_are_made_up(like: torch.Tensor) -> None:
-    made = tune_schedule._made(like)
+    made = tune_schedule._random_like(like)
     assert (made.shape, made.stride(), made.dtype) == (
         like.shape,
         like.stride(),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar import cache_files, pipeline
+from fxpar import cache_files, choose_plan
 from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
@@ -80,7 +80,7 @@ def planned(
     request = Request(
         Mesh.parse(mesh), signature, {}, asked, cached=keep, name="g", rank=rank
     )
-    return pipeline.planned(module.graph, mode, change(request))
+    return choose_plan.planned(module.graph, mode, change(request))
 
 
 def files(disk: Path) -> list[Path]:
