@@ -280,7 +280,7 @@ class _Unroller:
 
     def _join(self, node: fx.Node) -> None:
         """A step over time. What it becomes belongs to the stage of its operand."""
-        before = next(reversed(self.graph.nodes), None)
+        before = next(iter(reversed(self.graph.nodes)), None)
         with self.build.at(node):
             join = _JOINS[node.target]
             self.values[node] = join(self, self._each(node.args[0]), *node.args)
@@ -292,7 +292,7 @@ class _Unroller:
 
     def of_part(self, part: int, make_node: Callable[[], Any]) -> Any:
         """What ``make_node`` makes; the nodes it adds belong to ``part``."""
-        before = next(reversed(self.graph.nodes), None)
+        before = next(iter(reversed(self.graph.nodes)), None)
         value = make_node()
         for node in reversed(self.graph.nodes):
             if node is before:
