@@ -81,10 +81,14 @@ def _results(output: fx.Node) -> list[Any]:
 
 
 def _read_behind(value: fx.Node, write: fx.Node) -> bool:
-    """Whether something behind a write reads what it writes to, or a view of it."""
+    """Whether something behind a write reads what it writes to, or a view of it. That
+    the input itself is handed back is no reading: it is what was written to it."""
     return any(
-        user is not write
-        and (user.op == "output" or write < user)
-        or (is_view(user) and _read_behind(user, write))
+        (user is not write and user.op != "output" and write < user)
+        or (is_view(user) and (_is_result(user) or _read_behind(user, write)))
         for user in value.users
     )
+
+
+def _is_result(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)

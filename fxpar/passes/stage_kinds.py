@@ -1,9 +1,10 @@
 """Which nodes of a local graph belong to stages.
 
 In: a local graph, the program it is of. Out: ``Kinds``: nodes of the forward and of the
-backward, which each belong to one stage, and nodes of all places: the update, and what
-is drawn. All others have no home, and run wherever they are read: what is computed of
-weights alone, of the batch alone, or of constants, and views. Nothing is changed.
+backward, which each belong to one stage, and nodes of all places: the update, writes to
+inputs, and what is drawn. All others have no home, and run wherever they are read: what
+is computed of weights alone, of the batch alone, or of constants, and views. Nothing is
+changed.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Kinds:
             base = shown(source)
             kinds = (self.forward, self.backward, self.everywhere)
             return next((kind for kind in kinds if base in kind), None)
-        if phase_of(node) == "update" or draws(node):
+        writes = op_facts_of(node.target).mutates
+        if phase_of(node) == "update" or writes or draws(node):
             return self.everywhere
         read = set(map(shown, node.all_input_nodes))
         if is_loose_view(node):

@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import fx
+
 from fxpar.errors import PlanError, ScheduleError
+from fxpar.fusion import writes_as_results
 from fxpar.passes.assign_stages import StageCosts, assign_stages
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
@@ -23,7 +26,8 @@ from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
 from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage, with_stages
 from fxpar.sharding.plan_request import Request
-from fxpar.sharding.program import backward_of
+from fxpar.sharding.program import backward_of, user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Microbatches for each stage where nobody says how many.
 PARTS = 4
@@ -90,6 +94,9 @@ def order_stages(state: JointState) -> None:
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     slots = schedules.timed(rows, lambda action: seconds_of(state.stages, action))
+    # What is written to inputs is a result of a stage, which all places write.
+    writes = writes_as_results.lift(state.graph)
+    _refuse_writes(state.graph)
     state.graph = lay_out_stages(
         state.graph,
         pipeline,
@@ -98,10 +105,23 @@ def order_stages(state: JointState) -> None:
         state.fake_mode,
         state.decided.mesh,
     )
+    writes_as_results.put(state.graph, writes)
     wait = schedules.bubble(slots, pipeline.places)
     text = f"{len(state.stages)} stages along {pipeline.axis}, {name}, {parts} "
     text += f"microbatches: ranks wait {wait:.0%} of a step for one another"
     state.notes = (*state.notes, text)
+
+
+def _refuse_writes(graph: fx.Graph) -> None:
+    """Raise PlanError for what is written to while something behind reads it."""
+    for node in graph.nodes:
+        if op_facts_of(node.target).mutates:
+            raise PlanError(
+                f"{node.name} writes to what the program reads again, and is cut into "
+                "stages",
+                where=user_line(node),
+                fix="write to it last, or leave out the axis of stages",
+            )
 
 
 def seconds_of(stages: tuple[PipelineStage, ...], action: schedules.Action) -> float:

@@ -103,6 +103,56 @@ def test_a_graph_too_small_for_stages_runs_on_all_ranks() -> None:
             torch.testing.assert_close(a, b)
 
 
+class Writes(nn.Module):
+    """Every stage writes to buffers, and one of them is read before, for a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU())
+            for _ in range(4)
+        )
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("rows", torch.zeros(5, 8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.calls * 2
+        for block in self.blocks:
+            x = block(x) + x
+        self.calls += 1
+        self.rows[1:3] = x[2:4].detach() + self.rows[:2]
+        return x, before
+
+
+def written(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a model writes in two training steps and one call after."""
+    torch.manual_seed(0)
+    model = Writes().double()
+    run = torch.compile(model, backend="fxpar", options=options) if options else model
+    before = []
+    for step in range(3):
+        model.train(step < 2)
+        x = torch.randn(8, 8, dtype=torch.float64)
+        with torch.set_grad_enabled(step < 2):
+            result, count = run(x)
+        before.append(count.detach())
+        if step < 2:
+            result.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {**dict(model.named_buffers()), **grads, "before": torch.stack(before)}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_all_ranks_write_what_one_stage_makes(microbatches: int) -> None:
+    options = {"mesh": "pp=2", "codegen": "eager", "plan": "propagate"}
+    want = written({})
+    assert want["before"].tolist() == [0, 2, 4]
+    options["microbatches"] = microbatches
+    for got in shared_pool(2).run(written, options):
+        for name, x in want.items():
+            torch.testing.assert_close(got[name], x, rtol=1e-9, atol=1e-11)
+
+
 DIES = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
