@@ -23,6 +23,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize, size_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.normalize_fused_experts import split_fused_experts
 from fxpar.passes.normalize_masks import causal_masks
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
@@ -111,6 +112,7 @@ JOINT = (
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
     _may("keep_batch_apart", plan_steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
+    _may("split_fused_experts", _rewrite(split_fused_experts)),
     _may("stack_by_dim", _rewrite(normalize.stack_by_dim)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,8 +141,10 @@ def _expert_mm(
     call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
     sort, mm = _sorted(call, ids, 0, 1, *options), torch.ops.fxpar.grouped_mm.default
+    inner = len(call.shapes[0])
+    x, weight = _merged(call, x, 0, [1]), _merged(call, weight, 1, [1, inner])
     product = call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
-    return sort.put_back(product)
+    return _apart(call, sort.put_back(product))
 
 
 def _expert_outer(
@@ -149,7 +152,29 @@ def _expert_outer(
 ) -> fx.Node:
     outer = torch.ops.fxpar.grouped_outer.default
     sort = _sorted(call, ids, 0, 3, *options)
-    return call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
+    x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
+    product = call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
+    return _apart(call, product)
+
+
+def _merged(
+    call: LocalCall, x: fx.Node, operand: int, starts: Sequence[int]
+) -> fx.Node:
+    """An operand with the dims from each start to the next merged into one."""
+    shape = call.operand_shape(operand)
+    if len(shape) == len(starts) + 1:
+        return x
+    ends = (*starts[1:], len(shape))
+    pairs = zip(starts, ends, strict=True)
+    merged = [call.build.product(shape[a:b]) for a, b in pairs]
+    return call.build.call(aten.reshape.default, x, [shape[0], *merged])
+
+
+def _apart(call: LocalCall, product: fx.Node) -> fx.Node:
+    """The result with all of its dims."""
+    if len(product.meta["val"].shape) == len(call.result_shape()):
+        return product
+    return call.build.call(aten.reshape.default, product, [*call.local_shape()])
 
 
 LOCAL: dict[Any, Localizer] = {
