@@ -38,7 +38,14 @@ from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.hints import Entries, axes_of, check, check_even, entries, load
+from fxpar.sharding.hints import (
+    Entries,
+    axes_of,
+    check,
+    check_chunks,
+    entries,
+    load,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan import Plan
@@ -69,7 +76,8 @@ def shard(
 
     Axes that hints, or the sample's plan, use for some parameter lie as these say, and
     nowhere else. Every other axis splits each parameter further, on a dim that no hint
-    closes, if one divides (ZeRO-3). Ranks must hold equal parameters; those that
+    closes: one that it divides, else, of matrices, one that it cuts into chunks as
+    ``torch.chunk`` does (ZeRO-3). Ranks must hold equal parameters; those that
     differ are taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
@@ -288,7 +296,7 @@ def _layout(
             dims, closed = entries(hit[-1][1], len(shape), what)
             check(dims, mesh, what)
             dims = tuple(map(mesh.parts, dims))
-            check_even(dims, shape, mesh, what)
+            check_chunks(dims, shape, mesh, what)
         else:
             use = next((uses[name] for name in names if name in uses), None)
             dims = use.refined(mesh).dims if use is not None else ()
@@ -370,7 +378,7 @@ def _uses(
     program = decision.program
     uses = {
         declared.name: decision.settled[v]
-        .evened(decision.mesh, program.values[v].shape)
+        .in_chunks(decision.mesh, program.values[v].shape)
         .joined(decision.mesh)
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "parameter"
