@@ -16,6 +16,7 @@ from torch import fx
 import fxpar
 from fxpar.errors import OptionError, RoomError
 from fxpar.passes import expert_ops, local_experts
+from fxpar.passes.builder import PART
 from fxpar.planning import TracedPlan
 from tests.helpers.models import MIXTURES, build_double, double
 
@@ -485,6 +486,53 @@ def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch.setattr(GroupCopies, "is_own", every)
     with pytest.raises(AssertionError, match="not close"):
         compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
+
+
+def in_parts(mesh: str) -> TracedPlan:
+    """A mixture whose batch is cut in two; its numbers are right."""
+    args = arguments()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXPAR_MICROBATCHES", "2")
+        plan = planned(mixture, args, mesh)
+    compare(plan, args, torch.nn.functional.silu)
+    return plan
+
+
+def products_in_order(plan: TracedPlan) -> list[int | None]:
+    """The part of the batch of each product by expert, in the order of the program."""
+    nodes = plan.result.local.nodes  # type: ignore[union-attr]
+    return [n.meta.get(PART) for n in nodes if "grouped_" in str(n.target)]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", *slow("tp=2")])
+def test_microbatches_run_apart(mesh: str) -> None:
+    """Rows of one are sorted and multiplied, forward and backward, before the next."""
+    plan = in_parts(mesh)
+    assert products_in_order(plan) == [0] * 6 + [1] * 6
+    assert ops(plan.result.local)["aten.sort.stable"] == 2  # type: ignore[union-attr]
+    assert "2 microbatches" in str(plan.notes) and "wait" not in str(plan.notes)
+
+
+def test_microbatches_wait_where_ranks_have_groups_of_experts() -> None:
+    plan = in_parts("ep=2")
+    assert products_in_order(plan) == [None] * 6
+    assert "wait for one another" in str(plan.notes)
+
+
+@pytest.mark.slow
+def test_stages_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches wait for one another at the loss alone, as of a dense model."""
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    with double():
+        model, batch = build_double("mixtral/2")
+        plan = fxpar.plan(model, mesh="pp=2", mode="propagate", grad=True, **batch)
+        got = plan.outcome(**batch)
+        loss = model(**batch)
+        loss.backward()
+    assert "wait for one another at 1 ops" in str(plan.notes)
+    torch.testing.assert_close(got.result, loss.detach(), rtol=1e-10, atol=0.0)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(got.gradients[key], p.grad, rtol=1e-8, atol=1e-10)
 
 
 MESHES = ["ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2", "dp=2"]
