@@ -7,6 +7,7 @@ of ops that torch registers late.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -440,6 +441,25 @@ def _fused_attention_samples() -> None:
 
 
 _fused_attention_samples()
+
+
+def _packed_attention_samples() -> None:
+    importlib.import_module("torch.nn.attention.varlen")  # registers the ops
+
+    def m(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    starts, state = m(3, dtype=torch.int32), m(2, dtype=torch.uint64)
+    for heads in (8, 4):
+        q, k, lse = m(16, 8, 16), m(16, heads, 16), m(8, 16, dtype=torch.float32)
+        forward = (q, k, k, starts, starts, 8, 8, True)
+        backward = (q, q, k, k, q, lse, starts, starts, 8, 8, True, state)
+        for name, args in (("", forward), ("_backward", backward)):
+            key = f"torch_attn::_varlen_attn{name}"
+            UNRUNNABLE.setdefault(key, []).append((args, {}))
+
+
+_packed_attention_samples()
 
 
 # Convolution

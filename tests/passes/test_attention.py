@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpar
 from fxpar.errors import ScheduleError
@@ -305,3 +307,24 @@ def test_shared_keys_are_gathered_before_they_are_repeated() -> None:
     sent = [c.bytes for c in plan.collectives if c.kind == "all_gather"]
     assert sent == [args[1].numel() * 8] * 2
     matches(plan, *args)
+
+
+@pytest.mark.parametrize("heads", [8, 4])
+def test_packed_documents_are_split_by_heads(heads: int) -> None:
+    """Nothing is sent, forward and backward; prices know how torch counts flops."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("this torch has no shared heads there")
+
+    def attend(q: Any, k: Any, v: Any, starts: Any) -> Any:
+        return varlen.varlen_attn(q, k, v, starts, starts, 8, 8, enable_gqa=True)
+
+    with FakeTensorMode():
+        shapes = (16, 8, 16), (16, heads, 16), (16, heads, 16)
+        qkv = [torch.empty(n, dtype=torch.float16, requires_grad=True) for n in shapes]
+        starts = torch.empty(3, dtype=torch.int32)
+    specs = [(None, "tp", None)] * 3 + [(None,)]
+    plan = fxpar.plan(
+        attend, *qkv, starts, mesh="tp=2", mode="propagate", grad=True, in_specs=specs
+    )
+    assert not plan.unknown and not plan.collectives

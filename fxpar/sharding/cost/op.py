@@ -79,7 +79,7 @@ def flops_of(node: fx.Node) -> float:
 @cache
 def family_of(target: Any) -> str:
     """Of what contracts: which peak it has, as ``Hardware.peak`` knows it."""
-    family = "attention" if "attention" in _name(target) else ""
+    family = "attention" if _is_attention(target) else ""
     family = "convolution" if "convolution" in _name(target) else family
     return f"{family} backward" if family and "backward" in _name(target) else family
 
@@ -94,10 +94,13 @@ def least_of(node: fx.Node) -> float:
     if first is not None:
         a, b = (node.args[first + i].meta["val"].shape for i in range(2))
         return float(min(a[-2], a[-1], b[-1]))
-    if "attention" in _name(target):
+    if _is_attention(target):
         query, key = _attended(node)
-        return float(min(query.shape[-2], query.shape[-1], key.shape[-2]))
-    return _least_of_convolution(node)
+        rows = 0 if query.dim() == 3 else -2  # documents are packed along tokens
+        return float(min(query.shape[rows], query.shape[-1], key.shape[rows]))
+    if "conv" in _name(target):
+        return _least_of_convolution(node)
+    return math.inf  # an op of the user's, of which only flops are told
 
 
 def least_of_factors(
@@ -135,6 +138,10 @@ def _sizes(node: fx.Node) -> dict[str, int]:
     for word, operand in zip(_words(node), node.args[:2], strict=False):
         size.update(zip(word, operand.meta["val"].shape, strict=True))
     return size
+
+
+def _is_attention(target: Any) -> bool:
+    return "attention" in _name(target) or "varlen_attn" in _name(target)
 
 
 def _is_flex(target: Any) -> bool:

@@ -34,6 +34,7 @@ from fxpar.sharding.rules import (
     slicing,
     sources,
     statistics,
+    varlen,
     views,
 )
 from fxpar.sharding.rules.table import Row, evaluate
@@ -53,6 +54,7 @@ FAMILIES = (
     convolution,
     attention,
     flex,
+    varlen,
     sources,
     statistics,
     custom_op_rules,
@@ -62,7 +64,7 @@ FAMILIES = (
 # Families whose kernels refuse tensors that hold nothing, and those that refuse, or may
 # not make, a row of zeros instead.
 _FILLED = (normalization, convolution, attention)
-_NEVER_EMPTY = (linalg, statistics, flex)
+_NEVER_EMPTY = (linalg, statistics, flex, varlen)
 
 
 def _row_in(module: Any, row: Row) -> Row:
