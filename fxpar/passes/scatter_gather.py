@@ -15,6 +15,7 @@ from fxpar.passes.emulate_collectives import (
     reduced,
 )
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.spec import Spec
 
 
@@ -24,7 +25,7 @@ def scatter(x: torch.Tensor, spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
     Along a partial axis the first rank has the value and the others the identity of the
     reduction; for avg, max and min all have the value.
     """
-    masking = [(axis, op) for axis, op in spec.partial if op in ("sum", "product")]
+    masking = [(axis, op) for axis, op in spec.partial if op in MASKED]
     parts_by_key: dict[Any, torch.Tensor] = {}
     out = []
     for rank in range(mesh.size):

@@ -23,7 +23,7 @@ from fxpar.runtime.pipeline_state import JointState, RankState
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
-from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
+from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, user_line
 from fxpar.sharding.rest_over_stages import over_stages
@@ -95,7 +95,11 @@ def order_stages(state: JointState) -> None:
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
-    slots = schedules.timed(rows, lambda action: seconds_of(state.stages, action))
+    forward = [stage.forward_seconds for stage in state.stages]
+    backward = [stage.backward_seconds for stage in state.stages]
+    slots = schedules.timed(
+        rows, lambda action: schedules.seconds_of(action, forward, backward)
+    )
     _refuse_writes(state.graph)
     state.graph = lay_out_stages(
         state.graph,
@@ -121,15 +125,6 @@ def _refuse_writes(graph: fx.Graph) -> None:
                 where=user_line(node),
                 fix="write to it last, or leave out the axis of stages",
             )
-
-
-def seconds_of(stages: tuple[PipelineStage, ...], action: schedules.Action) -> float:
-    """Predicted, of an action."""
-    stage = stages[action.stage]
-    if action.kind == schedules.FORWARD:
-        return stage.forward_seconds
-    share = 1.0 if action.kind == schedules.BACKWARD else 0.5
-    return stage.backward_seconds * share
 
 
 def take_place(state: RankState) -> None:
