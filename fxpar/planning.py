@@ -240,7 +240,7 @@ class TracedPlan(Plan):
         """As ``simulate``, with gradients and buffers changed in place."""
         result, call = self._traced()
         edges, program = result.decision.edges, result.decision.program
-        specs = [None if v is None else edges.made[v] for v in program.inputs]
+        specs = [None if v is None else edges.specs[v] for v in program.inputs]
         parts = [
             [x] * self.mesh.size if spec is None else scatter(x, spec, self.mesh)
             for x, spec in zip(call.inputs(args, kwargs), specs, strict=True)

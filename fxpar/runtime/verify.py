@@ -33,7 +33,7 @@ def verify(
     holds the graphs' constants."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
     parts = [
-        [x] * mesh.size if v is None else scatter(x, edges.made[v], mesh)
+        [x] * mesh.size if v is None else scatter(x, edges.specs[v], mesh)
         for x, v in zip(feeds, program.inputs, strict=True)
     ]
     rank_module, whole = (_module(root, graph) for graph in (local, normalized))

@@ -75,7 +75,7 @@ class Decision:
     def is_even(self) -> bool:
         """Whether all ranks hold as much of every value."""
         edges, values = self.edges, self.program.values
-        specs = [*zip(values, edges.made, strict=True)]
+        specs = [*zip(values, edges.specs, strict=True)]
         specs += [(values[r.value], r.target) for r in edges.reshards]
         return all(spec.is_even(self.mesh, value.shape) for value, spec in specs)
 
@@ -328,7 +328,7 @@ def _ties(program: Program) -> list[tuple[int, int]]:
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     """What the dims cost whose shards are not alike: ranks that wait for others."""
     out: dict[tuple[int, Axes], str] = {}
-    for value, spec in zip(program.values, edges.made, strict=True):
+    for value, spec in zip(program.values, edges.specs, strict=True):
         for rows, axes in zip(value.shape, spec.dims, strict=True):
             shared = shard_sizes.has_shares(mesh, axes)
             if shared or shard_sizes.is_even(rows, mesh, axes):

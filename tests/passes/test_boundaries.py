@@ -87,7 +87,7 @@ class Traced:
         values = {"input": self.x, "parameter": weight, "tangent": torch.ones(())}
         feeds = []
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
-            spec = edges.made[v]
+            spec = edges.specs[v]
             feeds.append(scatter(values[declared.kind], spec, MESH))
         ranks = [list(parts) for parts in zip(*feeds, strict=True)]
         outs = run_lockstep(fx.GraphModule(self.module, result.local), MESH, ranks)

@@ -39,8 +39,8 @@ class Reshard:
 class Edges:
     """The specs in which values are made and read, and the reshards between."""
 
-    # Natural spec per value.
-    made: list[Spec]
+    # Spec of each value as its op gives it.
+    specs: list[Spec]
     # Spec per (op index, operand) and per output.
     reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
     outputs: list[Spec | None] = field(default_factory=list)
