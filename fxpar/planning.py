@@ -30,7 +30,8 @@ from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
+from fxpar.passes.lockstep import run_global, run_ranks
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate

@@ -13,7 +13,6 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.fusion import writes_as_results
 from fxpar.passes.assign_stages import StageCosts, assign_stages
 from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.builder import PART
@@ -97,8 +96,6 @@ def order_stages(state: JointState) -> None:
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
     slots = schedules.timed(rows, lambda action: seconds_of(state.stages, action))
-    # What is written to inputs is a result of a stage, which all places write.
-    writes = writes_as_results.lift(state.graph)
     _refuse_writes(state.graph)
     state.graph = lay_out_stages(
         state.graph,
@@ -108,7 +105,6 @@ def order_stages(state: JointState) -> None:
         state.fake_mode,
         state.decided.mesh,
     )
-    writes_as_results.put(state.graph, writes)
     wait = schedules.bubble(slots, pipeline.places)
     text = f"{len(state.stages)} stages along {pipeline.axis}, {name}, {parts} "
     text += f"microbatches: ranks wait {wait:.0%} of a step for one another"

@@ -16,7 +16,8 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
+from fxpar.passes.lockstep import run_global, run_ranks
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.sharding.decide import Decision
 
 

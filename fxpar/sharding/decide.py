@@ -14,7 +14,7 @@ from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
-from fxpar.sharding.factors import Axes, Strategy
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
@@ -40,6 +40,7 @@ from fxpar.sharding.search.run_search import (
     search,
 )
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.sharding.factors import Strategy, operand_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     at_rest,
@@ -20,6 +19,7 @@ from fxpar.sharding.propagate.at_rest import (
     resting,
 )
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec
 
 DP = Mesh.parse("dp=4")
 TP = Mesh.parse("tp=4")

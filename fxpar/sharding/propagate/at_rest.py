@@ -17,20 +17,20 @@ from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.factors import (
-    Axes,
-    Strategy,
-    expressible,
-    operand_spec,
-    project,
-    result_spec,
-)
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation, State
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import (
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
 
 
 def at_rest(
