@@ -86,6 +86,43 @@ def refused(fn: Callable[[], Any], kind: type[FxparError], *words: str, **how: A
             assert word in str(error), str(error)
 
 
+class Halves(Layer):
+    """Halves its weight in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.weight.view(-1).mul_(0.5)
+        return y
+
+
+def written_in_the_forward(param_dtype: str | None) -> None:
+    torch._dynamo.reset()
+    model = fxpar.shard(nn.Sequential(Halves(8, 8)), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager", "param_dtype": param_dtype}
+    torch.compile(model, backend="fxpar", options=how)(torch.ones(4, 8))
+
+
+def renormalized_in_the_forward() -> None:
+    torch._dynamo.reset()
+    model = fxpar.shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager"}
+    torch.compile(model, backend="fxpar", options=how)(torch.arange(4))
+
+
+@multiprocess
+def test_a_parameter_that_the_forward_writes() -> None:
+    """It would write to the global value, which is gone after the graph."""
+    pool, words = shared_pool(2), "the forward writes to a parameter"
+    runs = [
+        pool.errors(written_in_the_forward, None),
+        pool.errors(written_in_the_forward, "bfloat16"),
+        pool.errors(renormalized_in_the_forward),
+    ]
+    for error in (error for errors in runs for error in errors):
+        assert isinstance(error, ShardError) and words in str(error), repr(error)
+
+
 # What a sharded module is
 
 
