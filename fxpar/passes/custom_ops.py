@@ -239,8 +239,8 @@ def _(local, shape, spec, hint, mesh, summed, reduce, home):
 
 @torch.library.register_fake("fxpar::to_local")
 def _(x, spec, mesh, reduce):
-    shape = Spec.parse(spec).local_shape(Mesh.parse(mesh), x.shape)
-    return x.new_empty(shape)
+    lies, rank = Spec.parse(spec), rank_here()
+    return x.new_empty(lies.rank_shape(Mesh.parse(mesh), x.shape, rank))
 
 
 def unreduced(spec: Spec, axes: Sequence[str]) -> Spec:

@@ -125,16 +125,18 @@ def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
         )
 
 
-def check_even(
+def check_chunks(
     dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str
 ) -> None:
-    """Raise HintError if axes do not divide their dim."""
+    """Raise HintError if a DTensor cannot lie so: if axes do not divide their dim that
+    are parts, have shares, or stand in another order than in the mesh."""
     for d, axes in enumerate(dims):
-        if not shard_sizes.is_even(shape[d], mesh, axes):
+        if not shard_sizes.are_chunks(shape[d], mesh, axes):
             raise HintError(
                 f"{what}: dim {d} of size {shape[d]} does not divide over "
                 f"{'+'.join(axes)} ({mesh.count(axes)} shards)",
-                fix="hint another dim or choose mesh sizes that divide it",
+                fix="hint a dim that they divide, or whole axes in the order of the "
+                "mesh, without shares",
             )
 
 

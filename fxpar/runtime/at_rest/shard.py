@@ -38,7 +38,14 @@ from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.hints import Entries, axes_of, check, check_even, entries, load
+from fxpar.sharding.hints import (
+    Entries,
+    axes_of,
+    check,
+    check_chunks,
+    entries,
+    load,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.plan import Plan
@@ -70,8 +77,9 @@ def shard(
 
     Axes that hints, or the sample's plan, use for some parameter lie as these say, and
     nowhere else. Every other axis splits each parameter further, on a dim that no hint
-    closes, if one divides (ZeRO-3), and so does an axis of stages. Ranks must hold
-    equal parameters; those that differ are taken from rank 0.
+    closes: one that it divides, else, of matrices, one that it cuts into chunks as
+    ``torch.chunk`` does (ZeRO-3); so does an axis of stages, where it divides. Ranks
+    must hold equal parameters; those that differ are taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -285,7 +293,7 @@ def _layout(
             dims, closed = entries(hit[-1][1], len(shape), what)
             check(dims, of_stage, what)
             dims = tuple(map(mesh.parts, dims))
-            check_even(dims, shape, mesh, what)
+            check_chunks(dims, shape, mesh, what)
         else:
             use = next((uses[name] for name in names if name in uses), None)
             dims = use.refined(mesh).dims if use is not None else ()
@@ -293,7 +301,7 @@ def _layout(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        spec = at_rest(shape, of_stage, dims, closed, decided)
+        spec = at_rest(shape, of_stage, dims, closed, decided, alike=stages is not None)
         if stages is not None:
             spec = split_over_stages(spec, shape, mesh, stages)
         layouts[key] = _Layout(spec, ",".join(words))
@@ -368,7 +376,7 @@ def _uses(
     program = decision.program
     uses = {
         declared.name: decision.settled[v]
-        .evened(decision.mesh, program.values[v].shape)
+        .in_chunks(decision.mesh, program.values[v].shape)
         .joined(decision.mesh)
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "parameter"
