@@ -45,6 +45,7 @@ from fxpar.sharding.hints import (
     check_chunks,
     entries,
     load,
+    spec_hints,
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
@@ -91,7 +92,8 @@ def shard(
     ranks = join(options)
     if ranks.mesh.size == 1:
         return model
-    table = load(hints if hints is not None else options.hints)
+    all_hints = load(hints if hints is not None else options.hints)
+    table = spec_hints(all_hints)
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
