@@ -18,7 +18,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from tests.helpers.models import DRAWS_RANDOM, build_double, build_loss, double
+from tests.helpers.models import (
+    DRAWS_RANDOM,
+    ODD_NAMES,
+    build_double,
+    build_loss,
+    double,
+)
 
 STEPS = 10
 MESHES = {"dp=2": 2, "dp=4": 4, "dp=2,tp=2": 2}  # with the parts of a batch
@@ -29,7 +35,7 @@ FLOOR = 1e-6  # of the largest gradient: some are zero but for rounding
 
 # ReLU jumps where a value is zero but for rounding, and the gradient with it: the one
 # model that has it is trained in float64, where rounding does not reach that far.
-DOUBLE = frozenset({"resnet"})
+DOUBLE = frozenset({"resnet", *ODD_NAMES})
 
 
 def part(batch: dict[Any, torch.Tensor], parts: int) -> dict[Any, torch.Tensor]:
