@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fxpar
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.spec import Spec
 from tests.helpers.models import (
     DRAWS_RANDOM,
     ODD_NAMES,
@@ -46,9 +48,17 @@ def part(batch: dict[Any, torch.Tensor], parts: int) -> dict[Any, torch.Tensor]:
 
 
 def whole(x: Any) -> torch.Tensor:
-    """A tensor's global value, a copy."""
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x.detach().clone()
+    """A tensor's global value, a copy. Not by ``full_tensor()``, whose gathers (gloo,
+    torch 2.13) may corrupt memory, unless summands are to be added."""
+    if not isinstance(x, DTensor):
+        return x.detach().clone()
+    if any(placement.is_partial() for placement in x.placements):
+        return x.full_tensor().detach().clone()
+    mesh = Mesh.from_device_mesh(x.device_mesh)
+    spec = Spec.from_placements(x.placements, mesh, x.dim())
+    lies = str(spec), "", str(mesh), "", "", -1
+    part = x.to_local().detach()
+    return torch.ops.fxpar.to_global(part, list(x.shape), *lies)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
