@@ -62,6 +62,7 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.spec import Spec
 
 
@@ -267,6 +268,8 @@ class JointPass:
         known_plan = self.entry.plan if self.entry else self.job.recalled
         mode = known_plan or plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
+        if self.request.pipeline is not None:
+            signature = of_one_stage(signature, self.request.pipeline.axis)
         return replace(
             self.request,
             signature=signature,

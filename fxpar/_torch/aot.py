@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxpar._torch.cpp_kernels import kernels_in_libraries
+from fxpar._torch.cpp_kernels import kernels_in_libraries, probes_remembered
 from fxpar._torch.fake import fake_like, new_fake_mode
 from fxpar._torch.inductor import (
     _in_order,
@@ -262,6 +262,7 @@ def compile_fx(
         _views_recomputed(),
         calls_rewritten(),
         kernels_in_libraries(),
+        probes_remembered(),
     ):
         compiled = inductor(
             gm,

@@ -9,10 +9,15 @@ Inductor keeps what it compiles, by their text, and are found again there.
 from __future__ import annotations
 
 import contextlib
+import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import torch
 
 # Characters of kernels in one library, so that several are compiled at once where there
 # are cores.
@@ -61,6 +66,42 @@ def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
         return
     with mock.patch.multiple(owner, **functions):
         yield
+
+
+def probes_remembered() -> contextlib.AbstractContextManager[Any]:
+    """Context in which vector instructions that once worked on this machine are not
+    tried again: torch starts a process for each kind, at every start."""
+    from unittest import mock
+
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    name = "_probe_load"
+    probe = getattr(VecISA, name, None)
+    if probe is None or hasattr(probe, "remembers"):
+        return contextlib.nullcontext()
+
+    def remembered(self: Any, output_path: str) -> bool:
+        worked = Path(f"{output_path}.{_machine()}.works")
+        if worked.exists():
+            return True
+        works = bool(probe(self, output_path))
+        if works:
+            with contextlib.suppress(OSError):
+                worked.touch()
+        return works
+
+    remembered.remembers = True  # type: ignore[attr-defined]
+    return mock.patch.object(VecISA, name, remembered)
+
+
+def _machine() -> str:
+    """A name for this machine's processor and this torch."""
+    from torch._inductor.cpu_vec_isa import x86_isa_checker
+
+    facts = platform.node(), platform.machine(), sorted(x86_isa_checker())
+    return sha256(
+        repr((*facts, torch.__version__, torch.__file__)).encode()
+    ).hexdigest()[:16]
 
 
 def _goes_with_others(source: str) -> bool:

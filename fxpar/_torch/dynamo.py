@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -101,6 +102,24 @@ def is_marked_dynamic(x: torch.Tensor) -> bool:
     return hasattr(x, "_dynamo_weak_dynamic_indices")
 
 
+_SIZE_MARKS = (
+    "_dynamo_dynamic_indices",
+    "_dynamo_unbacked_indices",
+    "_dynamo_weak_dynamic_indices",
+    "_dynamo_static_indices",
+)
+
+
+def has_size_marks(x: torch.Tensor) -> bool:
+    """Whether somebody has said of a tensor which of its dims are symbolic."""
+    return any(hasattr(x, name) for name in _SIZE_MARKS)
+
+
+def is_resumed(code: Any) -> bool:
+    """Whether code is what follows a graph break."""
+    return bool(code.co_name.startswith("torch_dynamo_resume_in"))
+
+
 def graph_break_line(gm: fx.GraphModule) -> str | None:
     """The user's line where Dynamo broke the graph that ``gm`` ends, or None."""
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -121,17 +140,20 @@ def surrounding_ddp() -> torch.nn.Module | None:
 
 def on_compile(
     backend: Callable[..., Any],
-    watch: Callable[[Any, Any], tuple[Callable[[], Any], Callable[..., None]]],
+    watch: Callable[[Any, Any], tuple[Callable[..., Any], ...]],
 ) -> None:
     """Let ``watch(fn, options)`` see what ``torch.compile`` is given ``backend`` for.
 
-    It returns two callables. The first is called before each call of the compiled
+    It returns three callables. The first is called before each call of the compiled
     ``fn``, and what it returns after it. The second is called with each frame that
-    Dynamo met there and could not compile, and Dynamo's error; with None for the error
-    of other frames. ``backend`` alone is told of graphs, and not of what has none.
+    Dynamo is about to trace with sizes fixed unless it is told otherwise. The third is
+    called with each frame that Dynamo met there and could not compile, and Dynamo's
+    error; with None for the error of other frames. ``backend`` alone is told of graphs,
+    and not of what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
-    of the batch and of a sequence, are different symbols.
+    of the batch and of a sequence, are different symbols. A deep copy of what is
+    compiled is watched as one of its own.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import (
@@ -143,34 +165,50 @@ def on_compile(
 
     plain = OptimizeContext.__call__
     seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
+    hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # a copied context has those too
 
     def call(self: Any, fn: Any) -> Any:
         found: Any = innermost_backend(self.callback)
         if getattr(found, "compiler_fn", found) is backend and self not in seen:
             seen.add(self)
             options = getattr(found, "kwargs", {}).get("options")
-            enter, met = watch(innermost_fn(fn), options)
+            enter, begins, met = watch(innermost_fn(fn), options)
             whole = config._make_closure_patcher(optimize_ddp=False)
             own = shapes._make_closure_patcher(use_duck_shape=False)
-            self.enter_exit_hooks += [enter, whole, own]
+            others = [hook for hook in self.enter_exit_hooks if hook not in hooks]
+            self.enter_exit_hooks = [*others, enter, whole, own]
+            hooks.update((enter, whole, own))
             frames = self.callback._torchdynamo_orig_backend
             if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
-                frames._inner_convert = _Overheard(frames._inner_convert, met)
+                fixed = getattr(self, "_dynamic", None) is not True
+                frames._inner_convert = _Overheard(
+                    frames._inner_convert, begins if fixed else None, met
+                )
         return plain(self, fn)
 
     OptimizeContext.__call__ = call  # type: ignore[method-assign]
 
 
 class _Overheard:
-    """Dynamo's conversion of frames, with what ``met`` hears of each."""
+    """Dynamo's conversion of frames, with what ``begins`` and ``met`` hear of each."""
 
-    def __init__(self, convert: Any, met: Callable[..., None]) -> None:
-        self._convert, self._met = convert, met
+    def __init__(
+        self, convert: Any, begins: Callable[..., None] | None, met: Callable[..., None]
+    ) -> None:
+        self._convert, self._begins, self._met = convert, begins, met
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._convert, name)
+        return getattr(self.__getattribute__("_convert"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The conversion alone, since its copy is watched anew."""
+        return copy.deepcopy(self._convert, memo)
 
     def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
+        from torch._dynamo import config
+
+        if self._begins is not None and config.assume_static_by_default:
+            self._begins(frame)
         try:
             converted = self._convert(frame, *args, skip=skip + 1, **how)
         except Exception as error:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.builder import PLACE, Builder
-from fxpar.passes.lay_out_stages import EVERY
+from fxpar.passes.stage_messages import EVERY
 from fxpar.sharding.program import depending_on_tangents
 
 aten = torch.ops.aten
@@ -59,6 +59,10 @@ class _PlaceProgram:
             elif node.target is ours.spread.default:
                 with self.build.at(node):
                     self._spread(node)
+            elif node.target is ours.scatter.default:
+                with self.build.at(node):
+                    self._scatter(node, tag)
+                tag += 1
             elif node.meta.get(PLACE, EVERY) in (self.place, EVERY):
                 self._copy(node)
 
@@ -93,17 +97,37 @@ class _PlaceProgram:
     def _transfer(self, node: fx.Node, tag: int) -> None:
         value, source, target, group = node.args
         if self.place == source:
-            x = self._value(value)
-            ends = (target, tag, group)
-            token = self._chained(node, ours.send.default, x, None, *ends)
-            self.sent[node in self.backward].append(token)
+            self._send(node, self._value(value), target, tag, group)
         elif self.place == target:
-            val = node.meta["val"]
-            fields = (list(val.shape), val.dtype, val.device)
-            ends = (source, tag, group)
-            self.arriving[node] = self._chained(
-                node, ours.receive.default, None, *fields, *ends
-            )
+            self._receive(node, source, tag, group)
+
+    def _scatter(self, node: fx.Node, tag: int) -> None:
+        value, source, places, group = node.args
+        if self.place != source:
+            self._receive(node, source, tag, group)
+            return
+        x, size = self._value(value), node.meta["val"].shape[0]
+        for i in range(places):
+            part = self.build.call(aten.slice.Tensor, x, 0, i * size, (i + 1) * size)
+            if i == source:
+                self.copies[node] = part
+            else:
+                self._send(node, part, i, tag, group)
+
+    def _send(
+        self, node: fx.Node, x: fx.Node, target: int, tag: int, group: str
+    ) -> None:
+        ends = (target, tag, group)
+        token = self._chained(node, ours.send.default, x, None, *ends)
+        self.sent[node in self.backward].append(token)
+
+    def _receive(self, node: fx.Node, source: int, tag: int, group: str) -> None:
+        val = node.meta["val"]
+        fields = (list(val.shape), val.dtype, val.device)
+        ends = (source, tag, group)
+        self.arriving[node] = self._chained(
+            node, ours.receive.default, None, *fields, *ends
+        )
 
     def _spread(self, node: fx.Node) -> None:
         value, source, group = node.args

@@ -19,7 +19,7 @@ from fxpar.runtime import meeting, outside_graphs
 from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
 from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks
-from fxpar.runtime.open_sizes import OPENED_MARK, SizeRange
+from fxpar.runtime.open_sizes import SizeRange, open_rows
 from fxpar.runtime.program_identity import SUMMAND_MARK, Named
 from fxpar.runtime.stage_times import FIRST, stage
 from fxpar.sharding.plan import Plan
@@ -252,6 +252,5 @@ def require_dynamic_batch(
             "or feed the global batch (FXPAR_INPUTS=global)",
         )
     for _, x in fixed:
-        _torch.dynamo.maybe_mark_dynamic(x, 0)
-        setattr(x, OPENED_MARK, True)
+        open_rows(x)
     _torch.dynamo.trace_again("fxpar: local batch dims become symbolic")

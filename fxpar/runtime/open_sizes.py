@@ -27,6 +27,12 @@ from fxpar.runtime.program_identity import Named, placeholders, value_of
 OPENED_MARK = "_fxpar_opened"
 
 
+def open_rows(x: torch.Tensor) -> None:
+    """Ask Dynamo to keep the rows of an input symbolic."""
+    _torch.dynamo.maybe_mark_dynamic(x, 0)
+    setattr(x, OPENED_MARK, True)
+
+
 class OpenSizesRefused(Exception):
     """A program cannot be planned or compiled with its sizes left open."""
 

@@ -37,8 +37,10 @@ from fxpar.config import Options
 from fxpar.errors import FxparWarning, OptionError, compose
 from fxpar.runtime import gradient_sketches, reduce_gradients
 from fxpar.runtime.at_rest.sharded_modules import HOME
+from fxpar.runtime.check_inputs import LOCAL_MARK
 from fxpar.runtime.groups import Ranks, join
 from fxpar.runtime.meeting import current
+from fxpar.runtime.open_sizes import open_rows
 from fxpar.runtime.tracing import modules_of
 
 
@@ -68,6 +70,8 @@ class _CompiledCallable:
     parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
     before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
     outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    # Code that Dynamo began to trace.
+    begun: set[types.CodeType] = field(default_factory=set)
     joined: bool = False
     group: Any = None  # a weak reference: the one whose ranks know of it
     reduced: bool = False
@@ -120,7 +124,7 @@ _checked: weakref.WeakKeyDictionary[Optimizer, _CheckedParameters] = (
 )
 
 
-def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
+def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
     """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
 
     Ranks that wait for this one can know from now on where it is."""
@@ -145,7 +149,8 @@ def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         _calls.stack.append(_Call(watched, sys.exc_info()[1]))
         return _leave
 
-    return enter, functools.partial(_meet_frame, watched)
+    begins = functools.partial(_open_batch, watched)
+    return enter, begins, functools.partial(_meet_frame, watched)
 
 
 def options_of_call() -> Options | None:
@@ -174,6 +179,25 @@ def _tell_home(module: nn.Module, local: bool) -> None:
     home = module.__dict__.get(HOME)
     if home is not None:
         home.local = local
+
+
+def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
+    """Dynamo is about to trace a frame for the first time: in local mode the rows of
+    tensors it is given stay open, as the backend asks for otherwise, by a second trace
+    (``require_dynamic_batch``), of what is not seen here."""
+    code = frame.f_code
+    if not watched.local or code in watched.begun or _torch.dynamo.is_resumed(code):
+        return
+    watched.begun.add(code)
+    held = {id(x) for root in watched.modules().values() for x in root.buffers()}
+    for x in _torch.fake.tree_leaves(dict(frame.f_locals)):
+        plain = type(x) is torch.Tensor and x.dim() > 0 and id(x) not in held
+        if (
+            plain
+            and getattr(x, LOCAL_MARK, True)
+            and not _torch.dynamo.has_size_marks(x)
+        ):
+            open_rows(x)
 
 
 def _meet_frame(

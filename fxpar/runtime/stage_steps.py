@@ -8,7 +8,6 @@ the schedule; of one rank what its place runs. Every rank does the same but in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -16,6 +15,7 @@ from torch import fx
 from fxpar.errors import PlanError, ScheduleError
 from fxpar.fusion import writes_as_results
 from fxpar.passes.assign_stages import StageCosts, assign_stages
+from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lay_out_stages import is_laid_out, lay_out_stages
@@ -24,9 +24,10 @@ from fxpar.runtime.pipeline_state import JointState, RankState
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
-from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage, with_stages
+from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, user_line
+from fxpar.sharding.rest_over_stages import over_stages
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Microbatches for each stage where nobody says how many.
@@ -37,7 +38,9 @@ def on_whole_mesh(decision: Decision, pipeline: Pipeline | None) -> Decision:
     """What was decided for one stage, on the mesh of all."""
     if pipeline is None:
         return decision
-    return replace(decision, mesh=with_stages(decision.mesh, pipeline))
+    ops = decision.program.ops
+    update = {op.index for op in ops if phase_of(op.node) == "update"}
+    return over_stages(decision, pipeline, update)
 
 
 def parts_of(request: Request) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.pipeline_axis import PipelineStage, without_stages
+from fxpar.sharding.pipeline_axis import PipelineStage, pipeline_axis, without_stages
 from fxpar.sharding.read_plan import Saved
 from fxpar.sharding.spec import Spec
 
@@ -57,6 +57,14 @@ class NodePlan:
     line: str | None = None
     module: str | None = None
     reads: tuple[int, ...] = ()
+
+
+def _without(
+    factors: Iterable[tuple[str, tuple[str, ...]]], axis: str
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Axes of factors without one of them."""
+    pairs = [(name, tuple(a for a in axes if a != axis)) for name, axes in factors]
+    return tuple((name, axes) for name, axes in pairs if axes)
 
 
 # Of a NodePlan, what ``hash`` leaves out: what the ranks run does not depend on it, or
@@ -120,7 +128,13 @@ class Plan:
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
-        return replace(self, mesh=without_stages(self.mesh), stages=())
+        axis = pipeline_axis(self.mesh)
+        if axis is None:
+            return self
+        bare = tuple((name, spec.without({axis})) for name, spec in self.values)
+        nodes = tuple(replace(x, factors=_without(x.factors, axis)) for x in self.nodes)
+        mesh = without_stages(self.mesh)
+        return replace(self, mesh=mesh, stages=(), values=bare, nodes=nodes)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:

@@ -3,6 +3,9 @@ DistributedSampler; losses and gradients are those of the global batch mean."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpar import FxparError
+from fxpar._torch import dynamo
 from tests.helpers.models import build, build_loss
 from tests.helpers.spawn import shared_pool
 from tests.helpers.training import MESHES, part
@@ -73,6 +77,64 @@ def test_loss_outside_the_graph_gives_the_gradients_of_the_mean() -> None:
     assert runs[0][0] != runs[1][0]
     for _, grads in runs:
         close(grads, gradients)
+
+
+class Shifted(nn.Module):
+    """Reads a tensor deep in what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, fed):
+        return fed["x"][0] + self.shift
+
+
+def traced_again() -> tuple[int, list[torch.Tensor]]:
+    """How often Dynamo was asked to trace again, and results for two sizes."""
+    torch._dynamo.reset()
+    plain, asked = dynamo.trace_again, []
+
+    def counted(reason: str) -> None:
+        asked.append(reason)
+        plain(reason)
+
+    results = []
+    with mock.patch.object(dynamo, "trace_again", counted):
+        for rows in (4, 6):
+            x = torch.arange(rows * 8.0).view(rows, 8) + torch.distributed.get_rank()
+            model = Shifted()
+            run = torch.compile(model, backend="fxpar", options=options("dp=2"))
+            results.append(run({"x": [x]}) - model({"x": [x]}))
+    return len(asked), results
+
+
+def test_what_is_fed_is_traced_once() -> None:
+    for asked, results in shared_pool(2).run(traced_again, timeout=100.0):
+        assert asked == 0
+        assert not any(x.any() for x in results)
+
+
+def hidden_again() -> int:
+    torch._dynamo.reset()
+    x, asked = torch.ones(4, 8), []
+    plain = dynamo.trace_again
+
+    def counted(reason: str) -> None:
+        asked.append(reason)
+        plain(reason)
+
+    run = torch.compile(
+        lambda y: y + hidden.x, backend="fxpar", options=options("dp=2")
+    )
+    hidden = SimpleNamespace(x=x)
+    with mock.patch.object(dynamo, "trace_again", counted):
+        assert torch.equal(run(torch.ones(4, 8)), x + 1)
+    return len(asked)
+
+
+def test_what_no_argument_holds_is_traced_again() -> None:
+    assert shared_pool(2).run(hidden_again, timeout=100.0) == [1, 1]
 
 
 class Broken(nn.Module):

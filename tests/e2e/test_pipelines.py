@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import fxpar
-from fxpar.errors import FxparError
 from tests.helpers.scripts import run_script
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import compare, one_device, train
@@ -180,17 +178,3 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     assert survivor.code not in (0, None)
     assert "alive" in survivor.output and "went on" not in survivor.output
     assert "Error" in survivor.output
-
-
-def refused(options: dict[str, Any]) -> str:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    try:
-        fxpar.shard(model, mesh=options["mesh"])
-    except FxparError as error:
-        return str(error)
-    return ""
-
-
-def test_parameters_at_rest_are_refused() -> None:
-    for text in shared_pool(2).run(refused, {"mesh": "pp=2"}):
-        assert "axis of stages" in text

@@ -18,7 +18,7 @@ def whole_steps(
     with double():
         model, before = build(), len(fxpar.plans())
         if shard:
-            model = fxpar.shard(model, mesh="dp=2")
+            model = fxpar.shard(model, mesh=(options or {}).get("mesh", "dp=2"))
         optimizer = OPTIMIZERS["adamw"][0](model.parameters())
         given = batches(steps, size)
         if options is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 
 from fxpar._torch import cpp_kernels
-from fxpar._torch.cpp_kernels import kernels_in_libraries
+from fxpar._torch.cpp_kernels import kernels_in_libraries, probes_remembered
 
 TYPES = ["const float*", "float*", "const int64_t"]
 
@@ -78,3 +80,25 @@ def test_a_library_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_which_kernels_go_with_others(text: str, goes: bool) -> None:
     assert cpp_kernels._goes_with_others(text) == goes
+
+
+@pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11")
+def test_instructions_are_tried_once(tmp_path, monkeypatch) -> None:
+    tried, outcomes = [], {"works": True, "fails": False}
+
+    def probe(self: VecISA, path: str) -> bool:
+        tried.append(path)
+        return outcomes[path.rsplit("/")[-1]]
+
+    monkeypatch.setattr(VecISA, "_probe_load", probe)
+    isa = VecAVX2()
+    for _ in range(2):  # two starts
+        with probes_remembered(), probes_remembered():
+            assert isa._probe_load(f"{tmp_path}/works")
+            assert not isa._probe_load(f"{tmp_path}/fails")
+    assert tried == [f"{tmp_path}/{name}" for name in ("works", "fails", "fails")]
+    monkeypatch.setattr(platform, "node", lambda: "another machine")
+    with probes_remembered():
+        assert isa._probe_load(f"{tmp_path}/works")
+    assert len(tried) == 4
+    assert VecISA._probe_load is probe

@@ -47,12 +47,13 @@ from fxpar.sharding.hints import (
     load,
 )
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
 from fxpar.sharding.program import Input
 from fxpar.sharding.propagate.at_rest import at_rest
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
@@ -77,8 +78,8 @@ def shard(
     Axes that hints, or the sample's plan, use for some parameter lie as these say, and
     nowhere else. Every other axis splits each parameter further, on a dim that no hint
     closes: one that it divides, else, of matrices, one that it cuts into chunks as
-    ``torch.chunk`` does (ZeRO-3). Ranks must hold equal parameters; those that
-    differ are taken from rank 0.
+    ``torch.chunk`` does (ZeRO-3). So does an axis of stages. Ranks must hold equal
+    parameters; those that differ are taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -88,12 +89,6 @@ def shard(
     options = Options.read({"mesh": mesh})
     _same_mesh(mesh)
     ranks = join(options)
-    if pipeline_axis(ranks.mesh) is not None:
-        raise MeshError(
-            f"fxpar.shard on mesh {ranks.mesh}, which has an axis of stages",
-            fix="leave parameters whole on every rank: stages take what they read of "
-            "them; or leave out the axis of stages",
-        )
     if ranks.mesh.size == 1:
         return model
     table = load(hints if hints is not None else options.hints)
@@ -278,6 +273,8 @@ def _layout(
         names_of.setdefault(id(p), []).append(name)
         parameters[id(p)] = p
     matched: set[str] = set()
+    stages = pipeline_axis(mesh)
+    of_stage = without_stages(mesh)
     decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, decided))}
     layouts = {}
@@ -294,7 +291,7 @@ def _layout(
         if hit:
             what = f"hint {hit[-1][0]!r} on {names[0]}"
             dims, closed = entries(hit[-1][1], len(shape), what)
-            check(dims, mesh, what)
+            check(dims, of_stage, what)
             dims = tuple(map(mesh.parts, dims))
             check_chunks(dims, shape, mesh, what)
         else:
@@ -304,9 +301,10 @@ def _layout(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        layouts[key] = _Layout(
-            at_rest(shape, mesh, dims, closed, decided), ",".join(words)
-        )
+        spec = at_rest(shape, of_stage, dims, closed, decided)
+        if stages is not None:
+            spec = split_over_stages(spec, shape, mesh, stages)
+        layouts[key] = _Layout(spec, ",".join(words))
     unmatched = [pattern for pattern in table if pattern not in matched]
     if strict and unmatched:
         first_names = [names[0] for names in names_of.values()]
@@ -356,7 +354,7 @@ def _uses(
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
     request = Request(
-        ranks.mesh,
+        without_stages(ranks.mesh),
         read_signature(module.graph, declare),
         table,
         mode,

@@ -62,6 +62,8 @@ class TracedStep:
     read: tuple[Slot, ...]
     ends: tuple[StepInput, ...]
     fakes: tuple[Any, ...]
+    # Positions of inputs that it writes.
+    written: frozenset[int]
     count: int
     result_slots: tuple[Slot, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -150,6 +152,11 @@ def trace(
         tuple(read),
         (*forward.ends, *ends),
         tuple(fakes),
+        frozenset(
+            i
+            for i, x in enumerate(fakes[: len(args) + len(read)])
+            if isinstance(x, torch.Tensor) and _torch.objects.version_of(x)
+        ),
         findings.count,
         tuple(findings.result_slots),
         tuple(tuple(node.meta["val"].shape) for node in results),
