@@ -23,7 +23,7 @@ from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes import reshard_after_forward, writes_as_results
+from fxpar.passes import local_experts, reshard_after_forward, writes_as_results
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.decompose import decompose
 from fxpar.passes.keep_sorted import keep_sorted as keep_rows_sorted
@@ -53,6 +53,12 @@ def localize(state: JointState) -> None:
     state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
     if not state.decided.is_even:
         state.schedule = _UNEVEN
+
+
+def sort_by_expert(state: JointState) -> None:
+    """Rows of each part of a batch are sorted by expert."""
+    build = Builder(state.graph, state.fake_mode, state.decided.mesh)
+    local_experts.sort_by_expert(state.graph, build)
 
 
 def keep_sorted(state: JointState) -> None:

@@ -23,6 +23,7 @@ from fxpar.runtime.pipeline_state import JointState, RankState
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
+from fxpar.sharding.hints import pinned_stages
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, user_line
@@ -69,8 +70,13 @@ def find_stages(state: JointState) -> None:
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
     )
     places = schedules.stage_places(request.pipeline_order, request.pipeline.places)
+    inputs, axis = decision.program.signature.inputs, request.pipeline.axis
+    names = [x.name for x in inputs if x.kind in ("parameter", "input")]
+    pinned = pinned_stages(request.hints, names, axis, len(places))
     try:
-        state.stages = assign_stages(state.graph, decision.program, priced, places)
+        state.stages = assign_stages(
+            state.graph, decision.program, priced, places, pinned
+        )
     except PlanError as error:
         if request.rank is None or request.step:
             raise

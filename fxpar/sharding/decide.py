@@ -17,7 +17,7 @@ from fxpar.sharding.cost.hardware_table import Hardware, lookup
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
@@ -123,6 +123,7 @@ def decide(
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     notes += _uneven_notes(program, edges, mesh)
+    notes += _gathered_notes(program, edges, mesh)
     return Decision(
         program,
         mesh,
@@ -195,6 +196,7 @@ def searched(
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
     notes += _uneven_notes(program, edges, result.mesh)
+    notes += _gathered_notes(program, edges, result.mesh)
     return Decision(
         program,
         result.mesh,
@@ -341,6 +343,33 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
                 f"uneven: {rows} rows of {value.name} over {'+'.join(axes)} are "
                 f"{largest} at most on one of {mesh.count(axes)} ranks, which are idle "
                 f"{idle:.0%} of the time",
+            )
+    return list(out.values())
+
+
+def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
+    """What is gathered since an op that goes by the order or place of rows, as a sort
+    or a slice, reads a dim whole that lies split."""
+    out: dict[tuple[str, str | None, int], str] = {}
+    for reshard in edges.reshards:
+        op = program.ops[reshard.reader] if reshard.reader is not None else None
+        if op is None or reshard.output is not None:
+            continue
+        dims = op.rule.operands[op.operands.index(reshard.value)]
+        value = program.values[reshard.value]
+        pairs = zip(reshard.source.dims, reshard.target.dims, strict=True)
+        for d, (before, after) in enumerate(pairs):
+            is_whole = not dims[d] or not op.rule.whole.isdisjoint(dims[d])
+            if not before or after or not is_whole or value.shape[d] == 1:
+                continue
+            line = user_line(op.node)
+            nbytes = value.nbytes * (1 - 1 / mesh.count(before))
+            out.setdefault(
+                (op.name, line, d),
+                f"gathered: {op.name} reads dim {d} of {value.name} "
+                f"{list(value.shape)} whole, which lies split over {'+'.join(before)}: "
+                f"up to {nbytes:.0f} bytes to each rank"
+                + (f" ({line})" if line else ""),
             )
     return list(out.values())
 

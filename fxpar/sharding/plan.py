@@ -26,7 +26,8 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Collective:
     """One collective a rank takes part in. ``kind``: all_reduce, all_gather,
-    reduce_scatter, all_to_all or permute. ``bytes``: of the tensor it completes on one
+    reduce_scatter, all_to_all or permute; between stages, of all of them, send,
+    broadcast or scatter. ``bytes``: of the tensor it completes on one
     rank, or, for a reduce_scatter, of what goes in. ``source``: node and user line."""
 
     kind: str

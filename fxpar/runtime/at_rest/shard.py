@@ -45,6 +45,7 @@ from fxpar.sharding.hints import (
     check_chunks,
     entries,
     load,
+    spec_hints,
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
@@ -78,8 +79,8 @@ def shard(
     Axes that hints, or the sample's plan, use for some parameter lie as these say, and
     nowhere else. Every other axis splits each parameter further, on a dim that no hint
     closes: one that it divides, else, of matrices, one that it cuts into chunks as
-    ``torch.chunk`` does (ZeRO-3). So does an axis of stages. Ranks must hold equal
-    parameters; those that differ are taken from rank 0.
+    ``torch.chunk`` does (ZeRO-3); so does an axis of stages, where it divides. Ranks
+    must hold equal parameters; those that differ are taken from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -91,7 +92,8 @@ def shard(
     ranks = join(options)
     if ranks.mesh.size == 1:
         return model
-    table = load(hints if hints is not None else options.hints)
+    all_hints = load(hints if hints is not None else options.hints)
+    table = spec_hints(all_hints)
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
@@ -301,7 +303,7 @@ def _layout(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        spec = at_rest(shape, of_stage, dims, closed, decided)
+        spec = at_rest(shape, of_stage, dims, closed, decided, alike=stages is not None)
         if stages is not None:
             spec = split_over_stages(spec, shape, mesh, stages)
         layouts[key] = _Layout(spec, ",".join(words))

@@ -39,6 +39,8 @@ def at_rest(
     dims: Sequence[Axes] = (),
     closed: Sequence[bool] = (),
     decided: Collection[str] = (),
+    *,
+    alike: bool = False,
 ) -> Spec:
     """The spec in which a parameter of ``shape`` rests.
 
@@ -47,7 +49,8 @@ def at_rest(
     that they divide, else as many as fit. Of a matrix that none divides they cut a dim
     into chunks, that of least loss, if it has a row for each rank; else it lies whole,
     as a vector does.
-    An axis for experts first splits dim 0 of stacked matrices.
+    An axis for experts first splits dim 0 of stacked matrices. ``alike``: all shards
+    are to be, as stages need them.
     """
     ndim = len(shape)
     dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
@@ -72,7 +75,7 @@ def at_rest(
     # The more shards the better, else batch axes: those are gathered anyway.
     choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
     # Plans are scheduled where all shards are alike: chunks are for what is large.
-    for fits in (shard_sizes.is_even, _has_chunks)[: 1 + (ndim > 1)]:
+    for fits in (shard_sizes.is_even, _has_chunks)[: 1 + (ndim > 1 and not alike)]:
         for axes in choices:
             axes = axes if fits is shard_sizes.is_even else mesh.ordered(axes)
             splits = {d: (*dim_axes[d], *axes) for d in range(ndim) if not shut[d]}
