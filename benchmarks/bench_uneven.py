@@ -31,7 +31,7 @@ from _traffic import watched
 
 LIMIT = 900  # seconds that the job may take
 WORDS, WIDTH, HEADS, LAYERS, BATCH, LENGTH = 50257, 128, 4, 2, 2, 64
-PIXELS, CHANNELS = 256, 16
+PIXELS, CHANNELS = 256, 32
 TOLERANCE = 1e-4  # relative difference of losses
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")
 HINTS = {
@@ -234,7 +234,8 @@ def image_by_fxpar() -> Step:
     import torch
 
     model = convnet()
-    options = {"mesh": "h=2", "hints": {"x": ("_", "_", "h", "_")}}
+    height = {"x": ("_", "_", "h", "_")}
+    options = {"mesh": "h=2", "hints": height, "plan": "propagate"}
     called = torch.compile(model, backend="fxpar", dynamic=False, options=options)
     return image_step(called, model)
 

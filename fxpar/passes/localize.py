@@ -61,14 +61,10 @@ class _Localizer:
         self.map = local_values
         for node, v in zip(nodes, self.program.inputs, strict=True):
             local_values[node] = self._placeholder(node, v)
-        tangents = {nodes[i] for i, _ in self.program.signature.tangents}
+        local_values.update(self._scaled_tangents(nodes))
         for node in graph.nodes:
             if node.op == "placeholder":
                 continue
-            if not tangents.isdisjoint(node.all_input_nodes):
-                # Not before the forward, which a backward would hold the draws of.
-                local_values.update(self._scaled_tangents(nodes))
-                tangents = set()
             if node.op == "output":
                 self._output(node)
                 continue

@@ -151,6 +151,45 @@ def test_all_ranks_write_what_one_stage_makes(microbatches: int) -> None:
             torch.testing.assert_close(got[name], x, rtol=1e-9, atol=1e-11)
 
 
+class DrawsInOneStage(nn.Module):
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.last = last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x)) + x
+            if i == (len(self.blocks) - 1 if self.last else 0):
+                x = nn.functional.dropout(x, 0.5) + torch.randperm(8)
+        return x
+
+
+def drawn(options: dict[str, Any], last: bool) -> list[torch.Tensor]:
+    """Results and gradients of two steps, and what the generator gives after them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = DrawsInOneStage(last).double()
+    run = torch.compile(model, backend="fxpar", options=options)
+    out = []
+    for _ in range(2):
+        result = run(torch.ones(8, 8, dtype=torch.float64))
+        result.square().sum().backward()
+        out.append(result.detach())
+    return [*out, *(p.grad for p in model.parameters()), torch.rand(3)]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_one_stage_draws_is_drawn_by_all_ranks(last: bool) -> None:
+    """It comes from rank 0, so that every rank takes part; and the numbers that a
+    script draws next are alike."""
+    pool, options = shared_pool(2), {"codegen": "eager", "plan": "replicate"}
+    want = pool.run(drawn, options | {"mesh": "dp=2"}, last)[0]
+    options |= {"plan": "propagate", "mesh": "pp=2", "microbatches": 2}
+    for got in pool.run(drawn, options, last):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others() -> None:
     check_that_ranks_end("pp=2")
