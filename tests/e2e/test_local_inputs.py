@@ -258,6 +258,36 @@ def test_checkpointed_code() -> None:
             torch.testing.assert_close(got, grad)
 
 
+class AddsInPlace(nn.Module):
+    """Writes to its part of the batch, and to a buffer what all of the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1.0)
+        self.average.lerp_(x.mean(0), 0.5)
+        return (x * self.scale).mean()
+
+
+def write_in_place() -> tuple[torch.Tensor, torch.Tensor]:
+    model = AddsInPlace()
+    x = part({"x": torch.arange(32.0).view(8, 4)}, 2)["x"]
+    torch._dynamo.reset()
+    torch.compile(model, backend="fxpar", options=options("dp=2"))(x).backward()
+    return x, model.average
+
+
+def test_what_is_written_to_a_part_of_the_batch_is_that_part() -> None:
+    batch = torch.arange(32.0).view(8, 4) + 1
+    results = shared_pool(2).run(write_in_place)
+    for (x, average), want in zip(results, batch.chunk(2), strict=True):
+        torch.testing.assert_close(x, want)
+        torch.testing.assert_close(average, batch.mean(0) / 2)
+
+
 def masks_of_two_steps(inputs: str) -> torch.Tensor:
     """A loss that is taken outside of the graph, and what the graph gave before it."""
     torch._dynamo.reset()

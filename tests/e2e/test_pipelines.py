@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.scripts import run_script
+from tests.helpers.dying_rank import check_that_ranks_end
 from tests.helpers.spawn import ranks_of, shared_pool
 from tests.helpers.training import compare, one_device, train
 from tests.helpers.whole_steps import whole_steps
@@ -190,30 +190,6 @@ def test_what_one_stage_draws_is_drawn_by_all_ranks(last: bool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
-DIES = """
-import os, torch, torch.distributed as dist
-from datetime import timedelta
-import fxpar
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
-torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
-step = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
-x = torch.randn(8, 16)
-step(x).sum().backward()
-dist.barrier()
-loss = step(x).sum()
-if dist.get_rank() == 1:
-    os._exit(7)
-print("alive", flush=True)
-loss.backward()
-print("went on", flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others() -> None:
-    survivor, dead = run_script(DIES, ranks=2, fork=True, env={"FXPAR_MESH": "pp=2"})
-    assert dead.code == 7
-    assert survivor.code not in (0, None)
-    assert "alive" in survivor.output and "went on" not in survivor.output
-    assert "Error" in survivor.output
+    check_that_ranks_end("pp=2")

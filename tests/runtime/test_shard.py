@@ -482,8 +482,9 @@ def hint_without_a_match() -> None:
 
 
 def hint_that_does_not_divide() -> None:
+    """DTensor makes no strided shards that are not alike."""
     model = nn.Linear(6, 3)
-    fxpar.shard(model, mesh="tp=4", hints={"weight": ["tp", "_"]})
+    fxpar.shard(model, mesh="dp=2,tp=2", hints={"weight": ["tp+dp", "_"]})
 
 
 def hint_of_another_axis() -> None:
@@ -511,7 +512,7 @@ def hints_that_fit() -> None:
 def test_hints() -> None:
     words = "'layer.weigth' matches no parameter", "'layer.weight'"
     refused(hint_without_a_match, HintError, *words)
-    words = "on weight", "size 3 does not divide", "another dim"
+    words = "on weight", "size 3 does not divide over tp+dp", "the order of the mesh"
     refused(hint_that_does_not_divide, HintError, *words)
     refused(hint_of_another_axis, HintError, "no axis 'ep'", "use one of dp, tp")
     refused(hint_of_too_many_dims, HintError, "layer.bias", "2 entries", "1 dims")
