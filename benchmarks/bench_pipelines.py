@@ -17,17 +17,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, llama, write
+from _common import conditions, llama, on_ranks, write
 from _traffic import watched
 
 BATCH, LENGTH = 16, 128
@@ -180,14 +176,7 @@ def main() -> None:
         worker(args.layers, args.parts, args.worker)
         return
     before = conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), __file__, "--worker", out]
-        command += ["--layers", str(args.layers), "--parts", str(args.parts)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True, timeout=3600)
-        figures = json.loads(Path(out).read_text())
+    figures = on_ranks(__file__, RANKS, "--layers", args.layers, "--parts", args.parts)
     print(f"{args.parts} microbatches, {args.layers} layers")
     for name, side in figures.items():
         ratio = side["seconds"] / figures["by hand"]["seconds"]

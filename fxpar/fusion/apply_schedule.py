@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import ScheduleError
-from fxpar.fusion import node_legality, parse, writes_as_results
+from fxpar.fusion import node_legality, parse
 from fxpar.fusion.schedule import SETTINGS, Line, Schedule, shown
 from fxpar.fusion.schedule_edit import Edit, lift
 from fxpar.fusion.verbs import (
@@ -28,6 +28,7 @@ from fxpar.fusion.verbs import (
     ring_attention,
     send_recv,
 )
+from fxpar.passes import writes_as_results
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
 from fxpar.passes.sink_waits import sink_waits

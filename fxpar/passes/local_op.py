@@ -25,12 +25,13 @@ from fxpar.passes.local_call import LocalCall
 from fxpar.passes.local_ops import local_form
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
-from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 Local = Callable[[fx.Node], Any]
 

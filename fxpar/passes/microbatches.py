@@ -40,6 +40,7 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Program, Signature, user_line
 from fxpar.sharding.propagate.conventions import batch_inputs
 from fxpar.sharding.read_program import read
+from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.rules import add_rows
 from fxpar.sharding.rules.row_builders import make, words_of
 from fxpar.sharding.rules.table import Row
@@ -365,7 +366,7 @@ class _Unroller:
 
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
         """The value in the first part, the reduction's identity in the others."""
-        if op not in ("sum", "product"):
+        if op not in MASKED:
             return list(values)
         full = functools.partial(
             self.build.call, aten.full_like.default, values[0], int(op == "product")
