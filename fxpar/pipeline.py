@@ -35,6 +35,7 @@ from fxpar.passes.order_collectives import (
     Settings,
 )
 from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import (
     lowering_steps,
     plan_steps,
@@ -327,11 +328,11 @@ def bound(
     ranks: Ranks,
     *,
     inductor: bool,
-    written: Sequence[int] = (),
+    writes: Sequence[Write] = (),
     copied: Sequence[int] = (),
 ) -> fx.Graph:
-    """The graph of one rank. ``written``: positions of the inputs that results are
-    written to; ``copied``: of those whose written values are copied."""
+    """The graph of one rank. ``writes``: its last results are written to inputs;
+    ``copied``: positions of inputs whose written values are copied."""
     shares = dict(zip(result.plan.mesh.names, result.plan.mesh.shares, strict=True))
     cut = {axis: shares[axis] for axis in ranks.mesh.names if axis in shares}
     ranks = replace(ranks, mesh=ranks.mesh.with_shares(cut))
@@ -343,7 +344,7 @@ def bound(
         ranks=ranks,
         inductor=inductor,
         late=inductor and not _fuses(request, result.schedule),
-        written=list(written),
+        writes=tuple(writes),
         copied=list(copied),
     )
     run_steps(RANK, state)

@@ -288,7 +288,8 @@ class _StageLayout:
     def _put(self, place: int, target: Any, *args: Any) -> fx.Node:
         node = self.build.call(target, *args)
         node.meta[PLACE] = place
-        node.meta.pop(STAGE, None)
+        for of_origin in (STAGE, "fxpar_reshard"):
+            node.meta.pop(of_origin, None)
         return node
 
     # What rests split along the axis, and what all places wait for

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from fxpar.errors import HintError
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import loop, whole
 
@@ -237,18 +236,6 @@ def test_checkpoints_of_four_ranks(mesh: str, hints: Any, tmp_path: Path) -> Non
     for other, other_hints in [*FOUR, ("dp=2", None)]:
         ranks_of(other).run(loaded, other, other_hints, path)
     loaded(None, None, path)
-
-
-def refused() -> None:
-    unlike = nn.Linear(5, 7)
-    fxpar.shard(unlike, mesh="dp=2,tp=2", hints={"weight": (("tp", "dp"),)})
-
-
-def test_strided_parts_are_alike() -> None:
-    """DTensor makes no strided shards that are not."""
-    for error in ranks_of("dp=2,tp=2").errors(refused):
-        assert isinstance(error, HintError) and error.fix
-        assert "dim 0 of size 7 does not divide over tp+dp" in str(error)
 
 
 @pytest.mark.slow

@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.sharding.factors import Strategy, operand_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     at_rest,
     derived,
     gather_before_views,
+    is_worth_chunks,
     resting,
 )
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec
 
 DP = Mesh.parse("dp=4")
 TP = Mesh.parse("tp=4")
@@ -90,6 +91,15 @@ def test_what_does_not_divide_takes_fewer_axes_or_none(shape, mesh, want) -> Non
 )
 def test_a_matrix_that_nothing_divides_is_cut_into_chunks(shape, mesh, want) -> None:
     assert str(at_rest(shape, mesh)) == want
+
+
+def test_chunks_are_for_much_of_a_model() -> None:
+    """A plan with shards that are not alike has no schedule."""
+    odd, even, vector = ((37, 5), DP), ((37, 64), DP), ((37,), DP)
+    assert is_worth_chunks([odd, vector])
+    assert is_worth_chunks([odd, even])
+    assert not is_worth_chunks([odd, even, even])
+    assert not is_worth_chunks([even, vector])
 
 
 def test_no_chunks_by_shares_and_by_parts_of_axes() -> None:

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fxpar.sharding.factors import Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Reshard:
 class Edges:
     """The specs in which values are made and read, and the reshards between."""
 
-    # Natural spec per value.
-    made: list[Spec]
+    # Spec of each value as its op gives it.
+    specs: list[Spec]
     # Spec per (op index, operand) and per output.
     reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
     outputs: list[Spec | None] = field(default_factory=list)
