@@ -9,7 +9,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,25 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "max": max(values),
         "n": len(values),
     }
+
+
+def on_ranks(
+    script: str,
+    ranks: int,
+    *words: Any,
+    timeout: float = 3600.0,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """What the ranks of a benchmark write: it is run by torchrun as ``script --worker
+    FILE words``, and the file is read as JSON. ``timeout``: seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "figures.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), script, "--worker", str(out)]
+        command += map(str, words)
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+        subprocess.run(command, env=variables, check=True, timeout=timeout)
+        return json.loads(out.read_text())
 
 
 def write(path: str | None, name: str, data: dict[str, Any]) -> None:

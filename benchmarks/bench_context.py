@@ -17,14 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, llama, write
+from _common import conditions, llama, on_ranks, write
 from _traffic import watched
 
 WARMUP, STEPS = 2, 3
@@ -87,15 +84,9 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.ranks), __file__, "--worker", out]
-        command += ["--layers", str(args.layers)]
-        command += ["--lengths", *map(str, args.lengths)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True, timeout=3600)
-        figures = json.loads(Path(out).read_text())
+    figures = on_ranks(
+        __file__, args.ranks, "--layers", args.layers, "--lengths", *args.lengths
+    )
     for length, sides in figures.items():
         for name, found in sides.items():
             print(

@@ -13,14 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, llama, write
+from _common import conditions, llama, on_ranks, write
 from _traffic import watched
 
 BATCH, LENGTH = 8, 128
@@ -107,14 +103,7 @@ def main() -> None:
         worker(args.layers, args.worker)
         return
     before = conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.ranks), __file__, "--worker", out]
-        command += ["--layers", str(args.layers)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True, timeout=1800)
-        figures = json.loads(Path(out).read_text())
+    figures = on_ranks(__file__, args.ranks, "--layers", args.layers)
     for name, found in figures.items():
         print(
             f"dp={args.ranks}  {name:6} state {found['state'] / 2**20:7.1f} MiB "

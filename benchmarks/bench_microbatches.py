@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, llama, write
+from _common import conditions, llama, on_ranks, write
 from _traffic import watched
 
 BATCH, LENGTH = 16, 128
@@ -124,14 +120,7 @@ def main() -> None:
         worker(args.layers, counts, args.worker)
         return
     before = conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), __file__, "--worker", out]
-        command += ["--layers", str(args.layers), "--parts", args.parts]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True, timeout=3600)
-        figures = json.loads(Path(out).read_text())
+    figures = on_ranks(__file__, RANKS, "--layers", args.layers, "--parts", args.parts)
     for parts in counts:
         one, other = (figures[f"{name}, {parts}"] for name in ("fxpar", "fsdp2"))
         print(

@@ -20,17 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, write
+from _common import conditions, on_ranks, write
 from _traffic import watched
 from bench_memory import local, state_bytes
 
@@ -250,14 +246,7 @@ def main() -> None:
         worker(pairs, args.worker)
         return
     before = conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.ranks), __file__, "--worker", out]
-        command += ["--short"] * args.short
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True, timeout=3600)
-        figures = json.loads(Path(out).read_text())
+    figures = on_ranks(__file__, args.ranks, *["--short"] * args.short)
     for name, each in figures.items():
         sent = each["sent"]["moved"]
         print(

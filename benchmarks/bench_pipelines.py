@@ -4,34 +4,37 @@
 
 Both sides train the same Llama on the same batch on two gloo ranks, one after the other
 in the same processes, by 1F1B. fxpar: ``train_step`` on ``pp=2``, the model as it is,
-parameters whole on both ranks, so that gradients cross at the end of a step. By hand:
-the model cut in two halves of layers, ``PipelineStage`` and ``Schedule1F1B``, layers
-compiled, AdamW on each rank's own half. ``seconds`` of a step, the median; ``peak`` is
-what a step allocates at most; losses must agree.
+parameters whole on both ranks, so that gradients cross at the end of a step; and at
+rest, of ``fxpar.shard``, where each rank updates its part. By hand: the model cut in
+two halves of layers, ``PipelineStage`` and ``Schedule1F1B``, layers compiled, AdamW on
+each rank's own half. ``seconds`` of a step, the median; ``peak`` is what a step
+allocates at most beyond what was there, ``held`` the parameters and moments that are;
+losses must agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, llama, write
+from _common import conditions, llama, on_ranks, write
 from _traffic import watched
 
 BATCH, LENGTH = 16, 128
 RANKS, WARMUP, STEPS = 2, 3, 9
 
 
-def by_hand(layers: int, parts: int) -> Callable[[Any], float]:
+# A step, and the optimizer that it updates with.
+Side = tuple[Callable[[Any], float], Any]
+
+
+def by_hand(layers: int, parts: int) -> Side:
     """A step of torch.distributed.pipelining; the loss is the last rank's."""
     import torch
     import torch.distributed as dist
@@ -80,16 +83,18 @@ def by_hand(layers: int, parts: int) -> Callable[[Any], float]:
         optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else 0.0
 
-    return step
+    return step, optimizer
 
 
-def fxpar_step(layers: int, parts: int) -> Callable[[Any], float]:
+def fxpar_step(layers: int, parts: int, *, at_rest: bool = False) -> Side:
     """A step of fxpar as one program."""
     import torch
 
     import fxpar
 
     model: Any = llama(layers)
+    if at_rest:
+        model = fxpar.shard(model, mesh=f"pp={RANKS}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     options = {"mesh": f"pp={RANKS}", "microbatches": parts, "pipeline": "1f1b"}
     whole = fxpar.train_step(
@@ -98,10 +103,26 @@ def fxpar_step(layers: int, parts: int) -> Callable[[Any], float]:
         optimizer,
         options=options,
     )
-    return lambda ids: float(whole(ids))
+    return lambda ids: float(whole(ids)), optimizer
 
 
-SIDES = {"by hand": by_hand, "fxpar": fxpar_step}
+SIDES = {
+    "by hand": by_hand,
+    "fxpar": fxpar_step,
+    "fxpar at rest": functools.partial(fxpar_step, at_rest=True),
+}
+
+
+def held_by(optimizer: Any) -> int:
+    """Bytes of parameters and moments on this rank."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [*parameters, *(x for s in optimizer.state.values() for x in s.values())]
+    tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return sum(x.nbytes for x in local)
 
 
 def measure(name: str, layers: int, parts: int) -> dict[str, Any]:
@@ -109,7 +130,7 @@ def measure(name: str, layers: int, parts: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     torch._dynamo.reset()
-    step = SIDES[name](layers, parts)
+    step, optimizer = SIDES[name](layers, parts)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2048, (BATCH, LENGTH), generator=generator)
     losses, seconds = [], []
@@ -121,7 +142,10 @@ def measure(name: str, layers: int, parts: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     peak = torch.tensor(float(watched(lambda: step(ids)).peak))
     dist.all_reduce(peak, dist.ReduceOp.MAX)
+    held = torch.tensor(float(held_by(optimizer)))
+    dist.all_reduce(held, dist.ReduceOp.MAX)
     return {
+        "held": int(held),
         "seconds": statistics.median(seconds[WARMUP:]),
         "peak": int(peak),
         "losses": losses[:3],
@@ -152,22 +176,15 @@ def main() -> None:
         worker(args.layers, args.parts, args.worker)
         return
     before = conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(RANKS), __file__, "--worker", out]
-        command += ["--layers", str(args.layers), "--parts", str(args.parts)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, check=True, timeout=3600)
-        figures = json.loads(Path(out).read_text())
-    one, other = figures["fxpar"], figures["by hand"]
-    ratio = one["seconds"] / other["seconds"]
-    print(
-        f"{args.parts} microbatches: fxpar {one['seconds']:.3f} s, by hand "
-        f"{other['seconds']:.3f} s, ratio {ratio:.2f}; peak "
-        f"{one['peak'] / 2**20:.1f} and {other['peak'] / 2**20:.1f} MiB; losses "
-        f"{one['losses']} {other['losses']}"
-    )
+    figures = on_ranks(__file__, RANKS, "--layers", args.layers, "--parts", args.parts)
+    print(f"{args.parts} microbatches, {args.layers} layers")
+    for name, side in figures.items():
+        ratio = side["seconds"] / figures["by hand"]["seconds"]
+        print(
+            f"{name:13} {side['seconds']:.3f} s, ratio {ratio:.2f}; peak "
+            f"{side['peak'] / 2**20:.1f} MiB, held {side['held'] / 2**20:.1f} MiB; "
+            f"losses {side['losses']}"
+        )
     model = {"layers": args.layers, "batch": BATCH, "length": LENGTH, "ranks": RANKS}
     data = {"conditions": before, "model": model, "figures": figures}
     write(args.json, "bench_pipelines", data)

@@ -31,14 +31,11 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, spread, write
+from _common import conditions, on_ranks, spread, write
 from _peers import (
     AXIS,
     BATCH,
@@ -134,16 +131,12 @@ def worker(args: argparse.Namespace) -> None:
 
 def measure(peer: str, ranks: int, words: list[str], compiled: str) -> dict[str, Any]:
     """Run the ranks of one comparison; its figures."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     cores = max(1, (os.cpu_count() or 1) // ranks)
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), __file__, "--worker", out]
-        command += ["--peer", peer, *words]
-        subprocess.run(command, env=environment, check=True, timeout=1800)
-        data = json.loads(Path(out).read_text())
+    threads = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+    data = on_ranks(
+        __file__, ranks, "--peer", peer, *words, timeout=1800, environment=environment
+    )
     figures: dict[str, Any] = {"peer": peer, "mesh": f"{AXIS[peer]}={ranks}"}
     figures["compiled"] = compiled if peer == "fsdp2" else "whole"
     for j, what in enumerate(("forward_backward", "step")):

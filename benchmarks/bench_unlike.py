@@ -19,13 +19,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import conditions, write
+from _common import conditions, on_ranks, write
 
 LIMIT = 900  # seconds that the job may take
 BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
@@ -135,18 +134,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "figures.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", __file__, "--worker", out]
-        command += sys.argv[1:]
-        subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            check=True,
-            timeout=LIMIT,
-        )
-        figures = json.loads(Path(out).read_text())
+    figures = on_ranks(__file__, 2, *sys.argv[1:], timeout=LIMIT)
     equal, shared = figures["seconds"].values()
     ratios = [b / a for a, b in zip(equal, shared, strict=True)]
     figures["ratio"] = statistics.quantiles(ratios, n=4)

@@ -54,13 +54,13 @@ def synchronized(decision: Any) -> tuple[float, dict[str, int]]:
     for out, v in zip(program.signature.outputs, program.outputs, strict=True):
         if out.kind != "gradient" or v is None:
             continue
-        value, spec = program.values[v], edges.made[v]
+        value, spec = program.values[v], edges.specs[v]
         while not spec.partial and v in program.producers:
             op = program.ops[program.producers[v][0]]
             if len(op.operands) != 1:
                 break
             (v,) = op.operands
-            spec = edges.made[v]
+            spec = edges.specs[v]
         n = mesh.count([axis for axis, _ in spec.partial])
         again = mesh.size / n / mesh.count(spec.sharded_axes)  # groups that do the same
         total += 2 * (n - 1) * value.nbytes * again

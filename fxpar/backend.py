@@ -64,6 +64,7 @@ def fxpar(
     """
     try:
         job_options, ranks = _joined(gm, options)
+        compiled_graph.refuse_written_parameters(gm)
         if is_plain(job_options, ranks):
             return _torch.aot.compile_fx(compiled_graph.without_hints(gm), examples)
         return _called(gm, examples, job_options, ranks, compile_graph, FORWARD)

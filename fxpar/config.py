@@ -31,6 +31,7 @@ PASSES = (
     "undo_views_around_matmul",
     "keep_batch_apart",
     "split_fused_projections",
+    "split_fused_experts",
     "stack_by_dim",
     "sum_one_hot",
     "clone_constants",

@@ -27,7 +27,7 @@ from fxpar.errors import (
 )
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
-from fxpar.passes import size_nodes
+from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
 from fxpar.passes.launches import crossings
@@ -47,7 +47,7 @@ from fxpar.runtime.open_sizes import (
 from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
-from fxpar.runtime.train_step.step_writes import lift_writes
+from fxpar.runtime.train_step.trace import restore_numbers
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import split_off
@@ -62,6 +62,7 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.spec import Spec
 
 
@@ -198,7 +199,9 @@ class JointPass:
         if self.job.open is not None:
             size_nodes.lift_sizes(gm.graph)
         name = self.request.name
-        written = lift_writes(gm.graph) if self.job.writes else []
+        writes = writes_as_results.lift(gm.graph)
+        if self.job.writes:
+            restore_numbers(gm.graph)
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = self._request(boundaries.declare(signature))
@@ -232,7 +235,7 @@ class JointPass:
             fake_mode,
             ranks,
             inductor=inductor,
-            written=written,
+            writes=writes,
             copied=[of for of in ends if of is not None],
         )
         self.is_shared = self.leads and is_of_all(bound)
@@ -267,6 +270,8 @@ class JointPass:
         known_plan = self.entry.plan if self.entry else self.job.recalled
         mode = known_plan or plan_mode(options.plan, options, self.request.name)
         local = options.inputs == "local"
+        if self.request.pipeline is not None:
+            signature = of_one_stage(signature, self.request.pipeline.axis)
         return replace(
             self.request,
             signature=signature,

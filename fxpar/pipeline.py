@@ -23,6 +23,7 @@ from fxpar.fusion.schedule import Schedule
 from fxpar.passes import normalize, size_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.forward_backward import as_run
+from fxpar.passes.normalize_fused_experts import split_fused_experts
 from fxpar.passes.normalize_masks import causal_masks
 from fxpar.passes.normalize_matmul import undo_views_around_matmul
 from fxpar.passes.normalize_shifts import find_shifts
@@ -34,6 +35,7 @@ from fxpar.passes.order_collectives import (
     Settings,
 )
 from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.writes_as_results import Write
 from fxpar.runtime import (
     lowering_steps,
     plan_steps,
@@ -111,6 +113,7 @@ JOINT = (
     _may("undo_views_around_matmul", _rewrite(undo_views_around_matmul)),
     _may("keep_batch_apart", plan_steps.split_batch),
     _may("split_fused_projections", _rewrite(normalize.split_fused_projections)),
+    _may("split_fused_experts", _rewrite(split_fused_experts)),
     _may("stack_by_dim", _rewrite(normalize.stack_by_dim)),
     _may("sum_one_hot", _rewrite(normalize.sum_one_hot)),
     _may("clone_constants", _rewrite(normalize.clone_constants)),
@@ -121,9 +124,10 @@ JOINT = (
     _always("plan", plan_steps.make_plan, "planned"),
     _always("insert_reshards", lowering_steps.insert_reshards, "resharded"),
     _always("localize", lowering_steps.localize),
-    _may("keep_sorted", lowering_steps.keep_sorted),
     _always("find_stages", stage_steps.find_stages),
     _always("cut_batch", lowering_steps.cut_batch),
+    _always("sort_by_expert", lowering_steps.sort_by_expert),
+    _may("keep_sorted", lowering_steps.keep_sorted),
     _may("pair_reductions", lowering_steps.pair_reductions),
     _always("order_stages", stage_steps.order_stages),
     _may("schedule", lowering_steps.apply_schedule, "rewritten"),
@@ -324,11 +328,11 @@ def bound(
     ranks: Ranks,
     *,
     inductor: bool,
-    written: Sequence[int] = (),
+    writes: Sequence[Write] = (),
     copied: Sequence[int] = (),
 ) -> fx.Graph:
-    """The graph of one rank. ``written``: positions of the inputs that results are
-    written to; ``copied``: of those whose written values are copied."""
+    """The graph of one rank. ``writes``: its last results are written to inputs;
+    ``copied``: positions of inputs whose written values are copied."""
     shares = dict(zip(result.plan.mesh.names, result.plan.mesh.shares, strict=True))
     cut = {axis: shares[axis] for axis in ranks.mesh.names if axis in shares}
     ranks = replace(ranks, mesh=ranks.mesh.with_shares(cut))
@@ -340,7 +344,7 @@ def bound(
         ranks=ranks,
         inductor=inductor,
         late=inductor and not _fuses(request, result.schedule),
-        written=list(written),
+        writes=tuple(writes),
         copied=list(copied),
     )
     run_steps(RANK, state)

@@ -30,7 +30,8 @@ from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
 from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
+from fxpar.passes.lockstep import run_global, run_ranks
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate_pipeline import simulate_pipeline
 from fxpar.passes.simulate_step import Timeline, simulate
@@ -55,6 +56,7 @@ from fxpar.sharding.plan_request import (
 )
 from fxpar.sharding.plan_text import short_seconds
 from fxpar.sharding.program import Input, Output
+from fxpar.sharding.rest_over_stages import of_one_stage
 from fxpar.sharding.search.alternatives import alternatives, alternatives_text
 from fxpar.sharding.search.mesh_candidates import Auto, read_auto
 from fxpar.sharding.search.unequal_shards import Ratios, ratios, unlike_ranks
@@ -238,7 +240,7 @@ class TracedPlan(Plan):
         """As ``simulate``, with gradients and buffers changed in place."""
         result, call = self._traced()
         edges, program = result.decision.edges, result.decision.program
-        specs = [None if v is None else edges.made[v] for v in program.inputs]
+        specs = [None if v is None else edges.specs[v] for v in program.inputs]
         parts = [
             [x] * self.mesh.size if spec is None else scatter(x, spec, self.mesh)
             for x, spec in zip(call.inputs(args, kwargs), specs, strict=True)
@@ -329,6 +331,8 @@ def plan(
     signature = read_signature(module.graph, make_input, make_output)
     asked_for = "auto" if auto else options.pipeline
     planned, pipeline = split_off(mesh, asked_for)
+    if pipeline is not None:
+        signature = of_one_stage(signature, pipeline.axis)
     request = Request(
         planned,
         signature,

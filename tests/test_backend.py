@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -72,3 +74,20 @@ def test_one_rank_compiles_without_a_trace_of_hints() -> None:
     before = len(fxpar.plans())
     torch.testing.assert_close(torch.compile(hinted, backend="fxpar")(x), hinted(x))
     assert len(fxpar.plans()) == before
+
+
+def test_a_deep_copy_is_watched_as_one_of_its_own() -> None:
+    """Of a compiled module that was called: it computes on its own parameters, and
+    calls of the copy are no calls of the original."""
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "mesh": "dp=1,tp=1"}
+    compiled = torch.compile(nn.Linear(8, 4), backend="fxpar", options=options)
+    x = torch.randn(2, 8)
+    compiled(x).sum().backward()
+    twin = copy.deepcopy(copy.deepcopy(compiled))
+    with torch.no_grad():
+        twin.weight.zero_()
+    torch.testing.assert_close(twin(x), twin.bias.expand(2, 4))
+    assert not torch.equal(compiled(x), twin(x))
+    hooks, copied = (x.dynamo_ctx.enter_exit_hooks for x in (compiled, twin))
+    assert len(hooks) == len(copied) and not set(hooks) <= set(copied)

@@ -123,7 +123,7 @@ def written_input(desc: Any) -> Any:
     """The descriptor of a new value of the input that ``desc`` describes."""
     from torch._functorch._aot_autograd import descriptors as d
 
-    return d.InputMutationAOTOutput(desc)
+    return d.InputMutationAOTOutput(bare(desc))
 
 
 def preserve_node_meta() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,7 +84,9 @@ def reduce_before_item() -> None:
 
 
 def reduce_norms(norm: Callable[..., Any]) -> None:
-    """Let ``norm(x, order, dims, keepdim, dtype)`` compute norms of DTensors."""
+    """Let ``norm(x, order, dims, keepdim, dtype)`` compute norms of DTensors; of lists
+    of them those of infinite order, which ``_foreach_norm`` (2.13) refuses of empty
+    shards on the ranks that have one, while others wait for these."""
     from torch.distributed.tensor import DTensor
 
     def vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,6 +96,19 @@ def reduce_norms(norm: Callable[..., Any]) -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten.linalg_vector_norm.default] = vector_norm
+
+    def norms_of_list(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, order = (*args, 2.0)[:2]
+        dtype = (*args, None, None)[2] or kwargs.get("dtype")
+        if math.isinf(order):
+            return [norm(x, order, None, False, dtype) for x in tensors]
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = norms_of_list
+
+    handlers[torch.ops.aten._foreach_norm.Scalar] = norms_of_list
 
 
 def record_overflow(

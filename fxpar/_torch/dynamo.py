@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -151,7 +152,8 @@ def on_compile(
     and not of what has none.
     Inside DistributedDataParallel graphs stay whole: Dynamo would cut them as large as
     its buckets, for its all-reduces to begin early. Sizes that are equal by chance, as
-    of the batch and of a sequence, are different symbols.
+    of the batch and of a sequence, are different symbols. A deep copy of what is
+    compiled is watched as one of its own.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import (
@@ -163,6 +165,7 @@ def on_compile(
 
     plain = OptimizeContext.__call__
     seen: weakref.WeakSet[Any] = weakref.WeakSet()  # it calls itself for a module
+    hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # a copied context has those too
 
     def call(self: Any, fn: Any) -> Any:
         found: Any = innermost_backend(self.callback)
@@ -172,7 +175,9 @@ def on_compile(
             enter, begins, met = watch(innermost_fn(fn), options)
             whole = config._make_closure_patcher(optimize_ddp=False)
             own = shapes._make_closure_patcher(use_duck_shape=False)
-            self.enter_exit_hooks += [enter, whole, own]
+            others = [hook for hook in self.enter_exit_hooks if hook not in hooks]
+            self.enter_exit_hooks = [*others, enter, whole, own]
+            hooks.update((enter, whole, own))
             frames = self.callback._torchdynamo_orig_backend
             if hasattr(frames, "_inner_convert"):  # not so of ``fullgraph=True``
                 fixed = getattr(self, "_dynamic", None) is not True
@@ -193,7 +198,11 @@ class _Overheard:
         self._convert, self._begins, self._met = convert, begins, met
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._convert, name)
+        return getattr(self.__getattribute__("_convert"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The conversion alone, since its copy is watched anew."""
+        return copy.deepcopy(self._convert, memo)
 
     def __call__(self, frame: Any, *args: Any, skip: int = 0, **how: Any) -> Any:
         from torch._dynamo import config

@@ -37,7 +37,7 @@ _GROUPS = {
 def render(plan: Plan, timeline: Any = None) -> str:
     """The page of a plan.
 
-    ``timeline``: a ``passes.simulate.Timeline``, or an object or mapping with some of
+    ``timeline``: a ``simulate_step.Timeline``, or an object or mapping with some of
     its fields: ``events``, each with name, stream, start and duration in seconds;
     ``memory``, pairs (seconds, bytes on a rank); ``held``, each with name and bytes.
     """
@@ -218,7 +218,7 @@ def _input_rows(
             if v is not None:
                 kinds[program.values[v].name] = declared.kind
         for value, program_value in zip(values, program.values, strict=True):
-            value.made = decision.edges.made[program_value.index]
+            value.made = decision.edges.specs[program_value.index]
             value.shape = program_value.shape
             value.dtype = str(program_value.dtype).removeprefix("torch.")
     rows = []
@@ -360,7 +360,7 @@ def _memory(decision: Decision | None) -> dict[str, int]:
     for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
         if v is not None:
             out[_GROUPS.get(declared.kind, f"{declared.kind}s")] += local_bytes(
-                v, edges.made[v]
+                v, edges.specs[v]
             )
     ends = zip(program.signature.outputs, program.outputs, edges.outputs, strict=True)
     for result, v, spec in ends:

@@ -18,11 +18,11 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import ScheduleError
-from fxpar.fusion import writes_as_results
 from fxpar.fusion.apply_schedule import do, finish, opened
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit
 from fxpar.fusion.verbs.send_recv import content, messages, with_tag
+from fxpar.passes import writes_as_results
 from fxpar.sharding.mesh import Mesh
 
 

@@ -22,10 +22,10 @@ from fxpar import _torch
 from fxpar.errors import ScheduleError
 from fxpar.fusion import node_legality
 from fxpar.fusion.varying_axes import varying
-from fxpar.fusion.writes_as_results import Write
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.writes_as_results import Write
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 
@@ -46,7 +46,7 @@ class Edit:
     staged: bool = False
     # What keeps its order, as of ``order``.
     ordered: Counter[str] = field(default_factory=Counter)
-    # Inputs to which results are written at the end, as of ``writes``.
+    # What the last results are written to.
     written: tuple[Write, ...] = ()
     # What lines of the schedule call nodes.
     names: dict[str, fx.Node] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def lift(
 ) -> bool:
     """Make steps of the functional collectives of a graph, in place; whether there were
     any. ``groups``: axes of process groups by name; symbolic ones name their own. What
-    no step stands for stays (``kinds.admit`` refuses it).
+    no step stands for stays (``node_legality.admit`` refuses it).
 
     Raises ScheduleError on a group whose axes are unknown.
     """

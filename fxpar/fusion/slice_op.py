@@ -26,19 +26,18 @@ from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import bodies_of
 from fxpar.passes.local_ops import LocalCall, local_form
-from fxpar.sharding.factors import (
-    Dims,
-    Rule,
+from fxpar.sharding.factors import Dims, Rule
+from fxpar.sharding.program import tensor_nodes
+from fxpar.sharding.read_program import RuleReader
+from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import (
     Strategy,
     expressible,
     operand_spec,
     project,
     result_spec,
 )
-from fxpar.sharding.program import tensor_nodes
-from fxpar.sharding.read_program import RuleReader
-from fxpar.sharding.rules.table import tensors_of
-from fxpar.sharding.spec import Spec
 
 Axes = tuple[str, ...]
 

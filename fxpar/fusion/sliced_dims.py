@@ -20,11 +20,12 @@ from torch import fx
 
 from fxpar.errors import RuleError
 from fxpar.passes import collective_nodes
-from fxpar.sharding.factors import Dims, Rule, expressible, project
+from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import expressible, project
 
 Axes = tuple[str, ...]
 Token = tuple[fx.Node, int]  # a value and one of its dims

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
-from fxpar.errors import PlanError
+from fxpar.errors import HintError, PlanError
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes.builder import STAGE
 from fxpar.passes.stage_kinds import (
@@ -75,12 +75,16 @@ class StageCosts:
 
 
 def assign_stages(
-    graph: fx.Graph, program: Program, priced: StageCosts, places: Sequence[int]
+    graph: fx.Graph,
+    program: Program,
+    priced: StageCosts,
+    places: Sequence[int],
+    pinned: Mapping[str, int] | None = None,
 ) -> tuple[PipelineStage, ...]:
     """Give nodes their homes, in place; what each stage has. ``places``: along the
-    pipeline axis, of each stage.
+    pipeline axis, of each stage; ``pinned``: parameters whose readers are of a stage.
 
-    Raises PlanError if there is nothing to cut.
+    Raises PlanError if there is nothing to cut, HintError if it cannot be cut so.
     """
     kinds = Kinds(graph, program)
     chain = [
@@ -103,7 +107,15 @@ def assign_stages(
     trains = 2 if backward else 1
     crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
     crossing = _between_ops(chain, crossing, count)
-    cuts = (*cut_chain(seconds, crossing, count, priced.microbatches), len(chain))
+    pins = _pins(chain, kinds, pinned or {})
+    begins = cut_chain(seconds, crossing, count, priced.microbatches, pins)
+    if len(begins) < count - 1:
+        raise HintError(
+            f"parameters are pinned to stages, but no cut of {len(chain)} ops into "
+            f"{count} stages in a row has them there: {_text_of(pinned or {})}",
+            fix="pin them in the order in which the forward reads them",
+        )
+    cuts = (*begins, len(chain))
     stage = 0
     for i, node in enumerate(chain):
         while i >= cuts[stage]:
@@ -116,6 +128,24 @@ def assign_stages(
             node.meta[STAGE] = node.args[0].meta[STAGE]
     _assign_backward(graph, kinds, count)
     return _stages(graph, program, priced, places, kinds)
+
+
+def _pins(
+    chain: Sequence[fx.Node], kinds: Kinds, pinned: Mapping[str, int]
+) -> dict[int, int]:
+    """Position of an op that reads a pinned parameter -> its stage; of one that reads
+    those of several stages the last."""
+    pins = {}
+    for i, node in enumerate(chain if pinned else ()):
+        names = (kinds.weights[weight] for weight in _weights_of(node, kinds))
+        stages = [pinned[name] for name in names if name in pinned]
+        if stages:
+            pins[i] = max(stages)
+    return pins
+
+
+def _text_of(pinned: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} to {stage}" for name, stage in list(pinned.items())[:6])
 
 
 def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:

@@ -7,7 +7,8 @@ group of experts, ``[groups * rows, k]``, and counts in the group of its expert 
 a group is what one rank has of the experts. ``room``: rows that a rank has room for, in
 multiples of its even share, or 0 for all: of one device's numbers no concern. Where
 ``ids`` has as many rows as ``x``, each group has rows of its own (``dispatch_ops``),
-``room`` times as many as count.
+``room`` times as many as count. ``k`` and ``n`` may each be several dims, as where a
+gate and an up-projection share a weight.
 
 ``fxpar::grouped_mm`` and ``fxpar::grouped_outer`` stand in local graphs: rows sorted by
 expert, and where each expert's end. Rows behind the last end belong to no expert; they
@@ -17,6 +18,7 @@ many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,15 +45,15 @@ def expert_mm(
 ) -> torch.Tensor:
     """``x[i] @ weight[ids[i]]``: [groups * rows, k], [experts, k, n], [rows] ->
     [groups * rows, n]. Zero where a row's expert is in another group, or none."""
-    out = x.new_zeros(x.shape[0], weight.shape[2])
+    out = x.new_zeros(x.shape[0], *weight.shape[x.dim() :])
     for expert, rows in _owned(ids, len(x), weight.shape[0], groups):
-        out[rows] = x[rows] @ weight[expert]
+        out[rows] = torch.tensordot(x[rows], weight[expert], x.dim() - 1)
     return out
 
 
 @expert_mm.register_fake
 def _(x, weight, ids, groups, room):
-    return x.new_empty(x.shape[0], weight.shape[2])
+    return x.new_empty(x.shape[0], *weight.shape[x.dim() :])
 
 
 @torch.library.custom_op("fxpar::expert_outer", mutates_args=())
@@ -65,15 +67,15 @@ def expert_outer(
 ) -> torch.Tensor:
     """``x[rows].T @ y[rows]`` for the rows of each expert: [groups * rows, k],
     [groups * rows, n], [rows] -> [experts, k, n]."""
-    out = x.new_zeros(experts, x.shape[1], y.shape[1])
+    out = x.new_zeros(experts, *x.shape[1:], *y.shape[1:])
     for expert, rows in _owned(ids, len(x), experts, groups):
-        out[expert] = x[rows].T @ y[rows]
+        out[expert] = torch.tensordot(x[rows], y[rows], [[0], [0]])
     return out
 
 
 @expert_outer.register_fake
 def _(x, y, ids, experts, groups, room):
-    return x.new_empty(experts, x.shape[1], y.shape[1])
+    return x.new_empty(experts, *x.shape[1:], *y.shape[1:])
 
 
 def _fits_torch(*operands: torch.Tensor) -> bool:
@@ -166,12 +168,12 @@ def _counting(x: Any, ids: Any, room: float) -> float:
 
 @register_flop_formula(torch.ops.fxpar.expert_mm)
 def _(x, weight, ids, groups, room, **_) -> float:
-    return 2.0 * _counting(x, ids, room) * weight[1] * weight[2]
+    return 2.0 * _counting(x, ids, room) * math.prod(weight[1:])
 
 
 @register_flop_formula(torch.ops.fxpar.expert_outer)
 def _(x, y, ids, experts, groups, room, **_) -> float:
-    return 2.0 * _counting(x, ids, room) * x[1] * y[1]
+    return 2.0 * _counting(x, ids, room) * math.prod([*x[1:], *y[1:]])
 
 
 @register_flop_formula(torch.ops.fxpar.grouped_mm)

@@ -77,7 +77,7 @@ class _Inserter:
         v = self.program.value_of.get((node, 0))
         if v is not None and isinstance(node.meta.get("val"), torch.Tensor):
             copy.meta["fxpar_value"] = v
-            self.versions.setdefault((v, self.decision.edges.made[v]), copy)
+            self.versions.setdefault((v, self.decision.edges.specs[v]), copy)
             for reshard in self.early.pop(v, ()):
                 self._reshard(reshard, node)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.builder import PART, STAGE, Builder, shape_of
 from fxpar.passes.custom_ops import PLACES
 from fxpar.passes.row_wise import call_of, row_call, rows_read
 from fxpar.sharding.rules.op_facts import op_facts_of
@@ -150,12 +150,13 @@ def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
 
 def _join_alike(graph: fx.Graph) -> None:
     """One node for calls that give the same whole numbers: sorts, and what they are
-    of."""
+    of. Not for calls of two stages, or parts of a batch."""
     first_of: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.is_impure() or not _gives_integers(node):
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        home = (node.meta.get(STAGE), node.meta.get(PART))
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), home)
         first = first_of.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.passes import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
+from fxpar.passes import collective_nodes as steps
+from fxpar.passes import stage_messages as messages
 from fxpar.passes.builder import PART, PLACE, STAGE, Builder
 from fxpar.passes.custom_ops import group_name
 from fxpar.passes.microbatches import demand
@@ -32,15 +33,14 @@ from fxpar.passes.stage_kinds import (
     StageHome,
     home_of,
 )
+from fxpar.passes.stage_messages import EVERY
 from fxpar.sharding import pipeline_schedule as schedules
+from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.pipeline_schedule import Action
 
 ours = torch.ops.fxpar
-
-# The place of what runs at all.
-EVERY = -1
 
 
 def lay_out_stages(
@@ -199,6 +199,8 @@ class _StageLayout:
     staged: fx.Graph = field(default_factory=fx.Graph)
     # (node, place it is needed at) -> its copy, or what arrives of it.
     value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    # What all places wait for and nobody has sent yet, by what may go in one message.
+    waiting: dict[Any, list[fx.Node]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.build = Builder(self.staged, self.fake_mode, self.mesh)
@@ -206,14 +208,23 @@ class _StageLayout:
 
     def run(self) -> None:
         needed = self._needed()
+        inputs = [node for node in self.order if node.op in ("placeholder", "get_attr")]
+        for node in inputs:
+            self.value_at[node, EVERY] = self._copy(node, EVERY)
+        self._gather_weights(needed)
         for node in self.order:
             if node.op in ("placeholder", "get_attr"):
-                self.value_at[node, EVERY] = self._copy(node, EVERY)
-            elif (at := self._place(node)) is not None:
+                continue
+            at = self._place(node)
+            if at is not None and self._is_dealt(node):
+                self._await(node, at)
+            elif at is not None:
                 self.value_at[node, at] = self._copy(node, at)
                 targets = needed[node] - {at, EVERY} if at != EVERY else ()
                 for target in sorted(targets):
                     self._cross(node, at, target)
+                if at != EVERY and EVERY in needed[node]:
+                    self._await(node, at)
         output = self.graph.output_node()
         results = fx.node.map_arg(output.args[0], lambda n: self.at(n, EVERY))
         self.staged.output(results).meta = dict(output.meta)
@@ -244,6 +255,11 @@ class _StageLayout:
         home = self._place(node)
         if value is not None and (home == EVERY or node.op != "call_function"):
             return value
+        if value is not None and self._is_along_stages(node):
+            return value
+        if self._is_dealt(node):
+            self._send_waiting(node)
+            return self.value_at[node, EVERY]
         if home is None:
             self.value_at[node, place] = self._copy(node, place)
         else:
@@ -259,19 +275,95 @@ class _StageLayout:
 
     def _cross(self, node: fx.Node, source: int, target: int) -> None:
         """What a place has, at another, or at every one."""
-        value = self.value_at[node, source]
+        if target == EVERY:
+            self._await(node, source)
+            self._send_waiting(node)
+            return
+        value, transfer = self.value_at[node, source], ours.transfer.default
         with self.build.at(value):
-            if target == EVERY:
-                arrived = self.build.call(
-                    ours.spread.default, value, source, self.group
+            self.value_at[node, target] = self._put(
+                target, transfer, value, source, target, self.group
+            )
+
+    def _put(self, place: int, target: Any, *args: Any) -> fx.Node:
+        node = self.build.call(target, *args)
+        node.meta[PLACE] = place
+        for of_origin in (STAGE, "fxpar_reshard"):
+            node.meta.pop(of_origin, None)
+        return node
+
+    # What rests split along the axis, and what all places wait for
+
+    def _is_along_stages(self, node: fx.Node) -> bool:
+        return steps.is_step(node) and steps.axes_of(node) == (self.axis,)
+
+    def _is_dealt(self, node: fx.Node) -> bool:
+        """Whether each place takes its part of what a stage made."""
+        home = home_of(node)
+        is_staged = home is not None and home.phase != EVERYWHERE
+        return is_staged and self._is_along_stages(node)
+
+    def _gather_weights(self, needed: Mapping[fx.Node, set[int]]) -> None:
+        """Put together, where it is read, what rests split along the axis."""
+        gathers = [
+            node
+            for node in self.order
+            if self._place(node) is None and self._is_along_stages(node)
+        ]
+        for node in gathers:
+            if EVERY in needed[node]:
+                self.value_at[node, EVERY] = self._copy(node, EVERY)
+        places = range(self.mesh.axis_size(self.axis))
+        for target in places:
+            reads = [
+                node
+                for node in gathers
+                if target in needed[node] and EVERY not in needed[node]
+            ]
+            for bucket in messages.buckets(reads):
+                shards = [[self.at(n.args[0], i) for n in bucket] for i in places]
+                dims = [n.args[1] for n in bucket]
+                with self.build.at(bucket[0]):
+                    joined = messages.gather_at(
+                        self._put, target, shards, dims, self.group
+                    )
+                for node, value in zip(bucket, joined, strict=True):
+                    self.value_at[node, target] = value
+
+    def _key(self, node: fx.Node) -> Any:
+        home = home_of(node)
+        assert home is not None, "what is sent has a place"
+        place, is_dealt = self.places[home.stage], self._is_dealt(node)
+        return place, home.phase, is_dealt, *messages.kind_of(node)
+
+    def _await(self, node: fx.Node, source: int) -> None:
+        """Let all places wait for what one makes: with others, up to some bytes."""
+        waiting = self.waiting.setdefault(self._key(node), [])
+        if node in waiting:
+            return
+        if self._is_dealt(node):
+            self.at(node.args[0], source)
+        waiting.append(node)
+        if sum(map(bytes_of, waiting)) >= messages.BUCKET:
+            self._send_waiting(node)
+
+    def _send_waiting(self, node: fx.Node) -> None:
+        nodes, group = self.waiting.pop(self._key(node)), self.group
+        (source, *_), is_dealt = self._key(node), self._is_dealt(node)
+        values = [self.at(n.args[0] if is_dealt else n, source) for n in nodes]
+        with self.build.at(values[0]):
+            if is_dealt:
+                dims, places = (
+                    [n.args[1] for n in nodes],
+                    self.mesh.axis_size(self.axis),
+                )
+                arrived = messages.scatter_from(
+                    self._put, source, values, dims, places, group
                 )
             else:
-                arrived = self.build.call(
-                    ours.transfer.default, value, source, target, self.group
-                )
-        arrived.meta[PLACE] = EVERY if target == EVERY else target
-        arrived.meta.pop(STAGE, None)
-        self.value_at[node, target] = arrived
+                arrived = messages.spread_from(self._put, source, values, group)
+        for each, value in zip(nodes, arrived, strict=True):
+            self.value_at[each, EVERY] = value
 
 
 def is_laid_out(graph: fx.Graph) -> bool:

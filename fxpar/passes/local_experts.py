@@ -4,12 +4,16 @@ A rank has some rows and some experts. Its key of a row is the expert counted fr
 own first; of a row whose expert another rank has, one more than it has experts: such
 rows come last, where products give zero. ``keep_sorted`` then leaves rows in that order
 between one product and the next.
+
+Where a rank has all experts, its rows may still be cut in parts of a batch: products
+stay as they are until that is done, and ``sort_by_expert`` then sorts each part's rows.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +21,13 @@ import torch
 from torch import fx
 
 from fxpar.passes import expert_ops as _expert_ops  # noqa: F401  (registers ops)
-from fxpar.passes.builder import value_of
+from fxpar.passes.builder import Builder, shape_of, value_of
 from fxpar.passes.collective_nodes import all_reduce, step
 from fxpar.passes.local_call import LocalCall, Localizer
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.program import user_line
+from fxpar.sharding.rules import rule_of
+from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
 
@@ -139,9 +145,12 @@ def _within(
 def _expert_mm(
     call: LocalCall, x: fx.Node, weight: fx.Node, ids: fx.Node, *options: Any
 ) -> fx.Node:
+    """Each product sorts its rows."""
     sort, mm = _sorted(call, ids, 0, 1, *options), torch.ops.fxpar.grouped_mm.default
+    inner = len(call.shapes[0])
+    x, weight = _merged(call, x, 0, [1]), _merged(call, weight, 1, [1, inner])
     product = call.build.call(mm, sort.take(x), weight, sort.ends, sort.share)
-    return sort.put_back(product)
+    return _apart(call, sort.put_back(product))
 
 
 def _expert_outer(
@@ -149,10 +158,65 @@ def _expert_outer(
 ) -> fx.Node:
     outer = torch.ops.fxpar.grouped_outer.default
     sort = _sorted(call, ids, 0, 3, *options)
-    return call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
+    x, y = _merged(call, x, 0, [1]), _merged(call, y, 1, [1])
+    product = call.build.call(outer, sort.take(x), sort.take(y), sort.ends, sort.share)
+    return _apart(call, product)
+
+
+def _merged(
+    call: LocalCall, x: fx.Node, operand: int, starts: Sequence[int]
+) -> fx.Node:
+    """An operand with the dims from each start to the next merged into one."""
+    shape = call.operand_shape(operand)
+    if len(shape) == len(starts) + 1:
+        return x
+    ends = (*starts[1:], len(shape))
+    pairs = zip(starts, ends, strict=True)
+    merged = [call.build.product(shape[a:b]) for a, b in pairs]
+    return call.build.call(aten.reshape.default, x, [shape[0], *merged])
+
+
+def _apart(call: LocalCall, product: fx.Node) -> fx.Node:
+    """The result with all of its dims."""
+    if len(product.meta["val"].shape) == len(call.result_shape()):
+        return product
+    return call.build.call(aten.reshape.default, product, [*call.local_shape()])
+
+
+_SORTED: dict[Any, Localizer] = {
+    torch.ops.fxpar.expert_mm.default: _expert_mm,
+    torch.ops.fxpar.expert_outer.default: _expert_outer,
+}
+
+
+def _later(call: LocalCall, *args: Any) -> fx.Node:
+    """The product itself, where a rank has all experts and so many rows; else one that
+    sorts them."""
+    rows = call.build.own_size(call.shapes[0][0], call.operands[0].dims[0])
+    *_, groups, _ = args
+    if groups == 1 and isinstance(rows, int):
+        return call.same(*args)
+    return _SORTED[call.node.target](call, *args)
+
+
+def sort_by_expert(graph: fx.Graph, build: Builder) -> None:
+    """Let the products that are left sort their rows, in place."""
+    for node in list(graph.nodes):
+        if node.target not in _SORTED:
+            continue
+        tensors = [*node.args[:3], node]
+        specs = [Spec.whole(len(shape_of(x))) for x in tensors]
+        shapes = tuple(map(shape_of, tensors))
+        rule = rule_of(node.target, value_of(node.args), {}, node.meta["val"])
+        assert rule is not None
+        with build.before(node):
+            operands, results = tuple(specs[:-1]), tuple(specs[-1:])
+            call = LocalCall(build, node, rule, operands, results, shapes)
+            product = _SORTED[node.target](call, *node.args)
+        build.replace(node, product)
 
 
 LOCAL: dict[Any, Localizer] = {
-    "fxpar::expert_mm": _expert_mm,
-    "fxpar::expert_outer": _expert_outer,
+    "fxpar::expert_mm": _later,
+    "fxpar::expert_outer": _later,
 }

@@ -3,7 +3,7 @@
 In: a call in global shapes, its rule and strategy, and the local nodes of what it
 reads. Out: the call in local shapes, appended. A body in which something is split
 becomes one in local shapes too, op by op; nothing inside communicates
-(``sharding.bodies``).
+(``sharding.body_rules``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from fxpar.passes.local_call import LocalCall
 from fxpar.passes.local_ops import local_form
 from fxpar.sharding.body_rules import Inside
 from fxpar.sharding.body_ties import TIES
-from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.read_program import inside_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 Local = Callable[[fx.Node], Any]
 

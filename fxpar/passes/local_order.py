@@ -212,6 +212,22 @@ def _topk(
     return values, call.build.call(aten.gather.default, places, d, winner)
 
 
+def _kthvalue(
+    call: LocalCall, x: fx.Node, k: int, dim: int = -1, keepdim: bool = False
+) -> Any:
+    """The row of which ``k`` are no larger, and where it is: ranks gather as many of
+    their smallest rows."""
+    d, axes = _axes(call, x, dim)
+    if not axes:
+        return call.same(x, k, dim, keepdim)
+    build, count = call.build, min(k, x.meta["val"].shape[d])
+    smallest = build.call(aten.topk.default, x, count, d, False, True)
+    values, places = _candidates(call, *_results(call, smallest), d, axes)
+    values, winner = _results(call, call.same(values, k, d, True))
+    places = build.call(aten.gather.default, places, d, winner)
+    return tuple(_squeezed(call, node, d, keepdim) for node in (values, places))
+
+
 def _flip(call: LocalCall, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """Each rank turns the shard that lies as far from the other end."""
     mesh = call.build.mesh
@@ -235,6 +251,7 @@ LOCAL: dict[Any, Localizer] = {
     aten.max.dim: partial(_row, least),
     aten.min.dim: partial(_row, most),
     aten.topk.default: _topk,
+    aten.kthvalue.default: _kthvalue,
     aten.flip.default: _flip,
     "prims::rev": _flip,
 }

@@ -53,7 +53,7 @@ class _Localizer:
         # the mean over the ranks of those tangents makes them.
         self.common: dict[fx.Node, fx.Node] = {}
         self.of_parameters = gathered_again(self.program)
-        self.samples = _sample_dims(self.program, decision.edges.made)
+        self.samples = _sample_dims(self.program, decision.edges.specs)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         nodes = [node for node in graph.nodes if node.op == "placeholder"]
@@ -98,7 +98,7 @@ class _Localizer:
         copy = self.graph.node_copy(node)
         copy.meta = dict(node.meta)
         if v is not None:
-            spec = copy.meta["fxpar_spec"] = self.decision.edges.made[v]
+            spec = copy.meta["fxpar_spec"] = self.decision.edges.specs[v]
             copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
             copy.meta.pop("tensor_meta", None)
             shape = self.program.values[v].sizes
@@ -120,7 +120,7 @@ class _Localizer:
                 continue
             with self.build.at(node):
                 tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
-                if self._on_batch(self.decision.edges.made[v]):
+                if self._on_batch(self.decision.edges.specs[v]):
                     scaled[node] = self.build.call(mul, tangent, 1 / parts)
                     continue
                 total = step(self.build, all_reduce, tangent, "sum", signature.batch)
@@ -163,7 +163,7 @@ class _Localizer:
 
     def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
         """The values of the program that a node makes, and their specs."""
-        specs = self.decision.edges.made
+        specs = self.decision.edges.specs
         if "fxpar_reshard" in node.meta:
             reshard = node.meta["fxpar_reshard"]
             return [(reshard.value, reshard.target)]

@@ -32,6 +32,7 @@ from fxpar.passes.collective_nodes import Axes, Cut
 from fxpar.passes.custom_ops import group_name
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
@@ -108,7 +109,7 @@ def _slice(build: Builder, x: fx.Node, dim: int, axes: Axes) -> fx.Node:
 
 
 def _mask(build: Builder, x: fx.Node, op: str, axes: Axes) -> fx.Node:
-    if op not in ("sum", "product"):
+    if op not in MASKED:
         return x  # of equal values, the largest, smallest and mean are that value
 
     def scalar(value: fx.Node | int, dtype: torch.dtype) -> fx.Node:

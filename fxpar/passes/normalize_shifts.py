@@ -245,7 +245,7 @@ def _index(node: fx.Node, dim: int) -> _Rows | None:
 
 def _indexed(node: fx.Node) -> tuple[int, fx.Node] | None:
     """(dim, positions) of a lookup or update along one dim."""
-    if node.target in (aten.index_select.default,):
+    if node.target is aten.index_select.default:
         index = node.args[2]
         return (node.args[1] % len(shape_of(node)), index) if shape_of(index) else None
     indices = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]

@@ -22,6 +22,7 @@ from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
 from fxpar.passes.delay import delay
 from fxpar.passes.sink_waits import WAIT, is_chunk, sink, sink_waits
+from fxpar.passes.stage_kinds import draws
 
 c10d = torch.ops._c10d_functional
 
@@ -95,11 +96,12 @@ def join(phase: PhaseGraph) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase waits that nobody reads, with the collectives they wait for, and all but
-    the first for one collective.
+    """Erase waits that nobody reads, with the collectives they wait for and what these
+    send, draws included, and all but the first for one collective.
 
     The partitioner repeats those of forward results in the backward, and counts them
-    among what dead code elimination may not touch; of equal reductions, as those of the
+    among what dead code elimination may not touch: a backward would draw, and the next
+    step have other numbers than on one device. Of equal reductions, as those of the
     biases of two layers that are added, it makes one, which is then waited for twice.
     """
     first: dict[fx.Node, fx.Node] = {}
@@ -107,7 +109,9 @@ def drop_unread(graph: fx.Graph) -> None:
         kept_wait = first.setdefault(wait.args[0], wait)
         if kept_wait is not wait:
             wait.replace_all_uses_with(kept_wait)
-    graph.eliminate_dead_code(lambda n: n.target is not WAIT and n.is_impure())
+    graph.eliminate_dead_code(
+        lambda n: n.target is not WAIT and not draws(n) and n.is_impure()
+    )
 
 
 def start_early(phase: PhaseGraph) -> None:

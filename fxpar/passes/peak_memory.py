@@ -42,12 +42,12 @@ class Residency:
     dies: dict[Buffer, int]
     # (launch, bytes made by it, bytes in memory while it runs, bytes behind it); the
     # first is before all launches.
-    held: list[tuple[int, int, int, int]]
+    usage: list[tuple[int, int, int, int]]
 
     @property
     def peak(self) -> tuple[int, int]:
         """(bytes, launch) when most is held, for the first time."""
-        at, _, most, _ = max(self.held, key=lambda entry: entry[2])
+        at, _, most, _ = max(self.usage, key=lambda entry: entry[2])
         return most, at
 
     def at(self, launch: int) -> list[Buffer]:

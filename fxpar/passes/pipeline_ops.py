@@ -1,8 +1,8 @@
 """Ops at the borders of stages: of the graph of all stages, and of what one runs.
 
-``transfer`` and ``spread`` stand in the graph of all stages, which is one text on every
-rank: a value that one place along the pipeline axis makes, at another place, or at all
-of them. Both are identities, so that the graph runs as it stands. What one place runs
+``transfer``, ``spread`` and ``scatter`` stand in the graph of all stages, which is one
+text on every rank: a value that one place along the pipeline axis makes, at another
+place, at all of them, or in parts. What one place runs
 has ``send`` and ``receive`` in their stead, which start a message and do not wait, and
 ``share``. Each takes the message ``before`` it: compiled code keeps their order, and
 all ranks have one. ``behind`` lets a result wait for what was sent.
@@ -32,6 +32,13 @@ def transfer(x: torch.Tensor, source: int, target: int, group: str) -> torch.Ten
 def spread(x: torch.Tensor, source: int, group: str) -> torch.Tensor:
     """What place ``source`` has, at every place."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fxpar::scatter", mutates_args=())
+def scatter(x: torch.Tensor, source: int, places: int, group: str) -> torch.Tensor:
+    """At place i part i of the ``places`` parts of what ``source`` has; here, that of
+    ``source``."""
+    return x.chunk(places)[source].clone()
 
 
 @torch.library.custom_op("fxpar::send", mutates_args=())
@@ -94,6 +101,9 @@ def _empty_like(x: torch.Tensor, *_: object) -> torch.Tensor:
 
 for _op in (transfer, spread, share):
     _op.register_fake(_empty_like)
+scatter.register_fake(
+    lambda x, source, places, group: x.new_empty(x.shape[0] // places)
+)
 behind.register_fake(lambda x, sent: torch.empty_like(x))
 send.register_fake(lambda x, *_: x.new_empty(0))
 receive.register_fake(

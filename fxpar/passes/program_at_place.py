@@ -6,6 +6,8 @@ inputs and results with the nodes of one place: values go from place to place by
 order of the one graph, and are waited for where it is first read. Each message is
 chained to the one before it, so that no later pass changes their order, and a result
 waits for what was sent. Those of the forward do not wait for those of the backward.
+What is drawn is drawn at every place, read there or not: it comes from rank 0, and the
+generators of all ranks stay alike.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.passes.builder import PLACE, Builder
-from fxpar.passes.lay_out_stages import EVERY
+from fxpar.passes.stage_kinds import draws
+from fxpar.passes.stage_messages import EVERY
 from fxpar.sharding.program import depending_on_tangents
 
 aten = torch.ops.aten
@@ -43,9 +46,10 @@ class _PlaceProgram:
         self.copies: dict[fx.Node, fx.Node] = {}
         # Of a value that arrives, what is to be waited for.
         self.arriving: dict[fx.Node, fx.Node] = {}
-        # The last message, and all that were sent; of the forward, of the backward.
+        # The last message, and what results wait for: messages sent, and draws; of the
+        # forward, of the backward.
         self.last: dict[bool, fx.Node | None] = {False: None, True: None}
-        self.sent: dict[bool, list[fx.Node]] = {False: [], True: []}
+        self.awaited: dict[bool, list[fx.Node]] = {False: [], True: []}
 
     def run(self) -> None:
         tag = 0
@@ -59,6 +63,10 @@ class _PlaceProgram:
             elif node.target is ours.spread.default:
                 with self.build.at(node):
                     self._spread(node)
+            elif node.target is ours.scatter.default:
+                with self.build.at(node):
+                    self._scatter(node, tag)
+                tag += 1
             elif node.meta.get(PLACE, EVERY) in (self.place, EVERY):
                 self._copy(node)
 
@@ -66,6 +74,8 @@ class _PlaceProgram:
         copy = self.program.node_copy(node, self._value)
         copy.meta = dict(node.meta)
         self.copies[node] = copy
+        if draws(node):
+            self.awaited[node in self.backward].append(copy)
 
     def _value(self, node: fx.Node) -> fx.Node:
         """A value, waited for where it arrives."""
@@ -93,17 +103,37 @@ class _PlaceProgram:
     def _transfer(self, node: fx.Node, tag: int) -> None:
         value, source, target, group = node.args
         if self.place == source:
-            x = self._value(value)
-            ends = (target, tag, group)
-            token = self._chained(node, ours.send.default, x, None, *ends)
-            self.sent[node in self.backward].append(token)
+            self._send(node, self._value(value), target, tag, group)
         elif self.place == target:
-            val = node.meta["val"]
-            fields = (list(val.shape), val.dtype, val.device)
-            ends = (source, tag, group)
-            self.arriving[node] = self._chained(
-                node, ours.receive.default, None, *fields, *ends
-            )
+            self._receive(node, source, tag, group)
+
+    def _scatter(self, node: fx.Node, tag: int) -> None:
+        value, source, places, group = node.args
+        if self.place != source:
+            self._receive(node, source, tag, group)
+            return
+        x, size = self._value(value), node.meta["val"].shape[0]
+        for i in range(places):
+            part = self.build.call(aten.slice.Tensor, x, 0, i * size, (i + 1) * size)
+            if i == source:
+                self.copies[node] = part
+            else:
+                self._send(node, part, i, tag, group)
+
+    def _send(
+        self, node: fx.Node, x: fx.Node, target: int, tag: int, group: str
+    ) -> None:
+        ends = (target, tag, group)
+        token = self._chained(node, ours.send.default, x, None, *ends)
+        self.awaited[node in self.backward].append(token)
+
+    def _receive(self, node: fx.Node, source: int, tag: int, group: str) -> None:
+        val = node.meta["val"]
+        fields = (list(val.shape), val.dtype, val.device)
+        ends = (source, tag, group)
+        self.arriving[node] = self._chained(
+            node, ours.receive.default, None, *fields, *ends
+        )
 
     def _spread(self, node: fx.Node) -> None:
         value, source, group = node.args
@@ -126,11 +156,13 @@ class _PlaceProgram:
         values = [self._value(r) if isinstance(r, fx.Node) else r for r in results]
         for is_backward in (False, True):
             at = _smallest(results, self.backward, is_backward)
-            if at is None or not self.sent[is_backward]:
+            if at is None or not self.awaited[is_backward]:
                 continue
             with self.build.at(results[at]):
                 behind = ours.behind.default
-                values[at] = self.build.call(behind, values[at], self.sent[is_backward])
+                values[at] = self.build.call(
+                    behind, values[at], self.awaited[is_backward]
+                )
         copy = self.program.output(type(node.args[0])(values))
         copy.meta = dict(node.meta)
 

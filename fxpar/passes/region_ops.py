@@ -134,3 +134,5 @@ def _collective_backward(ctx: Any, grad: torch.Tensor) -> Any:
 torch.library.register_autograd(
     "fxpar::collective", _collective_backward, setup_context=_collective_context
 )
+
+EDGES = (torch.ops.fxpar.enter_region.default, torch.ops.fxpar.leave_region.default)

@@ -18,11 +18,11 @@ from torch import fx
 
 from fxpar.passes.builder import PART, PLACE
 from fxpar.passes.launches import launches_of
-from fxpar.passes.lay_out_stages import EVERY
 from fxpar.passes.peak_memory import residency
 from fxpar.passes.program_at_place import program_at
 from fxpar.passes.simulate_step import Event, Timeline, Traffic, launch_seconds
 from fxpar.passes.stage_kinds import BACKWARD, home_of
+from fxpar.passes.stage_messages import EVERY
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Link, Mesh
@@ -92,7 +92,7 @@ class _Clocks:
         if node.target is ours.transfer.default:
             source: Any = node.args[1]
             self.arrivals[node] = self.now[source] + self._message(node)
-        elif node.target is ours.spread.default:
+        elif node.target in (ours.spread.default, ours.scatter.default):
             source = node.args[1]
             self.arrivals[node] = self.now[source] + self._message(node)
         else:

@@ -317,7 +317,7 @@ def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
 def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
     """Time -> bytes in memory."""
     curve: dict[float, int] = {}
-    for i, made, during, behind in live.held:
+    for i, made, during, behind in live.usage:
         if i < 0:
             curve[0.0] = behind
             continue

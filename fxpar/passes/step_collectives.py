@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
 from torch import fx
 
+from fxpar.passes import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.launches import KINDS, PRODUCTS
 from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
@@ -19,6 +21,15 @@ from fxpar.sharding.cost.recompute import phases
 from fxpar.sharding.plan import Collective
 from fxpar.sharding.program import user_line
 from fxpar.sharding.reshard.needed import Reshard
+
+ours = torch.ops.fxpar
+
+# Messages between stages.
+MESSAGES = {
+    ours.transfer.default: "send",
+    ours.spread.default: "broadcast",
+    ours.scatter.default: "scatter",
+}
 
 
 def facts_of(
@@ -41,7 +52,7 @@ def facts_of(
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether it is a collective along axes of the mesh."""
-    communicates = node.target in KINDS or node.target in PRODUCTS
+    communicates = any(node.target in ops for ops in (KINDS, PRODUCTS, MESSAGES))
     return communicates and _group(node).startswith(GROUP_PREFIX)
 
 
@@ -50,7 +61,8 @@ def _group(node: fx.Node) -> str:
 
 
 def _collective(node: fx.Node) -> Collective:
-    kind = KINDS.get(node.target) or PRODUCTS[node.target]
+    ops = KINDS | PRODUCTS | MESSAGES
+    kind = ops[node.target]
     return Collective(kind, group_axes(_group(node)), _size(node), _source(node))
 
 

@@ -1,6 +1,6 @@
 """What surrounds a compiled graph: its checks, its results' marks, its signature.
 
-Nothing here changes a graph. A ``Compiled`` is what ``calls.Calls`` runs.
+Nothing here changes a graph. A ``Compiled`` is what ``call_variants.Calls`` runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import FxparError, PlanError
+from fxpar.errors import FxparError, PlanError, ShardError
 from fxpar.passes.manual_regions import on_one_rank
 from fxpar.runtime import meeting, outside_graphs
 from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
@@ -145,6 +145,25 @@ def homes(gm: fx.GraphModule) -> list[Home]:
     numbers = [node.args[-1] for node in _crossings(gm)]
     models = map(home_of, dict.fromkeys(numbers))
     return [home for home in models if home is not None]
+
+
+def refuse_written_parameters(gm: fx.GraphModule) -> None:
+    """Raise ShardError if a Dynamo graph writes to a parameter at rest: what it writes
+    to is the global value, which is there for this graph alone."""
+    for node in _crossings(gm):
+        home, values = home_of(node.args[-1]), [node]
+        if home is not None and home.param_dtype is not None:
+            values += [user for user in node.users if user.target == "to"]  # its cast
+        for value in values:
+            if not _torch.objects.version_of(value.meta["example_value"]):
+                continue
+            raise ShardError(
+                "the forward writes to a parameter of a model that fxpar.shard split, "
+                f"of shape {list(value.meta['example_value'].shape)}",
+                where=user_line(next(iter(value.users), value)),
+                fix="write to it outside of the forward, or use fxpar.train_step; "
+                "nn.Embedding(max_norm=...) writes to its table",
+            )
 
 
 def forget_homes(gm: fx.GraphModule) -> None:

@@ -23,7 +23,7 @@ from fxpar.fusion.kernels.run_fused import facts_of, provider_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs import fuse_nodes
 from fxpar.passes import insert_reshards as resharding
-from fxpar.passes import reshard_after_forward
+from fxpar.passes import local_experts, reshard_after_forward, writes_as_results
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.decompose import decompose
 from fxpar.passes.keep_sorted import keep_sorted as keep_rows_sorted
@@ -36,7 +36,6 @@ from fxpar.runtime import binding
 from fxpar.runtime.groups import bandwidth_of
 from fxpar.runtime.pipeline_state import JointState, PhaseState, RankState
 from fxpar.runtime.stage_steps import parts_of
-from fxpar.runtime.train_step import step_writes
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.read_program import with_open_sizes
@@ -54,6 +53,12 @@ def localize(state: JointState) -> None:
     state.graph = partition(state.graph, _open_decision(state), state.fake_mode)
     if not state.decided.is_even:
         state.schedule = _UNEVEN
+
+
+def sort_by_expert(state: JointState) -> None:
+    """Rows of each part of a batch are sorted by expert."""
+    build = Builder(state.graph, state.fake_mode, state.decided.mesh)
+    local_experts.sort_by_expert(state.graph, build)
 
 
 def keep_sorted(state: JointState) -> None:
@@ -186,8 +191,9 @@ def decompose_added(state: RankState) -> None:
 
 
 def put_writes(state: RankState) -> None:
-    step_writes.put_writes(state.graph, state.written)
-    step_writes.keep_copies(state.graph, state.copied)
+    phase = "update" if state.request.step else None
+    writes_as_results.put(state.graph, state.writes, phase)
+    writes_as_results.keep_copies(state.graph, state.copied)
 
 
 def fuse_regions(state: PhaseState) -> None:

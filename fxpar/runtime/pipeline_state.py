@@ -16,6 +16,7 @@ from torch import fx
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes.builder import Builder
 from fxpar.passes.order_collectives import PhaseGraph
+from fxpar.passes.writes_as_results import Write
 from fxpar.runtime.groups import Ranks
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.mesh import Mesh
@@ -110,9 +111,9 @@ class RankState(PipelineState):
     inductor: bool
     # Its coordinates are looked up when it runs.
     late: bool
-    # Positions of the inputs that results are written to, and of those whose written
-    # values are copied.
-    written: list[int]
+    # The last results, which are written to inputs.
+    writes: tuple[Write, ...]
+    # Positions of the inputs whose written values are copied.
     copied: list[int]
 
 

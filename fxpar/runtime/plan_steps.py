@@ -26,6 +26,7 @@ from fxpar.passes.loop_steps import count_steps
 from fxpar.passes.normalize_experts import ExpertWays, experts_in_place
 from fxpar.passes.peak_memory import by_kind
 from fxpar.passes.program_at_place import program_at
+from fxpar.passes.region_ops import EDGES
 from fxpar.passes.step_collectives import facts_of as facts_of_step
 from fxpar.runtime import plan_store
 from fxpar.runtime.pipeline_state import JointState
@@ -56,7 +57,7 @@ def share_by_speed(state: JointState) -> None:
     """Unlike ranks get shares of what the batch axes split."""
     if state.request.meshes:
         return
-    regions = any(n.target in manual_regions.EDGES for n in state.graph.nodes)
+    regions = any(n.target in EDGES for n in state.graph.nodes)
     state.rows = 0 if state.open else _first_rows(state)
     mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
     state.request = state.request.on(mesh)
@@ -75,7 +76,7 @@ def _first_rows(state: JointState) -> int:
 def absorb_regions(state: JointState) -> None:
     """Manual regions are checked, their collectives named."""
     request = state.request
-    if state.open and any(n.target in manual_regions.EDGES for n in state.graph.nodes):
+    if state.open and any(n.target in EDGES for n in state.graph.nodes):
         raise PlanError("the sizes in manual regions are known")
     manual_regions.absorb_regions(
         state.graph,

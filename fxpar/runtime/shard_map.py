@@ -25,7 +25,7 @@ from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
 from fxpar.passes import region_bodies as _region_bodies  # noqa: F401  (registers ops)
 from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
-from fxpar.passes.manual_regions import FUNCTIONAL
+from fxpar.passes.check_regions import FUNCTIONAL
 from fxpar.runtime.groups import join
 from fxpar.runtime.region_specs import Entry, entries_of, hint_of, misfit, spelled
 from fxpar.runtime.tracing import raised_at, users_line

@@ -8,14 +8,13 @@ the schedule; of one rank what its place runs. Every rank does the same but in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.fusion import writes_as_results
 from fxpar.passes.assign_stages import StageCosts, assign_stages
+from fxpar.passes.bucket_collectives import phase_of
 from fxpar.passes.builder import PART
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lay_out_stages import is_laid_out, lay_out_stages
@@ -24,9 +23,11 @@ from fxpar.runtime.pipeline_state import JointState, RankState
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.decide import UNNAMED, Decision
-from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage, with_stages
+from fxpar.sharding.hints import pinned_stages
+from fxpar.sharding.pipeline_axis import Pipeline
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.program import backward_of, user_line
+from fxpar.sharding.rest_over_stages import over_stages
 from fxpar.sharding.rules.op_facts import op_facts_of
 
 # Microbatches for each stage where nobody says how many.
@@ -37,7 +38,9 @@ def on_whole_mesh(decision: Decision, pipeline: Pipeline | None) -> Decision:
     """What was decided for one stage, on the mesh of all."""
     if pipeline is None:
         return decision
-    return replace(decision, mesh=with_stages(decision.mesh, pipeline))
+    ops = decision.program.ops
+    update = {op.index for op in ops if phase_of(op.node) == "update"}
+    return over_stages(decision, pipeline, update)
 
 
 def parts_of(request: Request) -> int:
@@ -67,8 +70,13 @@ def find_stages(state: JointState) -> None:
         hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
     )
     places = schedules.stage_places(request.pipeline_order, request.pipeline.places)
+    inputs, axis = decision.program.signature.inputs, request.pipeline.axis
+    names = [x.name for x in inputs if x.kind in ("parameter", "input")]
+    pinned = pinned_stages(request.hints, names, axis, len(places))
     try:
-        state.stages = assign_stages(state.graph, decision.program, priced, places)
+        state.stages = assign_stages(
+            state.graph, decision.program, priced, places, pinned
+        )
     except PlanError as error:
         if request.rank is None or request.step:
             raise
@@ -93,9 +101,11 @@ def order_stages(state: JointState) -> None:
     parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
     trains = bool(backward_of(state.graph))
     rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
-    slots = schedules.timed(rows, lambda action: seconds_of(state.stages, action))
-    # What is written to inputs is a result of a stage, which all places write.
-    writes = writes_as_results.lift(state.graph)
+    forward = [stage.forward_seconds for stage in state.stages]
+    backward = [stage.backward_seconds for stage in state.stages]
+    slots = schedules.timed(
+        rows, lambda action: schedules.seconds_of(action, forward, backward)
+    )
     _refuse_writes(state.graph)
     state.graph = lay_out_stages(
         state.graph,
@@ -105,7 +115,6 @@ def order_stages(state: JointState) -> None:
         state.fake_mode,
         state.decided.mesh,
     )
-    writes_as_results.put(state.graph, writes)
     wait = schedules.bubble(slots, pipeline.places)
     text = f"{len(state.stages)} stages along {pipeline.axis}, {name}, {parts} "
     text += f"microbatches: ranks wait {wait:.0%} of a step for one another"
@@ -122,15 +131,6 @@ def _refuse_writes(graph: fx.Graph) -> None:
                 where=user_line(node),
                 fix="write to it last, or leave out the axis of stages",
             )
-
-
-def seconds_of(stages: tuple[PipelineStage, ...], action: schedules.Action) -> float:
-    """Predicted, of an action."""
-    stage = stages[action.stage]
-    if action.kind == schedules.FORWARD:
-        return stage.forward_seconds
-    share = 1.0 if action.kind == schedules.BACKWARD else 0.5
-    return stage.backward_seconds * share
 
 
 def take_place(state: RankState) -> None:

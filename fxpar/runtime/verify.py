@@ -16,7 +16,8 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import gather, run_global, run_ranks, scatter
+from fxpar.passes.lockstep import run_global, run_ranks
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.sharding.decide import Decision
 
 
@@ -32,7 +33,7 @@ def verify(
     holds the graphs' constants."""
     program, edges, mesh = decision.program, decision.edges, decision.mesh
     parts = [
-        [x] * mesh.size if v is None else scatter(x, edges.made[v], mesh)
+        [x] * mesh.size if v is None else scatter(x, edges.specs[v], mesh)
         for x, v in zip(feeds, program.inputs, strict=True)
     ]
     rank_module, whole = (_module(root, graph) for graph in (local, normalized))

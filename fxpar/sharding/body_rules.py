@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from fxpar.sharding.body_ties import Ties, ties_of
-from fxpar.sharding.factors import Axes, Dims, Rule, Strategy
+from fxpar.sharding.factors import Axes, Dims, Rule
 from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
     from fxpar.sharding.program import Op, Program

@@ -5,16 +5,10 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence
 
-from fxpar.sharding.factors import (
-    Strategy,
-    fits,
-    operand_spec,
-    project,
-    result_spec,
-)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, fits, operand_spec, project, result_spec
 
 
 def constants_of(program: Program) -> set[int]:

@@ -41,14 +41,14 @@ def cut_in_time(program: Program) -> BatchCut | None:
         frozenset(f for f, axes in strategy.factors if axes)
         for strategy in timed.strategies
     ]
-    dims = list(map(_split, timed.edges.made))
+    dims = list(map(_split, timed.edges.specs))
     inputs = set(program.inputs)
     for reshard in timed.edges.reshards:  # inputs lie whole, and are read in parts
         if reshard.value in inputs:
             dims[reshard.value] = _split(reshard.target)
     for op, cut in zip(program.ops, factors, strict=True):
         rows = math.gcd(rows, *(op.rule.size[f] for f in cut))
-    specs = enumerate(timed.edges.made)
+    specs = enumerate(timed.edges.specs)
     sums = frozenset(v for v, spec in specs if spec.partial)
     return BatchCut(tuple(factors), tuple(dims), sums, rows)
 

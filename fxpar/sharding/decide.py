@@ -14,10 +14,10 @@ from fxpar.sharding import shard_sizes
 from fxpar.sharding.axis_parts import axis_of
 from fxpar.sharding.constant_values import make_as_read
 from fxpar.sharding.cost.hardware_table import Hardware, lookup
-from fxpar.sharding.factors import Axes, Strategy
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.hints import Entries, make_seed, match
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.program import Program
+from fxpar.sharding.program import Program, user_line
 from fxpar.sharding.propagate import conventions
 from fxpar.sharding.propagate.assign_strategies import choose
 from fxpar.sharding.propagate.at_rest import (
@@ -40,6 +40,7 @@ from fxpar.sharding.search.run_search import (
     search,
 )
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 # A gap that a search should not end with, and one that is worth a warning.
 _WIDE, _POOR = 0.005, 0.05
@@ -74,7 +75,7 @@ class Decision:
     def is_even(self) -> bool:
         """Whether all ranks hold as much of every value."""
         edges, values = self.edges, self.program.values
-        specs = [*zip(values, edges.made, strict=True)]
+        specs = [*zip(values, edges.specs, strict=True)]
         specs += [(values[r.value], r.target) for r in edges.reshards]
         return all(spec.is_even(self.mesh, value.shape) for value, spec in specs)
 
@@ -122,6 +123,7 @@ def decide(
     edges = connect(program, strategies, settled, priced)
     notes += _indivisible_notes(state, program, mesh)
     notes += _uneven_notes(program, edges, mesh)
+    notes += _gathered_notes(program, edges, mesh)
     return Decision(
         program,
         mesh,
@@ -194,6 +196,7 @@ def searched(
     ]
     edges = connect(program, result.strategies, result.settled, result.mesh)
     notes += _uneven_notes(program, edges, result.mesh)
+    notes += _gathered_notes(program, edges, result.mesh)
     return Decision(
         program,
         result.mesh,
@@ -327,7 +330,7 @@ def _ties(program: Program) -> list[tuple[int, int]]:
 def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     """What the dims cost whose shards are not alike: ranks that wait for others."""
     out: dict[tuple[int, Axes], str] = {}
-    for value, spec in zip(program.values, edges.made, strict=True):
+    for value, spec in zip(program.values, edges.specs, strict=True):
         for rows, axes in zip(value.shape, spec.dims, strict=True):
             shared = shard_sizes.has_shares(mesh, axes)
             if shared or shard_sizes.is_even(rows, mesh, axes):
@@ -340,6 +343,33 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
                 f"uneven: {rows} rows of {value.name} over {'+'.join(axes)} are "
                 f"{largest} at most on one of {mesh.count(axes)} ranks, which are idle "
                 f"{idle:.0%} of the time",
+            )
+    return list(out.values())
+
+
+def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
+    """What is gathered since an op that goes by the order or place of rows, as a sort
+    or a slice, reads a dim whole that lies split."""
+    out: dict[tuple[str, str | None, int], str] = {}
+    for reshard in edges.reshards:
+        op = program.ops[reshard.reader] if reshard.reader is not None else None
+        if op is None or reshard.output is not None:
+            continue
+        dims = op.rule.operands[op.operands.index(reshard.value)]
+        value = program.values[reshard.value]
+        pairs = zip(reshard.source.dims, reshard.target.dims, strict=True)
+        for d, (before, after) in enumerate(pairs):
+            is_whole = not dims[d] or not op.rule.whole.isdisjoint(dims[d])
+            if not before or after or not is_whole or value.shape[d] == 1:
+                continue
+            line = user_line(op.node)
+            nbytes = value.nbytes * (1 - 1 / mesh.count(before))
+            out.setdefault(
+                (op.name, line, d),
+                f"gathered: {op.name} reads dim {d} of {value.name} "
+                f"{list(value.shape)} whole, which lies split over {'+'.join(before)}: "
+                f"up to {nbytes:.0f} bytes to each rank"
+                + (f" ({line})" if line else ""),
             )
     return list(out.values())
 

@@ -28,14 +28,11 @@ Sources: GSPMD (arXiv 2105.04663, section 3), Shardy's OpShardingRule and its fa
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpar.errors import RuleError
-from fxpar.sharding import shard_sizes
-from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.spec import Spec
 
 Dims = tuple[tuple[str, ...], ...]
 Axes = tuple[str, ...]
@@ -118,7 +115,9 @@ class Rule:
     even: bool = False
     # Factors of which they must be, if not all.
     evenly: frozenset[str] = frozenset()
-    # What the op does on a rank that holds nothing of a factor: a key of ``EMPTY``.
+    # What the op does on a rank that holds nothing of a factor: "run", on nothing;
+    # "fill", it runs on a row of zeros, which is cut off its results, and no sum goes
+    # over; "never", no rank does.
     empty: str = "run"
     # What shards of the dims named here need beyond themselves, sent by permutes.
     halos: tuple[Halo, ...] = ()
@@ -317,141 +316,3 @@ def parse_rule(text: str) -> Rule:
         alike=frozenset(alike),
         open=further,
     )
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Which axes split which factor, and which axes pass through as partial."""
-
-    # (factor, axes major to minor).
-    factors: tuple[tuple[str, Axes], ...] = ()
-    # (axis, reduction, index into ``rule.passages``).
-    passes: tuple[tuple[str, str, int], ...] = ()
-
-    @cached_property
-    def axes_of(self) -> dict[str, Axes]:
-        return dict(self.factors)
-
-
-def operand_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
-    """Spec that operand ``i`` must have under a strategy."""
-    axes = strategy.axes_of
-    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.operands[i]]
-    partial = [
-        (axis, op) for axis, op, p in strategy.passes if i in rule.passages[p].operands
-    ]
-    if i in rule.accumulates:
-        have = {f for dim in rule.operands[i] for f in dim}
-        partial += [
-            (axis, rule.reduction.get(f, "sum"))
-            for f, split in strategy.factors
-            if f in rule.contracted and f not in have
-            for axis in split
-        ]
-    return Spec.of(dims, partial)
-
-
-def result_spec(rule: Rule, strategy: Strategy, i: int) -> Spec:
-    """Spec that result ``i`` has under a strategy, before any reduction."""
-    axes = strategy.axes_of
-    dims = [[a for f in dim for a in axes.get(f, ())] for dim in rule.results[i]]
-    partial = [
-        (axis, rule.reduction.get(f, "sum"))
-        for f, split in strategy.factors
-        if f in rule.contracted_by[i]
-        for axis in split
-    ]
-    partial += [(axis, op) for axis, op, _ in strategy.passes]
-    return Spec.of(dims, partial)
-
-
-def project(
-    dims: Dims,
-    spec: Spec | Sequence[Axes],
-    size: Mapping[str, int],
-    mesh: Mesh,
-    *,
-    even: Container[str] | None = None,
-) -> dict[str, Axes]:
-    """Axes per factor that a tensor's spec implies, as far as factors express it.
-
-    A dim's axes are dealt major to minor: a factor takes axes while they divide what is
-    left of it; the next factor may take more only once this one is used up. Unless
-    its shards must be ``even`` (None: those of all), a factor that is all of its dim
-    takes any.
-    """
-    out: dict[str, Axes] = {}
-    entries = spec.dims if isinstance(spec, Spec) else spec
-    for dim, axes in zip(dims, entries, strict=True):
-        unassigned = list(axes)
-        for factor in dim:
-            rows_left, factor_axes = size[factor], []
-            alone = _may_differ(even, factor) and _is_alone(dim, factor, size)
-            while unassigned and (
-                alone or shard_sizes.divides(rows_left, mesh, unassigned[:1])
-            ):
-                rows_left = shard_sizes.largest(rows_left, mesh, unassigned[:1])
-                factor_axes.append(unassigned.pop(0))
-            if factor_axes:
-                out[factor] = tuple(factor_axes)
-            if rows_left != 1:
-                break
-    return out
-
-
-# What an op does with an empty shard: it runs, on nothing; it runs on a row of zeros,
-# which is cut off its results, and no sum goes over; it never gets one.
-EMPTY = ("run", "fill", "never")
-
-
-def _is_alone(dim: Sequence[str], factor: str, size: Mapping[str, int]) -> bool:
-    """Whether a dim is one factor, which has some rows."""
-    return size[factor] > 1 and all(size[f] == 1 for f in dim if f != factor)
-
-
-def _may_differ(even: Container[str] | None, factor: str) -> bool:
-    """Whether shards of a factor may be of several sizes."""
-    return even is not None and factor not in even
-
-
-def fits(rule: Rule, axes_of: Mapping[str, Axes], mesh: Mesh) -> bool:
-    """Whether every tensor of a rule can lie as an assignment of axes to factors says:
-    in contiguous shards, of one size where the rule wants that, and none of them empty
-    where the op cannot do with that."""
-    shut = {"run": frozenset(), "fill": rule.contracted, "never": rule.free}
-    for factor in shut[rule.empty]:
-        rows, axes = rule.size[factor], axes_of.get(factor, ())
-        if rows and not shard_sizes.smallest(rows, mesh, axes):
-            return False
-    return all(
-        expressible(dims, axes_of, rule.size, mesh, even=rule.even_factors)
-        for dims in rule.tensors
-    )
-
-
-def expressible(
-    dims: Dims,
-    axes_of: Mapping[str, Axes],
-    size: Mapping[str, int],
-    mesh: Mesh,
-    *,
-    even: Container[str] | None = None,
-) -> bool:
-    """Whether an assignment of axes to factors gives each dim contiguous shards, all
-    of one size. Unless they must be ``even`` (None: those of all), a factor that is all
-    of its dim may be cut into any; of a compound dim that would not be the shards of
-    the product."""
-    for dim in dims:
-        complete = True
-        for factor in dim:
-            axes = axes_of.get(factor, ())
-            if axes and not complete:
-                return False
-            may_differ, rows = _may_differ(even, factor), size[factor]
-            alone = may_differ and _is_alone(dim, factor, size)
-            if not alone and not shard_sizes.divides(rows, mesh, axes):
-                return False
-            if not may_differ and not shard_sizes.is_even(rows, mesh, axes):
-                return False
-            complete = complete and mesh.count(axes) == rows
-    return True

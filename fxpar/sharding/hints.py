@@ -6,13 +6,16 @@ open to more). ``"tp:2"``, a part of an axis, may stand for an axis (``axis_part
 Dims left out are open. A table comes from ``hints=`` or, as TOML, from ``FXPAR_HINTS``:
 
     "layers.*.up.weight" = ["tp", "_"]
+    "layers.0.*" = "pp=0"
 
+The second line pins what reads a parameter to a stage of a mesh that has some.
 A hint that does not fit raises HintError naming it.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +35,9 @@ from fxpar.sharding.spec import Spec
 PRIORITY = {"input": 0, "tangent": 0, "value": 0, "buffer": 1, "parameter": 1}
 
 Entries = Sequence[Any] | Spec | str
+
+# A stage by its number.
+_PIN = re.compile(r"\s*(\w+)\s*=\s*(\d+)\s*")
 
 
 def load(source: str | Path | Mapping[str, Entries] | None) -> dict[str, Entries]:
@@ -57,6 +63,45 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
             yield from _flatten(entry, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", entry
+
+
+def spec_hints(table: Mapping[str, Entries]) -> dict[str, Entries]:
+    """The table without the lines that pin to stages."""
+    return {name: hint for name, hint in table.items() if _pin(hint) is None}
+
+
+def pinned_stages(
+    table: Mapping[str, Entries], names: Iterable[str], axis: str, stages: int
+) -> dict[str, int]:
+    """Parameters that are pinned to stages, of ``names``.
+
+    Raises HintError for another axis than that of the stages, a stage that there is
+    not, or a pattern without match.
+    """
+    names, pins = list(names), dict[str, int]()
+    for pattern, hint in table.items():
+        pin = _pin(hint)
+        if pin is None:
+            continue
+        what, hits = f"hint {pattern!r}", fnmatch.filter(names, pattern)
+        if pin[0] != axis or pin[1] >= stages:
+            raise HintError(
+                f"{what}: {pin[0]}={pin[1]} is no stage of the program",
+                fix=f"stages are {axis}=0 to {axis}={stages - 1}",
+            )
+        if not hits:
+            raise HintError(
+                f"{what} matches no parameter",
+                fix=f"names are such as {', '.join(names[:6])}",
+            )
+        pins |= dict.fromkeys(hits, pin[1])
+    return pins
+
+
+def _pin(hint: Entries) -> tuple[str, int] | None:
+    """(axis, stage) of a line that pins to a stage."""
+    match_ = _PIN.fullmatch(hint) if isinstance(hint, str) else None
+    return (match_[1], int(match_[2])) if match_ else None
 
 
 def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tuple]:
@@ -99,7 +144,9 @@ def entries(hint: Entries, ndim: int, what: str) -> tuple[tuple[Axes, ...], tupl
 
 
 def axes_of(hint: Entries, what: str) -> list[str]:
-    """The axes, and parts of axes, that a hint names. Raises as ``entries``."""
+    """The axes, and parts of axes, that a hint splits over. Raises as ``entries``."""
+    if _pin(hint) is not None:
+        return []
     hint = Spec.parse(hint) if isinstance(hint, str) else hint
     ndim = len(hint.dims) if isinstance(hint, Spec) else len(hint)
     dims, _ = entries(hint, ndim, what)
@@ -125,16 +172,18 @@ def check(dims: Sequence[Axes], mesh: Mesh, what: str) -> None:
         )
 
 
-def check_even(
+def check_chunks(
     dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, what: str
 ) -> None:
-    """Raise HintError if axes do not divide their dim."""
+    """Raise HintError if a DTensor cannot lie so: if axes do not divide their dim that
+    are parts, have shares, or stand in another order than in the mesh."""
     for d, axes in enumerate(dims):
-        if not shard_sizes.is_even(shape[d], mesh, axes):
+        if not shard_sizes.are_chunks(shape[d], mesh, axes):
             raise HintError(
                 f"{what}: dim {d} of size {shape[d]} does not divide over "
                 f"{'+'.join(axes)} ({mesh.count(axes)} shards)",
-                fix="hint another dim or choose mesh sizes that divide it",
+                fix="hint a dim that they divide, or whole axes in the order of the "
+                "mesh, without shares",
             )
 
 
@@ -176,7 +225,7 @@ def match(program: Program, table: Mapping[str, Entries], mesh: Mesh) -> list[Se
     for inner in program.values:
         if inner.index not in inputs:
             values_by_name.setdefault(inner.name, []).append((inner.index, "value"))
-    for pattern, hint in table.items():
+    for pattern, hint in spec_hints(table).items():
         hits = [name for name in values_by_name if fnmatch.fnmatchcase(name, pattern)]
         if not hits:
             raise HintError(

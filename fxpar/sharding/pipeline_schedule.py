@@ -96,6 +96,16 @@ def rows_of(
     return rows
 
 
+def seconds_of(
+    action: Action, forward: Sequence[float], backward: Sequence[float]
+) -> float:
+    """Predicted, of an action; ``forward`` and ``backward``: of each stage."""
+    if action.kind == FORWARD:
+        return forward[action.stage]
+    share = 1.0 if action.kind == BACKWARD else 0.5
+    return backward[action.stage] * share
+
+
 def timed(
     rows: Sequence[Sequence[Action]],
     seconds: Callable[[Action], float],

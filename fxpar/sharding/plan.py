@@ -1,6 +1,6 @@
 """The plan: a spec for every value, what was chosen, and why. Frozen data.
 
-Printable, JSON round-trip, stable hash. ``decide`` makes the decisions, ``describe``
+Printable, JSON round-trip, stable hash. ``decide`` makes the decisions, ``plan_facts``
 writes them down as a Plan.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,7 @@ from typing import Any
 
 from fxpar.errors import PlanError
 from fxpar.sharding.mesh import Link, Mesh
-from fxpar.sharding.pipeline_axis import PipelineStage, without_stages
-from fxpar.sharding.read_plan import Saved
+from fxpar.sharding.pipeline_axis import PipelineStage, pipeline_axis, without_stages
 from fxpar.sharding.spec import Spec
 
 FORMAT = 1
@@ -27,7 +26,8 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Collective:
     """One collective a rank takes part in. ``kind``: all_reduce, all_gather,
-    reduce_scatter, all_to_all or permute. ``bytes``: of the tensor it completes on one
+    reduce_scatter, all_to_all or permute; between stages, of all of them, send,
+    broadcast or scatter. ``bytes``: of the tensor it completes on one
     rank, or, for a reduce_scatter, of what goes in. ``source``: node and user line."""
 
     kind: str
@@ -40,7 +40,7 @@ class Collective:
 class NodePlan:
     """One op: its strategy, the specs it reads, makes, and its results settle in.
 
-    ``module``: as ``owners`` writes it, ``forward/layers.0.mlp``; None if unknown.
+    ``module``: as ``op_modules`` writes it, ``forward/layers.0.mlp``; None if unknown.
     ``reads``: the value each operand is, as its place in ``Plan.values``; empty if
     unknown."""
 
@@ -57,6 +57,14 @@ class NodePlan:
     line: str | None = None
     module: str | None = None
     reads: tuple[int, ...] = ()
+
+
+def _without(
+    factors: Iterable[tuple[str, tuple[str, ...]]], axis: str
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Axes of factors without one of them."""
+    pairs = [(name, tuple(a for a in axes if a != axis)) for name, axes in factors]
+    return tuple((name, axes) for name, axes in pairs if axes)
 
 
 # Of a NodePlan, what ``hash`` leaves out: what the ranks run does not depend on it, or
@@ -120,7 +128,13 @@ class Plan:
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
-        return replace(self, mesh=without_stages(self.mesh), stages=())
+        axis = pipeline_axis(self.mesh)
+        if axis is None:
+            return self
+        bare = tuple((name, spec.without({axis})) for name, spec in self.values)
+        nodes = tuple(replace(x, factors=_without(x.factors, axis)) for x in self.nodes)
+        mesh = without_stages(self.mesh)
+        return replace(self, mesh=mesh, stages=(), values=bare, nodes=nodes)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -239,44 +253,9 @@ class Plan:
 
         Raises PlanError naming the place that is not as these wrote it.
         """
-        saved = Saved(data)
-        mesh = _mesh(saved)
+        from fxpar.sharding.read_plan import plan_from
 
-        def specs(name: str) -> tuple[Spec, ...]:
-            return saved[name].each(lambda x: x.spec(mesh))
-
-        def named(name: str) -> tuple[tuple[str, Spec], ...]:
-            return saved[name].each(
-                lambda x: x.pair(Saved.text, lambda y: y.spec(mesh))
-            )
-
-        def texts(name: str) -> tuple[str, ...]:
-            return saved.get(name, ()).each(Saved.text)
-
-        values = named("values")
-        return cls(
-            mesh,
-            specs("inputs"),
-            specs("outputs"),
-            named("parameters"),
-            named("gradients"),
-            values,
-            _nodes(saved, mesh, [name for name, _ in values]),
-            _collectives(saved, mesh),
-            saved["unknown"].each(Saved.text),
-            saved.get("reasons", ()).each(lambda x: x.pair(Saved.text, Saved.text)),
-            texts("notes"),
-            memory=saved.get("memory", ()).each(
-                lambda x: x.pair(Saved.text, Saved.count)
-            ),
-            dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
-            schedule=saved.get("schedule", "").text(),
-            experts=texts("experts"),
-            bodies=saved.get("bodies", ()).each(Saved.count),
-            near=texts("near"),
-            regions=texts("regions"),
-            stages=saved.get("stages", ()).each(_stage),
-        )
+        return plan_from(data)
 
     def diff(self, other: Plan) -> str:
         """What differs from another plan: specs, one line per value, then what a rank
@@ -341,141 +320,6 @@ def _plain(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return [_plain(y) for y in x]
     return x
-
-
-def _mesh(saved: Saved) -> Mesh:
-    """The mesh, with links if the file has them."""
-    mesh = saved["mesh"].read(Mesh.parse)
-    if "links" in saved.value:
-        mesh = replace(mesh, links=saved["links"].each(_link, len(mesh.axes)))
-    return mesh
-
-
-def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
-    """The ops, with what is saved beside them: lines, modules and reads."""
-    names = set(values)
-    nodes = saved["nodes"].items()
-    beside = {
-        name: (saved.get(name, ()).value and saved[name].items(len(nodes)))
-        or [Saved(empty, name)] * len(nodes)
-        for name, empty in (("lines", None), ("modules", None), ("reads", ()))
-    }
-    rows = zip(nodes, *beside.values(), strict=True)
-    return tuple(
-        replace(
-            _node(node, mesh, names),
-            line=line.text_or_none(),
-            module=module.text_or_none(),
-            reads=_reads(read, node, len(values)),
-        )
-        for node, line, module, read in rows
-    )
-
-
-def _node(saved: Saved, mesh: Mesh, values: Collection[str]) -> NodePlan:
-    name = saved["name"].text()
-    shapes = saved["shapes"].each(lambda x: x.each(Saved.count))
-    operands = len(saved["operands"].items())
-    results = len(shapes) - operands
-    if results < 0:
-        raise saved["shapes"].refuse(f"{operands} operands alone have a shape each")
-    for result_name in [f"{name}.{i}" for i in range(results)]:
-        if result_name not in values and not (results == 1 and name in values):
-            raise saved["name"].refuse(
-                f"no value is named {result_name if results > 1 else name}"
-            )
-
-    def specs(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Spec, ...]:
-        items = saved[name].items(len(shapes))
-        pairs = zip(items, shapes, strict=True)
-        return tuple(item.spec(mesh, len(shape)) for item, shape in pairs)
-
-    def axes(x: Saved) -> tuple[str, ...]:
-        return x.each(lambda y: y.axis(mesh))
-
-    def passed(x: Saved) -> tuple[str, str, int]:
-        axis, reduction, passage = x.items(3)
-        return axis.axis(mesh), reduction.text(), passage.count()
-
-    return NodePlan(
-        name=name,
-        op=saved["op"].text(),
-        factors=saved["factors"].each(lambda x: x.pair(Saved.text, axes)),
-        passes=saved["passes"].each(passed),
-        operands=specs("operands", shapes[:operands]),
-        results=specs("results", shapes[operands:]),
-        settled=specs("settled", shapes[operands:]),
-        shapes=shapes,
-        dtypes=saved["dtypes"].each(Saved.text, len(shapes)),
-        rule=saved["rule"].text(),
-    )
-
-
-def _reads(saved: Saved, node: Saved, values: int) -> tuple[int, ...]:
-    count = len(node["operands"].items()) if saved.value else None
-    return saved.each(lambda x: x.count(below=values), count)
-
-
-def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
-    collectives = saved["collectives"].items()
-    saved_sources = saved.get("sources", ())
-    sources = (
-        saved_sources.each(Saved.text, len(collectives))
-        if saved_sources.value
-        else [""] * len(collectives)
-    )
-    return tuple(
-        Collective(
-            c["kind"].text(),
-            c["axes"].each(lambda x: x.axis(mesh)),
-            c["bytes"].count(),
-            source,
-        )
-        for c, source in zip(collectives, sources, strict=True)
-    )
-
-
-def _moved(saved: Saved, mesh: Mesh) -> Moved:
-    """Inverse of ``_plain`` on what a Moved holds."""
-    return Moved(
-        source=saved["source"].spec(mesh),
-        target=saved["target"].spec(mesh),
-        steps=saved["steps"].each(Saved.text),
-        calls=saved["calls"].count(),
-        bytes=saved["bytes"].count(),
-        seconds=None if saved["seconds"].value is None else saved["seconds"].number(),
-        line=saved["line"].text(),
-    )
-
-
-def _stage(saved: Saved) -> PipelineStage:
-    """Inverse of ``asdict_shallow`` on a stage."""
-    return PipelineStage(
-        saved["index"].count(),
-        saved["place"].count(),
-        saved["ops"].each(Saved.text),
-        saved["parameters"].each(Saved.text),
-        saved.get("forward_seconds", 0.0).number(),
-        saved.get("backward_seconds", 0.0).number(),
-        saved["bytes"].count(),
-        saved["sent_bytes"].count(),
-    )
-
-
-def _link(saved: Saved) -> Link:
-    """Inverse of ``asdict`` on a link."""
-    inner = saved["inner"]
-    return Link(
-        bandwidth=saved["bandwidth"].number(),
-        latency=saved["latency"].number(),
-        overhead=saved["overhead"].number(),
-        tree=saved["tree"].switch(),
-        inside=saved["inside"].count(),
-        inner=None if inner.value is None else _link(inner),
-        kinds=saved["kinds"].each(lambda x: x.pair(Saved.text, _link)),
-        copy_launch=saved.get("copy_launch", 0.0).number(),
-        copy_byte=saved.get("copy_byte", 0.0).number(),
-    )
 
 
 def asdict_shallow(record: Any) -> dict[str, Any]:

@@ -43,12 +43,12 @@ def describe(
         if v is not None
     ]
     plain = [
-        decision.settled[v] if declared.rest is None else edges.made[v]
+        decision.settled[v] if declared.rest is None else edges.specs[v]
         for declared, v in fed
         if declared.kind == "input"
     ]
     parameters = [
-        (declared.name, (edges.made if declared.is_sharded else decision.settled)[v])
+        (declared.name, (edges.specs if declared.is_sharded else decision.settled)[v])
         for declared, v in fed
         if declared.kind in ("parameter", "buffer")
     ]
@@ -95,7 +95,7 @@ def _node_plan(decision: Decision, op: Op, module: str) -> NodePlan:
         tuple((factor, mesh.joined(axes)) for factor, axes in strategy.factors),
         strategy.passes,
         _joined((edges.reads[op.index, i] for i in range(len(op.operands))), mesh),
-        _joined((edges.made[v] for v in op.results), mesh),
+        _joined((edges.specs[v] for v in op.results), mesh),
         _joined((decision.settled[v] for v in op.results), mesh),
         tuple(v.shape for v in values),
         tuple(str(v.dtype).removeprefix("torch.") for v in values),

@@ -162,8 +162,9 @@ def local_batch(
     signature: Signature, local: Sequence[str], own: Collection[int], mesh: Mesh
 ) -> Signature:
     """The signature of a graph that is fed parts of the batch: the inputs named in
-    ``local`` rest split over the batch axes, results that follow them stay local, and
-    of those at positions ``own`` each rank has a summand."""
+    ``local`` rest split over the batch axes, and so does what is written to them;
+    results that follow them stay local, and of those at positions ``own`` each rank has
+    a summand."""
     axes = batch_axes(mesh)
 
     def fed(x: Input) -> Input:
@@ -176,16 +177,19 @@ def local_batch(
         return replace(x, rest=part, use=part)
 
     inputs = tuple(map(fed, signature.inputs))
-    gradients = {i for i, x in enumerate(inputs) if x.name in local}
     summands = {f"output_{i}" for i in own}
-    outputs = tuple(
-        replace(x, lie="summand")
-        if x.kind == "output" and x.name in summands
-        else replace(x, lie="batch")
-        if x.kind == "output" or (x.kind == "gradient" and x.of in gradients)
-        else x
-        for x in signature.outputs
-    )
+
+    def left(x: Output) -> Output:
+        of = None if x.of is None else inputs[x.of]
+        is_fed = of is not None and of.name in local
+        if x.kind == "mutation" and of is not None and of.is_sharded:
+            return replace(x, rest=of.rest)
+        if x.kind == "output" and x.name in summands:
+            return replace(x, lie="summand")
+        batched = x.kind == "output" or (x.kind == "gradient" and is_fed)
+        return replace(x, lie="batch") if batched else x
+
+    outputs = tuple(map(left, signature.outputs))
     return replace(signature, inputs=inputs, outputs=outputs, batch=axes)
 
 

@@ -40,6 +40,8 @@ class Input:
     kind: str = "input"
     rest: Spec | None = None
     use: Spec | Sequence[str] | None = None
+    # The dim that an axis of stages splits too where it rests, as the minor axis.
+    stage_dim: int | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -61,6 +63,8 @@ class Output:
     of: int | None = None
     rest: Spec | None = None
     lie: str = "open"
+    # As of an Input.
+    stage_dim: int | None = None
 
     def spec(self, settled: Spec, made_spec: Spec, batch: Axes) -> Spec:
         """Where the output rests, given the specs its value was made and settled in."""

@@ -1,17 +1,20 @@
-"""Reads the JSON of a saved plan; what does not fit is named by its place.
+"""Reads a plan from its JSON; what does not fit is named by its place.
 
 A ``Saved`` is a value of the file and where it stands, as ``nodes[3].factors[0]``. Its
 methods give what the value stands for, and raise PlanError where it is something else.
+``plan_from`` reads a whole plan by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fxpar.errors import FxparError, PlanError
-from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.mesh import Link, Mesh
+from fxpar.sharding.pipeline_axis import PipelineStage
+from fxpar.sharding.plan import Collective, Moved, NodePlan, Plan
 from fxpar.sharding.spec import Spec
 
 T = TypeVar("T")
@@ -124,3 +127,179 @@ class Saved:
         if dims is not None and len(spec.dims) != dims:
             raise self.refuse(f"{spec} has {len(spec.dims)} dims, the tensor {dims}")
         return spec
+
+
+def plan_from(data: Mapping[str, Any]) -> Plan:
+    """The plan of a record: the inverse of ``Plan.to_record`` and ``Plan.to_dict``.
+
+    Raises PlanError naming the place that is not as these wrote it.
+    """
+    saved = Saved(data)
+    mesh = _mesh(saved)
+
+    def specs(name: str) -> tuple[Spec, ...]:
+        return saved[name].each(lambda x: x.spec(mesh))
+
+    def named(name: str) -> tuple[tuple[str, Spec], ...]:
+        return saved[name].each(lambda x: x.pair(Saved.text, lambda y: y.spec(mesh)))
+
+    def texts(name: str) -> tuple[str, ...]:
+        return saved.get(name, ()).each(Saved.text)
+
+    values = named("values")
+    return Plan(
+        mesh,
+        specs("inputs"),
+        specs("outputs"),
+        named("parameters"),
+        named("gradients"),
+        values,
+        _nodes(saved, mesh, [name for name, _ in values]),
+        _collectives(saved, mesh),
+        saved["unknown"].each(Saved.text),
+        saved.get("reasons", ()).each(lambda x: x.pair(Saved.text, Saved.text)),
+        texts("notes"),
+        memory=saved.get("memory", ()).each(lambda x: x.pair(Saved.text, Saved.count)),
+        dearest=saved.get("dearest", ()).each(lambda x: _moved(x, mesh)),
+        schedule=saved.get("schedule", "").text(),
+        experts=texts("experts"),
+        bodies=saved.get("bodies", ()).each(Saved.count),
+        near=texts("near"),
+        regions=texts("regions"),
+        stages=saved.get("stages", ()).each(_stage),
+    )
+
+
+def _mesh(saved: Saved) -> Mesh:
+    """The mesh, with links if the file has them."""
+    mesh = saved["mesh"].read(Mesh.parse)
+    if "links" in saved.value:
+        mesh = replace(mesh, links=saved["links"].each(_link, len(mesh.axes)))
+    return mesh
+
+
+def _nodes(saved: Saved, mesh: Mesh, values: Sequence[str]) -> tuple[NodePlan, ...]:
+    """The ops, with what is saved beside them: lines, modules and reads."""
+    names = set(values)
+    nodes = saved["nodes"].items()
+    beside = {
+        name: (saved.get(name, ()).value and saved[name].items(len(nodes)))
+        or [Saved(empty, name)] * len(nodes)
+        for name, empty in (("lines", None), ("modules", None), ("reads", ()))
+    }
+    rows = zip(nodes, *beside.values(), strict=True)
+    return tuple(
+        replace(
+            _node(node, mesh, names),
+            line=line.text_or_none(),
+            module=module.text_or_none(),
+            reads=_reads(read, node, len(values)),
+        )
+        for node, line, module, read in rows
+    )
+
+
+def _node(saved: Saved, mesh: Mesh, values: Collection[str]) -> NodePlan:
+    name = saved["name"].text()
+    shapes = saved["shapes"].each(lambda x: x.each(Saved.count))
+    operands = len(saved["operands"].items())
+    results = len(shapes) - operands
+    if results < 0:
+        raise saved["shapes"].refuse(f"{operands} operands alone have a shape each")
+    for result_name in [f"{name}.{i}" for i in range(results)]:
+        if result_name not in values and not (results == 1 and name in values):
+            raise saved["name"].refuse(
+                f"no value is named {result_name if results > 1 else name}"
+            )
+
+    def specs(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Spec, ...]:
+        items = saved[name].items(len(shapes))
+        pairs = zip(items, shapes, strict=True)
+        return tuple(item.spec(mesh, len(shape)) for item, shape in pairs)
+
+    def axes(x: Saved) -> tuple[str, ...]:
+        return x.each(lambda y: y.axis(mesh))
+
+    def passed(x: Saved) -> tuple[str, str, int]:
+        axis, reduction, passage = x.items(3)
+        return axis.axis(mesh), reduction.text(), passage.count()
+
+    return NodePlan(
+        name=name,
+        op=saved["op"].text(),
+        factors=saved["factors"].each(lambda x: x.pair(Saved.text, axes)),
+        passes=saved["passes"].each(passed),
+        operands=specs("operands", shapes[:operands]),
+        results=specs("results", shapes[operands:]),
+        settled=specs("settled", shapes[operands:]),
+        shapes=shapes,
+        dtypes=saved["dtypes"].each(Saved.text, len(shapes)),
+        rule=saved["rule"].text(),
+    )
+
+
+def _reads(saved: Saved, node: Saved, values: int) -> tuple[int, ...]:
+    count = len(node["operands"].items()) if saved.value else None
+    return saved.each(lambda x: x.count(below=values), count)
+
+
+def _collectives(saved: Saved, mesh: Mesh) -> tuple[Collective, ...]:
+    collectives = saved["collectives"].items()
+    saved_sources = saved.get("sources", ())
+    sources = (
+        saved_sources.each(Saved.text, len(collectives))
+        if saved_sources.value
+        else [""] * len(collectives)
+    )
+    return tuple(
+        Collective(
+            c["kind"].text(),
+            c["axes"].each(lambda x: x.axis(mesh)),
+            c["bytes"].count(),
+            source,
+        )
+        for c, source in zip(collectives, sources, strict=True)
+    )
+
+
+def _moved(saved: Saved, mesh: Mesh) -> Moved:
+    """Inverse of ``_plain`` on what a Moved holds."""
+    return Moved(
+        source=saved["source"].spec(mesh),
+        target=saved["target"].spec(mesh),
+        steps=saved["steps"].each(Saved.text),
+        calls=saved["calls"].count(),
+        bytes=saved["bytes"].count(),
+        seconds=None if saved["seconds"].value is None else saved["seconds"].number(),
+        line=saved["line"].text(),
+    )
+
+
+def _stage(saved: Saved) -> PipelineStage:
+    """Inverse of ``asdict_shallow`` on a stage."""
+    return PipelineStage(
+        saved["index"].count(),
+        saved["place"].count(),
+        saved["ops"].each(Saved.text),
+        saved["parameters"].each(Saved.text),
+        saved.get("forward_seconds", 0.0).number(),
+        saved.get("backward_seconds", 0.0).number(),
+        saved["bytes"].count(),
+        saved["sent_bytes"].count(),
+    )
+
+
+def _link(saved: Saved) -> Link:
+    """Inverse of ``asdict`` on a link."""
+    inner = saved["inner"]
+    return Link(
+        bandwidth=saved["bandwidth"].number(),
+        latency=saved["latency"].number(),
+        overhead=saved["overhead"].number(),
+        tree=saved["tree"].switch(),
+        inside=saved["inside"].count(),
+        inner=None if inner.value is None else _link(inner),
+        kinds=saved["kinds"].each(lambda x: x.pair(Saved.text, _link)),
+        copy_launch=saved.get("copy_launch", 0.0).number(),
+        copy_byte=saved.get("copy_byte", 0.0).number(),
+    )

@@ -11,18 +11,13 @@ from dataclasses import replace
 
 from fxpar.errors import PlanError, SpecError
 from fxpar.sharding.decide import Decision, with_rests
-from fxpar.sharding.factors import (
-    Rule,
-    Strategy,
-    fits,
-    operand_spec,
-    result_spec,
-)
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import NodePlan, Plan
 from fxpar.sharding.program import Op, Program, user_line
 from fxpar.sharding.reshard.needed import connect
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
 _AGAIN = "plan again: a plan fits the code, shapes and versions it was made for"
 

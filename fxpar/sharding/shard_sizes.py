@@ -115,6 +115,17 @@ def may_split(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
     return any(rows % mesh.axis_size(axis) for axis in mesh.joined(axes))
 
 
+def are_chunks(rows: int, mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether DTensor's ``Shard`` over the axes gives these shards: alike, or chunks of
+    whole axes in mesh order. (An axis cuts 5 rows into 2, 2, 1, 0; its parts, 2 by 2,
+    into 2, 1, 1, 1. Strided shards that are not alike DTensor (2.13) cannot make.)"""
+    if is_even(rows, mesh, axes):
+        return True
+    if has_shares(mesh, axes) or any(":" in axis for axis in axes):
+        return False
+    return tuple(axes) == tuple(mesh.ordered(axes))
+
+
 def idle(rows: int, mesh: Mesh, axes: Sequence[str]) -> float:
     """Share of the time of ranks, alike, that is lost where their shards are not."""
     held = largest(rows, mesh, axes) * mesh.count(axes)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, Strategy, operand_spec, result_spec
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, tensor_nodes
 from fxpar.sharding.rules.manual import COLLECTIVE, group_axes_of
 from fxpar.sharding.rules.table import tensors_of
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 NAME = "fxpar.shift.default"
 

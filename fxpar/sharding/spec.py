@@ -147,6 +147,14 @@ class Spec:
         ]
         return Spec.of(dims, self.partial)
 
+    def in_chunks(self, mesh: Mesh, shape: Sequence[int]) -> Spec:
+        """The spec with no dim split otherwise than a DTensor's ``Shard`` is."""
+        dims = [
+            axes if shard_sizes.are_chunks(size, mesh, axes) else ()
+            for size, axes in zip(shape, self.dims, strict=True)
+        ]
+        return Spec.of(dims, self.partial)
+
     def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the largest shard of a global ``shape``: what every rank holds where
         the axes divide it. Raises SpecError as ``check``."""

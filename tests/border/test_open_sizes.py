@@ -200,6 +200,32 @@ def test_what_cannot_stay_open_is_fixed_and_says_so() -> None:
     assert not said(notes, "holds for")
 
 
+def add_in_place() -> list[torch.Tensor]:
+    """What is written to inputs of open sizes; the last is a part of another tensor,
+    which lies in memory as none before."""
+    torch._dynamo.reset()
+
+    def add(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        x.add_(1.0)
+        return y
+
+    run = torch.compile(
+        add, backend="fxpar", options={"mesh": "dp=2", "codegen": "eager"}, dynamic=True
+    )
+    inputs = [torch.zeros(8, 4), torch.zeros(12, 4), torch.zeros(16, 8)[:, ::2]]
+    for x in inputs:
+        run(x, torch.ones(4, 4))
+    return inputs
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_part_of_a_tensor_is_written_to() -> None:
+    for inputs in shared_pool(2).run(add_in_place):
+        assert all(bool((x == 1).all()) for x in inputs)
+
+
 def generated(options: dict[str, Any] | None, tokens: int, cache: str) -> Any:
     """(tokens, plans) of greedy generation."""
     torch._dynamo.reset()

@@ -54,8 +54,8 @@ def test_a_copy_of_a_buffer_that_is_updated_stays_a_copy(how: str) -> None:
 
 @pytest.mark.slow
 def test_inductor_takes_the_copy_for_the_buffer() -> None:
-    """If this fails, torch is mended: ``step_writes.keep_copies``, ``fxpar::kept`` and
-    the sentence in docs/limits.md can go."""
+    """If this fails, torch is mended: ``keep_copies``, ``fxpar::kept`` and the sentence
+    in docs/limits.md can go."""
     want, got = gradients("clone"), gradients("clone", backend="inductor")
     assert not torch.allclose(want[0], got[0])
     torch.testing.assert_close(gradients("clone", backend="aot_eager"), want)

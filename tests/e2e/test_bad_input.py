@@ -26,7 +26,7 @@ from fxpar.errors import (
     UnknownOpError,
 )
 from fxpar.sharding import rules
-from tests.helpers.scripts import run_script
+from tests.helpers.dying_rank import check_that_ranks_end
 from tests.helpers.spawn import shared_pool
 
 WIDTH = 16
@@ -257,32 +257,9 @@ def test_a_rank_that_fails_while_compiling() -> None:
         torch.testing.assert_close(out, call())
 
 
-DIES = """
-import os, torch, torch.distributed as dist
-from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
-torch.manual_seed(0)
-model = torch.nn.Linear(16, 16)
-step = torch.compile(model, backend="fxpar", options={"codegen": "eager"})
-x = torch.randn(8, 16)
-step(x).sum().backward()
-dist.barrier()
-loss = step(x).sum()
-if dist.get_rank() == 1:
-    os._exit(7)
-print("alive", flush=True)
-loss.backward()
-print("went on", flush=True)
-"""
-
-
 @pytest.mark.multiprocess
 def test_a_rank_that_dies_within_a_step() -> None:
-    survivor, dead = run_script(DIES, ranks=2, fork=True)
-    assert dead.code == 7
-    assert survivor.code not in (0, None)
-    assert "alive" in survivor.output and "went on" not in survivor.output
-    assert "Error" in survivor.output
+    check_that_ranks_end("dp=2")
 
 
 # Hints

@@ -89,6 +89,13 @@ def test_four_ranks() -> None:
     assert {axes for _, axes, _ in of_weights(sent)} <= {("dp",)}
 
 
+def test_experts_split_inside() -> None:
+    """Of weights that rest split nothing is gathered; ranks along tp exchange parts."""
+    sent = check("mixtral/1", "ep=2,tp=2", "eager", "sharded")
+    of_experts = [x for x in sent if "moe.py" in x[2] and "tp" in x[1]]
+    assert {kind for kind, *_ in of_experts} == {"all_reduce", "all_to_all"}
+
+
 def test_generated_kernels() -> None:
     check("mixtral", "ep=2", "inductor", "sharded")
 

@@ -256,3 +256,60 @@ def test_checkpointed_code() -> None:
     for grads in shared_pool(2).run(repeated, True, timeout=100.0):
         for got, grad in zip(grads, want, strict=True):
             torch.testing.assert_close(got, grad)
+
+
+class AddsInPlace(nn.Module):
+    """Writes to its part of the batch, and to a buffer what all of the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1.0)
+        self.average.lerp_(x.mean(0), 0.5)
+        return (x * self.scale).mean()
+
+
+def write_in_place() -> tuple[torch.Tensor, torch.Tensor]:
+    model = AddsInPlace()
+    x = part({"x": torch.arange(32.0).view(8, 4)}, 2)["x"]
+    torch._dynamo.reset()
+    torch.compile(model, backend="fxpar", options=options("dp=2"))(x).backward()
+    return x, model.average
+
+
+def test_what_is_written_to_a_part_of_the_batch_is_that_part() -> None:
+    batch = torch.arange(32.0).view(8, 4) + 1
+    results = shared_pool(2).run(write_in_place)
+    for (x, average), want in zip(results, batch.chunk(2), strict=True):
+        torch.testing.assert_close(x, want)
+        torch.testing.assert_close(average, batch.mean(0) / 2)
+
+
+def masks_of_two_steps(inputs: str) -> torch.Tensor:
+    """A loss that is taken outside of the graph, and what the graph gave before it."""
+    torch._dynamo.reset()
+    x = torch.ones(4, 8)
+    x = x.chunk(2)[torch.distributed.get_rank()] if inputs == "local" else x
+    how = {"mesh": "dp=2", "codegen": "eager", "plan": "propagate", "inputs": inputs}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    nn.init.ones_(model[0].weight)
+    run = torch.compile(model, backend="fxpar", options=how)
+    torch.manual_seed(0)
+    masks = []
+    for _ in range(2):
+        y = run(x)
+        y.square().mean().backward()
+        masks.append(y.detach() != 0)
+    return torch.stack(masks)
+
+
+def test_masks_are_those_of_global_inputs() -> None:
+    """A backward draws nothing: the numbers of a later step are those of one device."""
+    pool = shared_pool(2)
+    whole = pool.run(masks_of_two_steps, "global")[0]
+    parts = pool.run(masks_of_two_steps, "local")
+    assert not torch.equal(whole[0], whole[1])
+    assert torch.equal(torch.cat(parts, 1), whole)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.sharding.plan import Plan
-from tests.helpers.models import NAMES, build_loss
+from tests.helpers.models import NAMES, ODD_NAMES, build_loss
 from tests.helpers.spawn import ranks_of
 from tests.helpers.training import (
     STEPS,
@@ -86,6 +86,16 @@ def test_generated_kernels() -> None:
     pool = ranks_of(options["mesh"])
     runs = pool.run(train, "llama", options, STEPS, "sharded", timeout=900.0)
     compare(runs, one_device("llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_sizes(name: str, mesh: str) -> None:
+    """Batch 6, sequence 37, 101 words, 3 heads: many a parameter rests unevenly."""
+    options = {"mesh": mesh, "codegen": "eager"}
+    runs = ranks_of(mesh).run(train, name, options, 3, "sharded", timeout=300.0)
+    compare(runs, one_device(name, 3))
 
 
 # A small model for everything else

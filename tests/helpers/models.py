@@ -1,7 +1,7 @@
 """Hugging Face models, small, with random weights from fixed seeds.
 
 ``build(name)`` gives ``(model, batch)`` for ``model(**batch).loss``, in training mode.
-Every dim that a mesh of four may split divides by four.
+Every dim that a mesh of four may split divides by four; of "odd llama" none does.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,35 +21,76 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 Batch = dict[str, torch.Tensor]
 
-WIDTH, LAYERS, WORDS, LENGTH, CLASSES = 32, 2, 64, 8, 4
-DROPOUT = 0.1
+LAYERS, DROPOUT = 2, 0.1
+WIDTH, WORDS = 32, 64
 
 
-def _llama(layers: int) -> nn.Module:
+@dataclass(frozen=True)
+class Sizes:
+    """Dims of a model and its batch."""
+
+    width: int = WIDTH
+    # Of attention.
+    heads: int = 4
+    # Of llama: query heads, and those of keys and values.
+    query_heads: int = 8
+    key_heads: int = 4
+    # Between the two products of a block.
+    inner: int = 2 * WIDTH
+    words: int = WORDS
+    length: int = 8
+    classes: int = 4
+    # Of the first convolution; each stage doubles them.
+    channels: int = 8
+    # Along each side of an image, of vit and of resnet.
+    pixels: int = 16
+    pixels_of_resnet: int = 32
+    samples: int = 8
+
+
+EVEN = Sizes()
+ODD = Sizes(
+    width=30,
+    heads=3,
+    query_heads=3,
+    key_heads=3,
+    inner=45,
+    words=101,
+    length=37,
+    classes=5,
+    channels=7,
+    pixels=20,
+    pixels_of_resnet=32,
+    samples=6,
+)
+LENGTH = EVEN.length
+
+
+def _llama(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=WORDS,
-        max_position_embeddings=2 * LENGTH,
+        num_attention_heads=sizes.query_heads,
+        num_key_value_heads=sizes.key_heads,
+        vocab_size=sizes.words,
+        max_position_embeddings=2 * sizes.length,
         use_cache=False,
     )
     return LlamaForCausalLM(config)
 
 
-def _gpt2(layers: int) -> nn.Module:
+def _gpt2(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_embd=WIDTH,
+        n_embd=sizes.width,
         n_layer=layers,
-        n_head=4,
-        vocab_size=WORDS,
-        n_positions=2 * LENGTH,
+        n_head=sizes.heads,
+        vocab_size=sizes.words,
+        n_positions=2 * sizes.length,
         use_cache=False,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -57,54 +99,54 @@ def _gpt2(layers: int) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def _bert(layers: int) -> nn.Module:
+def _bert(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        vocab_size=WORDS,
-        max_position_embeddings=2 * LENGTH,
+        num_attention_heads=sizes.heads,
+        vocab_size=sizes.words,
+        max_position_embeddings=2 * sizes.length,
         hidden_dropout_prob=DROPOUT,
         attention_probs_dropout_prob=DROPOUT,
-        num_labels=CLASSES,
+        num_labels=sizes.classes,
     )
     return BertForSequenceClassification(config)
 
 
-def _vit(layers: int) -> nn.Module:
+def _vit(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        image_size=16,
+        num_attention_heads=sizes.heads,
+        image_size=sizes.pixels,
         patch_size=4,
-        num_labels=CLASSES,
+        num_labels=sizes.classes,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
     return ViTForImageClassification(config)
 
 
-def _resnet(layers: int) -> nn.Module:
+def _resnet(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8 << stage for stage in range(layers)],
+        embedding_size=sizes.channels,
+        hidden_sizes=[sizes.channels << stage for stage in range(layers)],
         depths=[1] * layers,
         layer_type="basic",
-        num_labels=CLASSES,
+        num_labels=sizes.classes,
     )
     return ResNetForImageClassification(config)
 
 
-def _mixtral(layers: int) -> nn.Module:
+def _mixtral(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -116,7 +158,7 @@ def _mixtral(layers: int) -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-def _qwen3_moe(layers: int) -> nn.Module:
+def _qwen3_moe(layers: int, sizes: Sizes) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -141,51 +183,59 @@ _MIXTURE: dict[str, Any] = {
 }
 
 
-def _text(size: int) -> Batch:
-    ids = torch.randint(0, WORDS, (size, LENGTH))
+def _text(size: int, sizes: Sizes) -> Batch:
+    ids = torch.randint(0, sizes.words, (size, sizes.length))
     return {"input_ids": ids, "labels": ids}
 
 
-def _sentences(size: int) -> Batch:
-    ids = torch.randint(0, WORDS, (size, LENGTH))
+def _sentences(size: int, sizes: Sizes) -> Batch:
+    ids = torch.randint(0, sizes.words, (size, sizes.length))
     mask = torch.ones_like(ids)
-    mask[::3, LENGTH // 2 :] = 0
-    labels = torch.randint(0, CLASSES, (size,))
+    mask[::3, sizes.length // 2 :] = 0
+    labels = torch.randint(0, sizes.classes, (size,))
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def _images(pixels: int) -> Callable[[int], Batch]:
-    def make(size: int) -> Batch:
-        labels = torch.randint(0, CLASSES, (size,))
-        return {"pixel_values": torch.randn(size, 3, pixels, pixels), "labels": labels}
-
-    return make
+def _images(size: int, sizes: Sizes) -> Batch:
+    return _labelled(size, sizes.pixels, sizes.classes)
 
 
-_MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Batch]]] = {
+def _large_images(size: int, sizes: Sizes) -> Batch:
+    return _labelled(size, sizes.pixels_of_resnet, sizes.classes)
+
+
+def _labelled(size: int, pixels: int, classes: int) -> Batch:
+    labels = torch.randint(0, classes, (size,))
+    return {"pixel_values": torch.randn(size, 3, pixels, pixels), "labels": labels}
+
+
+_Build = Callable[[int, Sizes], nn.Module]
+_MODELS: dict[str, tuple[_Build, Callable[[int, Sizes], Batch]]] = {
     "llama": (_llama, _text),
     "gpt2": (_gpt2, _text),
     "bert": (_bert, _sentences),
-    "vit": (_vit, _images(16)),
-    "resnet": (_resnet, _images(32)),
+    "vit": (_vit, _images),
+    "resnet": (_resnet, _large_images),
 }
 
 NAMES = tuple(_MODELS)
+ODD_NAMES = tuple(f"odd {name}" for name in NAMES)
 # Of experts: four of which two are taken, and eight.
 MIXTURES = ("mixtral", "qwen3_moe")
 _MODELS |= {"mixtral": (_mixtral, _text), "qwen3_moe": (_qwen3_moe, _text)}
-DRAWS_RANDOM = frozenset({"bert"})
+DRAWS_RANDOM = frozenset({"bert", "odd bert"})
 
 
-def build(name: str, size: int = 8) -> tuple[nn.Module, Batch]:
+def build(name: str, size: int | None = None) -> tuple[nn.Module, Batch]:
     """A model and a batch of ``size`` samples, the same in every process. "llama/1" is
-    Llama of one layer."""
-    name, _, layers = name.partition("/")
+    Llama of one layer, "odd llama" one of odd sizes."""
+    sizes = ODD if name.startswith("odd ") else EVEN
+    name, _, layers = name.removeprefix("odd ").partition("/")
     make, batch = _MODELS[name]
     torch.manual_seed(11)
-    model = make(int(layers or LAYERS)).train()
+    model = make(int(layers or LAYERS), sizes).train()
     torch.manual_seed(12)
-    return model, batch(size)
+    return model, batch(size or sizes.samples, sizes)
 
 
 class AllDouble(TorchFunctionMode):
@@ -236,13 +286,13 @@ def double() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build_loss(name: str, size: int = 8) -> tuple[nn.Module, Batch]:
+def build_loss(name: str, size: int | None = None) -> tuple[nn.Module, Batch]:
     """As ``build``; the module gives the loss."""
     model, batch = build(name, size)
     return Loss(model), batch
 
 
-def build_double(name: str, size: int = 8) -> tuple[nn.Module, Batch]:
+def build_double(name: str, size: int | None = None) -> tuple[nn.Module, Batch]:
     """As ``build_loss``, computed in float64 throughout."""
     model, batch = build(name, size)
     wide = {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}

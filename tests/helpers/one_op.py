@@ -20,21 +20,17 @@ from torch.utils import _pytree
 from fxpar import _torch
 from fxpar.passes.insert_reshards import insert_reshards
 from fxpar.passes.localize import localize
-from fxpar.passes.lockstep import gather, run_lockstep
+from fxpar.passes.lockstep import run_lockstep
+from fxpar.passes.scatter_gather import gather
 from fxpar.sharding.decide import Decision
-from fxpar.sharding.factors import (
-    Rule,
-    Strategy,
-    fits,
-    operand_spec,
-    result_spec,
-)
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Output, Signature
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.needed import connect
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
 # Relative and absolute tolerance by the coarsest dtype involved.
 TOLERANCE = {

@@ -333,6 +333,11 @@ for _groups in (1, 2, 4):
         _s(_tokens, _f(16 * _groups, 12), _IDS, 4, _groups, 0.0),
         namespace="fxpar",
     )
+# Columns of two dims: of results, of what is summed over, of gradients.
+_tokens, _wide = _f(32, 8), _f(32, 2, 4)
+_add("expert_mm", _s(_tokens, _f(4, 8, 2, 6), _IDS, 2, 0.0), namespace="fxpar")
+_add("expert_mm", _s(_wide, _f(4, 2, 4, 6), _IDS, 2, 0.0), namespace="fxpar")
+_add("expert_outer", _s(_tokens, _wide, _IDS, 4, 2, 0.0), namespace="fxpar")
 
 # Rows of two or four parts in slots of two groups: not all of them hold a row.
 for _parts in (2, 4):

@@ -18,7 +18,8 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.pipeline_stages import apply_stages
-from fxpar.passes.lockstep import gather, run_lockstep, run_stages, scatter
+from fxpar.passes.lockstep import run_lockstep, run_stages
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.passes.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

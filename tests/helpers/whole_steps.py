@@ -18,7 +18,7 @@ def whole_steps(
     with double():
         model, before = build(), len(fxpar.plans())
         if shard:
-            model = fxpar.shard(model, mesh="dp=2")
+            model = fxpar.shard(model, mesh=(options or {}).get("mesh", "dp=2"))
         optimizer = OPTIMIZERS["adamw"][0](model.parameters())
         given = batches(steps, size)
         if options is None:
@@ -44,6 +44,11 @@ def whole_steps(
         "state": state,
         "moments": moments,
         "buffers": {name: whole(x) for name, x in model.named_buffers()},
+        "stages": [
+            (stage.forward_seconds, stage.backward_seconds)
+            for plan in plans
+            for stage in plan.stages
+        ],
         "notes": [note for plan in plans for note in plan.notes],
         "collectives": [len(plan.collectives) for plan in plans],
     }

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from fxpar.errors import MeshError, PlanError
 from fxpar.passes.boundaries import Boundaries, absorb
-from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.passes.lockstep import run_lockstep
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result, parallelize
 from fxpar.runtime.at_rest import crossings as _crossings  # noqa: F401  (kernels)
@@ -86,7 +87,7 @@ class Traced:
         values = {"input": self.x, "parameter": weight, "tangent": torch.ones(())}
         feeds = []
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True):
-            spec = edges.made[v]
+            spec = edges.specs[v]
             feeds.append(scatter(values[declared.kind], spec, MESH))
         ranks = [list(parts) for parts in zip(*feeds, strict=True)]
         outs = run_lockstep(fx.GraphModule(self.module, result.local), MESH, ranks)

@@ -16,6 +16,7 @@ from torch import fx
 import fxpar
 from fxpar.errors import OptionError, RoomError
 from fxpar.passes import expert_ops, local_experts
+from fxpar.passes.builder import PART
 from fxpar.planning import TracedPlan
 from tests.helpers.models import MIXTURES, build_double, double
 
@@ -144,6 +145,77 @@ def test_rows_go_to_their_experts(program: Any, mesh: str) -> None:
     if "ep" in mesh:
         assert plan.inputs[2].dims[0] == plan.inputs[3].dims[0] == ("ep",)
         assert plan.inputs[0].dims[0][-1] == "ep"
+
+
+def blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A gate and what it gates, side by side, as Mixtral has them."""
+    return rows.chunk(2, -1)
+
+
+def turns(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The two column by column, as GPT-OSS has them."""
+    return rows[..., ::2], rows[..., 1::2]
+
+
+def unlike(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Parts that are no dim of the weight: seven columns, of which six are used."""
+    gate, up = rows.split([5, 7], -1)
+    return rows[..., 5:11] + gate.sum(-1, keepdim=True), up[..., :6]
+
+
+def gated(parts: Any) -> tuple[Any, Any]:
+    """(a program whose first weight holds a gate too, its activation)."""
+
+    def activation(rows: torch.Tensor) -> torch.Tensor:
+        gate, up = parts(rows)
+        return torch.nn.functional.silu(gate) * up
+
+    def program(
+        x: torch.Tensor, scores: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        ids, weights = chosen(scores)
+        key, order = torch.sort(ids)
+        ends = ends_of(key, up.shape[0])
+        rows = grouped(activation(grouped(x[order // 2], up, ends)), down, ends)
+        rows = rows * weights[order][:, None]
+        return rows[torch.argsort(order)].view(-1, 2, x.shape[1]).sum(1)
+
+    return program, activation
+
+
+def gated_arguments() -> list[torch.Tensor]:
+    x, scores, up, down = arguments()
+    return [x, scores, up, down[:, :6].detach().requires_grad_()]
+
+
+@pytest.mark.parametrize("mesh", ["ep=2,tp=2", *slow("tp=2", "dp=2,tp=3", "ep=2")])
+@pytest.mark.parametrize("parts", [blocks, turns])
+def test_a_gate_and_what_it_gates_are_split_alike(parts: Any, mesh: str) -> None:
+    """Inside of experts ``tp`` sums once each way; of rows nothing is gathered."""
+    args = gated_arguments()
+    program, activation = gated(parts)
+    hints = {"down": ("ep?" if "ep" in mesh else "?", "tp?" if "tp" in mesh else "?")}
+    plan = planned(program, args, mesh, hints=hints)
+    compare(plan, args, activation)
+    made = ops(plan.result.normalized)  # type: ignore[union-attr]
+    assert not made["aten.split.Tensor"] and not made["aten.slice.Tensor"]
+    if "tp" in mesh:
+        sent = [(c.kind, c.bytes) for c in plan.collectives if "tp" in c.axes]
+        held = EXPERTS // (2 if "ep" in mesh else 1) * WIDTH * 12 * 8
+        assert [kind for kind, _ in sent].count("all_reduce") == 2
+        # The gradient of a weight that lies whole: of blocks no rank has one.
+        gathered = [("all_gather", held)] if parts is blocks else []
+        assert [x for x in sent if x[0] != "all_reduce"] == gathered
+    assert ops(plan.result.local)["aten.sort.stable"] == 1  # type: ignore[union-attr]
+
+
+def test_parts_that_are_no_dim_of_the_weight_stay() -> None:
+    args = gated_arguments()
+    program, activation = gated(unlike)
+    plan = planned(program, args, "ep=2,tp=2")
+    compare(plan, args, activation)
+    made = ops(plan.result.normalized)  # type: ignore[union-attr]
+    assert made["aten.split_with_sizes.default"] and not made["aten.select.int"]
 
 
 def test_rows_stay_sorted_between_products() -> None:
@@ -414,6 +486,53 @@ def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch.setattr(GroupCopies, "is_own", every)
     with pytest.raises(AssertionError, match="not close"):
         compare(planned(lifted, args, "ep=2"), args, torch.relu, 1.0)
+
+
+def in_parts(mesh: str) -> TracedPlan:
+    """A mixture whose batch is cut in two; its numbers are right."""
+    args = arguments()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXPAR_MICROBATCHES", "2")
+        plan = planned(mixture, args, mesh)
+    compare(plan, args, torch.nn.functional.silu)
+    return plan
+
+
+def products_in_order(plan: TracedPlan) -> list[int | None]:
+    """The part of the batch of each product by expert, in the order of the program."""
+    nodes = plan.result.local.nodes  # type: ignore[union-attr]
+    return [n.meta.get(PART) for n in nodes if "grouped_" in str(n.target)]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", *slow("tp=2")])
+def test_microbatches_run_apart(mesh: str) -> None:
+    """Rows of one are sorted and multiplied, forward and backward, before the next."""
+    plan = in_parts(mesh)
+    assert products_in_order(plan) == [0] * 6 + [1] * 6
+    assert ops(plan.result.local)["aten.sort.stable"] == 2  # type: ignore[union-attr]
+    assert "2 microbatches" in str(plan.notes) and "wait" not in str(plan.notes)
+
+
+def test_microbatches_wait_where_ranks_have_groups_of_experts() -> None:
+    plan = in_parts("ep=2")
+    assert products_in_order(plan) == [None] * 6
+    assert "wait for one another" in str(plan.notes)
+
+
+@pytest.mark.slow
+def test_stages_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches wait for one another at the loss alone, as of a dense model."""
+    monkeypatch.setenv("FXPAR_MICROBATCHES", "2")
+    with double():
+        model, batch = build_double("mixtral/2")
+        plan = fxpar.plan(model, mesh="pp=2", mode="propagate", grad=True, **batch)
+        got = plan.outcome(**batch)
+        loss = model(**batch)
+        loss.backward()
+    assert "wait for one another at 1 ops" in str(plan.notes)
+    torch.testing.assert_close(got.result, loss.detach(), rtol=1e-10, atol=0.0)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(got.gradients[key], p.grad, rtol=1e-8, atol=1e-10)
 
 
 MESHES = ["ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2", "dp=2"]

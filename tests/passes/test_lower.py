@@ -11,8 +11,9 @@ from torch import fx
 from fxpar._torch.fake import new_fake_mode
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import emit
-from fxpar.passes.lockstep import gather, run_lockstep, scatter
+from fxpar.passes.lockstep import run_lockstep
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec

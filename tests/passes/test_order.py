@@ -48,6 +48,10 @@ def three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(x.topk(3, 0))
 
 
+def third(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.kthvalue(3, 0))
+
+
 def flipped(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)
 
@@ -62,6 +66,7 @@ SENT: dict[Callable[..., Any], dict[str, int]] = {
     argmax: {"all_gather": 2 * 4 * COLUMNS * 8},
     largest: {"all_gather": 2 * 4 * COLUMNS * 8},
     three: {"all_gather": 2 * 4 * 3 * COLUMNS * 8},
+    third: {"all_gather": 2 * 4 * 3 * COLUMNS * 8},
     flipped: {"permute": ROWS // 4 * COLUMNS * 8},
 }
 
@@ -85,8 +90,8 @@ def sent(plan: TracedPlan) -> dict[str, int]:
 @pytest.mark.parametrize("fn", SENT, ids=lambda fn: fn.__name__)
 def test_what_stands_for_a_shard_is_gathered(fn: Callable[..., Any]) -> None:
     x = operand()
-    spec = ("tp", None) if fn not in (argmax, largest, three) else None
-    results = 2 if fn in (cummax, cummin, largest, three) else 1
+    spec = ("tp", None) if fn not in (argmax, largest, three, third) else None
+    results = 2 if fn in (cummax, cummin, largest, three, third) else 1
     plan = planned(fn, x, mode="propagate", out_specs=[spec] * results)
     torch.testing.assert_close(plan.simulate(x), fn(x), rtol=1e-12, atol=1e-12)
     assert sent(plan) == SENT[fn]
@@ -112,6 +117,35 @@ def test_shards_that_are_not_alike(fn: Callable[..., Any], rows: int) -> None:
     for x in (operand(rows), torch.full((rows, COLUMNS), -torch.inf).double()):
         plan = planned(fn, x, mode="propagate")
         torch.testing.assert_close(plan.simulate(x), fn(x))
+
+
+def test_more_rows_are_asked_for_than_a_shard_has() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.kthvalue(ROWS // 4 + 2, 0, True)[0]
+
+    x = operand()
+    x[3], x[20] = torch.nan, torch.inf
+    plan = planned(fn, x, mode="propagate")
+    torch.testing.assert_close(plan.simulate(x), fn(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x + 1).sort(0)[0],
+        lambda x: (x + 1).median(0)[0],
+        lambda x: torch.cat([x + 1, x - 1]),
+        lambda x: (x + 1)[1:],
+    ],
+)
+def test_what_is_gathered_for_an_op_that_needs_the_dim_whole_is_noted(fn: Any) -> None:
+    plan = planned(fn, operand(), mode="propagate")
+    nbytes = 3 * ROWS // 4 * COLUMNS * 8
+    (note, *_) = [note for note in plan.notes if note.startswith("gathered: ")]
+    assert "reads dim 0" in note and "over tp" in note and "test_order.py" in note
+    assert f"up to {nbytes} bytes to each rank" in note
+    few = planned(lambda x: (x + 1).topk(3, 0)[0], operand(), mode="propagate")
+    assert not any(note.startswith("gathered: ") for note in few.notes)
 
 
 def test_ties_and_nans_are_chosen_as_on_one_device() -> None:

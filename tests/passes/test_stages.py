@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar.errors import FxparError, OptionError, PlanError
+from fxpar.errors import FxparError, HintError, OptionError, PlanError
 from fxpar.passes.lay_out_stages import PLACE
 from fxpar.passes.lockstep import run_stages
 from fxpar.passes.program_at_place import program_at
@@ -211,6 +211,11 @@ def test_stages_are_contiguous_and_messages_few(
     # A value forth and its gradient back, for each border and microbatch.
     assert len(crossings(plan)) == 3 * 2 * 2
     assert all(len(stage.parameters) == 6 for stage in plan.stages)
+    # To all places: the result, and of each stage all gradients at once.
+    spread = [n for n in plan.result.local.nodes if n.target is ours.spread.default]
+    assert len(spread) == 1 + 4
+    kinds = {c.kind for c in plan.collectives}
+    assert kinds == {"send", "broadcast"}
     late = False
     for node in plan.result.local.nodes:
         home = home_of(node)
@@ -234,6 +239,30 @@ def test_a_tied_weight_is_read_twice_and_its_gradients_cross_once(
     assert len(first.parameters) + len(last.parameters) == 14
     weights = [n for n in crossings(plan) if n.meta["val"].shape == (20, WIDTH)]
     assert len(weights) == 1
+
+
+def test_hints_pin_parameters_to_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2", 2, hints={"1.*": "pp=1"})
+    first, last = plan.stages
+    assert {name[0] for name in first.parameters} == {"0"}
+    assert {name[0] for name in last.parameters} == {"1", "2", "3"}
+    assert error_of(plan, rows()) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("hints", "text"),
+    [
+        ({"3.*": "pp=0", "0.*": "pp=1"}, "no cut of"),
+        ({"0.*": "pp=2"}, "stages are pp=0 to pp=1"),
+        ({"0.*": "stage=0"}, "stages are pp=0 to pp=1"),
+        ({"9.*": "pp=0"}, "matches no parameter"),
+    ],
+)
+def test_pins_that_do_not_fit_are_refused(
+    hints: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(HintError, match=text):
+        planned(monkeypatch, "blocks", "pp=2", 2, grad=False, hints=hints)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import nn
 import fxpar
 from fxpar.passes import collective_nodes, lower
 from fxpar.sharding import shard_sizes
+from tests.helpers.odd_sizes import check
 
 F = nn.functional
-Args = tuple[torch.Tensor, ...]
 
 
 def mlp(x, w, b, v):
@@ -36,27 +35,6 @@ def order(x, w, b, v):
 PROGRAMS = (mlp, entropy, order)
 MESHES = ("dp=2[2,1]", "dp=4[1,5,1,2]", "dp=2[1,3],tp=2", "dp=2[1,3],tp=2[5,1]")
 SIZES = ((7, 5, 6), (2, 7, 37), (12, 8, 10))
-
-
-def check(program: Callable[..., Any], sizes: tuple[int, ...], mesh: str) -> Any:
-    """Every dim that can be is split; results and gradients are those of one device."""
-    rows, inner, words = sizes
-    torch.manual_seed(0)
-    shapes = ((rows, 4), (4, inner), (inner,), (inner, words))
-    args = tuple(
-        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes
-    )
-    dp, tp = "dp", "tp" if "tp" in mesh else "dp"
-    specs = [(dp, None), (None, tp), (tp,), (None, dp)]
-    plan = fxpar.plan(
-        program, *args, mesh=mesh, mode="propagate", grad=True, in_specs=specs
-    )
-    assert not plan.result.decision.is_even
-    got, want = plan.outcome(*args), plan.reference_outcome(*args)
-    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(want.result, program(*args), rtol=1e-9, atol=1e-9)
-    return plan
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)

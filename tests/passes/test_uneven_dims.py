@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.passes import local_reductions, lower
 from fxpar.passes.local_ops import LOCAL
 from fxpar.sharding import shard_sizes
+from tests.helpers.odd_sizes import arguments, check
 
 F = nn.functional
 aten = torch.ops.aten
-Args = tuple[torch.Tensor, ...]
 
 
 def mlp(x, w, b, v):
@@ -40,31 +39,6 @@ def largest(x, w, b, v):
 
 
 PROGRAMS = (mlp, entropy, means, largest)
-
-
-def arguments(rows: int, inner: int, words: int) -> Args:
-    torch.manual_seed(0)
-    shapes = ((rows, 4), (4, inner), (inner,), (inner, words))
-    return tuple(
-        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes
-    )
-
-
-def check(program: Callable[..., Any], sizes: tuple[int, ...], mesh: str) -> Any:
-    """Every dim that can be is split; results and gradients are those of one device."""
-    args = arguments(*sizes)
-    axes = mesh.replace("=", ",").split(",")[::2]
-    rows, inner, words = axes[0], axes[-1], axes[0]
-    specs = [(rows, None), (None, inner), (inner,), (None, words)]
-    plan = fxpar.plan(
-        program, *args, mesh=mesh, mode="propagate", grad=True, in_specs=specs
-    )
-    assert not plan.result.decision.is_even
-    got, want = plan.outcome(*args), plan.reference_outcome(*args)
-    torch.testing.assert_close(got.result, want.result, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(want.result, program(*args), rtol=1e-9, atol=1e-9)
-    return plan
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)

@@ -86,6 +86,43 @@ def refused(fn: Callable[[], Any], kind: type[FxparError], *words: str, **how: A
             assert word in str(error), str(error)
 
 
+class Halves(Layer):
+    """Halves its weight in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.weight.view(-1).mul_(0.5)
+        return y
+
+
+def written_in_the_forward(param_dtype: str | None) -> None:
+    torch._dynamo.reset()
+    model = fxpar.shard(nn.Sequential(Halves(8, 8)), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager", "param_dtype": param_dtype}
+    torch.compile(model, backend="fxpar", options=how)(torch.ones(4, 8))
+
+
+def renormalized_in_the_forward() -> None:
+    torch._dynamo.reset()
+    model = fxpar.shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), mesh="dp=2")
+    how = {"mesh": "dp=2", "codegen": "eager"}
+    torch.compile(model, backend="fxpar", options=how)(torch.arange(4))
+
+
+@multiprocess
+def test_a_parameter_that_the_forward_writes() -> None:
+    """It would write to the global value, which is gone after the graph."""
+    pool, words = shared_pool(2), "the forward writes to a parameter"
+    runs = [
+        pool.errors(written_in_the_forward, None),
+        pool.errors(written_in_the_forward, "bfloat16"),
+        pool.errors(renormalized_in_the_forward),
+    ]
+    for error in (error for errors in runs for error in errors):
+        assert isinstance(error, ShardError) and words in str(error), repr(error)
+
+
 # What a sharded module is
 
 
@@ -445,8 +482,9 @@ def hint_without_a_match() -> None:
 
 
 def hint_that_does_not_divide() -> None:
+    """DTensor makes no strided shards that are not alike."""
     model = nn.Linear(6, 3)
-    fxpar.shard(model, mesh="tp=4", hints={"weight": ["tp", "_"]})
+    fxpar.shard(model, mesh="dp=2,tp=2", hints={"weight": ["tp+dp", "_"]})
 
 
 def hint_of_another_axis() -> None:
@@ -474,7 +512,7 @@ def hints_that_fit() -> None:
 def test_hints() -> None:
     words = "'layer.weigth' matches no parameter", "'layer.weight'"
     refused(hint_without_a_match, HintError, *words)
-    words = "on weight", "size 3 does not divide", "another dim"
+    words = "on weight", "size 3 does not divide over tp+dp", "the order of the mesh"
     refused(hint_that_does_not_divide, HintError, *words)
     refused(hint_of_another_axis, HintError, "no axis 'ep'", "use one of dp, tp")
     refused(hint_of_too_many_dims, HintError, "layer.bias", "2 entries", "1 dims")

@@ -482,6 +482,40 @@ def test_a_hook_on_a_gradient() -> None:
         step(*batches(1)[0])
 
 
+class Rows(nn.Module):
+    """Adds to a row of a buffer, which is a buffer too, and reads another tensor."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        table = torch.zeros(3, 4)
+        self.register_buffer("row", table[1])
+        self.register_buffer("read", table if shared else table[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.row.add_(x.detach().sum(0))
+        return self.linear(x) + self.read.sum()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_buffers_that_share_memory(shared: bool) -> None:
+    """Of which one is written: refused. Rows that lie beside each other are not."""
+    model = Rows(shared)
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(2, 4)
+    expected = loss(copy.deepcopy(model), x)
+    step = train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    if shared:
+        with pytest.raises(PlanError, match="share memory, and the step writes"):
+            step(x)
+    else:
+        torch.testing.assert_close(step(x), expected.detach())
+        torch.testing.assert_close(model.row, x.sum(0))
+
+
 @pytest.mark.parametrize("name", ["reduce_dtype", "outputs"])
 def test_options_that_a_step_has_not(name: str) -> None:
     model = build()

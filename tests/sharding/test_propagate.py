@@ -222,3 +222,22 @@ def test_ties_are_priced_on_the_hardware_that_is_named(slow, tmp_path, monkeypat
     )
     (product,) = plan.nodes
     assert bool(product.factors) == (slow == "kernels")
+
+
+def test_columns_of_a_gate_and_of_what_it_gates_lie_together() -> None:
+    """Not the gate on one rank, and what it gates on the other."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.Linear(8, 24, bias=False)
+            self.down = nn.Linear(12, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = self.both(x).chunk(2, -1)
+            return self.down(torch.relu(gate) * up)
+
+    x = torch.randn(2, 4, 8)
+    plan = fxpar.plan(Gated(), x, mesh="tp=2", mode="propagate")
+    assert plan.spec("down.weight") == Spec(None, "tp")
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]

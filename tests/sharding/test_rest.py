@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.sharding.factors import Strategy, operand_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.propagate.at_rest import (
     at_rest,
     derived,
     gather_before_views,
+    is_worth_chunks,
     resting,
 )
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec
 
 DP = Mesh.parse("dp=4")
 TP = Mesh.parse("tp=4")
@@ -68,14 +69,45 @@ def test_the_order_of_a_mesh_does_not_make_batch_axes_major() -> None:
         ((4, 3), WIDE, "[dp, _]"),  # 8 shards do not fit: the larger axis alone
         ((2, 3), WIDE, "[tp, _]"),
         ((6, 3), BOTH, "[dp, _]"),
-        ((3, 5), BOTH, "[_, _]"),
+        ((3, 3), BOTH, "[dp, _]"),
         ((1,), DP, "[_]"),
+        ((5,), DP, "[_]"),
         ((), DP, "[]"),
         ((0, 4), DP, "[dp, _]"),
     ],
 )
 def test_what_does_not_divide_takes_fewer_axes_or_none(shape, mesh, want) -> None:
     assert str(at_rest(shape, mesh)) == want
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "want"),
+    [
+        ((37, 5), DP, "[dp, _]"),
+        ((5, 37), DP, "[_, dp]"),  # shards of 5 rows are less alike
+        ((3, 5), BOTH, "[_, dp+tp]"),  # 2, 1, 1, 1; not strided
+        ((3, 3), DP, "[_, _]"),  # a rank would have none
+    ],
+)
+def test_a_matrix_that_nothing_divides_is_cut_into_chunks(shape, mesh, want) -> None:
+    assert str(at_rest(shape, mesh)) == want
+
+
+def test_chunks_are_for_much_of_a_model() -> None:
+    """A plan with shards that are not alike has no schedule."""
+    odd, even, vector = ((37, 5), DP), ((37, 64), DP), ((37,), DP)
+    assert is_worth_chunks([odd, vector])
+    assert is_worth_chunks([odd, even])
+    assert not is_worth_chunks([odd, even, even])
+    assert not is_worth_chunks([even, vector])
+
+
+def test_no_chunks_by_shares_and_by_parts_of_axes() -> None:
+    assert str(at_rest((7, 5), Mesh.parse("dp=2[5,2]"))) == "[_, _]"
+    parts = Mesh.parse("tp=4").refined(["tp:2"])
+    assert str(at_rest((7, 5), parts)) == "[_, _]"
+    # nor where the axes would stand in another order than in the mesh
+    assert str(at_rest((8, 5), BOTH, [(), ("tp",)], [True])) == "[_, tp]"
 
 
 def test_a_decided_dim_takes_what_is_left_as_minor() -> None:
@@ -91,8 +123,9 @@ def test_a_closed_dim_takes_no_more() -> None:
     assert str(at_rest((8, 8), BOTH, dims, [True, True])) == "[tp, _]"
     assert str(at_rest((8, 8), BOTH, [(), ()], [True])) == "[_, tp+dp]"
     assert str(at_rest((8, 8), BOTH, [(), ()], [True, True])) == "[_, _]"
-    # the one open dim does not divide
-    assert str(at_rest((8, 3), BOTH, dims, [True, False])) == "[tp, _]"
+    # the one open dim does not divide: chunks of 2 and 1 rows
+    assert str(at_rest((8, 3), BOTH, dims, [True, False])) == "[tp, dp]"
+    assert str(at_rest((8, 1), BOTH, dims, [True, False])) == "[tp, _]"
 
 
 def test_axes_all_decided_or_of_one_rank_change_nothing() -> None:
@@ -107,7 +140,7 @@ def test_a_decided_axis_goes_nowhere_else() -> None:
     assert str(at_rest((8, 8), BOTH, decided={"dp", "tp"})) == "[_, _]"
 
 
-def test_any_shape_on_any_mesh_gets_an_even_spec_and_keeps_what_is_decided() -> None:
+def test_any_shape_on_any_mesh_gets_a_spec_and_keeps_what_is_decided() -> None:
     meshes = [Mesh.parse(text) for text in ("dp=4", "dp=2,tp=2", "a=2,b=3,c=2")]
     shapes = [
         shape

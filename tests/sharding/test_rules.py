@@ -21,12 +21,13 @@ from fxpar.passes import (  # noqa: F401  (register fxpar's own)
 )
 from fxpar.passes.local_ops import LOCAL
 from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
-from fxpar.sharding.factors import Passage, Rule, Strategy, parse_rule
+from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules import TABLE, manual, pointwise, sources
 from fxpar.sharding.rules.reduction import over, over_all
 from fxpar.sharding.rules.row_builders import keys
 from fxpar.sharding.rules.table import row
+from fxpar.sharding.strategy import Strategy
 from tests.helpers import samples_core, samples_linalg, samples_nn, samples_points
 from tests.helpers.one_op import OneOp, is_expressible
 

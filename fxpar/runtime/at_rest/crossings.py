@@ -50,9 +50,7 @@ def constrain(x: torch.Tensor, *dims: Entry) -> torch.Tensor:
 def part_of(x: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
     """What ``rank`` holds of a global value: a view; of a sum, the first rank along
     each partial axis holds all of it, the others zeros."""
-    for d, axes in enumerate(spec.dims):
-        size = x.shape[d] // mesh.count(axes)
-        x = x.narrow(d, size * mesh.index(rank, axes), size)
+    x = x[spec.slices(mesh, x.shape, rank)]
     if any(mesh.index(rank, (axis,)) for axis in spec.partial_axes):
         return torch.zeros_like(x)
     return x
@@ -66,12 +64,16 @@ def _(local, shape, spec, hint, mesh, summed, reduce, home):
     # Not by DTensor: on gloo (2.13) its gathers may end before their threads do.
     axes = mesh.ordered(lies.sharded_axes)
     members = mesh.group(dist.get_rank(), axes)
-    parts = [torch.empty_like(local) for _ in members]
+    # Messages are as large as the largest part.
+    sent = local.new_zeros(lies.local_shape(mesh, shape))
+    sent[tuple(map(slice, local.shape))] = local
+    parts = [torch.empty_like(sent) for _ in members]
     group = _torch.distributed.group_named(group_of(mesh, axes))
-    dist.all_gather(parts, local.contiguous(), group=group)
+    dist.all_gather(parts, sent, group=group)
     whole = local.new_empty(shape)
     for member, part in zip(members, parts, strict=True):
-        part_of(whole, lies, mesh, member).copy_(part)
+        own = part_of(whole, lies, mesh, member)
+        own.copy_(part[tuple(map(slice, own.shape))])
     return whole
 
 

@@ -53,10 +53,24 @@ def norm(
     if order == 0:
         return _whole((x != 0).to(x.dtype).sum(over, keepdim))
     if math.isinf(order):
+        x = _never_empty(x, over, 0.0 if order > 0 else math.inf)
         return _whole(x.amax(over, keepdim) if order > 0 else x.amin(over, keepdim))
     if order == 2:
         return _whole((x * x).sum(over, keepdim)).sqrt()
     return _whole((x**order).sum(over, keepdim)) ** (1 / order)
+
+
+def _never_empty(x: Any, over: Any, value: float) -> Any:
+    """The DTensor with one row of ``value`` on ranks that have none along a dim it is
+    reduced over."""
+    part = x.to_local()
+    over = {d % x.ndim for d in ([over] if isinstance(over, int) else over)}
+    shape = [n or int(d in over) for d, n in enumerate(part.shape)]
+    if 0 in x.shape or shape == [*part.shape]:
+        return x
+    layout = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    padded = part.new_full(shape, value)
+    return DTensor.from_local(padded, x.device_mesh, x.placements, **layout)
 
 
 def _whole(x: Any) -> Any:

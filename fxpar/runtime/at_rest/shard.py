@@ -2,7 +2,7 @@
 
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
-say (``sharding.rest``), its classes swapped (``runtime.modules``) so that its code
+say (``propagate.at_rest``), its classes swapped (``sharded_modules``) so that its code
 still sees global tensors. Buffers stay as they are.
 """
 
@@ -38,14 +38,23 @@ from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes
-from fxpar.sharding.hints import Entries, axes_of, check, check_even, entries, load
+from fxpar.sharding.hints import (
+    Entries,
+    axes_of,
+    check,
+    check_chunks,
+    entries,
+    load,
+    spec_hints,
+)
 from fxpar.sharding.mesh import Mesh
-from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
 from fxpar.sharding.program import Input
-from fxpar.sharding.propagate.at_rest import at_rest
+from fxpar.sharding.propagate.at_rest import at_rest, is_worth_chunks
 from fxpar.sharding.propagate.conventions import batch_axes
+from fxpar.sharding.rest_over_stages import split_over_stages
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.search.run_search import SearchOptions
 from fxpar.sharding.spec import Spec
@@ -69,8 +78,10 @@ def shard(
 
     Axes that hints, or the sample's plan, use for some parameter lie as these say, and
     nowhere else. Every other axis splits each parameter further, on a dim that no hint
-    closes, if one divides (ZeRO-3). Ranks must hold equal parameters; those that
-    differ are taken from rank 0.
+    closes: one that it divides, else, of matrices that are much of the model, one that
+    it cuts into chunks as ``torch.chunk`` does (ZeRO-3); so does an axis of stages,
+    where it divides. Ranks must hold equal parameters; those that differ are taken
+    from rank 0.
 
     Raises ShardError if an optimizer holds a parameter, if the model was sharded
     before, or keeps a parameter where it cannot be swapped; HintError, MeshError.
@@ -80,15 +91,10 @@ def shard(
     options = Options.read({"mesh": mesh})
     _same_mesh(mesh)
     ranks = join(options)
-    if pipeline_axis(ranks.mesh) is not None:
-        raise MeshError(
-            f"fxpar.shard on mesh {ranks.mesh}, which has an axis of stages",
-            fix="leave parameters whole on every rank: stages take what they read of "
-            "them; or leave out the axis of stages",
-        )
     if ranks.mesh.size == 1:
         return model
-    table = load(hints if hints is not None else options.hints)
+    all_hints = load(hints if hints is not None else options.hints)
+    table = spec_hints(all_hints)
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
@@ -270,9 +276,12 @@ def _layout(
         names_of.setdefault(id(p), []).append(name)
         parameters[id(p)] = p
     matched: set[str] = set()
+    stages = pipeline_axis(mesh)
+    of_stage = without_stages(mesh)
     decided = _axes_in_use(table, uses, [name for n in names_of.values() for name in n])
     decided = {*mesh.parts(filter(mesh.has, decided))}
-    layouts = {}
+    wanted: dict[int, tuple[Any, ...]] = {}  # what ``at_rest`` takes
+    hints: dict[int, str] = {}
     for key, names in names_of.items():
         shape = tuple(parameters[key].shape)
         hit = [
@@ -286,9 +295,9 @@ def _layout(
         if hit:
             what = f"hint {hit[-1][0]!r} on {names[0]}"
             dims, closed = entries(hit[-1][1], len(shape), what)
-            check(dims, mesh, what)
+            check(dims, of_stage, what)
             dims = tuple(map(mesh.parts, dims))
-            check_even(dims, shape, mesh, what)
+            check_chunks(dims, shape, mesh, what)
         else:
             use = next((uses[name] for name in names if name in uses), None)
             dims = use.refined(mesh).dims if use is not None else ()
@@ -296,9 +305,15 @@ def _layout(
             ("+".join(axes) + "?") if not shut else ("+".join(axes) or "_")
             for axes, shut in zip(dims, closed or [False] * len(dims), strict=True)
         ]
-        layouts[key] = _Layout(
-            at_rest(shape, mesh, dims, closed, decided), ",".join(words)
-        )
+        wanted[key] = shape, of_stage, dims, closed, decided
+        hints[key] = ",".join(words)
+    alike = stages is not None or not is_worth_chunks(wanted.values())
+    layouts = {}
+    for key, (shape, *lies) in wanted.items():
+        spec = at_rest(shape, *lies, alike=alike)
+        if stages is not None:
+            spec = split_over_stages(spec, shape, mesh, stages)
+        layouts[key] = _Layout(spec, hints[key])
     unmatched = [pattern for pattern in table if pattern not in matched]
     if strict and unmatched:
         first_names = [names[0] for names in names_of.values()]
@@ -348,7 +363,7 @@ def _uses(
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
     request = Request(
-        ranks.mesh,
+        without_stages(ranks.mesh),
         read_signature(module.graph, declare),
         table,
         mode,
@@ -368,10 +383,11 @@ def _uses(
     if ranks.open:
         ranks = settle(ranks, decision.mesh)
     program = decision.program
+    rests = Spec.in_chunks if pipeline_axis(ranks.mesh) is None else Spec.evened
     uses = {
-        declared.name: decision.settled[v]
-        .evened(decision.mesh, program.values[v].shape)
-        .joined(decision.mesh)
+        declared.name: rests(
+            decision.settled[v], decision.mesh, program.values[v].shape
+        ).joined(decision.mesh)
         for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
         if v is not None and declared.kind == "parameter"
     }

@@ -8,7 +8,8 @@ Nothing is computed, and no value of the user's is changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ def globally(
 
     Raises PlanError if the program looks at one rank's part of a parameter.
     """
+    _open_checkpoints(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ends, trained = [], []
     for i, (node, name, x) in enumerate(zip(nodes, inputs, examples, strict=True)):
@@ -72,6 +74,27 @@ def globally(
     gm.graph.lint()
     gm.recompile()
     return Forward(gm, tuple(ends), tuple(trained))
+
+
+def _open_checkpoints(gm: fx.GraphModule) -> None:
+    """Put the ops of checkpointed regions in place of them: parameters at rest cross
+    inside, and a step computes nothing again."""
+    region = torch.ops.higher_order.tag_activation_checkpoint
+    for call in gm.graph.find_nodes(op="call_function", target=region):
+        body = gm.get_submodule(call.args[0].target)
+        _open_checkpoints(body)
+        for node in body.graph.find_nodes(op="get_attr"):
+            name = f"{call.args[0].target}_{node.target}".replace(".", "_")
+            setattr(gm, name, operator.attrgetter(node.target)(body))
+            node.target = name
+        placeholders = body.graph.find_nodes(op="placeholder")
+        values = dict(zip(placeholders, call.args[1:], strict=True))
+        with gm.graph.inserting_before(call):
+            results = gm.graph.graph_copy(body.graph, values)
+        for item in list(call.users):
+            item.replace_all_uses_with(results[item.args[1]])
+            gm.graph.erase_node(item)
+        gm.graph.erase_node(call)
 
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:
@@ -153,6 +176,44 @@ def loss_of(results: Any, forward: Forward) -> torch.Tensor:
             fix="compute it from the model's outputs, without detach or no_grad",
         )
     return loss
+
+
+def refuse_shared_memory(
+    ends: Sequence[StepInput], args: Sequence[Any], written: Collection[int]
+) -> None:
+    """Raise PlanError if an input that a step writes shares memory with another: a
+    graph takes each as a value of its own, so the other would not change with it."""
+    extents = [_extent(x) for x in args]
+    for i in sorted(written):
+        for j, extent in enumerate(extents):
+            if i == j or not _overlap(extents[i], extent):
+                continue
+            raise PlanError(
+                f"{ends[i].name} and {ends[j].name} share memory, and the step writes "
+                f"to {ends[i].name}",
+                fix="keep one of them, and take the other from it in the forward, or "
+                "torch.compile the model and call optimizer.step()",
+            )
+
+
+def _extent(x: Any) -> tuple[int, int, int] | None:
+    """Storage, first and last element's address in bytes; None where there is none."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    if not isinstance(x, torch.Tensor) or not x.numel():
+        return None
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    first = x.data_ptr()
+    return x.untyped_storage().data_ptr(), first, first + reach * x.element_size()
+
+
+def _overlap(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> bool:
+    return (
+        a is not None
+        and b is not None
+        and a[0] == b[0]
+        and a[1] <= b[2]
+        and b[1] <= a[2]
+    )
 
 
 def refuse_hooks(forward: Forward, args: Sequence[Any]) -> None:

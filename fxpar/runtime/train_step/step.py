@@ -4,7 +4,7 @@ In: a model, a loss function, an optimizer. Out: a callable that runs forward, b
 and update on the user's own parameters, buffers and optimizer state. Dynamo traces the
 forward, with its guards, so that what it read in Python is checked at every call; the
 graph it hands over is traced again with its backward and the optimizer's own ``step``
-(``step_trace``), and goes through the pipeline of any graph. Optimizers are never
+(``trace``), and goes through the pipeline of any graph. Optimizers are never
 replaced or subclassed: ``state_dict``, schedulers and eager steps in between see the
 same objects.
 
@@ -36,6 +36,7 @@ from fxpar.runtime.train_step.forward import (
     globally,
     reached,
     refuse_hooks,
+    refuse_shared_memory,
     spec_of,
 )
 from fxpar.runtime.train_step.gradients import GradientOptions, StepCall
@@ -168,9 +169,9 @@ class _Stage:
             if how.updates:
                 prepare(optimizer, [args[i] for i in self.reached])
             slot_values = dict(slots(optimizer))
-            variant = self._find(slot_values, places, how) or self._make(
-                places, slot_values, how
-            )
+            variant = self._find(slot_values, places, how)
+            if variant is None:
+                variant = self._make(args, places, slot_values, how)
         return self._run(variant, args, slot_values)
 
     def _step_call(self, args: Sequence[Any]) -> StepCall:
@@ -255,9 +256,15 @@ class _Stage:
         return None
 
     def _make(
-        self, places: Mapping[int, int], slot_values: Mapping[Slot, Any], how: StepCall
+        self,
+        args: Sequence[Any],
+        places: Mapping[int, int],
+        slot_values: Mapping[Slot, Any],
+        how: StepCall,
     ) -> _Variant:
         step = self._trace(places, slot_values, how)
+        values = [*args, *(slot_values[slot] for slot in step.read)]
+        refuse_shared_memory(step.ends, values, step.written)
         rests = {}
         for k, (slot, shape) in enumerate(
             zip(step.result_slots, step.shapes, strict=True)

@@ -20,9 +20,10 @@ import torch
 from fxpar.sharding import shard_sizes, shift_messages
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cost.op import family_of, flops_of, least_of_factors
-from fxpar.sharding.factors import Axes, Strategy
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Value, contracts, is_view
+from fxpar.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True)

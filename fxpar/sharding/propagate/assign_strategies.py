@@ -19,15 +19,7 @@ from functools import cached_property
 from fxpar.sharding.constant_values import constants_of
 from fxpar.sharding.cost.fused_work import Work, seconds, work_alone
 from fxpar.sharding.cost.hardware import Hardware
-from fxpar.sharding.factors import (
-    Axes,
-    Rule,
-    Strategy,
-    fits,
-    operand_spec,
-    project,
-    result_spec,
-)
+from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.propagate.at_rest import derived, may_lie_as_read, resting
@@ -35,6 +27,7 @@ from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, fits, operand_spec, project, result_spec
 
 # Beyond this many assignments axes are decided one after another, largest first.
 _JOINT = 64

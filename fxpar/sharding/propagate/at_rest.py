@@ -13,24 +13,29 @@ it is stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from itertools import combinations
+from itertools import combinations, compress
+from typing import Any
 
 from fxpar.sharding import shard_sizes
-from fxpar.sharding.factors import (
-    Axes,
-    Strategy,
-    expressible,
-    operand_spec,
-    project,
-    result_spec,
-)
+from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops, is_view
 from fxpar.sharding.propagate.conventions import batch_axes, expert_axes
 from fxpar.sharding.propagate.propagation import Propagation, State
 from fxpar.sharding.rules.op_facts import op_facts_of
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import (
+    Strategy,
+    expressible,
+    operand_spec,
+    project,
+    result_spec,
+)
+
+# Of so many numbers one may lie whole on every rank, so that all shards are alike.
+_FEW = 16
 
 
 def at_rest(
@@ -39,13 +44,18 @@ def at_rest(
     dims: Sequence[Axes] = (),
     closed: Sequence[bool] = (),
     decided: Collection[str] = (),
+    *,
+    alike: bool = False,
 ) -> Spec:
     """The spec in which a parameter of ``shape`` rests.
 
     ``dims``: axes that are decided; ``closed``: dims that take no more; ``decided``:
     axes that go nowhere else. The other axes go together on one open dim, the first
-    that they divide, else as many as fit, and none where none does (a parameter without
-    dims lies whole). An axis for experts first splits dim 0 of stacked matrices.
+    that they divide, else as many as fit. Of a matrix that none divides they cut a dim
+    into chunks, that of least loss, if it has a row for each rank; else it lies whole,
+    as a vector does.
+    An axis for experts first splits dim 0 of stacked matrices. ``alike``: all shards
+    are to be, as stages need them.
     """
     ndim = len(shape)
     dim_axes = [tuple(axes) for axes in dims] + [()] * (ndim - len(dims))
@@ -69,13 +79,31 @@ def at_rest(
     ]
     # The more shards the better, else batch axes: those are gathered anyway.
     choices.sort(key=lambda axes: (mesh.count(axes), axes[-1] in batch), reverse=True)
-    for axes in choices:
-        for d in range(ndim):
-            split = (*dim_axes[d], *axes)
-            if not shut[d] and shard_sizes.is_even(shape[d], mesh, split):
-                dim_axes[d] = split
+    for fits in (shard_sizes.is_even, _has_chunks)[: 1 + (ndim > 1 and not alike)]:
+        for axes in choices:
+            axes = axes if fits is shard_sizes.is_even else mesh.ordered(axes)
+            splits = {d: (*dim_axes[d], *axes) for d in range(ndim) if not shut[d]}
+            fit = [d for d, split in splits.items() if fits(shape[d], mesh, split)]
+            if fit:
+                d = min(fit, key=lambda d: shard_sizes.idle(shape[d], mesh, splits[d]))
+                dim_axes[d] = splits[d]
                 return Spec.of(dim_axes)
     return Spec.of(dim_axes)
+
+
+def _has_chunks(rows: int, mesh: Mesh, axes: Axes) -> bool:
+    """Whether axes cut a dim as DTensor's ``Shard`` does, no shard being empty."""
+    chunks = shard_sizes.are_chunks(rows, mesh, axes)
+    return chunks and shard_sizes.smallest(rows, mesh, axes) > 0
+
+
+def is_worth_chunks(wanted: Collection[tuple[Any, ...]]) -> bool:
+    """Whether enough of a model lies in matrices that nothing divides: a plan with
+    shards that are not alike has no schedule, microbatches or open sizes. ``wanted``:
+    what ``at_rest`` takes of each parameter."""
+    sizes = [math.prod(shape) for shape, *_ in wanted]
+    cut = [at_rest(*args) != at_rest(*args, alike=True) for args in wanted]
+    return _FEW * sum(compress(sizes, cut)) > sum(sizes)
 
 
 def settle_at_rest(engine: Propagation) -> None:

@@ -53,7 +53,7 @@ def sequence_axes(mesh: Mesh) -> Axes:
     )
 
 
-def _plain_inputs(program: Program) -> list[Value]:
+def plain_inputs(program: Program) -> list[Value]:
     """Inputs whose use nobody has said."""
     return [
         program.values[v]
@@ -65,7 +65,7 @@ def _plain_inputs(program: Program) -> list[Value]:
 def sequence_inputs(program: Program) -> list[int]:
     """Values of the inputs whose dim 1 is the sequence: tokens, embeddings, and what is
     as long. A tensor [batch, features] is none."""
-    inputs = [v for v in _plain_inputs(program) if len(v.shape) >= 2]
+    inputs = [v for v in plain_inputs(program) if len(v.shape) >= 2]
 
     def is_sequence(value: Value) -> bool:
         counts = not (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -102,7 +102,7 @@ def sequence_seeds(
 
 def batch_inputs(program: Program) -> list[int]:
     """Values of the inputs that hold the batch: dim 0 as large as the first one's."""
-    inputs = _plain_inputs(program)
+    inputs = plain_inputs(program)
     first = next((v for v in inputs if len(v.shape) >= 2), None)
     first = first or next((v for v in inputs if v.shape), None)
     if first is None or first.shape[0] == 1:
@@ -260,8 +260,13 @@ def _column_seed(
         and not state.dims[v][d]
         and (len(parts) == 1 or keeps_heads(dim[0]))
     ]
-    # Of a fused projection the heads, rather than its three parts.
-    for d, factor in sorted(columns, key=lambda column: not is_split_evenly(column[1])):
+
+    def order(column: tuple[int, str]) -> tuple[bool, bool]:
+        """Of a fused projection the heads, or columns of gates, before its parts."""
+        is_cut = len(columns) > 1 and _is_cut(program, op, column[1])
+        return is_cut, not is_split_evenly(column[1])
+
+    for d, factor in sorted(columns, key=order):
         # Norms of heads, too, reduce over what several products read.
         heads = heads_of(program, op, factor, roots)
         if heads is None and _is_residual(program, op, factor, roots):
@@ -330,6 +335,14 @@ def _is_residual(
             rows += with_weight
             reductions += not with_weight
     return len(seen) >= _FAR or (rows > 1 and reductions > 0)
+
+
+def _is_cut(program: Program, op: Op, factor: str) -> bool:
+    """Whether the dim that ``factor`` makes of an op's result is taken apart."""
+    return any(
+        len(reader.operands) == 1 and _ends_at(reader, major)
+        for reader, major, _ in _readers(program, op, factor, set())
+    )
 
 
 def _ends_at(reader: Op, factor: str) -> bool:

@@ -23,19 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fxpar.sharding.axis_parts import axis_of, split_name
-from fxpar.sharding.factors import (
-    Rule,
-    Strategy,
-    fits,
-    operand_spec,
-    result_spec,
-)
+from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Output, Program
 from fxpar.sharding.propagate.at_rest import alone
 from fxpar.sharding.propagate.propagation import State
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, fits, operand_spec, result_spec
 
 # Of values, what they stay partial over.
 Kept = Mapping[int, Sequence[tuple[str, str]]]

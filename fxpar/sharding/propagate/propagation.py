@@ -26,11 +26,12 @@ import itertools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from fxpar.sharding.factors import Axes, Dims, expressible, project
+from fxpar.sharding.factors import Axes, Dims
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
 from fxpar.sharding.shard_sizes import may_split
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import expressible, project
 
 LEVELS = 4
 PASS, KEPT, ALL, RESOLVE = range(LEVELS)

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fxpar.sharding.factors import Strategy, operand_spec, result_spec
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program
 from fxpar.sharding.reshard.route import price
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Reshard:
 class Edges:
     """The specs in which values are made and read, and the reshards between."""
 
-    # Natural spec per value.
-    made: list[Spec]
+    # Spec of each value as its op gives it.
+    specs: list[Spec]
     # Spec per (op index, operand) and per output.
     reads: dict[tuple[int, int], Spec] = field(default_factory=dict)
     outputs: list[Spec | None] = field(default_factory=list)
@@ -59,9 +59,14 @@ class _Versions:
     """The specs in which each value exists so far."""
 
     def __init__(
-        self, program: Program, made: list[Spec], settled: Sequence[Spec], mesh: Mesh
+        self,
+        program: Program,
+        made: list[Spec],
+        settled: Sequence[Spec],
+        mesh: Mesh,
+        apart: str | None = None,
     ) -> None:
-        self.program, self.mesh = program, mesh
+        self.program, self.mesh, self.apart = program, mesh, apart
         self.made, self.settled = made, settled
         self.exist: list[list[Spec]] = [[spec] for spec in made]
         self.reshards: list[Reshard] = []
@@ -74,13 +79,22 @@ class _Versions:
 
     def get(self, v: int, need: Spec, reader: int | None, output: int | None) -> None:
         """Make version ``need`` of a value unless it exists."""
-        exist, settled = self.exist[v], self.settled[v]
+        if need in self.exist[v]:
+            return
+        if self.apart in need.axes:
+            self.get(v, _without(need, self.apart), reader, output)
+            self._add(v, _without(need, self.apart), need, reader, output)
+            return
+        if not self._candidates(v):
+            source = self.exist[v][0]
+            self._add(v, source, _without(source, self.apart), reader, output)
+        exist, settled = self._candidates(v), self.settled[v]
         if need in exist:
             return
         if not any(_one_way(spec, need) for spec in exist):
             self.get(v, need.without_partial(), reader, output)
         direct = min(self._price(v, spec, need) for spec in exist)
-        if settled not in exist and settled != need:
+        if settled not in exist and settled != need and self.apart not in settled.axes:
             # Settling first pays if what others will read is on the way.
             through = min(self._price(v, spec, settled) for spec in exist)
             through += self._price(v, settled, need)
@@ -91,11 +105,27 @@ class _Versions:
     def _make(
         self, v: int, target: Spec, reader: int | None, output: int | None
     ) -> None:
-        source = min(self.exist[v], key=lambda spec: self._price(v, spec, target))
+        exist = self._candidates(v)
+        source = min(exist, key=lambda spec: self._price(v, spec, target))
+        self._add(v, source, target, reader, output)
+
+    def _candidates(self, v: int) -> list[Spec]:
+        """Versions that others are made from."""
+        return [spec for spec in self.exist[v] if self.apart not in spec.axes]
+
+    def _add(
+        self, v: int, source: Spec, target: Spec, reader: int | None, output: int | None
+    ) -> None:
         early = source == self.made[v] and target == self.settled[v]
         early &= v in self.program.producers  # an input moves where it is first read
         self.exist[v].append(target)
         self.reshards.append(Reshard(v, source, target, reader, output, early))
+
+
+def _without(spec: Spec, axis: str | None) -> Spec:
+    """The spec without an axis, on dims and as a reduction."""
+    dims = spec.without((axis,) if axis else ()).dims
+    return Spec.of(dims, [(a, op) for a, op in spec.partial if a != axis])
 
 
 def connect(
@@ -103,8 +133,11 @@ def connect(
     strategies: Sequence[Strategy],
     settled: Sequence[Spec],
     mesh: Mesh,
+    *,
+    apart: str | None = None,
 ) -> Edges:
-    """All reads and reshards of a plan, inputs and outputs as the signature wants."""
+    """All reads and reshards of a plan, inputs and outputs as the signature wants.
+    ``apart``: an axis along which values move by reshards that have no other."""
     signature = program.signature
     specs: list[Spec] = list(settled)
     for op, strategy in zip(program.ops, strategies, strict=True):
@@ -131,7 +164,7 @@ def connect(
             and constant.index not in program.inputs
         ):
             specs[constant.index] = Spec.whole(len(constant.shape))  # a constant
-    versions = _Versions(program, specs, settled, mesh)
+    versions = _Versions(program, specs, settled, mesh, apart)
     edges = Edges(specs, reshards=versions.reshards)
     for op, strategy in zip(program.ops, strategies, strict=True):
         for i, v in enumerate(op.operands):

@@ -26,12 +26,19 @@ def _words(
     return by_row, ("g", "e!"), by_row if ids == count else "s", sizes
 
 
+def _columns(name: str, count: int) -> list[Word]:
+    """A word for each of so many dims of columns."""
+    return [name] if count == 1 else [f"{name}{i}" for i in range(count)]
+
+
 def _expert_mm(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, groups: int, _: float
 ) -> Rule:
     given = weight.shape[0], x.shape[0], ids.shape[0], groups
     by_row, experts, chosen, sizes = _words(*given)
-    return make([[by_row, "k"], [experts, "k", "n"], [chosen]], [[by_row, "n"]], sizes)
+    k, n = _columns("k", x.dim() - 1), _columns("n", weight.dim() - x.dim())
+    operands = [[by_row, *k], [experts, *k, *n], [chosen]]
+    return make(operands, [[by_row, *n]], sizes)
 
 
 def _expert_outer(
@@ -44,7 +51,9 @@ def _expert_outer(
 ) -> Rule:
     given = count, x.shape[0], ids.shape[0], groups
     by_row, experts, chosen, sizes = _words(*given)
-    return make([[by_row, "k"], [by_row, "n"], [chosen]], [[experts, "k", "n"]], sizes)
+    k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
+    operands = [[by_row, *k], [by_row, *n], [chosen]]
+    return make(operands, [[experts, *k, *n]], sizes)
 
 
 def _dispatch_slots(

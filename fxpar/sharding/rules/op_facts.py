@@ -143,7 +143,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("view.dtype", by_row=False),
     _each("sum.dim_IntList", by_row=True),
     _each("argmax argmin", places=0),
-    _each("topk sort max.dim min.dim", places=1),
+    _each("topk kthvalue sort max.dim min.dim", places=1),
     # Constants.
     _each(
         "full zeros ones empty empty_permuted empty_strided _efficientzerotensor "

@@ -66,9 +66,20 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, *_: Any) -> Rule:
     return replace(rule, evenly=frozenset(rule.operands[0][dim]))
 
 
-def _top_rows(x: torch.Tensor, dim: int, count: int | None, results: int) -> Rule:
+def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
+    """The candidates of a shard are its ``k`` smallest rows."""
+    if x.ndim == 0:
+        return make([[]], [[], []])
+    dim = at(dim, x.ndim)
+    rule = _top_rows(x, dim, 1 if keepdim else None, 2, candidates=k)
+    return replace(rule, evenly=frozenset(rule.operands[0][dim]))
+
+
+def _top_rows(
+    x: torch.Tensor, dim: int, count: int | None, results: int, candidates: int = 0
+) -> Rule:
     """``count`` rows of a dim, or None where the results lack it. Every rank chooses
-    among the candidates of all."""
+    among the ``candidates`` of all, by default as many of a shard."""
     words = words_of(x)
     mark = [f"~{words[dim]}"] if words[dim] != "_" else []
     result = [
@@ -77,11 +88,9 @@ def _top_rows(x: torch.Tensor, dim: int, count: int | None, results: int) -> Rul
         if i != dim or count is not None
     ]
     rule = make([words], [[*result, *mark]] * results)
-    candidates = (
-        GatheredRows(0, dim, count or 1),
-        GatheredRows(0, dim, count or 1, _INDEX),
-    )
-    return replace(rule, gathered=candidates)
+    of_shard = candidates or count or 1
+    marks = GatheredRows(0, dim, of_shard), GatheredRows(0, dim, of_shard, _INDEX)
+    return replace(rule, gathered=marks)
 
 
 ROWS = {
@@ -91,4 +100,5 @@ ROWS = {
     **rows("argmax argmin", choice()),
     **rows("max.dim min.dim", choice(results=2)),
     **rows("topk", topk),
+    **rows("kthvalue", kthvalue),
 }

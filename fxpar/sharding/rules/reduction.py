@@ -85,15 +85,6 @@ def over_third(**how: Any) -> Callable[..., Rule]:
     return made
 
 
-def over_last(**how: Any) -> Callable[..., Rule]:
-    """Reduction called as ``(x, k, dim=-1, keepdim=False)``."""
-
-    def made(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-        return _reduced(x, all_at(dim, x.ndim), keepdim, **how)
-
-    return made
-
-
 def over_prims(**how: Any) -> Callable[..., Rule]:
     """Reduction called as ``(x, dims, ...)``."""
 
@@ -277,7 +268,6 @@ ROWS = {
     **rows("var_mean.dim std_mean.dim", over_third(results=2)),
     **rows("var std", over_all()),
     **rows("var_mean std_mean", over_all(results=2)),
-    **rows("kthvalue", over_last(results=2)),
     **rows("mode", over(-1, results=2)),
     **rows("linalg_vector_norm norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype", norm),
     **rows("norm.Scalar norm.ScalarOpt_dtype", norm),

@@ -7,7 +7,7 @@ argument position, the operands that may be partial together: ``"0+1"`` both at 
 ``"0|1"`` either one with the other whole; a position that holds no tensor in a call
 voids its group. ``shape`` is the position of the argument that spells the result's
 shape, which partitioning makes local. ``even``: its shards must all be of one size;
-``empty``: what it does with one that is empty (``factors.EMPTY``).
+``empty``: what it does with one that is empty (``Rule.empty``).
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fxpar.errors import PlanError
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.search.run_search import SearchResult
 from fxpar.sharding.solver import Infeasible, resolve
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 # Strategies solved again, those that look best with everything else as it is.
 TRIED = 4

@@ -90,13 +90,9 @@ def price_stages(
     rows = schedules.rows_of(schedule, pipeline.places, parts.count, trains=trains)
     sending = max((sent[i] for i in cuts), default=0.0)
 
-    def seconds(action: Action) -> float:
-        if action.kind == schedules.FORWARD:
-            return forward[action.stage]
-        share = 1.0 if action.kind == schedules.BACKWARD else 0.5
-        return backward[action.stage] * share
-
-    slots = schedules.timed(rows, seconds, sending)
+    slots = schedules.timed(
+        rows, lambda action: schedules.seconds_of(action, forward, backward), sending
+    )
     end = max(slot.end for slot in slots) + max(once)
     busy = sum(forward) + sum(backward)
     return StagedStep(

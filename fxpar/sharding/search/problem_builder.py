@@ -17,7 +17,6 @@ import numpy as np
 from fxpar.sharding.cost import fused_work
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.program_kernels import kernels_of
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.at_rest import gathered_again
@@ -36,6 +35,7 @@ from fxpar.sharding.search.search_space import (
 from fxpar.sharding.shift_messages import messages_of
 from fxpar.sharding.solver import Edge
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True)

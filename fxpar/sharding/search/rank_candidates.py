@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.search.choice_tasks import layout
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
 from fxpar.sharding.search.simulate_choice import Overlap
 from fxpar.sharding.search.solutions import cost_of, decode
 from fxpar.sharding.solver import Infeasible, Problem, evaluate, solve
+from fxpar.sharding.strategy import Strategy
 
 # Shares of its price at which communication that may be hidden stands for overlap. Not
 # for nothing: it has to fit beside the compute that hides it.

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from fxpar.errors import PlanError
 from fxpar.sharding.cost.hardware_table import Hardware
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Program, backward_ops
 from fxpar.sharding.propagate.propagation import Seed
@@ -28,6 +27,7 @@ from fxpar.sharding.solver import Infeasible, Problem, Solution, evaluate, solve
 from fxpar.sharding.solver.problem import tie
 from fxpar.sharding.solver.solve import EXACT
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpar.errors import PlanError
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.search import search_space
 from fxpar.sharding.search.formulate import Formulation
 from fxpar.sharding.solver import Solution, solve
 from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import Strategy
 
 
 def decode(

@@ -24,9 +24,9 @@ from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, 
 from fxpar.sharding.cost.op import flops_of
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import searched
-from fxpar.sharding.factors import Strategy
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.search.run_search import SearchOptions, SearchResult
+from fxpar.sharding.strategy import Strategy
 from tests.helpers.programs import local_graph
 
 ITEM = (

@@ -1,0 +1,193 @@
+"""traced -> normalized: products by expert with a fused weight get a dim of parts.
+
+A gate and an up-projection share one weight ``[experts, k, 2 * n]``: its columns lie as
+two blocks (Mixtral), or take turns (GPT-OSS). Split over an axis, a rank would have
+columns of one part without those of the other that they are multiplied with. In: a
+graph with ``fxpar::expert_mm`` (``normalize_experts``). Out: the same graph, in which
+these products see ``[2, n]`` or ``[n, 2]`` for ``2 * n``, and so do those of the
+backward, whose gradients were joined. What it never does: change how a weight or its
+gradient enters or leaves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder, shape_of
+
+aten = torch.ops.aten
+MM = torch.ops.fxpar.expert_mm.default
+OUTER = torch.ops.fxpar.expert_outer.default
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Columns as two dims, one of which counts parts."""
+
+    # Sizes of the two dims.
+    columns: tuple[int, int]
+    # Which dim of [rows, *columns] counts parts.
+    dim: int
+    # The value of each part; None: nothing reads it.
+    values: Sequence[fx.Node | None]
+
+
+def split_fused_experts(graph: fx.Graph, build: Builder) -> None:
+    """Rewrite a graph in place."""
+    for node in list(graph.nodes):
+        if node.target is MM:
+            _split_result(node, build)
+    for node in list(graph.nodes):
+        joined = _joined(node)
+        if joined is not None and _reads_columns(node):
+            _split_operand(node, joined, build)
+    graph.eliminate_dead_code()
+
+
+# Forward
+
+
+def _split_result(product: fx.Node, build: Builder) -> None:
+    """Let a product whose columns are taken apart have them apart."""
+    if len(shape_of(product)) != 2:
+        return
+    rows = _biased(product)
+    parts = _blocks(rows) or _turns(rows)
+    if parts is None:
+        return
+    with build.before(rows):
+        wide = _with_columns(product, parts.columns, build)
+        if rows is not product:
+            bias = _split_last(rows.args[1], parts.columns, build)
+            wide = build.call(rows.target, wide, bias)
+    for i, part in enumerate(parts.values):
+        if part is not None:
+            with build.before(part):
+                build.replace(part, build.call(aten.select.int, wide, parts.dim, i))
+
+
+def _biased(product: fx.Node) -> fx.Node:
+    """A product with what is added to it, if only that reads it."""
+    users = list(product.users)
+    if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
+        return product
+    x, bias = users[0].args
+    alike = isinstance(bias, fx.Node) and shape_of(bias) == shape_of(product)
+    return users[0] if x is product and bias is not product and alike else product
+
+
+def _with_columns(product: fx.Node, columns: Sequence[int], build: Builder) -> fx.Node:
+    x, weight, *others = product.args
+    return build.call(MM, x, _split_last(weight, columns, build), *others)
+
+
+def _split_last(x: Any, columns: Sequence[int], build: Builder) -> fx.Node:
+    """With the last dim, of all columns, as several."""
+    return build.call(aten.reshape.default, x, [*shape_of(x)[:-1], *columns])
+
+
+def _blocks(rows: fx.Node) -> _Parts | None:
+    """The parts of a value [rows, columns] that is split into blocks of columns."""
+    users, n = list(rows.users), shape_of(rows)[1]
+    if len(users) != 1 or users[0].target not in _SPLITS:
+        return None
+    split = users[0]
+    pieces = split.meta["val"]
+    count, dim = len(pieces), split.args[2] if len(split.args) > 2 else 0
+    alike = count > 1 and {x.shape[1] for x in pieces} == {n // count}
+    if dim not in (1, -1) or not alike:
+        return None
+    values: list[fx.Node | None] = [None] * count
+    for user in split.users:
+        if user.target is not operator.getitem:
+            return None
+        values[user.args[1]] = user
+    return _Parts((count, n // count), 1, values)
+
+
+def _turns(rows: fx.Node) -> _Parts | None:
+    """The parts of a value [rows, columns] where each reader takes every so manyth
+    column."""
+    users, n = list(rows.users), shape_of(rows)[1]
+    count = len(users)
+    values: list[fx.Node | None] = [None] * count
+    for user in users:
+        if user.target is not aten.slice.Tensor or len(user.args) < 5:
+            return None
+        _, dim, start, end, step = user.args
+        turns = dim in (1, -1) and end >= n and step == count and n % step == 0
+        if not turns or not 0 <= start < step or values[start] is not None:
+            return None
+        values[start] = user
+    return _Parts((n // count, count), 2, values) if count > 1 else None
+
+
+# Backward
+
+
+def _joined(node: fx.Node) -> _Parts | None:
+    """The parts that a value [rows, columns] is joined of; None of others."""
+    if node.target is aten.cat.default and len(shape_of(node)) == 2:
+        pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        widths = {shape_of(x)[1] for x in pieces}
+        if dim in (1, -1) and len(widths) == 1 and len(pieces) > 1:
+            return _Parts((len(pieces), widths.pop()), 1, pieces)
+    if node.target is aten.add.Tensor and not node.kwargs:
+        turns = dict(turn for turn in map(_turn, node.args) if turn is not None)
+        if turns.keys() == {0, 1}:
+            return _Parts((shape_of(node)[1] // 2, 2), 2, [turns[0], turns[1]])
+    return None
+
+
+def _turn(x: Any) -> tuple[int, fx.Node] | None:
+    """(the first column, values) of what is zero but in every second column."""
+    if not isinstance(x, fx.Node) or x.target is not aten.slice_scatter.default:
+        return None
+    if len(x.args) < 6 or len(shape_of(x)) != 2:
+        return None
+    zeros, values, dim, start, end, step = x.args
+    is_zero = zeros.target is aten.full.default and zeros.args[1] == 0
+    n = shape_of(x)[1]
+    fits = dim in (1, -1) and end >= n and step == 2 and n % 2 == 0
+    return (start, values) if is_zero and fits and start in (0, 1) else None
+
+
+def _reads_columns(node: fx.Node) -> bool:
+    return any(user.target in (MM, OUTER) for user in node.users)
+
+
+def _split_operand(node: fx.Node, parts: _Parts, build: Builder) -> None:
+    """Let products read gradients that were joined with the parts as a dim."""
+    with build.before(node):
+        pieces = [
+            build.call(aten.unsqueeze.default, x, parts.dim) for x in parts.values
+        ]
+        stack = build.call(aten.cat.default, pieces, parts.dim)
+    for user in list(node.users):
+        if user.target not in (MM, OUTER):
+            continue
+        with build.before(user):
+            args = [stack if x is node else x for x in user.args]
+            if user.target is MM:
+                args[1] = _split_inner(args[1], parts.columns, build)
+            product = build.call(user.target, *args)
+            if user.target is OUTER:
+                product = build.call(aten.reshape.default, product, shape_of(user))
+        build.replace(user, product)
+    if node.users:
+        with build.before(node):
+            merged = build.call(aten.reshape.default, stack, shape_of(node))
+        node.replace_all_uses_with(merged)
+
+
+def _split_inner(weight: fx.Node, columns: Sequence[int], build: Builder) -> fx.Node:
+    """A weight [experts, columns, n] with its columns as several dims."""
+    experts, _, n = shape_of(weight)
+    return build.call(aten.reshape.default, weight, [experts, *columns, n])

@@ -1,0 +1,144 @@
+"""Writes to inputs at the end of a graph: results while it is planned and scheduled.
+
+AOTAutograd leaves ``copy_(input, new)`` for what a program writes to, as batch norms do
+to buffers and optimizers to parameters. Planning, verbs and stages see values alone; so
+``lift`` makes ``new`` one more result of the graph, and ``put`` makes it a write again,
+behind all else, where code generation lets the op that computes a value write it in
+place. A graph may hand back what it wrote to, as a static cache does its length.
+``keep_copies`` is for copies of what is written. Nothing else is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.bucket_collectives import PHASE
+from fxpar.sharding.cost.op import is_view
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+_WRITE = torch.ops.aten.copy_.default
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write to an input, while it is a result."""
+
+    # Position of the input among those of the graph.
+    target: int
+    # Of the node that writes to it.
+    meta: dict[str, Any]
+    # Which of the graph's own results are the input, once written.
+    returned: tuple[int, ...] = ()
+
+
+def lift(graph: fx.Graph) -> tuple[Write, ...]:
+    """Take writes off a graph, in place; their values are results, behind its own. A
+    write whose input is read later stays."""
+    output = graph.output_node()
+    inputs = graph.find_nodes(op="placeholder")
+    position = {node: i for i, node in enumerate(inputs)}
+    writes: list[Write] = []
+    values: list[Any] = []
+    results = _results(output)
+    for node in graph.find_nodes(op="call_function", target=_WRITE):
+        target, value = node.args[:2]
+        last = target in position and set(node.users) <= {output}
+        if last and isinstance(value, fx.Node) and not _read_behind(target, node):
+            returned = tuple(i for i, x in enumerate(results) if x is node)
+            writes.append(Write(position[target], dict(node.meta), returned))
+            values.append(value)
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    if writes:
+        several = isinstance(output.args[0], (list, tuple))
+        kind = type(output.args[0]) if several else tuple
+        output.args = (kind((*_results(output), *values)),)
+        output.meta = output.meta | {"fxpar_single": not several}
+        if "desc" in output.meta:
+            descs = [inputs[write.target].meta["desc"] for write in writes]
+            written = map(_torch.aot.written_input, descs)
+            output.meta["desc"] = [*output.meta["desc"], *written]
+    return tuple(writes)
+
+
+def put(graph: fx.Graph, writes: Sequence[Write], phase: str | None = None) -> None:
+    """The inverse, on a graph with the same inputs. ``phase``: where in a training step
+    all writes are."""
+    if not writes:
+        return
+    output = graph.output_node()
+    inputs = graph.find_nodes(op="placeholder")
+    results = _results(output)
+    own_results, values = results[: -len(writes)], results[-len(writes) :]
+    with graph.inserting_before(output):
+        for write, value in zip(writes, values, strict=True):
+            target = inputs[write.target]
+            if value is target:
+                continue
+            node = graph.call_function(_WRITE, (target, value))
+            node.meta = write.meta | {"val": target.meta["val"]}
+            if phase is not None:
+                node.meta["custom"] = value.meta.get("custom", {}) | {PHASE: phase}
+            for i in write.returned:
+                if own_results[i] is value:
+                    own_results[i] = node
+    single = output.meta.pop("fxpar_single", False)
+    output.args = (own_results[0] if single else type(output.args[0])(own_results),)
+    if "desc" in output.meta:
+        output.meta["desc"] = output.meta["desc"][: len(own_results)]
+    graph.lint()
+
+
+def keep_copies(graph: fx.Graph, written: Collection[int] = ()) -> None:
+    """Make copies of inputs that the graph writes stay copies, in place. ``written``:
+    positions of inputs that are written after it ran.
+
+    Inductor (torch 2.13) takes a copy for the value it copies; in a joint graph the
+    backward then reads the input after it was written.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    late = {inputs[i] for i in written}
+    late |= {n.args[0] for n in graph.find_nodes(op="call_function", target=_WRITE)}
+    pending = [node for node in inputs if node in late]
+    while pending:
+        node = pending.pop()
+        for user in list(node.users):
+            value = user.meta.get("val")
+            if is_view(user):
+                pending.append(user)
+            elif op_facts_of(user.target).copies and _is_like(value, node.meta["val"]):
+                with graph.inserting_before(user):
+                    copy = graph.call_function(torch.ops.fxpar.kept.default, (node,))
+                copy.meta = dict(user.meta) | {"val": node.meta["val"]}
+                user.replace_input_with(node, copy)
+    graph.lint()
+
+
+def _results(output: fx.Node) -> list[Any]:
+    """What a graph returns, as a list."""
+    results: Any = output.args[0]
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _read_behind(value: fx.Node, write: fx.Node) -> bool:
+    """Whether something behind a write reads what it writes to, or a view of it. That
+    the input itself is handed back is no reading: it is what was written to it."""
+    return any(
+        (user is not write and user.op != "output" and write < user)
+        or (is_view(user) and (_is_result(user) or _read_behind(user, write)))
+        for user in value.users
+    )
+
+
+def _is_result(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _is_like(x: Any, y: Any) -> bool:
+    return (x.shape, x.dtype) == (y.shape, y.dtype)

@@ -1,0 +1,157 @@
+"""Parameters that rest split along the axis of stages, as what stages do not compute.
+
+A program is planned on the mesh of one stage. What rests split along the axis of stages
+too is put together where it is read, and gradients are split along it, by reshards of
+that axis alone; ``passes.lay_out_stages`` makes these messages to and from the places
+that need them. In: signatures, and Decisions on the mesh of one stage. Out: the same
+without the axis of stages, and Decisions on the whole mesh. Of the update of a training
+step each place computes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from fxpar.sharding import shard_sizes
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import Pipeline, with_stages
+from fxpar.sharding.program import Input, Op, Output, Program, Signature
+from fxpar.sharding.reshard.needed import connect
+from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.spec import Spec
+from fxpar.sharding.strategy import (
+    Strategy,
+    fits,
+    operand_spec,
+    project,
+    result_spec,
+)
+
+End = TypeVar("End", Input, Output)
+
+
+def split_over_stages(spec: Spec, shape: Sequence[int], mesh: Mesh, axis: str) -> Spec:
+    """How a parameter that lies as ``spec`` on the mesh of a stage rests on the mesh of
+    all: on a dim that no axis splits, if one divides, else as the minor axis of one;
+    as it is, where none divides."""
+    order = sorted(range(len(shape)), key=lambda d: bool(spec.dims[d]))
+    for d in order:
+        split = (*spec.dims[d], axis)
+        if shape[d] and shard_sizes.is_even(shape[d], mesh, split):
+            return _extended(spec, d, axis)
+    return spec
+
+
+def of_one_stage(signature: Signature, axis: str) -> Signature:
+    """The signature on the mesh of a stage: ``stage_dim`` says what the axis splits."""
+
+    def bare(end: End) -> End:
+        if end.rest is None or axis not in end.rest.axes:
+            return end
+        (dim,) = (d for d, axes in enumerate(end.rest.dims) if axis in axes)
+        return replace(end, rest=end.rest.without({axis}), stage_dim=dim)
+
+    inputs, outputs = map(bare, signature.inputs), map(bare, signature.outputs)
+    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def over_stages(
+    decision: Decision, pipeline: Pipeline, update: Collection[int]
+) -> Decision:
+    """What was decided for one stage, on the mesh of all. ``update``: the ops that are
+    of no stage, each place computes its part of."""
+    mesh, axis = with_stages(decision.mesh, pipeline), pipeline.axis
+    program = decision.program
+    signature = program.signature
+    ends: Sequence[Input | Output] = (*signature.inputs, *signature.outputs)
+    if all(end.stage_dim is None for end in ends):
+        return replace(decision, mesh=mesh)
+    split = {
+        v: end.stage_dim
+        for end, v in zip(signature.inputs, program.inputs, strict=True)
+        if v is not None and end.stage_dim is not None
+    }
+    strategies, settled = list(decision.strategies), list(decision.settled)
+    for op in program.ops:
+        casts = len(op.operands) == 1 and op_facts_of(op.target).casts
+        if op.index in update or casts:
+            _split_op(program, op, strategies, settled, split, mesh, axis)
+    program = replace(program, signature=_resting(signature, axis))
+    edges = connect(program, strategies, settled, mesh, apart=axis)
+    return replace(
+        decision,
+        program=program,
+        mesh=mesh,
+        strategies=tuple(strategies),
+        settled=tuple(settled),
+        edges=edges,
+    )
+
+
+def _extended(spec: Spec, dim: int, axis: str) -> Spec:
+    dims = [(*x, axis) if d == dim else x for d, x in enumerate(spec.dims)]
+    return Spec.of(dims, spec.partial)
+
+
+def _resting(signature: Signature, axis: str) -> Signature:
+    """With the axis of stages where inputs and outputs rest."""
+
+    def whole(end: End) -> End:
+        if end.stage_dim is None or end.rest is None:
+            return end
+        return replace(end, rest=_extended(end.rest, end.stage_dim, axis))
+
+    inputs, outputs = map(whole, signature.inputs), map(whole, signature.outputs)
+    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _split_op(
+    program: Program,
+    op: Op,
+    strategies: list[Strategy],
+    settled: list[Spec],
+    split: dict[int, int],
+    mesh: Mesh,
+    axis: str,
+) -> None:
+    """Let each place compute its part of an op, by how its largest operand is split.
+    Changes the lists, and adds to ``split``: value -> dim."""
+    strategy, values = strategies[op.index], program.values
+    operands = [(i, v) for i, v in enumerate(op.operands) if v in split]
+    for i, v in sorted(operands, key=lambda x: -values[x[1]].numel):
+        whole = operand_spec(op.rule, strategy, i)
+        spec = _extended(whole, split[v], axis)
+        axes_of = project(
+            op.rule.operands[i], spec, op.rule.size, mesh, even=op.rule.even_factors
+        )
+        factor = next((f for f, axes in axes_of.items() if axis in axes), None)
+        if factor is None or factor not in op.rule.free:
+            continue
+        axes = (*strategy.axes_of.get(factor, ()), axis)
+        candidate = Strategy(
+            tuple({**strategy.axes_of, factor: axes}.items()), strategy.passes
+        )
+        if factor in op.rule.exchanged or not _fits(program, op, candidate, mesh):
+            continue
+        strategies[op.index] = candidate
+        for k, result in enumerate(op.results):
+            lies = result_spec(op.rule, candidate, k)
+            for d, dim_axes in enumerate(lies.dims):
+                if axis in dim_axes:
+                    split[result] = d
+                    settled[result] = _extended(settled[result], d, axis)
+        return
+
+
+def _fits(program: Program, op: Op, strategy: Strategy, mesh: Mesh) -> bool:
+    """Whether an op can do so, all shards alike."""
+    if not fits(op.rule, strategy.axes_of, mesh):
+        return False
+    specs = [operand_spec(op.rule, strategy, i) for i in range(len(op.operands))]
+    specs += [result_spec(op.rule, strategy, k) for k in range(len(op.results))]
+    values = [program.values[v] for v in op.tensors]
+    pairs = zip(specs, values, strict=True)
+    return all(spec.is_even(mesh, value.shape) for spec, value in pairs)

@@ -1,0 +1,164 @@
+"""``fxpar.shard`` on a mesh with an axis of stages: each rank holds its part of every
+parameter, gradient and moment, and steps are those of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fxpar
+from fxpar.errors import FxparError
+from tests.helpers.spawn import ranks_of
+from tests.helpers.training import compare, loop, one_device, train, whole
+from tests.helpers.whole_steps import whole_steps
+
+pytestmark = pytest.mark.multiprocess
+
+WORDS, WIDTH, STEPS = 24, 16, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """The first stage and the last read one weight; a parameter has an odd dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.rest = nn.Sequential(*[Block() for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.rest(self.embed(ids)) * self.scale @ self.embed.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied().double()
+
+
+def batches() -> list[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randint(WORDS, (8, 6), generator=generator),) for _ in range(STEPS)]
+
+
+def trained(options: dict[str, Any], folder: str = "") -> dict[str, Any]:
+    """Steps under torch.compile with clipped gradients; a checkpoint is left."""
+    model = built()
+    if options:
+        model = fxpar.shard(model, mesh=options["mesh"])
+    run = torch.compile(model, backend="fxpar", options=options) if options else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, first = loop(run, optimizer, batches(), model=model, clip=0.3)
+    state = model.state_dict()
+    if folder:
+        dcp.save({"model": state}, checkpoint_id=folder)
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    moments = [x.to_local() if isinstance(x, DTensor) else x for x in moments]
+    return {
+        "losses": losses,
+        "gradients": first,
+        "state": {name: whole(x) for name, x in state.items()},
+        "held": [sum(x.numel() for x in kind) for kind in (held, moments)],
+    }
+
+
+def read_back(mesh: str, folder: str) -> dict[str, torch.Tensor]:
+    model = built()
+    if mesh:
+        model = fxpar.shard(model, mesh=mesh)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    return {name: whole(x) for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"),
+    [
+        ("pp=2", 2),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("pp=2", 1), ("pp=4", 2), ("pp=2,dp=2", 2), ("pp=2,tp=2", 4))
+        ],
+    ],
+)
+def test_stages_train_what_rests_in_parts(
+    mesh: str, parts: int, tmp_path: Path
+) -> None:
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    options["microbatches"] = parts
+    want, pool = trained({}), ranks_of(mesh)
+    for got in pool.run(trained, options, str(tmp_path)):
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-12)
+        for kind in ("gradients", "state"):
+            for name, x in want[kind].items():
+                torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
+        ranks = len(pool.run(len, ""))
+        for held, all_ in zip(got["held"], want["held"], strict=True):
+            assert held < 1.15 * all_ / ranks
+    other = "dp=2" if mesh == "pp=2" else ""
+    back = ranks_of("dp=2").run(read_back, other, str(tmp_path))
+    for name, x in back[0].items():
+        torch.testing.assert_close(x, want["state"][name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        ("pp=2", "1f1b"),
+        pytest.param("pp=2,dp=2", "interleaved", marks=pytest.mark.slow),
+        pytest.param("pp=2", "zero_bubble", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_steps_update_what_rests_in_parts(mesh: str, schedule: str) -> None:
+    options = {"mesh": mesh, "codegen": "eager", "plan": "propagate"}
+    options |= {"pipeline": schedule, "microbatches": 4}
+    want = whole_steps(None, STEPS)
+    for got in ranks_of(mesh).run(whole_steps, options, STEPS, True, timeout=900.0):
+        assert any(f"{schedule}, 4 microbatches" in note for note in got["notes"])
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-12)
+        for kind in ("state", "moments", "buffers"):
+            for name, x in want[kind].items():
+                torch.testing.assert_close(got[kind][name], x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_models_train_at_rest_in_stages(name: str, codegen: str) -> None:
+    options = {"mesh": "pp=2", "codegen": codegen, "microbatches": 2}
+    options["plan"] = "propagate"
+    runs = ranks_of("pp=2").run(train, name, options, STEPS, "sharded", timeout=900.0)
+    compare(runs, one_device(name, STEPS))
+
+
+def hinted(mesh: str) -> str:
+    try:
+        fxpar.shard(built(), mesh=mesh, hints={"*.weight": ("pp", None)})
+    except FxparError as error:
+        return str(error)
+    return ""
+
+
+def test_hints_along_stages_are_refused() -> None:
+    for text in ranks_of("pp=2").run(hinted, "pp=2"):
+        assert "'pp'" in text and "embed.weight" in text
