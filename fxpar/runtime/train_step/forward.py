@@ -25,6 +25,8 @@ from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec
 
+_CHECKPOINT = "higher_order::tag_activation_checkpoint"
+
 
 @dataclass(frozen=True)
 class StepInput(Named):
@@ -79,8 +81,8 @@ def globally(
 def _open_checkpoints(gm: fx.GraphModule) -> None:
     """Put the ops of checkpointed regions in place of them: parameters at rest cross
     inside, and a step computes nothing again."""
-    region = torch.ops.higher_order.tag_activation_checkpoint
-    for call in gm.graph.find_nodes(op="call_function", target=region):
+    name_of, calls = _torch.aot.higher_order_name, list(gm.graph.nodes)
+    for call in [node for node in calls if name_of(node.target) == _CHECKPOINT]:
         body = gm.get_submodule(call.args[0].target)
         _open_checkpoints(body)
         for node in body.graph.find_nodes(op="get_attr"):
