@@ -47,6 +47,7 @@ from fxpar.runtime.open_sizes import (
 from fxpar.runtime.program_identity import Named
 from fxpar.runtime.stage_times import table as stage_table
 from fxpar.runtime.train_step.forward import StepInput
+from fxpar.runtime.train_step.trace import restore_numbers
 from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import split_off
@@ -199,6 +200,8 @@ class JointPass:
             size_nodes.lift_sizes(gm.graph)
         name = self.request.name
         writes = writes_as_results.lift(gm.graph)
+        if self.job.writes:
+            restore_numbers(gm.graph)
         boundaries = absorb(gm.graph, fake_mode, ranks.mesh)
         signature = read_signature(gm.graph, self._input, self._output)
         request = self.request = self._request(boundaries.declare(signature))

@@ -209,7 +209,8 @@ def report(
         )
         fix += "hints, or fxpar.constrain"
         warnings.warn(compose(text, fix=fix), FxparWarning, stacklevel=2)
-    # In local mode parts of the batch stay local: ``runtime.eager`` says what it costs.
+    # In local mode parts of the batch stay local: ``outside_graphs`` says what it
+    # costs.
     if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
         text = (

@@ -150,7 +150,7 @@ def fastest_staged(
         texts.append(f"{mesh} {text}")
         if choice is not None:
             best, bar = choice, choice.step.seconds
-    best = best and _with_fewer_parts(program, request, best, options, cut)
+    best = best and _with_fewer_parts(program, request, best, options, cut, end)
     listed = f"stages: {', '.join(texts)}" if texts else "stages"
     return best, (f"{listed}; {skipped} meshes not searched",)
 
@@ -191,11 +191,15 @@ def _with_fewer_parts(
     best: StagedChoice,
     options: SearchOptions,
     cut: BatchCut,
+    end: float,
 ) -> StagedChoice:
-    """The choice with half as many microbatches, as long as that is faster."""
+    """The choice with half as many microbatches, as long as that is faster, until the
+    clock shows ``end``."""
     if request.microbatches is not None:
         return best
     while best.step.parts % 2 == 0 and best.step.parts > 2:
+        if time.perf_counter() > end:
+            break
         best_request, bar = best.request, best.step.seconds
         parts = best.step.parts // 2
         try:

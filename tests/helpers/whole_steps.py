@@ -44,6 +44,11 @@ def whole_steps(
         "state": state,
         "moments": moments,
         "buffers": {name: whole(x) for name, x in model.named_buffers()},
+        "stages": [
+            (stage.forward_seconds, stage.backward_seconds)
+            for plan in plans
+            for stage in plan.stages
+        ],
         "notes": [note for plan in plans for note in plan.notes],
         "collectives": [len(plan.collectives) for plan in plans],
     }

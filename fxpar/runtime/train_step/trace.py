@@ -1,6 +1,6 @@
 """One training step as one graph: forward, backward and the optimizer's own ``step``.
 
-In: a forward (``step_forward``), fakes of what it is called with, an optimizer. Out: an
+In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an
 ATen graph in global shapes that gives the results and writes new parameters, buffers
 and optimizer state in place. Nothing is planned or compiled here, and no value of the
 user's is read or changed.
@@ -48,6 +48,9 @@ from fxpar.runtime.train_step.optimizer import (
     stand_in,
     step_of,
 )
+
+# Of a node, among what is kept of it: the number that autograd gave it.
+_NUMBER = "fxpar_number"
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def trace(
 
     module = _torch.aot.trace_flat(step, fakes, mode)
     _tidy(module)
+    _keep_numbers(module)
     results = module.graph.output_node().args[0][findings.count :][
         : len(findings.result_slots)
     ]
@@ -194,6 +198,24 @@ def _tidy(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
+
+
+def _keep_numbers(module: fx.GraphModule) -> None:
+    """Keep the numbers that autograd gives ops where they are not overwritten when the
+    graph is traced again, without autograd."""
+    for node in module.graph.nodes:
+        if "seq_nr" in node.meta:
+            custom = node.meta.get("custom") or {}
+            node.meta["custom"] = custom | {_NUMBER: node.meta["seq_nr"]}
+
+
+def restore_numbers(graph: fx.Graph) -> None:
+    """Give nodes of a step the numbers that autograd gave them, by which a backward op
+    is known to differentiate a forward one. In place."""
+    for node in graph.nodes:
+        number = (node.meta.get("custom") or {}).get(_NUMBER)
+        if number is not None:
+            node.meta["seq_nr"] = number
 
 
 def _stamp(phase: str) -> None:
