@@ -125,7 +125,7 @@ def assign_stages(
         if node in kinds.everywhere:
             node.meta[STAGE] = ALL
         elif node in kinds.forward and node.target is operator.getitem:
-            node.meta[STAGE] = node.args[0].meta[STAGE]
+            node.meta[STAGE] = shown(node.args[0]).meta[STAGE]
     _assign_backward(graph, kinds, count)
     return _stages(graph, program, priced, places, kinds)
 
@@ -173,7 +173,7 @@ def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
     place = {node: i for i, node in enumerate(chain)}
     for node in kinds.graph.nodes:
         if node in kinds.forward and node.target is operator.getitem:
-            place[node] = place[node.args[0]]
+            place[node] = place[shown(node.args[0])]
     last: dict[fx.Node, int] = {}
     for node in reversed(list(kinds.graph.nodes)):
         at = place.get(node, last.get(node, -1))

@@ -357,3 +357,16 @@ def test_the_predicted_step_is_that_of_the_formula(
     assert plan.predicted.sent[0][0] == "pp"
     plan.to_trace(tmp_path / "trace.json")
     assert "place 3" in (tmp_path / "trace.json").read_text()
+
+
+def test_a_split_into_one_part_is_cut_where_it_is_read() -> None:
+    """As ``jacrev`` makes it of one argument: it shows all of its operand."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]).double()
+
+    def jacobians(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(torch.func.jacrev(lambda v: torch.tanh(model(v))))(x)
+
+    x = torch.randn(8, 8, dtype=torch.float64)
+    plan = fxpar.plan(jacobians, x, mesh="pp=2", mode="propagate")
+    assert len(plan.stages) == 2
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
