@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -332,3 +333,33 @@ def test_files_and_classes_have_names_of_their_own() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert {c for c, n in classes.items() if n > 1} == SHARED_CLASSES
+
+
+# What docstrings and comments may name beside modules of the package.
+OUTSIDE = {"aten", "jax", "prims", "torch"}
+
+
+def stale_names(path: Path, files: dict[str, Path]) -> Iterator[str]:
+    """``module.name`` in text, where there is no such module, or no such name in it."""
+    text = path.read_text()
+    code = re.sub(r"``[^`]*``", "", text)
+    for dotted in sorted(set(re.findall(r"``([a-z_]\w*(?:\.\w+)+)``", text))):
+        first, *names = dotted.removesuffix(".py").split(".")
+        if first in OUTSIDE or re.search(rf"\b{first}\b", code):
+            continue
+        file = files.get(first)
+        while file is not None and names and names[0] in files:
+            file = files[names.pop(0)]
+        if file is None or (names and names[0] not in file.read_text()):
+            yield f"{path.name}: {dotted}"
+
+
+def test_text_names_modules_as_they_are_called(tmp_path: Path) -> None:
+    files = {path.parent.name: path for path in FILES if path.stem == "__init__"}
+    files |= {path.stem: path for path in FILES if path.stem != "__init__"}
+    assert [name for path in FILES for name in stale_names(path, files)] == []
+    sample = tmp_path / "sample.py"
+    text = "``nowhere.parse``, ``mesh.Nothing``, ``mesh.Mesh``, ``passes.lower``"
+    sample.write_text(f"# {text}, ``torch.nn``, ``x.shape``\nx = 1\n")
+    named = [name.split()[1] for name in stale_names(sample, files)]
+    assert named == ["mesh.Nothing", "nowhere.parse"]

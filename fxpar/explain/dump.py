@@ -199,17 +199,18 @@ def report(
             log.info("%s: %s", name, note)
         else:
             warnings.warn(f"{name}: {note}", FxparWarning, stacklevel=2)
-    if _splits_nothing(plan):
-        text = (
-            f"{name}: the plan splits nothing, all {plan.mesh.size} ranks compute the "
-        )
-        text += f"whole of it: {_why_whole(plan)}"
+    one_stage = plan.of_one_stage() if plan.stages else plan
+    if _splits_nothing(one_stage):
+        whose = "all" if one_stage is plan else "in each stage all"
+        text = f"{name}: the plan splits nothing, {whose} {one_stage.mesh.size} ranks "
+        text += f"compute the whole of it: {_why_whole(plan)}"
         fix = (
             "see what splits would cost with python -m fxpar plan; or ask for one with "
         )
         fix += "hints, or fxpar.constrain"
         warnings.warn(compose(text, fix=fix), FxparWarning, stacklevel=2)
-    # In local mode parts of the batch stay local: ``runtime.eager`` says what it costs.
+    # In local mode parts of the batch stay local: ``outside_graphs`` says what it
+    # costs.
     if broken_at is not None and options.inputs == "global":
         made_whole = [c for c in plan.collectives if c.source.startswith("output ")]
         text = (

@@ -37,7 +37,7 @@ _GROUPS = {
 def render(plan: Plan, timeline: Any = None) -> str:
     """The page of a plan.
 
-    ``timeline``: a ``passes.simulate.Timeline``, or an object or mapping with some of
+    ``timeline``: a ``simulate_step.Timeline``, or an object or mapping with some of
     its fields: ``events``, each with name, stream, start and duration in seconds;
     ``memory``, pairs (seconds, bytes on a rank); ``held``, each with name and bytes.
     """

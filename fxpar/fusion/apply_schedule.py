@@ -37,7 +37,7 @@ from fxpar.sharding.spec import Spec
 
 # verb -> (edit, nodes or tuples of nodes, options) -> nodes that later lines may name.
 # Each is described where it is defined.
-# What lines may say of them is in ``lines.TAKES``.
+# What lines may say of them is in ``parse.TAKES``.
 VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "split": gathers.split,
     "cut": gathers.cut,
@@ -109,7 +109,7 @@ def opened(
 ) -> tuple[Edit, bool]:
     """A copy of the graph to be changed, and whether its collectives were lifted;
     arguments as of ``apply``. Raises ScheduleError on a graph of which verbs would take
-    for granted what is not so (``kinds.admit``)."""
+    for granted what is not so (``node_legality.admit``)."""
     copy = copy_of(graph.graph if isinstance(graph, fx.GraphModule) else graph)
     for node in copy.nodes:
         if isinstance(node.target, node_legality.CallableRegion):

@@ -2,12 +2,12 @@
 
 In: a local graph with steps, the hardware. Out: a ``Chosen``: the schedule, the graph
 after it, what a step is predicted to take before and after, and near misses with the
-reason. What lies in slices comes from ``sequence``, which is exact for the sum of
-seconds, once for each dim that could be split; the best by simulation are kept. For
-each of these ``beside`` finds lines for every kind of collective, in a window around
-it, and the whole step is simulated again. A schedule is taken if the step is not slower
-with it, memory deciding between equals. All ranks choose alike: nothing here depends on
-the clock or on the rank.
+reason. What lies in slices comes from ``sequence_parallel``, which is exact for the sum
+of seconds, once for each dim that could be split; the best by simulation are kept. For
+each of these ``overlap_candidates`` finds lines for every kind of collective, in a
+window around it, and the whole step is simulated again. A schedule is taken if the step
+is not slower with it, memory deciding between equals. All ranks choose alike: nothing
+here depends on the clock or on the rank.
 """
 
 from __future__ import annotations

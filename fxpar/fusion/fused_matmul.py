@@ -4,7 +4,7 @@ In: a gather along a dim that products do not sum over, whose rows they read, th
 before the last in whatever shape; or a product whose rows a reduce-scatter takes so.
 Out: ``fxpar::gather_matmul`` or ``fxpar::matmul_scatter`` in their place, which on GPUs
 that share memory are kernels with signals where these are predicted to be faster
-(``kernels.gemm_ops``), else PyTorch's ops of asynchronous tensor parallelism
+(``kernels.matmul_ops``), else PyTorch's ops of asynchronous tensor parallelism
 (``symm_mem::fused_all_gather_matmul``, ``symm_mem::fused_matmul_reduce_scatter``), and
 elsewhere the two ops one after the other. Never chosen by itself: what these ops take
 is not in the cost model.

@@ -139,7 +139,7 @@ def lift(
 ) -> bool:
     """Make steps of the functional collectives of a graph, in place; whether there were
     any. ``groups``: axes of process groups by name; symbolic ones name their own. What
-    no step stands for stays (``kinds.admit`` refuses it).
+    no step stands for stays (``node_legality.admit`` refuses it).
 
     Raises ScheduleError on a group whose axes are unknown.
     """

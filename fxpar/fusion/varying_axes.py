@@ -6,7 +6,8 @@ different values. A value that does not vary over an axis is replicated along it
 that each rank may compute on a slice; one that varies is a shard, a summand, or
 something of one rank alone, and what it is the steps that follow say. What another
 stage sends varies as it did there (``meta["fxpar_sent"]``). What communicates and is
-not in the table here does not come in (``kinds.admit``). Never changes the graph.
+not in the table here does not come in (``node_legality.admit``). Never changes the
+graph.
 
 The analysis is that of ``jax.shard_map``'s varying axes.
 """

@@ -219,9 +219,9 @@ def _(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 # The two crossings between what one rank holds and the global value, for parameters at
 # rest. Spec, hint and mesh are text. ``summed``: batch axes along which the gradient
 # may stay unreduced (gradient accumulation). ``reduce``: dtype in which gradients are
-# reduced, "" for their own. ``home``: number of the model's ``runtime.modules.Home``.
-# ``runtime.boundary`` has the kernels: eagerly, every rank
-# computes on global values, so ``to_global`` gathers and ``to_local`` is a slice.
+# reduced, "" for their own. ``home``: number of the model's ``sharded_modules.Home``.
+# ``at_rest.crossings`` has the kernels: eagerly, every rank computes on global values,
+# so ``to_global`` gathers and ``to_local`` is a slice.
 torch.library.define(
     "fxpar::to_global",
     "(Tensor local, SymInt[] shape, str spec, str hint, str mesh, str summed, "
@@ -265,9 +265,9 @@ torch.library.register_autograd(
 )
 
 
-# An all-gather on CPU in two ops, for ``passes.schedule.give_outputs``: the second ends
-# the first. Inductor must be taught both (``register_lowering``): what is read until
-# the second is the buffer that it gave the first, not another copy of its value.
+# An all-gather on CPU in two ops, for ``order_collectives.give_outputs``: the second
+# ends the first. Inductor must be taught both (``register_lowering``): what is read
+# until the second is the buffer that it gave the first, not another copy of its value.
 torch.library.define(
     "fxpar::all_gather_into_tensor", "(Tensor x, int count, str group) -> Tensor"
 )
@@ -309,7 +309,7 @@ def register_lowering() -> None:
 
 
 # A gather with the products that read it, a product with the reduce-scatter that takes
-# it: for ``fusion.shipped``. ``count``: ranks of the group, for shapes.
+# it: for ``fusion.fused_matmul``. ``count``: ranks of the group, for shapes.
 torch.library.define(
     "fxpar::gather_matmul",
     "(Tensor x, Tensor[] ws, int dim, int count, str group) -> Tensor[]",
@@ -321,7 +321,7 @@ torch.library.define(
 
 
 # Other ways to run them, "gather" and "scatter", asked first: each gives None where it
-# is not the way (``fusion.kernels.gemm_ops``).
+# is not the way (``kernels.matmul_ops``).
 JOINED: dict[str, Callable[..., Any]] = {}
 
 

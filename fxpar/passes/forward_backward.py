@@ -3,8 +3,8 @@
 In: a local graph, joint or not. Out: a new graph of the same results, in which nodes
 stand as they do in what is compiled: what the backward needs of the forward is kept or
 computed again in the backward, and ``schedule`` has been applied to either. For
-``simulate``; what runs is parted by AOTAutograd on the bound graph. What the backward
-computes again says ``sharding.cost.recompute``.
+``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
+backward computes again says ``sharding.cost.recompute``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ the right one (n), in both operands only (k). Runs of one class are merged by vi
 where they stand together, so that no data moves that the program before normalizing
 did not move. Rows of a shift are cut, sent on along a split dim, and joined.
 
-Score and mask functions of flex_attention count batch and heads by global index, so
-that they see what they see on one device.
+Score and mask functions of flex_attention count batch, heads and queries by global
+index, so that they see what they see on one device.
 """
 
 from __future__ import annotations
@@ -159,14 +159,16 @@ def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) ->
     return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
 
 
-# Where a score function has batch and head among its arguments, and a mask function.
-_SCORE, _MASK = (1, 2), (0, 1)
+# Where a score function has batch, head and query among its arguments, and a mask
+# function.
+_SCORE, _MASK = (1, 2, 3), (0, 1, 2)
 
 
 def _with_global_index(
-    call: LocalCall, node: fx.Node, places: tuple[int, int]
+    call: LocalCall, node: fx.Node, places: tuple[int, int, int]
 ) -> fx.Node:
-    """A function of scores, its batch and head moved on by where this rank's begin."""
+    """A function of scores, its batch, head and query moved on by where this rank's
+    begin."""
     body = body_of(node)
     assert body is not None
     inputs = body.graph.find_nodes(op="placeholder")
@@ -196,7 +198,22 @@ def _forward(
     call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *settings: Any
 ):
     mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
+    if call.operands[0].dims[2]:
+        mask = (call.operand_shape(0)[2], *mask[1:])
+        q = _of_its_own(call, q)
     return call.same(q, k, v, _with_global_index(call, score, _SCORE), mask, *settings)
+
+
+def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:
+    """Queries in memory of their own, laid out alike: on CPU Inductor (2.13) takes no
+    view of a tensor of three dims."""
+    value, build = q.meta["val"], call.build
+    if value.device.type != "cpu":
+        return q
+    order = sorted(range(4), key=value.stride, reverse=True)
+    dense = build.call(aten.permute.default, q, order)
+    dense = build.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
+    return build.call(aten.permute.default, dense, [order.index(d) for d in range(4)])
 
 
 def _backward(call: LocalCall, *args: Any):

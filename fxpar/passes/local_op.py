@@ -3,7 +3,7 @@
 In: a call in global shapes, its rule and strategy, and the local nodes of what it
 reads. Out: the call in local shapes, appended. A body in which something is split
 becomes one in local shapes too, op by op; nothing inside communicates
-(``sharding.bodies``).
+(``sharding.body_rules``).
 """
 
 from __future__ import annotations

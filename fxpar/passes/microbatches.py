@@ -38,7 +38,7 @@ from fxpar.sharding.decide import Decision, decide
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Input, Program, Signature, user_line
-from fxpar.sharding.propagate.conventions import batch_inputs
+from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.rules import add_rows
@@ -78,13 +78,16 @@ def cut_microbatches(
     batch = _batch_values(program, decision.program)
     if not batch and not required:
         return graph, ("the batch is not cut: no input holds one",)
+    if not batch and any(v.shape[:1] == (1,) for v in plain_inputs(decision.program)):
+        return graph, (f"microbatches={parts}: a batch of one row is not cut",)
     if not batch:
         raise PlanError(
             f"microbatches={parts}: no input holds a batch",
             fix="feed a tensor whose dim 0 is the batch, or set microbatches=1",
         )
     rows = min(program.values[v].shape[0] for v in batch)
-    count = max(n for n in range(1, min(parts, rows) + 1) if rows % n == 0)
+    most = max(1, min(parts, rows))
+    count = max(n for n in range(1, most + 1) if rows % n == 0)
     notes = []
     if count < parts and required:
         notes = [

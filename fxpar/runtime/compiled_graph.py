@@ -1,6 +1,6 @@
 """What surrounds a compiled graph: its checks, its results' marks, its signature.
 
-Nothing here changes a graph. A ``Compiled`` is what ``calls.Calls`` runs.
+Nothing here changes a graph. A ``Compiled`` is what ``call_variants.Calls`` runs.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ them with its own part alone, on average over the ranks.
 
 In: a Dynamo graph, which computes the program of the global batch. Out: the same graph,
 its results divided by the number of parts as often as they grow with the batch
-(``sharding.growth``): a sum over the batch leaves as the mean over ranks, and so does
-its gradient; a mean leaves as it is. Of a sum of both the summands are divided apart,
-through the linear ops that lead to the result. Whole numbers are not divided: a count
-leaves as the rank's own.
+(``sharding.batch_growth``): a sum over the batch leaves as the mean over ranks, and so
+does its gradient; a mean leaves as it is. Of a sum of both the summands are divided
+apart, through the linear ops that lead to the result. Whole numbers are not divided: a
+count leaves as the rank's own.
 """
 
 from __future__ import annotations

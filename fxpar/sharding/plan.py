@@ -1,6 +1,6 @@
 """The plan: a spec for every value, what was chosen, and why. Frozen data.
 
-Printable, JSON round-trip, stable hash. ``decide`` makes the decisions, ``describe``
+Printable, JSON round-trip, stable hash. ``decide`` makes the decisions, ``plan_facts``
 writes them down as a Plan.
 """
 
@@ -40,7 +40,7 @@ class Collective:
 class NodePlan:
     """One op: its strategy, the specs it reads, makes, and its results settle in.
 
-    ``module``: as ``owners`` writes it, ``forward/layers.0.mlp``; None if unknown.
+    ``module``: as ``op_modules`` writes it, ``forward/layers.0.mlp``; None if unknown.
     ``reads``: the value each operand is, as its place in ``Plan.values``; empty if
     unknown."""
 

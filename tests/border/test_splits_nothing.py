@@ -28,6 +28,23 @@ class GraphNetwork(nn.Module):
         return self.down(sums.relu()).square().mean()
 
 
+def said_of_stages() -> list[str]:
+    torch._dynamo.reset()
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    options = {"codegen": "eager", "mesh": "pp=2"}
+    run = torch.compile(model, backend="fxpar", options=options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(torch.randn(8, 8)).sum().backward()
+    return [str(w.message) for w in caught if w.category is FxparWarning]
+
+
+def test_stages_split_the_work() -> None:
+    first, _ = shared_pool(2).run(said_of_stages)
+    assert any("2 stages along pp" in text for text in first)
+    assert not any("splits nothing" in text for text in first)
+
+
 def said(nodes: int, width: int) -> list[str]:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 import fxpar
 from fxpar import compile_job
@@ -369,6 +370,54 @@ def test_real_models(name: str) -> None:
             losses.append(loss.item())
     for got, _, _ in shared_pool(4).run(real, name, "dp=2,tp=2", timeout=300.0):
         near(got, losses, 1e-7)
+
+
+class Regions(nn.Module):
+    """A checkpointed region inside of another, and a branch in the inner one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.second(x))
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x.sin(), (x,))
+
+    def outer(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.outer, x, use_reentrant=False) + self.first(x)
+
+
+def regions(parallel: bool) -> list[torch.Tensor]:
+    """Losses and parameters of two steps."""
+    with double():
+        torch.manual_seed(0)
+        model, x = Regions(), torch.randn(4, 8)
+        model = fxpar.shard(model, mesh="dp=2") if parallel else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"codegen": "eager", "mesh": "dp=2"}
+
+        def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().sum()
+
+        if parallel:
+            step = fxpar.train_step(model, loss_of, optimizer, options=options)
+            losses = [step(x) for _ in range(2)]
+            return losses + [p.full_tensor() for p in model.parameters()]
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(loss_of(model, x))
+            losses[-1].backward()
+            optimizer.step()
+        return [x.detach() for x in (*losses, *model.parameters())]
+
+
+def test_checkpointed_regions_of_parameters_at_rest() -> None:
+    for got in shared_pool(2).run(regions, True):
+        torch.testing.assert_close(got, regions(False), rtol=1e-9, atol=1e-11)
 
 
 # What is refused

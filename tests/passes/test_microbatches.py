@@ -203,6 +203,20 @@ def test_rows_that_do_not_divide_take_fewer_parts(
     assert error_of(plan, x) < 1e-12
 
 
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_last_batch_may_have_one_row_or_none(
+    monkeypatch: pytest.MonkeyPatch, count: int, mesh: str
+) -> None:
+    """As the last one of a loader that does not drop it."""
+    x = rows()[:count]
+    plan = planned(monkeypatch, mlp(), x, mesh, 4)
+    if count:
+        assert error_of(plan, x) < 1e-12
+    else:
+        assert plan.simulate(x)[0].shape == (0, WIDTH)
+
+
 def test_shards_that_are_not_alike_stay_in_one_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

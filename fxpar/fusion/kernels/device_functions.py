@@ -236,14 +236,14 @@ def barrier(signals, rank, RANKS: tl.constexpr, REGION: tl.constexpr, questions)
     then seen by all. Gives up after ``questions`` (``patience``), says so for the
     host, and returns how many are left: then what follows computes with anything.
 
-    ``signals``: pointer to the addresses of all ranks' pads, which are zero at first:
-    a head (``providers.HEAD``), and of each program one int32 for each rank that
+    ``signals``: pointer to the addresses of all ranks' pads, which are zero at first: a
+    head (``symmetric_memory.HEAD``), and of each program one int32 for each rank that
     signals. A signal is raised from 0 to 1 by its sender and lowered by its receiver,
     so the pads are zero again in the end. Each rank is a thread's, so that of any
     number of ranks it takes one round trip to the others' memory and one to the own
-    (``ladder.TRIPS``). Grids must be equal on all ranks, and all their programs run at
-    a time. It is the handshake of torch's symmetric memory (CUDASymmetricMemory),
-    without assembler.
+    (``implementations.TRIPS``). Grids must be equal on all ranks, and all their
+    programs run at a time. It is the handshake of torch's symmetric memory
+    (CUDASymmetricMemory), without assembler.
     """
     tl.debug_barrier()  # what all threads wrote comes before what one releases
     first = HEAD + tl.program_id(0) * RANKS

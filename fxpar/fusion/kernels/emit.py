@@ -142,7 +142,7 @@ def emit_body(
 ) -> Body:
     """The body of a program's kernel. ``sources``, ``sinks``: by names of inputs and
     outputs, where they are no pointers. ``random``: whose numbers are drawn: "cpp",
-    "triton_1" or "triton_4" (``library``).
+    "triton_1" or "triton_4" (``device_functions``).
 
     Raises CannotEmit.
     """

@@ -5,7 +5,7 @@ own float is), "int" (int64) or "bool". Integers of fewer bits wrap at them, as 
 do. A cast to a float of fewer bits rounds; other ops on such floats do not. In: a line
 of a program and the text of its operands. Out: the text of its result. What an op needs
 of its operands is a column of the table, so no caller knows single ops. It never looks
-at indices (``index``) or at memory (``emit``).
+at indices (``index_arithmetic``) or at memory (``emit``).
 """
 
 from __future__ import annotations

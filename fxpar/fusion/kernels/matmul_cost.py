@@ -3,8 +3,8 @@
 In: sizes, the group's ranks, figures of the link and the device. Out: a ``Verdict`` on
 three forms: the collective and then the matmul; chunk by chunk, as PyTorch's fused ops
 (``symm_mem::fused_all_gather_matmul``, ``symm_mem::fused_matmul_reduce_scatter``); and
-one kernel with signals (``gemm``). Asks no device, no rank and no clock, so that ranks
-decide alike. Nothing here was measured with these kernels.
+one kernel with signals (``matmul_kernel``). Asks no device, no rank and no clock, so
+that ranks decide alike. Nothing here was measured with these kernels.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ again.
 
 A training step leaves ``copy_(input, new)`` for each parameter and state. Where a
 region makes ``new`` for nothing else, it may write it there. Kernels write in place
-where that is safe (``launch.target``), elsewhere a copy is made when they are done: a
-number never depends on it.
+where that is safe (``run_kernels``), elsewhere a copy is made when they are
+done: a number never depends on it.
 """
 
 from __future__ import annotations

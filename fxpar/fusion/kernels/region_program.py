@@ -4,8 +4,8 @@ A program has inputs, lines (one op each, in order) and outputs; it says nothing
 process group (an argument when it runs) nor of ranks, but how many there are. Numbers
 that differ between ranks or layers (where a mask begins, which seed) are arguments too.
 Names are made from ops, so equal regions of different layers are one program with one
-hash. In: text or parts. Out: text, a hash. It never looks at a graph (``outline`` makes
-programs of one) and runs nothing (``interpret`` does).
+hash. In: text or parts. Out: text, a hash. It never looks at a graph (``trace_region``
+makes programs of one) and runs nothing (``interpret`` does).
 """
 
 from __future__ import annotations

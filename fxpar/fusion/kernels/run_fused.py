@@ -1,10 +1,10 @@
 """A program with collectives as one kernel, where there is memory that ranks share.
 
-In: what ``launch.run`` is given, and a rung of the ladder. Out: the program's outputs,
-or None where that or the program says that collectives run between kernels. Providers
-belong to groups, made when one is first needed on a GPU, or given (``install``). What
-is decided depends on the program and the group alone, or is measured by all ranks
-together (``tuning``), so ranks decide alike.
+In: what ``run_kernels.run`` is given, and an implementation. Out: the program's
+outputs, or None where that or the program says that collectives run between kernels.
+Providers belong to groups, made when one is first needed on a GPU, or given
+(``install``). What is decided depends on the program and the group alone, or is
+measured by all ranks together (``autotune``), so ranks decide alike.
 """
 
 from __future__ import annotations

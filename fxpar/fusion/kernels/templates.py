@@ -2,7 +2,8 @@
 
 In: a program with one collective, or a reduce-scatter and the all-gather of what is
 made of its result. Out: a ``Template``: one kernel in phases with barriers between
-(``library.barrier``). Each rank writes what it gives into a buffer that all ranks read.
+(``device_functions.barrier``). Each rank writes what it gives into a buffer that all
+ranks read.
 
     all-reduce, one shot    give | sum all ranks' values, go on
     all-reduce, two shot    give | sum the blocks that are this rank's | go on with

@@ -35,7 +35,8 @@ prims = torch.ops.prims
 # Passed on to an op when a program runs, or of no consequence in it.
 _LEFT_OUT = frozenset({"device", "layout", "pin_memory"})
 
-# A gather on CPU, as ``passes.schedule.give_outputs`` leaves it, is a plain one again.
+# A gather on CPU, as ``order_collectives.give_outputs`` leaves it, is a plain one
+# again.
 _OWN_GATHER = "fxpar.all_gather_into_tensor.default"
 _OWN_WAIT = "fxpar.wait_gather.default"
 _INSTEAD = {

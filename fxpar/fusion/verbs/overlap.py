@@ -107,7 +107,7 @@ def overlap(
     mm)`` and ``overlap(mm, send)`` likewise. ``chunks``: how many, 2 by default.
     ``dim``: of the collective's result that is cut in chunks. ``ring``: in one
     direction or in 2; the chunks are then the parts of the ranks. ``fused=1``: one op
-    does both (``shipped``)."""
+    does both (``fused_matmul``)."""
     if fused:
         _check_alone(starts[0], chunks, dim, ring)
         if len(starts) == 1 and starts[0].target is collective_nodes.all_gather:

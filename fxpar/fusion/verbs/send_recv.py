@@ -4,7 +4,7 @@
 the axes, each sends its slice, and those who receive it gather the slices: the border
 of a pipeline, across which the gather moves to the receivers (CoCoNeT, section 3.2, T12
 of its programs). Both stages must do so: the graphs of all stages are changed by the
-same lines (``stages.apply_stages``), and a graph alone is refused.
+same lines (``pipeline_stages.apply_stages``), and a graph alone is refused.
 
 In: an Edit of one stage. Out: the nodes that later lines may name.
 """

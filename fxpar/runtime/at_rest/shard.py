@@ -2,7 +2,7 @@
 
 In: a module with plain parameters (on any device, or on meta), before an optimizer is
 made. Out: the same module, its parameters laid out as hints, a sample's plan or ZeRO-3
-say (``sharding.rest``), its classes swapped (``runtime.modules``) so that its code
+say (``propagate.at_rest``), its classes swapped (``sharded_modules``) so that its code
 still sees global tensors. Buffers stay as they are.
 """
 

@@ -8,6 +8,7 @@ Nothing is computed, and no value of the user's is changed.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ def globally(
 
     Raises PlanError if the program looks at one rank's part of a parameter.
     """
+    _open_checkpoints(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     ends, trained = [], []
     for i, (node, name, x) in enumerate(zip(nodes, inputs, examples, strict=True)):
@@ -72,6 +74,27 @@ def globally(
     gm.graph.lint()
     gm.recompile()
     return Forward(gm, tuple(ends), tuple(trained))
+
+
+def _open_checkpoints(gm: fx.GraphModule) -> None:
+    """Put the ops of checkpointed regions in place of them: parameters at rest cross
+    inside, and a step computes nothing again."""
+    region = torch.ops.higher_order.tag_activation_checkpoint
+    for call in gm.graph.find_nodes(op="call_function", target=region):
+        body = gm.get_submodule(call.args[0].target)
+        _open_checkpoints(body)
+        for node in body.graph.find_nodes(op="get_attr"):
+            name = f"{call.args[0].target}_{node.target}".replace(".", "_")
+            setattr(gm, name, operator.attrgetter(node.target)(body))
+            node.target = name
+        placeholders = body.graph.find_nodes(op="placeholder")
+        values = dict(zip(placeholders, call.args[1:], strict=True))
+        with gm.graph.inserting_before(call):
+            results = gm.graph.graph_copy(body.graph, values)
+        for item in list(call.users):
+            item.replace_all_uses_with(results[item.args[1]])
+            gm.graph.erase_node(item)
+        gm.graph.erase_node(call)
 
 
 def _take_out(graph: fx.Graph, parameter: fx.Node) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ In: a model, a loss function, an optimizer. Out: a callable that runs forward, b
 and update on the user's own parameters, buffers and optimizer state. Dynamo traces the
 forward, with its guards, so that what it read in Python is checked at every call; the
 graph it hands over is traced again with its backward and the optimizer's own ``step``
-(``step_trace``), and goes through the pipeline of any graph. Optimizers are never
+(``trace``), and goes through the pipeline of any graph. Optimizers are never
 replaced or subclassed: ``state_dict``, schedulers and eager steps in between see the
 same objects.
 

@@ -1,6 +1,6 @@
 """One training step as one graph: forward, backward and the optimizer's own ``step``.
 
-In: a forward (``step_forward``), fakes of what it is called with, an optimizer. Out: an
+In: a forward (``forward``), fakes of what it is called with, an optimizer. Out: an
 ATen graph in global shapes that gives the results and writes new parameters, buffers
 and optimizer state in place. Nothing is planned or compiled here, and no value of the
 user's is read or changed.

@@ -53,7 +53,7 @@ def sequence_axes(mesh: Mesh) -> Axes:
     )
 
 
-def _plain_inputs(program: Program) -> list[Value]:
+def plain_inputs(program: Program) -> list[Value]:
     """Inputs whose use nobody has said."""
     return [
         program.values[v]
@@ -65,7 +65,7 @@ def _plain_inputs(program: Program) -> list[Value]:
 def sequence_inputs(program: Program) -> list[int]:
     """Values of the inputs whose dim 1 is the sequence: tokens, embeddings, and what is
     as long. A tensor [batch, features] is none."""
-    inputs = [v for v in _plain_inputs(program) if len(v.shape) >= 2]
+    inputs = [v for v in plain_inputs(program) if len(v.shape) >= 2]
 
     def is_sequence(value: Value) -> bool:
         counts = not (value.dtype.is_floating_point or value.dtype.is_complex)
@@ -102,7 +102,7 @@ def sequence_seeds(
 
 def batch_inputs(program: Program) -> list[int]:
     """Values of the inputs that hold the batch: dim 0 as large as the first one's."""
-    inputs = _plain_inputs(program)
+    inputs = plain_inputs(program)
     first = next((v for v in inputs if len(v.shape) >= 2), None)
     first = first or next((v for v in inputs if v.shape), None)
     if first is None or first.shape[0] == 1:
