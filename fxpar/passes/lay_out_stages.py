@@ -288,7 +288,7 @@ class _StageLayout:
     def _put(self, place: int, target: Any, *args: Any) -> fx.Node:
         node = self.build.call(target, *args)
         node.meta[PLACE] = place
-        for of_origin in (STAGE, "fxpar_reshard"):
+        for of_origin in (STAGE, "fxpar_reshard", "fxpar_parameter"):
             node.meta.pop(of_origin, None)
         return node
 

@@ -8,10 +8,14 @@ that the partitioner saves this rank's part for the backward and not the whole
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxpar.passes import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.program import depending_on_tangents
+
+transfer = torch.ops.fxpar.transfer.default
 
 # A region of its own among the user's checkpointed ones.
 _REGION = 1 << 20
@@ -23,8 +27,8 @@ def regather(graph: fx.Graph) -> None:
         return
     tagged: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
+        if node.op != "call_function" or node.target is transfer:
+            continue  # what another place sent is kept: it is sent once
         read = node.all_input_nodes
         if node.meta.get("fxpar_parameter") or (read and tagged.issuperset(read)):
             tagged.add(node)

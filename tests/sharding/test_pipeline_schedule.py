@@ -14,6 +14,9 @@ from fxpar.sharding.cut_stages import cut_chain
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import split_off, with_stages
 from fxpar.sharding.pipeline_schedule import Action, bubble, picture, rows_of, timed
+from fxpar.sharding.program import Input, Signature
+from fxpar.sharding.rest_over_stages import of_one_stage, split_over_stages
+from fxpar.sharding.spec import Spec
 
 SIZES = [(2, 1), (2, 4), (4, 2), (4, 8), (4, 12), (8, 16), (16, 32)]
 
@@ -123,6 +126,56 @@ def test_chains_are_cut_as_by_trying_all_cuts() -> None:
         every = itertools.combinations(range(1, count), stages - 1)
         assert len(cuts) == stages - 1 and sorted(set(cuts)) == list(cuts)
         assert slowest(cuts) == pytest.approx(min(map(slowest, every)))
+
+
+def test_chains_with_pins_are_cut_as_by_trying_all_cuts() -> None:
+    kinds = set()
+    for seed in range(60):
+        rng = random.Random(seed)
+        count, stages = rng.randint(4, 8), rng.randint(2, 3)
+        seconds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(count)]
+        places = rng.sample(range(count), 2)
+        pins = {i: rng.randrange(stages) for i in places}
+        fit = [
+            cuts
+            for cuts in itertools.combinations(range(1, count), stages - 1)
+            if all(sum(cut <= i for cut in cuts) == at for i, at in pins.items())
+        ]
+        cuts = cut_chain(seconds, [0.0] * count, stages, 8, pins)
+        kinds.add(bool(fit))
+        if not fit:
+            assert cuts == ()
+            continue
+
+        def slowest(cuts: tuple[int, ...], seconds: list[float] = seconds) -> float:
+            ends = [0, *cuts, len(seconds)]
+            return max(sum(seconds[i:j]) for i, j in itertools.pairwise(ends))
+
+        assert cuts in fit
+        assert slowest(cuts) == pytest.approx(min(map(slowest, fit)))
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "rests"),
+    [
+        ("[_, _]", (6, 4), "[pp, _]"),
+        ("[dp, _]", (8, 4), "[dp, pp]"),
+        ("[dp]", (8,), "[dp+pp]"),
+        ("[dp]", (6,), "[dp]"),
+        ("[_, _]", (3, 4), "[_, pp]"),
+        ("[]", (), "[]"),
+    ],
+)
+def test_parameters_rest_over_stages(
+    spec: str, shape: tuple[int, ...], rests: str
+) -> None:
+    mesh = Mesh.parse("pp=2,dp=2")
+    whole = split_over_stages(Spec.parse(spec), shape, mesh, "pp")
+    assert whole == Spec.parse(rests)
+    inputs = (Input("w", "parameter", whole),)
+    (bare,) = of_one_stage(Signature(inputs, ()), "pp").inputs
+    assert bare.rest == Spec.parse(spec)
 
 
 def test_a_chain_is_cut_where_less_is_sent() -> None:
