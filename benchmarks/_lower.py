@@ -10,9 +10,9 @@ def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
     """(decision, local graph) of a plan's program under another ``Found``."""
     from fxpar import _torch
     from fxpar.passes.insert_reshards import insert_reshards
-    from fxpar.passes.localize import localize
-    from fxpar.passes.reshard_after_forward import regather
-    from fxpar.passes.sink_waits import sink_waits
+    from fxpar.passes.local.localize import localize
+    from fxpar.passes.order.reshard_after_forward import regather
+    from fxpar.passes.order.sink_waits import sink_waits
     from fxpar.sharding.reshard.needed import connect
 
     decision, graph = plan.result.decision, plan.result.normalized
@@ -29,7 +29,7 @@ def lowered(plan: Any, found: Any) -> tuple[Any, Any]:
 
 def timeline(local: Any, mesh: Any, machine: Any) -> Any:
     """One step of a local graph, simulated as it is run."""
-    from fxpar.passes.forward_backward import as_run
-    from fxpar.passes.simulate_step import simulate
+    from fxpar.passes.order.forward_backward import as_run
+    from fxpar.passes.simulate.simulate_step import simulate
 
     return simulate(as_run(local), machine.on(mesh), machine)

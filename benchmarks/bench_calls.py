@@ -41,8 +41,8 @@ def median_us(fn: Any, count: int = 200) -> float:
 def rank_main(rank: int, port: int, inputs: str, rounds: int, out: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fxpar.runtime import call_variants
-    from fxpar.runtime.check_inputs import quick_sum
+    from fxpar.runtime.calls import call_variants
+    from fxpar.runtime.ranks.check_inputs import quick_sum
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

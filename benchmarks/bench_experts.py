@@ -52,7 +52,7 @@ def program_of(
 ) -> Any:
     """The Program that a search sees: moments as sums, so that they can be split.
     ``mesh`` and ``how``: of the request, where the program depends on them."""
-    from fxpar.passes.normalize import MOMENTS, expand_moments
+    from fxpar.passes.normalize.normalize_ops import MOMENTS, expand_moments
     from fxpar.passes.signature import read_signature
     from fxpar.pipeline import JOINT, JointState, run_steps
     from fxpar.runtime.tracing import TracedCall

@@ -45,9 +45,9 @@ def worker(layers: int, scale: str, mesh: str) -> dict[str, Any]:
     import fxpar.joint_pass
     from fxpar._torch import cpp_kernels
     from fxpar.runtime import stage_times
-    from fxpar.runtime.call_variants import Calls
-    from fxpar.runtime.check_inputs import Checks
-    from fxpar.runtime.compiled_graph import Compiled as Program
+    from fxpar.runtime.calls.call_variants import Calls
+    from fxpar.runtime.calls.compiled_graph import Compiled as Program
+    from fxpar.runtime.ranks.check_inputs import Checks
     from fxpar.sharding.mesh import Mesh
 
     torch.set_num_threads(1)

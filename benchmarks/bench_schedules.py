@@ -32,8 +32,8 @@ from fxpar.fusion.choose_schedule import choose
 from fxpar.fusion.collective_window import shapes_of
 from fxpar.fusion.schedule import Schedule
 from fxpar.passes import collective_nodes
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.simulate_step import simulate
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.op import contracts, is_view
 

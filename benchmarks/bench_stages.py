@@ -129,7 +129,7 @@ def run(row: StagesRow) -> dict[str, Any]:
 
     from fxpar.passes.signature import read_signature
     from fxpar.pipeline import JOINT, run_steps
-    from fxpar.runtime.pipeline_state import JointState
+    from fxpar.runtime.steps.pipeline_state import JointState
     from fxpar.runtime.tracing import TracedCall
     from fxpar.sharding.choose_stages import choose_with_stages
     from fxpar.sharding.cost.hardware_table import lookup

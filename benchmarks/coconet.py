@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.simulate_step import simulate
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec

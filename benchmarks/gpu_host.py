@@ -94,7 +94,7 @@ def calls(here: Here) -> None:
         kept = programs.dropout(y + bias, seed)[0]
         return programs.rms(kept + rest, weight)
 
-    from fxpar.passes import random
+    from fxpar.passes.normalize import random
 
     random.register_lowering()
     made = compiled(here, plain)

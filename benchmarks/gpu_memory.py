@@ -36,7 +36,7 @@ from gpu_programs import BF16, F32, RATE, Case, Job
 from fxpar.fusion.kernels import run_fused, run_kernels
 from fxpar.fusion.kernels.symmetric_memory import Provider, virtual
 from fxpar.fusion.kernels.templates import Template
-from fxpar.passes import random
+from fxpar.passes.normalize import random
 
 WIDTH = 4096
 MIB = 1 << 20

@@ -92,7 +92,7 @@ def far(got: Sequence[float], want: Sequence[float]) -> float:
 
 def shared_device(here: Here) -> None:
     """NCCL between processes of one GPU: collectives, and a model on a mesh."""
-    from fxpar.runtime import groups
+    from fxpar.runtime.ranks import groups
 
     # Ranks on one device are an error elsewhere: here they are the point.
     groups.check_sharing = lambda hosts, devices: None

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fxpar.planning import plan
     from fxpar.runtime.at_rest.crossings import constrain
     from fxpar.runtime.at_rest.shard import no_sync, shard
-    from fxpar.runtime.compiled_graph import plans
-    from fxpar.runtime.presence import alone
+    from fxpar.runtime.calls.compiled_graph import plans
+    from fxpar.runtime.ranks.presence import alone
     from fxpar.runtime.shard_map import axis_index, axis_size, permute, shard_map
     from fxpar.sharding.rules import rule
 
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "alone": "fxpar.runtime.presence",
+    "alone": "fxpar.runtime.ranks.presence",
     "axis_index": "fxpar.runtime.shard_map",
     "axis_size": "fxpar.runtime.shard_map",
     "constrain": "fxpar.runtime.at_rest.crossings",
     "no_sync": "fxpar.runtime.at_rest.shard",
     "permute": "fxpar.runtime.shard_map",
     "plan": "fxpar.planning",
-    "plans": "fxpar.runtime.compiled_graph",
+    "plans": "fxpar.runtime.calls.compiled_graph",
     "rule": "fxpar.sharding.rules",
     "shard": "fxpar.runtime.at_rest.shard",
     "shard_map": "fxpar.runtime.shard_map",

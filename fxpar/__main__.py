@@ -138,7 +138,7 @@ def _asks_for_gradients(call: PlanTarget) -> bool:
 
 def _calibrate(args: argparse.Namespace) -> int:
     from fxpar.runtime.calibrate.measure import calibrate, describe, spawn
-    from fxpar.runtime.groups import launched
+    from fxpar.runtime.ranks.groups import launched
     from fxpar.sharding.mesh import Mesh
 
     mesh = Mesh.parse(args.mesh) if args.mesh else None

@@ -24,23 +24,20 @@ from fxpar.errors import (
     PlanError,
 )
 from fxpar.joint_pass import CompileJob, said_by_rank_0
-from fxpar.passes.manual_regions import raise_refused
-from fxpar.runtime import (
-    compiled_graph,
-    outside_graphs,
-    presence,
-)
-from fxpar.runtime.call_sizes import UNEVEN, SizeAgreement
-from fxpar.runtime.call_variants import FORWARD, Calls, forget, with_open_sizes
-from fxpar.runtime.groups import Ranks, join
-from fxpar.runtime.local_results import LocalResults, scale_results
-from fxpar.runtime.open_sizes import OpenProgram
-from fxpar.runtime.program_identity import (
+from fxpar.passes.regions.manual_regions import raise_refused
+from fxpar.runtime.caches.program_identity import (
     Named,
     lean_graph,
     name_inputs,
     placeholders,
 )
+from fxpar.runtime.calls import compiled_graph, outside_graphs
+from fxpar.runtime.calls.call_sizes import UNEVEN, SizeAgreement
+from fxpar.runtime.calls.call_variants import FORWARD, Calls, forget, with_open_sizes
+from fxpar.runtime.calls.local_results import LocalResults, scale_results
+from fxpar.runtime.calls.open_sizes import OpenProgram
+from fxpar.runtime.ranks import presence
+from fxpar.runtime.ranks.groups import Ranks, join
 from fxpar.runtime.shard_map import mesh_of
 from fxpar.runtime.stage_times import RESULTS, stage
 from fxpar.runtime.train_step.gradients import GradientOptions

@@ -19,11 +19,12 @@ from fxpar import pipeline
 from fxpar.errors import PlanError
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import copy_of
-from fxpar.passes.region_bodies import choices as body_choices
+from fxpar.passes.regions.region_bodies import choices as body_choices
 from fxpar.pipeline import JOINT, Result, run_steps
-from fxpar.runtime import consensus, expert_axes, presence
-from fxpar.runtime.open_sizes import OpenSizesRefused
-from fxpar.runtime.pipeline_state import JointState
+from fxpar.runtime import expert_axes
+from fxpar.runtime.calls.open_sizes import OpenSizesRefused
+from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.steps.pipeline_state import JointState
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request
 from fxpar.sharding.search.run_search import SearchOptions

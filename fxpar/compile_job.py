@@ -23,22 +23,21 @@ from fxpar.errors import (
 )
 from fxpar.explain import status_line
 from fxpar.joint_pass import CompileJob, JointPass
-from fxpar.passes import own_shard, random
-from fxpar.runtime import check_inputs as inputs
-from fxpar.runtime import (
-    compiled_graph,
-    consensus,
-    known_programs,
-)
-from fxpar.runtime.call_sizes import UNLIKE
-from fxpar.runtime.groups import Ranks, join, next_graph
-from fxpar.runtime.known_programs import KnownProgram
-from fxpar.runtime.open_sizes import (
+from fxpar.passes.local import own_shard
+from fxpar.passes.normalize import random
+from fxpar.runtime.caches import known_programs
+from fxpar.runtime.caches.known_programs import KnownProgram
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.calls import compiled_graph
+from fxpar.runtime.calls.call_sizes import UNLIKE
+from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenSizesRefused,
     size_range,
 )
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.ranks import check_inputs as inputs
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.groups import Ranks, join, next_graph
 from fxpar.runtime.stage_times import TRACE, stage
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import TracedStep

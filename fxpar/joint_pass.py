@@ -30,25 +30,26 @@ from fxpar.explain.dump import report, show_seconds
 from fxpar.passes import size_nodes, writes_as_results
 from fxpar.passes.boundaries import absorb
 from fxpar.passes.graph_bodies import hold
-from fxpar.passes.launches import crossings
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import consensus, known_programs, presence
-from fxpar.runtime.binding import is_of_all
-from fxpar.runtime.call_sizes import UNLIKE, SizeAgreement
-from fxpar.runtime.compile_once import CompileGraph, compile_once
-from fxpar.runtime.groups import Ranks, settle
-from fxpar.runtime.known_programs import KnownProgram
-from fxpar.runtime.local_results import LocalResults
-from fxpar.runtime.open_sizes import (
+from fxpar.passes.simulate.launches import crossings
+from fxpar.runtime.caches import known_programs
+from fxpar.runtime.caches.compile_once import CompileGraph, compile_once
+from fxpar.runtime.caches.known_programs import KnownProgram
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.calls.call_sizes import UNLIKE, SizeAgreement
+from fxpar.runtime.calls.local_results import LocalResults
+from fxpar.runtime.calls.open_sizes import (
     DivisorsAsked,
     OpenProgram,
     SizeRange,
 )
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks.groups import Ranks, settle
 from fxpar.runtime.stage_times import table as stage_table
+from fxpar.runtime.steps.binding import is_of_all
+from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.runtime.train_step.forward import StepInput
 from fxpar.runtime.train_step.trace import restore_numbers
-from fxpar.runtime.verify import feeds_of, verify
 from fxpar.sharding.hints import load
 from fxpar.sharding.pipeline_axis import split_off
 from fxpar.sharding.pipeline_schedule import AUTO_APART

@@ -20,37 +20,33 @@ from torch import fx
 from fxpar.explain import status_line
 from fxpar.explain.dump import op_counts, show_stage, show_step
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes import normalize, size_nodes
+from fxpar.passes import size_nodes
+from fxpar.passes.attention.normalize_masks import causal_masks
 from fxpar.passes.builder import Builder
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.normalize_fused_experts import split_fused_experts
-from fxpar.passes.normalize_masks import causal_masks
-from fxpar.passes.normalize_matmul import undo_views_around_matmul
-from fxpar.passes.normalize_shifts import find_shifts
-from fxpar.passes.order_collectives import (
+from fxpar.passes.experts.normalize_fused_experts import split_fused_experts
+from fxpar.passes.normalize import normalize_ops as normalize
+from fxpar.passes.normalize.normalize_matmul import undo_views_around_matmul
+from fxpar.passes.normalize.normalize_shifts import find_shifts
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.order_collectives import (
     DELAY,
     ORDER,
     PhaseGraph,
     PhasePass,
     Settings,
 )
-from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.passes.writes_as_results import Write
-from fxpar.runtime import (
-    lowering_steps,
-    plan_steps,
-    stage_steps,
-    stage_times,
-    tune_schedule,
-)
-from fxpar.runtime.groups import Ranks
-from fxpar.runtime.pipeline_state import (
+from fxpar.runtime import stage_times
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.stage_times import stage
+from fxpar.runtime.steps import lowering_steps, plan_steps, stage_steps, tune_schedule
+from fxpar.runtime.steps.pipeline_state import (
     JointState,
     PhaseState,
     PipelineState,
     RankState,
 )
-from fxpar.runtime.stage_times import stage
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.plan import Plan
 from fxpar.sharding.plan_request import Request

@@ -28,17 +28,17 @@ from fxpar.errors import DeviceError, HintError, MeshError, OptionError, PlanErr
 from fxpar.explain import status_line
 from fxpar.explain.html import render
 from fxpar.explain.timeline import chrome_trace
-from fxpar.passes.forward_backward import as_run
 from fxpar.passes.graph_bodies import module_of
-from fxpar.passes.lockstep import run_global, run_ranks
-from fxpar.passes.scatter_gather import gather, scatter
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.signature import read_signature
-from fxpar.passes.simulate_pipeline import simulate_pipeline
-from fxpar.passes.simulate_step import Timeline, simulate
-from fxpar.passes.step_collectives import facts_of
+from fxpar.passes.simulate.lockstep import run_global, run_ranks
+from fxpar.passes.simulate.scatter_gather import gather, scatter
+from fxpar.passes.simulate.simulate_pipeline import simulate_pipeline
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
+from fxpar.passes.simulate.step_collectives import facts_of
 from fxpar.pipeline import MOST_STEPS, Result
-from fxpar.runtime.binding import sized
 from fxpar.runtime.shard_map import traced_for
+from fxpar.runtime.steps.binding import sized
 from fxpar.runtime.tracing import Outcome, TracedCall
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.hints import Entries, load
@@ -115,7 +115,7 @@ class TracedPlan(Plan):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """One step of the slowest rank, simulated (``passes.simulate_step`` says how).
+        """One step of the slowest rank, simulated (``passes/simulate``).
 
         What is simulated is the local graph, with forward and backward parted and
         scheduled as when compiled. Which values the backward computes again is decided

@@ -18,7 +18,7 @@ from fxpar import pipeline
 from fxpar.config import PASSES, Options
 from fxpar.errors import OptionError
 from fxpar.passes.builder import copy_of
-from fxpar.passes.order_collectives import DELAY, ORDER
+from fxpar.passes.order.order_collectives import DELAY, ORDER
 from fxpar.pipeline import JOINT, PHASE, STEPS
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan

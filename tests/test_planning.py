@@ -12,7 +12,7 @@ from torch import fx, nn
 import fxpar
 from fxpar import FxparError, Mesh, Spec
 from fxpar.errors import OptionError
-from fxpar.runtime.verify import feeds_of, verify
+from fxpar.runtime.steps.verify import feeds_of, verify
 from fxpar.sharding.plan import Plan
 
 

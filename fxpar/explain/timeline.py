@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fxpar.passes.simulate_pipeline import STREAM
-from fxpar.passes.simulate_step import COMPUTE, Event, Timeline
+from fxpar.passes.simulate.simulate_pipeline import STREAM
+from fxpar.passes.simulate.simulate_step import COMPUTE, Event, Timeline
 
 _PROCESS = 0
 

@@ -31,7 +31,7 @@ from fxpar.fusion.verbs import (
 from fxpar.passes import writes_as_results
 from fxpar.passes.builder import Builder, copy_of
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.order.sink_waits import sink_waits
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

@@ -37,8 +37,8 @@ from fxpar.fusion.varying_axes import varying
 from fxpar.fusion.verbs.balance import balances_of
 from fxpar.fusion.verbs.ring_attention import rings_of
 from fxpar.passes import collective_nodes
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.simulate_step import Timeline, simulate
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import nbytes_of
 from fxpar.sharding.mesh import Mesh

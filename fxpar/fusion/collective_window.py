@@ -22,8 +22,8 @@ from torch import fx
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Argument, Line, Schedule
 from fxpar.passes import collective_nodes
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.simulate_step import simulate
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.simulate_step import simulate
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import tensors_in
 from fxpar.sharding.mesh import Mesh

@@ -28,7 +28,7 @@ from fxpar.errors import ScheduleError
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.builder import UNEVEN
 from fxpar.passes.graph_bodies import all_nodes, bodies_of
-from fxpar.passes.launches import PRODUCTS
+from fxpar.passes.simulate.launches import PRODUCTS
 from fxpar.sharding.program import user_line
 from fxpar.sharding.rules.op_facts import op_facts_of
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from fxpar.errors import ScheduleError
-from fxpar.passes.order_collectives import DEFAULT, Settings
+from fxpar.passes.order.order_collectives import DEFAULT, Settings
 
 Argument = str | int | tuple[str, ...]
 

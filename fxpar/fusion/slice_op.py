@@ -8,7 +8,7 @@ along rows of one operand (CoCoNeT, section 3.2; the conditions are those of row
 ops). Other operands that have the factor are sliced, those without it are left whole;
 either must be equal on all ranks of the axes. A factor that is summed over leaves
 summands: the result is reduced there and then. Shapes, indices and random numbers are
-made local as everywhere, by ``passes.local_ops``.
+made local as everywhere, by ``passes.local.local_ops``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpar.errors import PlanError, RuleError
 from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder
 from fxpar.passes.graph_bodies import bodies_of
-from fxpar.passes.local_ops import LocalCall, local_form
+from fxpar.passes.local.local_ops import LocalCall, local_form
 from fxpar.sharding.factors import Dims, Rule
 from fxpar.sharding.program import tensor_nodes
 from fxpar.sharding.read_program import RuleReader

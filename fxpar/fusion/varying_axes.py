@@ -24,7 +24,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion.node_legality import CallableRegion
 from fxpar.passes import collective_nodes, custom_ops
 from fxpar.passes.graph_bodies import all_nodes, body_of
-from fxpar.passes.launches import PRODUCTS
+from fxpar.passes.simulate.launches import PRODUCTS
 from fxpar.sharding.spec import Spec
 
 Axes = frozenset[str]

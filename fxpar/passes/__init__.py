@@ -2,4 +2,4 @@
 their order."""
 
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
-from fxpar.passes import random as _random  # noqa: F401
+from fxpar.passes.normalize import random as _random  # noqa: F401

@@ -26,10 +26,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.passes import collective_nodes, emulate_collectives
+from fxpar.passes import collective_nodes
 from fxpar.passes.builder import Builder, Size
 from fxpar.passes.collective_nodes import Axes, Cut
 from fxpar.passes.custom_ops import group_name
+from fxpar.passes.simulate import emulate_collectives
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.steps import MASKED

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.bucket_collectives import PHASE
+from fxpar.passes.order.bucket_collectives import PHASE
 from fxpar.sharding.cost.op import is_view
 from fxpar.sharding.rules.op_facts import op_facts_of
 

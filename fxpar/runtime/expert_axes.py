@@ -13,9 +13,9 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.passes.builder import shape_of
+from fxpar.passes.experts.sorted_products import SORTS, products_by
 from fxpar.passes.graph_bodies import body_of
 from fxpar.passes.size_nodes import is_open
-from fxpar.passes.sorted_products import SORTS, products_by
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.pipeline_axis import pipeline_axis
 from fxpar.sharding.plan_request import Request

@@ -1,9 +1,9 @@
 """Manual regions: code written for one rank, inside code written for one device.
 
 ``shard_map`` marks where a program goes into shapes local along some axes of the mesh
-and back (``passes.region_ops``). While its function is traced, the names of those axes
-stand for process groups in torch's functional collectives. Outside of compiled code,
-and without a mesh, an axis has one rank: the function runs as it stands.
+and back (``passes.regions.region_ops``). While its function is traced, the names of
+those axes stand for process groups in torch's functional collectives. Outside of
+compiled code, and without a mesh, an axis has one rank: the function runs as it stands.
 
 What a user did wrong is raised where it can be: at once, or, while Dynamo traces, by
 the backend, for which ``fxpar::refuse`` is put in the graph.
@@ -23,10 +23,10 @@ import torch
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparError, RegionError
-from fxpar.passes import region_bodies as _region_bodies  # noqa: F401  (registers ops)
-from fxpar.passes import region_ops as _region_ops  # noqa: F401  (registers ops)
-from fxpar.passes.check_regions import FUNCTIONAL
-from fxpar.runtime.groups import join
+from fxpar.passes.regions import region_bodies as _region_bodies  # noqa: F401  (registers ops)
+from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.passes.regions.check_regions import FUNCTIONAL
+from fxpar.runtime.ranks.groups import join
 from fxpar.runtime.region_specs import Entry, entries_of, hint_of, misfit, spelled
 from fxpar.runtime.tracing import raised_at, users_line
 from fxpar.sharding.mesh import Mesh
@@ -80,7 +80,7 @@ def _traced_mesh() -> Mesh | None:
     given = _MESH.get()
     if given is not None:
         return given()
-    from fxpar.runtime.outside_graphs import options_of_call
+    from fxpar.runtime.calls.outside_graphs import options_of_call
 
     return mesh_of(options_of_call())
 
@@ -245,7 +245,7 @@ def _chosen(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call of a region with these bodies: all are traced, one is kept later
-    (``passes.region_bodies``). On one rank the first runs."""
+    (``passes.regions.region_bodies``). On one rank the first runs."""
     number = _fork() if len(bodies) > 1 and torch.compiler.is_compiling() else -1
     if number < 0:
         return _mapped(*bodies[0], over, args, kwargs)

@@ -1,8 +1,8 @@
 """What of a program follows its batch: found by planning it over an axis in time.
 
 In: a Program in global shapes. Out: a ``BatchCut``, by the same factor rules that split
-a batch over ranks; None where nothing holds a batch. ``passes.microbatches`` cuts the
-local graph in the same way. Nothing is changed.
+a batch over ranks; None where nothing holds a batch. ``passes.stages.microbatches``
+cuts the local graph in the same way. Nothing is changed.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A program is planned on the mesh of one stage. What rests split along the axis of stages
 too is put together where it is read, and gradients are split along it, by reshards of
-that axis alone; ``passes.lay_out_stages`` makes these messages to and from the places
-that need them. In: signatures, and Decisions on the mesh of one stage. Out: the same
-without the axis of stages, and Decisions on the whole mesh. Of the update of a training
-step each place computes its part.
+that axis alone; ``passes.stages.lay_out_stages`` makes these messages to and from the
+places that need them. In: signatures, and Decisions on the mesh of one stage. Out: the
+same without the axis of stages, and Decisions on the whole mesh. Of the update of a
+training step each place computes its part.
 """
 
 from __future__ import annotations

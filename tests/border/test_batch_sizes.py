@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparWarning, InputMismatchError
-from fxpar.runtime.uneven_batch import Parts, share_of
+from fxpar.runtime.calls.uneven_batch import Parts, share_of
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess

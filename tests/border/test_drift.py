@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError
-from fxpar.runtime import check_inputs
+from fxpar.runtime.ranks import check_inputs
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess

@@ -16,9 +16,9 @@ import fxpar
 from fxpar import _torch
 from fxpar.passes import size_nodes
 from fxpar.passes.builder import Builder
-from fxpar.runtime.call_sizes import Fed
-from fxpar.runtime.open_sizes import open_program, open_sizes, size_range
-from fxpar.runtime.program_identity import name_inputs
+from fxpar.runtime.caches.program_identity import name_inputs
+from fxpar.runtime.calls.call_sizes import Fed
+from fxpar.runtime.calls.open_sizes import open_program, open_sizes, size_range
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import shared_pool
 

@@ -17,7 +17,8 @@ from torch import nn
 import fxpar
 from fxpar import FxparWarning
 from fxpar.errors import GradientError, RankMismatchError
-from fxpar.runtime import call_variants, gradient_sketches
+from fxpar.runtime.calls import call_variants
+from fxpar.runtime.ranks import gradient_sketches
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess

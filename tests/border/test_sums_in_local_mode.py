@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import FxparWarning
-from fxpar.runtime.compiled_graph import plans
+from fxpar.runtime.calls.compiled_graph import plans
 from tests.helpers.spawn import shared_pool
 
 pytestmark = pytest.mark.multiprocess

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import InputMismatchError, MeshError
-from fxpar.runtime.groups import join
+from fxpar.runtime.ranks.groups import join
 from tests.helpers.machines import machine
 from tests.helpers.spawn import shared_pool
 

@@ -24,7 +24,7 @@ from torch import fx
 
 import fxpar
 from fxpar import _torch
-from fxpar.runtime.groups import group_of
+from fxpar.runtime.ranks.groups import group_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.plan import Plan
 from tests.helpers.models import LAYERS, LENGTH, WIDTH, WORDS, build_loss

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.runtime import lowering_steps
+from fxpar.runtime.steps import lowering_steps
 from tests.helpers.models import NAMES, build_loss
 from tests.helpers.spawn import shared_pool
 

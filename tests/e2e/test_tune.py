@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fxpar
-from fxpar.runtime import tune_schedule
+from fxpar.runtime.steps import tune_schedule
 from tests.helpers.machines import machine
 from tests.helpers.spawn import shared_pool
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpar
 from fxpar.explain.timeline import chrome_trace
-from fxpar.passes.simulate_step import Event, Timeline
+from fxpar.passes.simulate.simulate_step import Event, Timeline
 
 MS = 1e-3
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs import balance
-from fxpar.passes import causal_attention
+from fxpar.passes.attention import causal_attention
 from fxpar.sharding.cost.op import flops_of
 
 HEADS, WIDTH = 4, 8

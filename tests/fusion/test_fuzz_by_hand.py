@@ -17,7 +17,7 @@ from fxpar.fusion import parse
 from fxpar.fusion.apply_schedule import Unexpected, apply
 from fxpar.fusion.pipeline_stages import apply_stages
 from fxpar.passes import collective_nodes
-from fxpar.passes.scatter_gather import scatter
+from fxpar.passes.simulate.scatter_gather import scatter
 from fxpar.sharding.spec import Spec
 from tests.helpers.schedule_cases import pipeline, simulated
 from tests.helpers.toys import (

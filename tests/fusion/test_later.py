@@ -16,7 +16,7 @@ from fxpar.errors import ScheduleError
 from fxpar.fusion import choose_schedule
 from fxpar.fusion.choose_schedule import Chosen
 from fxpar.fusion.schedule import Schedule
-from fxpar.passes.order_collectives import DEFAULT, Settings
+from fxpar.passes.order.order_collectives import DEFAULT, Settings
 from tests.helpers.machines import machine
 
 LAYERS = 4
@@ -105,7 +105,7 @@ def test_buckets_are_chosen_by_cost(
 ) -> None:
     """Where a collective takes long to begin, all gradients go together, though they
     would fill several buckets of the usual size."""
-    monkeypatch.setattr("fxpar.passes.order_collectives.FULL", 300)
+    monkeypatch.setattr("fxpar.passes.order.order_collectives.FULL", 300)
     slow(latency).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plan = planned("auto")
@@ -119,7 +119,7 @@ def test_buckets_are_chosen_by_cost(
 def test_buckets_that_take_too_much_memory_are_not_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxpar.passes.order_collectives.FULL", 300)
+    monkeypatch.setattr("fxpar.passes.order.order_collectives.FULL", 300)
     slow(1e-3).save(tmp_path / "slow.json")
     monkeypatch.setenv("FXPAR_HARDWARE", str(tmp_path / "slow.json"))
     plain, others = planned("none").predicted.peak_bytes, list[str]()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxpar.errors import FxparWarning
-from fxpar.passes.lockstep import COLLECTIVES
+from fxpar.passes.simulate.lockstep import COLLECTIVES
 from fxpar.sharding.cost.recompute import phases
 from tests.helpers.random_programs import Case
 

@@ -19,9 +19,9 @@ from torch.utils import _pytree
 
 from fxpar import _torch
 from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.localize import localize
-from fxpar.passes.lockstep import run_lockstep
-from fxpar.passes.scatter_gather import gather
+from fxpar.passes.local.localize import localize
+from fxpar.passes.simulate.lockstep import run_lockstep
+from fxpar.passes.simulate.scatter_gather import gather
 from fxpar.sharding.decide import Decision
 from fxpar.sharding.factors import Rule
 from fxpar.sharding.mesh import Mesh

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpar import _torch
-from fxpar.passes.sink_waits import WAIT
-from fxpar.runtime.binding import bind
+from fxpar.passes.order.sink_waits import WAIT
+from fxpar.runtime.steps.binding import bind
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
 
 aten, c10d, ours = torch.ops.aten, torch.ops._c10d_functional, torch.ops.fxpar

@@ -6,7 +6,7 @@ the machine is; a fixed sleep would make the test depend on its load.
 
 from __future__ import annotations
 
-from fxpar.runtime.meeting import Channel, current
+from fxpar.runtime.ranks.meeting import Channel, current
 
 
 def _channel() -> Channel:

@@ -18,9 +18,9 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.fusion.pipeline_stages import apply_stages
-from fxpar.passes.lockstep import run_lockstep, run_stages
-from fxpar.passes.scatter_gather import gather, scatter
-from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.simulate.lockstep import run_lockstep, run_stages
+from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.helpers.toys import Toy, all_gather, all_reduce, reduce_scatter
@@ -129,8 +129,8 @@ class Case:
         return tuple(self._run(graphs, rank) for graphs in self.graphs())
 
     def _run(self, graphs: Sequence[fx.Graph], rank: int) -> Any:
-        from fxpar.runtime.binding import bind
-        from fxpar.runtime.groups import group_of
+        from fxpar.runtime.ranks.groups import group_of
+        from fxpar.runtime.steps.binding import bind
 
         graph = graphs[self.stage(rank)]
         for axis in self.mesh.names:  # groups are made by all ranks together

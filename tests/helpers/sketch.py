@@ -9,10 +9,10 @@ import torch.distributed._functional_collectives
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fxpar.passes.bucket_collectives import bucket
 from fxpar.passes.builder import Builder
-from fxpar.passes.lockstep import run_lockstep
-from fxpar.passes.sink_waits import WAIT
+from fxpar.passes.order.bucket_collectives import bucket
+from fxpar.passes.order.sink_waits import WAIT
+from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
 
 aten = torch.ops.aten

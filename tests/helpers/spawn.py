@@ -277,4 +277,4 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 def _serve(pipe: connection.Connection, *where: int) -> None:
     """Be a rank until the pipe closes."""
     _Worker(pipe, *where).serve()
-    os._exit(0)  # gloo's threads may hold tensors still: see fxpar.runtime.groups
+    os._exit(0)  # gloo's threads may hold tensors still: see fxpar.runtime.ranks.groups

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar.explain.dump import node_text
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.node_legality import draws
-from fxpar.passes import lockstep
-from fxpar.passes.lockstep import run_lockstep
+from fxpar.passes.simulate import lockstep
+from fxpar.passes.simulate.lockstep import run_lockstep
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs import ring_attention
-from fxpar.passes import causal_attention, local_attention
-from fxpar.passes.forward_backward import as_run
+from fxpar.passes.attention import causal_attention, local_attention
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.sharding.cost.recompute import phases
 
 ours = torch.ops.fxpar

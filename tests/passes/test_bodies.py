@@ -20,8 +20,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxpar
 from fxpar.errors import FxparWarning, PlanError
-from fxpar.passes import body_seeds, loop_steps
-from fxpar.passes.loop_steps import STEPS
+from fxpar.passes.normalize import body_seeds
+from fxpar.passes.simulate import loop_steps
+from fxpar.passes.simulate.loop_steps import STEPS
 from fxpar.planning import TracedPlan
 from fxpar.sharding.program import Input, Signature
 from fxpar.sharding.read_program import inside_of, read
@@ -482,7 +483,7 @@ def split_along_queries(
 def test_queries_by_local_place_would_be_wrong(
     function: str, places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"fxpar.passes.local_custom_ops.{function}", places)
+    monkeypatch.setattr(f"fxpar.passes.local.local_custom_ops.{function}", places)
     plan, qkv = split_along_queries(4, 2)
     assert not torch.allclose(plan.simulate(*qkv), over_positions(*qkv, 4))
 
@@ -532,7 +533,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_by_local_index_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(attention)
     monkeypatch.setattr(
-        "fxpar.passes.local_custom_ops._with_global_index",
+        "fxpar.passes.local.local_custom_ops._with_global_index",
         lambda call, node, places: node,
     )
     wrong = planned(attention)

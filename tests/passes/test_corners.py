@@ -13,7 +13,7 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import PlanError
-from fxpar.passes.localize import _Localizer
+from fxpar.passes.local.localize import _Localizer
 from fxpar.sharding.spec import Spec
 
 

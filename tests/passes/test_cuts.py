@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fxpar
-from fxpar.passes import local_slices
+from fxpar.passes.local import local_slices
 
 
 def last(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from torch import fx
 
 import fxpar
 from fxpar.errors import OptionError, RoomError
-from fxpar.passes import expert_ops, local_experts
 from fxpar.passes.builder import PART
+from fxpar.passes.experts import expert_ops, local_experts
 from fxpar.planning import TracedPlan
 from tests.helpers.models import MIXTURES, build_double, double
 
@@ -474,7 +474,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes.group_copies import GroupCopies
+    from fxpar.passes.experts.group_copies import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]

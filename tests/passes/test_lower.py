@@ -11,9 +11,9 @@ from torch import fx
 from fxpar._torch.fake import new_fake_mode
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import emit
-from fxpar.passes.lockstep import run_lockstep
 from fxpar.passes.lower import lower_graph
-from fxpar.passes.scatter_gather import gather, scatter
+from fxpar.passes.simulate.lockstep import run_lockstep
+from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec
@@ -210,9 +210,9 @@ def test_the_graph_does_not_grow_with_the_ranks() -> None:
 def test_every_kind_of_step_has_a_row_in_each_table() -> None:
     """What torch has for a kind stands beside what the kind does, under one name."""
     from fxpar.passes.collective_nodes import COLLECTIVE, MESSAGES, NODES
-    from fxpar.passes.launches import KINDS as LAUNCHED
-    from fxpar.passes.lockstep import COLLECTIVES
     from fxpar.passes.lower import LOWERINGS
+    from fxpar.passes.simulate.launches import KINDS as LAUNCHED
+    from fxpar.passes.simulate.lockstep import COLLECTIVES
     from fxpar.runtime.calibrate.probe_network import RUN
     from fxpar.sharding.cost import collectives
     from fxpar.sharding.reshard.steps import KINDS

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fxpar
 from fxpar.errors import ScheduleError
 from fxpar.fusion.verbs import ring_attention
-from fxpar.passes import merge_attention
+from fxpar.passes.attention import merge_attention
 
 BATCH, HEADS, ROWS, WIDTH = 2, 4, 16, 8
 SEQUENCE = (None, None, "cp", None)

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import OptionError, PlanError
-from fxpar.passes import microbatches
+from fxpar.passes.stages import microbatches
 
 ROWS, WIDTH = 8, 16
 

@@ -165,7 +165,7 @@ def test_a_batch_that_is_scanned_is_not_cut_in_time() -> None:
 
 
 def test_a_total_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxpar.passes import local_order
+    from fxpar.passes.local import local_order
 
     def own(call: Any, x: Any, dim: int, axes: Any) -> Any:
         step = collective_nodes.step

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpar
 from fxpar import _torch
-from fxpar.passes.outline_layers import INVOKE, LEAST_CALLS, outline_layers
-from fxpar.runtime import lowering_steps
+from fxpar.passes.order.outline_layers import INVOKE, LEAST_CALLS, outline_layers
+from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 from tests.helpers.wrapper import code_of, fake_group, hazards, launches
 

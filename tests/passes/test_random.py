@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpar.passes import random as sharded
+from fxpar.passes.normalize import random as sharded
 
 CPU = torch.device("cpu")
 GLOBAL = [37, 41]  # no multiple of any vector length

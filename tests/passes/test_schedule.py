@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpar
-from fxpar.passes.order_collectives import (
+from fxpar.passes.order.order_collectives import (
     Settings,
     drop_unread,
     give_outputs,
     prefetch,
     schedule,
 )
-from fxpar.passes.sink_waits import WAIT
+from fxpar.passes.order.sink_waits import WAIT
 from tests.helpers.sketch import (
     COUNT,
     DP,

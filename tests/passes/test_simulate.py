@@ -26,10 +26,16 @@ import fxpar
 from fxpar._torch.fake import new_fake_mode
 from fxpar.errors import PlanError
 from fxpar.passes.builder import Builder
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.launches import launches_of
+from fxpar.passes.order.forward_backward import as_run
 from fxpar.passes.signature import read_signature
-from fxpar.passes.simulate_step import Simulation, Task, Timeline, simulate, tasks_of
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.simulate_step import (
+    Simulation,
+    Task,
+    Timeline,
+    simulate,
+    tasks_of,
+)
 from fxpar.pipeline import parallelize
 from fxpar.planning import TracedPlan
 from fxpar.runtime.tracing import TracedCall

@@ -13,10 +13,10 @@ from torch import fx, nn
 
 import fxpar
 from fxpar.errors import FxparError, HintError, OptionError, PlanError
-from fxpar.passes.lay_out_stages import PLACE
-from fxpar.passes.lockstep import run_stages
-from fxpar.passes.program_at_place import program_at
-from fxpar.passes.stage_kinds import home_of
+from fxpar.passes.simulate.lockstep import run_stages
+from fxpar.passes.stages.lay_out_stages import PLACE
+from fxpar.passes.stages.program_at_place import program_at
+from fxpar.passes.stages.stage_kinds import home_of
 from fxpar.sharding.plan import Plan
 from tests.helpers.models import build_double, double
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.launches import KINDS
-from fxpar.passes.step_collectives import facts_of
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.launches import KINDS
+from fxpar.passes.simulate.step_collectives import facts_of
 from fxpar.sharding.program import depending_on_tangents
 
 HINTS = {"w1": (None, "tp"), "w2": ("tp", None)}

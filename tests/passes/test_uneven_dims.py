@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from fxpar.errors import ScheduleError
-from fxpar.passes import local_reductions, lower
-from fxpar.passes.local_ops import LOCAL
+from fxpar.passes import lower
+from fxpar.passes.local import local_reductions
+from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding import shard_sizes
 from tests.helpers.odd_sizes import arguments, check
 

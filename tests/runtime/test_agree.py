@@ -8,8 +8,8 @@ import pytest
 
 from fxpar import _torch
 from fxpar.errors import InputMismatchError, RankMismatchError, UnknownOpError
-from fxpar.runtime import consensus, presence
-from fxpar.runtime.meeting import current
+from fxpar.runtime.ranks import consensus, presence
+from fxpar.runtime.ranks.meeting import current
 from tests.helpers.patience import given_up_in_round
 from tests.helpers.spawn import shared_pool
 

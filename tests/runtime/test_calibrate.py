@@ -17,9 +17,9 @@ import fxpar
 from fxpar.__main__ import main
 from fxpar.config import Options
 from fxpar.errors import MeshError
-from fxpar.runtime import groups
 from fxpar.runtime.calibrate import fit_curves, probe_device, probe_network
 from fxpar.runtime.calibrate import measure as calibrate
+from fxpar.runtime.ranks import groups
 from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost import op as one_op
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup

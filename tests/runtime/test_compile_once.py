@@ -19,11 +19,11 @@ import fxpar
 from fxpar import _torch, cache_files
 from fxpar.errors import RankMismatchError
 from fxpar.passes.graph_bodies import all_nodes
-from fxpar.passes.outline_layers import INVOKE
-from fxpar.runtime import consensus, meeting, presence
-from fxpar.runtime.binding import bind
-from fxpar.runtime.compile_once import compile_once, first_does
-from fxpar.runtime.plan_store import lines_of
+from fxpar.passes.order.outline_layers import INVOKE
+from fxpar.runtime.caches.compile_once import compile_once, first_does
+from fxpar.runtime.caches.plan_store import lines_of
+from fxpar.runtime.ranks import consensus, meeting, presence
+from fxpar.runtime.steps.binding import bind
 from tests.helpers.spawn import shared_pool
 
 aten = torch.ops.aten

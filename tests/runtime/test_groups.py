@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import DeviceError, FxparError, MeshError
-from fxpar.runtime import groups
+from fxpar.runtime.ranks import groups
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.helpers.scripts import run_script

@@ -11,9 +11,9 @@ from torch import nn
 from fxpar import _torch
 from fxpar.config import Options
 from fxpar.errors import FxparWarning, InputMismatchError
-from fxpar.runtime import check_inputs
-from fxpar.runtime.groups import Ranks
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.ranks import check_inputs
+from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
 from tests.helpers.spawn import shared_pool
 

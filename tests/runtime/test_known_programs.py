@@ -20,9 +20,10 @@ from torch import fx, nn
 import fxpar
 from fxpar import cache_files, pipeline
 from fxpar.config import Options
-from fxpar.runtime import known_programs, local_results, plan_store
-from fxpar.runtime.groups import Ranks
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.caches import known_programs, plan_store
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.calls import local_results
+from fxpar.runtime.ranks.groups import Ranks
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 from tests.helpers.spawn import shared_pool

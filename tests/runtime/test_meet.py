@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fxpar.errors import RankMismatchError
-from fxpar.runtime import meeting, presence
+from fxpar.runtime.ranks import meeting, presence
 from tests.helpers.patience import given_up_at_call
 from tests.helpers.spawn import shared_pool
 

@@ -18,7 +18,9 @@ from fxpar import cache_files, choose_plan
 from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
-from fxpar.runtime import consensus, lowering_steps, plan_store
+from fxpar.runtime.caches import plan_store
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.steps import lowering_steps
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
 from fxpar.sharding import rules as rule_table

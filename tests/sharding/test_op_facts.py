@@ -12,11 +12,8 @@ import torch
 import torch._inductor.inductor_prims  # registers them
 
 import fxpar
-from fxpar.passes import (  # noqa: F401  (registers ops)
-    custom_ops,
-    dispatch_ops,
-    expert_ops,
-)
+from fxpar.passes import custom_ops  # noqa: F401  (registers ops)
+from fxpar.passes.experts import dispatch_ops, expert_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.rules import FAMILIES
 from fxpar.sharding.rules.op_facts import (
     FACTS,
@@ -33,21 +30,21 @@ ROOT = Path(fxpar.__file__).parent
 # Tables of forms of ops, which are no facts: how one call is made local, rewritten, or
 # written as an expression of a kernel.
 FORMS = {
-    "passes/local_indexing.py",
-    "passes/local_views.py",
-    "passes/normalize_shifts.py",
-    "passes/normalize_experts.py",  # calls that put rows in order, and back
-    "passes/body_seeds.py",  # how ops draw by index
-    "passes/keep_batch_apart.py",  # operands of ops that hold the rows
-    "passes/local_order.py",  # how shards of a scan are put together
-    "passes/local_reductions.py",
-    "passes/local_slices.py",
-    "passes/own_shard.py",  # how ops take an offset that is known when they run
+    "passes/local/local_indexing.py",
+    "passes/local/local_views.py",
+    "passes/normalize/normalize_shifts.py",
+    "passes/experts/normalize_experts.py",  # calls that put rows in order, and back
+    "passes/normalize/body_seeds.py",  # how ops draw by index
+    "passes/normalize/keep_batch_apart.py",  # operands of ops that hold the rows
+    "passes/local/local_order.py",  # how shards of a scan are put together
+    "passes/local/local_reductions.py",
+    "passes/local/local_slices.py",
+    "passes/local/own_shard.py",  # how ops take an offset that is known when they run
     "fusion/kernels/expressions.py",  # how ops are written in Triton
     "fusion/kernels/index_arithmetic.py",
     "fusion/kernels/interpret.py",
     "fusion/kernels/placement.py",
-    "passes/loop_steps.py",  # calls that read a loop's steps and spell no size
+    "passes/simulate/loop_steps.py",  # calls that read a loop's steps and spell no size
 }
 
 

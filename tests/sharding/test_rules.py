@@ -13,13 +13,10 @@ import torch
 import torch._inductor.inductor_prims  # noqa: F401  (registers prims::inductor_*)
 
 from fxpar.errors import PlanError
-from fxpar.passes import (  # noqa: F401  (register fxpar's own)
-    custom_ops,
-    dispatch_ops,
-    expert_ops,
-    random,
-)
-from fxpar.passes.local_ops import LOCAL
+from fxpar.passes import custom_ops  # noqa: F401  (register fxpar's own)
+from fxpar.passes.experts import dispatch_ops, expert_ops  # noqa: F401  (register fxpar's own)
+from fxpar.passes.local.local_ops import LOCAL
+from fxpar.passes.normalize import random  # noqa: F401  (register fxpar's own)
 from fxpar.runtime.at_rest import dtensor_ops  # noqa: F401  (registers an op)
 from fxpar.sharding.factors import Passage, Rule, parse_rule
 from fxpar.sharding.mesh import Mesh

@@ -24,7 +24,7 @@ from fxpar.fusion.kernels.region_program import (
     replaced,
 )
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
-from fxpar.passes import random as _random  # noqa: F401
+from fxpar.passes.normalize import random as _random  # noqa: F401
 
 # Made of no operand: they need to be told where.
 FACTORIES = frozenset(

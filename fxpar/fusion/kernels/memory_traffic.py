@@ -2,10 +2,10 @@
 
 In: a region and its graph, which is only read. Out: two numbers, and the results that a
 kernel may write where an input of the graph is. What Inductor would make of it says
-``passes.launches``. One kernel for all reads its inputs and writes its outputs. What a
-collective moves through buffers of its own is left out on both sides. What others could
-have computed in the same kernel as the region must now be written for them and read
-again.
+``passes.simulate.launches``. One kernel for all reads its inputs and writes its
+outputs. What a collective moves through buffers of its own is left out on both sides.
+What others could have computed in the same kernel as the region must now be written for
+them and read again.
 
 A training step leaves ``copy_(input, new)`` for each parameter and state. Where a
 region makes ``new`` for nothing else, it may write it there. Kernels write in place
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpar.fusion.kernels.select_region import SelectedRegion, is_heavy
-from fxpar.passes.launches import launches_among
+from fxpar.passes.simulate.launches import launches_among
 from fxpar.sharding.cost.op import is_light, is_view, nbytes_of
 from fxpar.sharding.rules.op_facts import op_facts_of
 

@@ -27,9 +27,9 @@ from fxpar.fusion.node_legality import arrange as arrange
 from fxpar.fusion.node_legality import is_message
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.passes import collective_nodes
-from fxpar.passes.bucket_collectives import REGION
 from fxpar.passes.builder import Builder
 from fxpar.passes.lower import contiguous
+from fxpar.passes.order.bucket_collectives import REGION
 
 _REDUCING = {collective_nodes.all_reduce, collective_nodes.reduce_scatter}
 

@@ -28,11 +28,10 @@ from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.fusion.slice_op import SlicePart
 from fxpar.fusion.verbs import overlap as chunked
 from fxpar.fusion.verbs.ring import Ring
-from fxpar.passes import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes import collective_nodes
-from fxpar.passes.builder import Builder
-from fxpar.passes.local_attention import laid_out
-from fxpar.passes.merge_attention import (
+from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.passes.attention.local_attention import laid_out
+from fxpar.passes.attention.merge_attention import (
     BIASES,
     RunningAttention,
     aligned,
@@ -40,6 +39,7 @@ from fxpar.passes.merge_attention import (
     of_visible,
     weighted,
 )
+from fxpar.passes.builder import Builder
 from fxpar.sharding.cost.op import contracts
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fxpar import _torch
 from fxpar.errors import HintError
 from fxpar.passes import custom_ops as _custom_ops  # noqa: F401  (registers fxpar's ops)
-from fxpar.runtime.groups import group_of
+from fxpar.runtime.ranks.groups import group_of
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
 

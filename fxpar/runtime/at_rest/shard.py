@@ -25,7 +25,6 @@ from fxpar.choose_plan import planned
 from fxpar.config import PREFIX, Options, nearest
 from fxpar.errors import HintError, MeshError, ShardError
 from fxpar.passes.signature import read_signature
-from fxpar.runtime import consensus
 from fxpar.runtime.at_rest.crossings import part_of
 from fxpar.runtime.at_rest.dtensor_ops import (
     complete_partials,
@@ -33,8 +32,9 @@ from fxpar.runtime.at_rest.dtensor_ops import (
     orthogonalize_whole,
 )
 from fxpar.runtime.at_rest.sharded_modules import HOME, Home, ParameterAtRest, adopt
-from fxpar.runtime.check_inputs import check_same
-from fxpar.runtime.groups import Ranks, device_mesh_of, join, settle
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.check_inputs import check_same
+from fxpar.runtime.ranks.groups import Ranks, device_mesh_of, join, settle
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding.axis_parts import parts_among
 from fxpar.sharding.factors import Axes

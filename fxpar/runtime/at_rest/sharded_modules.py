@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Partial
 from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.passes.custom_ops import unreduced
-from fxpar.runtime import reduce_gradients as reduce
-from fxpar.runtime.presence import is_alone
+from fxpar.runtime.ranks import reduce_gradients as reduce
+from fxpar.runtime.ranks.presence import is_alone
 from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home

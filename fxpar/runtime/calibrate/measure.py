@@ -25,10 +25,10 @@ import torch
 
 from fxpar.config import Options
 from fxpar.errors import DeviceError
-from fxpar.runtime import groups
 from fxpar.runtime.calibrate import probe_device, probe_network
 from fxpar.runtime.calibrate.probe_device import Probe
 from fxpar.runtime.calibrate.probe_network import local_ranks
+from fxpar.runtime.ranks import groups
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Peak, detect
 from fxpar.sharding.mesh import Link, Mesh
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fxpar.errors import FxparWarning, compose
-from fxpar.passes import random
-from fxpar.runtime import consensus, groups
+from fxpar.passes.normalize import random
 from fxpar.runtime.calibrate.fit_curves import Point, fit_peak
+from fxpar.runtime.ranks import consensus, groups
 from fxpar.sharding.cost.hardware_table import Peak
 
 Shape = tuple[int, ...]

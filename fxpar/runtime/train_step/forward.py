@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import PlanError
 from fxpar.runtime.at_rest.sharded_modules import to_global_unreduced
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.caches.program_identity import Named
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import user_line
 from fxpar.sharding.spec import Spec

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from fxpar import _torch
 from fxpar.errors import FxparWarning, PlanError, compose
 from fxpar.runtime.at_rest.dtensor_ops import orthogonalize_whole
-from fxpar.runtime.presence import is_alone
-from fxpar.runtime.program_identity import Named
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.ranks.presence import is_alone
 from fxpar.runtime.shard_map import traced_for
 from fxpar.runtime.train_step.forward import (
     Forward,

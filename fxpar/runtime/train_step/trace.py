@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.bucket_collectives import PHASE
+from fxpar.passes.order.bucket_collectives import PHASE
 from fxpar.runtime.tracing import raised_at
 from fxpar.runtime.train_step.forward import (
     Forward,

@@ -11,8 +11,8 @@ does not generate are kernels by themselves. Never changes a graph.
 
 The order is that of the nodes: a kernel runs where the last of its ops stood when
 another launch first read it. None spans forward and backward, which are compiled apart.
-Collectives and waits are what ``passes.launches`` adds, prices of launches
-``passes.simulate_step``; a search asks ``program_kernels``.
+Collectives and waits are what ``passes.simulate.launches`` adds, prices of launches
+``passes.simulate.simulate_step``; a search asks ``program_kernels``.
 """
 
 from __future__ import annotations

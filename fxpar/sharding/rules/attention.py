@@ -5,8 +5,8 @@ and a gradient of the keys is partial over the query heads that share one. Queri
 be split along the sequence where there is one log-sum-exp per query; so may keys and
 values, which makes outputs summands that ranks weight by their log-sum-exp (``Merge``),
 and gradients of queries plain summands. A causal mask counts places in the whole
-sequence (``passes.local_attention``). Seeds, reserves and empty results are alike on
-every rank.
+sequence (``passes.attention.local_attention``). Seeds, reserves and empty results are
+alike on every rank.
 
 With dropout a kernel draws its mask by local position, so such a call has no rule and
 stays whole; so do calls with ragged sequences and those that return a debug mask.

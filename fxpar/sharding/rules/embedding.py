@@ -1,7 +1,7 @@
 """Rows of embeddings: what is looked up in a table by index, one by one or in bags.
 
 Rows of the table may be split where one is looked up at a time (the local forms are in
-``fxpar/passes/local_indexing.py``); columns may always be.
+``fxpar/passes/local/local_indexing.py``); columns may always be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of products by expert, and of what brings rows to their experts.
 
 Of ``groups`` groups of experts a rank has one or more, and the rows that count there
-(``fxpar/passes/expert_ops.py``, ``dispatch_ops.py``).
+(``fxpar/passes/experts/expert_ops.py``, ``dispatch_ops.py``).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Batch and heads are free, as in ``attention``; a block mask is split with them where it
 has them. So are queries in the forward, block by block of the mask: functions of scores
-count them by global index (``passes.local_custom_ops``). Tensors that a score or mask
-function captures are whole, since it may look up anything in them, and their gradients
-are sums over all scores, so partial.
+count them by global index (``passes.local.local_custom_ops``). Tensors that a score or
+mask function captures are whole, since it may look up anything in them, and their
+gradients are sums over all scores, so partial.
 """
 
 from __future__ import annotations

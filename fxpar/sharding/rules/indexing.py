@@ -3,9 +3,9 @@
 Dims of the index pass through, and so do the operand's dims that are not indexed. An
 indexed dim may be split as well: each rank looks up what falls into its part and puts
 zero elsewhere, so the result is partial; an update keeps only what falls into its part
-(the local forms are in ``fxpar/passes/local_indexing.py``). Updates that accumulate may
-be split along the index too: each rank then holds a summand of the result, its operand
-included.
+(the local forms are in ``fxpar/passes/local/local_indexing.py``). Updates that
+accumulate may be split along the index too: each rank then holds a summand of the
+result, its operand included.
 """
 
 from __future__ import annotations

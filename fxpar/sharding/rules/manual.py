@@ -1,4 +1,4 @@
-"""Rows of the ops of manual regions (``passes.region_ops``); which nodes are inside.
+"""Rows of the ops of manual regions (``passes.regions``); which nodes are inside.
 
 Inside a region a value is in the shape that is local along the region's axes, and other
 axes split it as any other. So that nothing splits it over the region's axes once more,

@@ -211,7 +211,7 @@ def _scaled_mm_v2(
 
 
 # Grouped: which rows are a group's says a running count, ``offs``. A rank that holds
-# some of the rows counts from its first (``fxpar/passes/local_views.py``).
+# some of the rows counts from its first (``fxpar/passes/local/local_views.py``).
 
 
 def counted_dim(x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]:

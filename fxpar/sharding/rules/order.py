@@ -2,8 +2,8 @@
 
 Along the dim, too, they may be split: each rank scans its own rows, or chooses among
 them, and ranks gather what stands for a shard (``Rule.gathered``): the total of a scan,
-the candidates of a choice. Local forms are in ``passes.local_order``. What cannot be
-put together so (sorts, medians) needs the dim whole.
+the candidates of a choice. Local forms are in ``passes.local.local_order``. What cannot
+be put together so (sorts, medians) needs the dim whole.
 """
 
 from __future__ import annotations

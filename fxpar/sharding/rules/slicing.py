@@ -3,9 +3,9 @@
 The touched dim stays whole; all others are factors. Where few rows are cut out it may
 be split too: each rank gives those it has and zero elsewhere, so the result is partial.
 What rows are put into may be split along their dim, of which each rank takes its own
-(the local forms are in ``fxpar/passes/local_slices.py``). Every partial value may pass,
-but where a constant is filled in only with a reduction that leaves the constant as it
-is.
+(the local forms are in ``fxpar/passes/local/local_slices.py``). Every partial value may
+pass, but where a constant is filled in only with a reduction that leaves the constant
+as it is.
 """
 
 from __future__ import annotations

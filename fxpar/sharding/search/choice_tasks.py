@@ -7,10 +7,10 @@ and axes are what ``overlap`` gives them. Never looks at a cost but to leave out
 that have none.
 
 Collectives stand where lowering puts them (``passes.insert_reshards``,
-``passes.order_collectives``): a value settles, and a partial result is reduced, behind
-the op that makes it; a parameter is gathered where the one read before it is first
-read; anything else moves right before its reader. A result is waited for where an op
-first reads it, views left out, and by the next collective that moves it on.
+``passes.order.order_collectives``): a value settles, and a partial result is reduced,
+behind the op that makes it; a parameter is gathered where the one read before it is
+first read; anything else moves right before its reader. A result is waited for where an
+op first reads it, views left out, and by the next collective that moves it on.
 """
 
 from __future__ import annotations

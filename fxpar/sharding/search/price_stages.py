@@ -4,8 +4,8 @@ In: a SearchResult on the mesh of one stage, priced for one part of the batch
 (``batch_parts``), and the Pipeline. Out: ``StagedStep``: seconds of a step by the
 schedule's own order of actions, of the equal parts that each stage computes, the
 messages between places, and what is done once for all parts; bytes that each place
-holds. Chooses nothing but where to cut, as ``passes.assign_stages`` does later on the
-local graph, and changes nothing.
+holds. Chooses nothing but where to cut, as ``passes.stages.assign_stages`` does later
+on the local graph, and changes nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a Formulation and a choice. Out: ``Overlap``: the seconds of the step; ``change``
 gives nodes other strategies. What ops and reshards cost is what they cost in the
 additive problem; what this adds is when they run (``tasks``, ``streams``). A kernel an
-op, no buckets: ``passes.simulate_step`` of a lowered plan has them.
+op, no buckets: ``passes.simulate.simulate_step`` of a lowered plan has them.
 
 A change of strategies changes durations and axes of the tasks of its nodes and their
 edges, never the order, so a step is simulated again from the first of them on.

@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar import fusion
 from fxpar.fusion.kernels import fuse_regions
 from fxpar.fusion.kernels.fuse_regions import Fused, fuse_graph
-from fxpar.runtime import compiled_graph, lowering_steps
+from fxpar.runtime.calls import compiled_graph
+from fxpar.runtime.steps import lowering_steps
 from fxpar.sharding.plan import Plan
 from tests.helpers.kernels.fused_graphs import (
     GROUP,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar.runtime import lowering_steps
+from fxpar.runtime.steps import lowering_steps
 from tests.helpers.spawn import shared_pool
 
 

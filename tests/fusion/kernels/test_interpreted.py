@@ -19,7 +19,7 @@ from fxpar.fusion.kernels.kernel_text import function, kernel_of, phase
 from fxpar.fusion.kernels.placement import KNOWN
 from fxpar.fusion.kernels.reductions import space_of
 from fxpar.fusion.kernels.split_at_collectives import stages_of
-from fxpar.passes import random
+from fxpar.passes.normalize import random
 from tests.helpers.kernels import samples
 from tests.helpers.kernels.compare_kernels import (
     Comparison,

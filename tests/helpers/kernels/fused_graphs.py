@@ -21,8 +21,8 @@ from fxpar.fusion.kernels.implementations import GroupFacts
 from fxpar.fusion.kernels.symmetric_memory import shared_files
 from fxpar.fusion.kernels.trace_region import op_name
 from fxpar.passes.builder import Builder
-from fxpar.passes.order_collectives import give_outputs
-from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.order.order_collectives import give_outputs
+from fxpar.passes.order.sink_waits import sink_waits
 from tests.helpers.forked import run_forked
 from tests.helpers.kernels.compare_kernels import apart, traced
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpar
-from fxpar.passes.step_collectives import facts_of
+from fxpar.passes.simulate.step_collectives import facts_of
 from fxpar.sharding.cost.fused_work import flops_of_op, seconds
 from fxpar.sharding.cost.hardware_table import Hardware, Level, Measured, Peak, lookup
 from fxpar.sharding.cost.op import flops_of

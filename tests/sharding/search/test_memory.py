@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fxpar
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.peak_memory import by_kind
-from fxpar.passes.reshard_after_forward import regather
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.reshard_after_forward import regather
+from fxpar.passes.simulate.peak_memory import by_kind
 from fxpar.sharding.cost.hardware_table import lookup
 from fxpar.sharding.cost.program_kernels import kernels_of
 from fxpar.sharding.decide import Decision, decide

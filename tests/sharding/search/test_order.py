@@ -16,11 +16,11 @@ import torch.nn.functional as F
 import fxpar
 import fxpar.planning
 from fxpar.errors import PlanError
-from fxpar.passes.forward_backward import as_run
 from fxpar.passes.insert_reshards import insert_reshards
-from fxpar.passes.localize import localize
-from fxpar.passes.simulate_step import Timeline, simulate
-from fxpar.passes.sink_waits import sink_waits
+from fxpar.passes.local.localize import localize
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.order.sink_waits import sink_waits
+from fxpar.passes.simulate.simulate_step import Timeline, simulate
 from fxpar.sharding.cost.hardware_table import BUILT_IN
 from fxpar.sharding.reshard.needed import connect
 from fxpar.sharding.search import search_space

@@ -19,9 +19,9 @@ from torch import nn
 
 import fxpar
 from fxpar.errors import FxparWarning, HintError, PlanError
-from fxpar.passes.forward_backward import as_run
-from fxpar.passes.launches import launches_of
-from fxpar.passes.lockstep import run_lockstep  # noqa: F401  (registers the ops)
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.lockstep import run_lockstep  # noqa: F401  (registers the ops)
 from fxpar.sharding import decide
 from fxpar.sharding.cost.hardware_table import Hardware, Peak, lookup
 from fxpar.sharding.cost.program_kernels import kernels_of

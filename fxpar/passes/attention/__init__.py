@@ -1,0 +1,1 @@
+"""Attention: masks read, queries and keys split along the sequence, results merged."""

@@ -1,0 +1,240 @@
+"""Local forms of attention whose queries or keys are split along the sequence.
+
+A causal mask counts places in the whole sequence: such a call becomes
+``fxpar::causal_attention``, which is told where this rank's queries and keys begin.
+Where keys are split, each rank attends to its own, and what they give is merged by
+log-sum-exp: ranks exchange that of their keys, and each scales its output to a summand
+of the whole. A backward takes the log-sum-exp of all keys, and needs no merge: the
+gradients of queries are summands as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes import collective_nodes
+from fxpar.passes.attention import causal_attention, merge_attention
+from fxpar.passes.attention.merge_attention import BIASES, weighted
+from fxpar.passes.builder import Builder, Size, value_of
+from fxpar.passes.local.local_call import LocalCall, Localizer
+
+aten = torch.ops.aten
+ours = torch.ops.fxpar
+
+# [batch, heads, sequence, features]
+_SEQUENCE = 2
+
+
+def _arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict:
+    """What a call gives, by the names of its op's schema; defaults where it gives
+    nothing."""
+    declared = _torch.objects.schema_of(target).arguments
+    defaults = {argument.name: argument.default_value for argument in declared}
+    positional = [argument.name for argument in declared if not argument.kwarg_only]
+    return defaults | dict(zip(positional, args, strict=False)) | kwargs
+
+
+def _is_split(call: LocalCall, query: int) -> tuple[bool, bool]:
+    """Whether ranks hold different queries, and different keys; ``query``: position of
+    the queries among the operands, before that of the keys."""
+    count = call.build.mesh.count
+    rows, keys = (call.operands[query + i].dims[_SEQUENCE] for i in range(2))
+    return count(rows) > 1, count(keys) > 1
+
+
+def _ahead(call: LocalCall, query: int) -> Size:
+    """By how much this rank's first query lies behind its first key."""
+    rows, keys = (
+        call.build.own_start(shape[_SEQUENCE], spec.dims[_SEQUENCE])
+        for shape, spec in zip(
+            call.shapes[query : query + 2],
+            call.operands[query : query + 2],
+            strict=True,
+        )
+    )
+    return call.build.compute(operator.sub, rows, keys)
+
+
+def _forward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    arguments = _arguments(call.node.target, args, kwargs)
+    queries, keys = _is_split(call, 0)
+    if not (queries or keys):
+        return call.same(*args, **kwargs)
+    values = call.node.meta["val"]
+    if arguments["is_causal"]:
+        results = _causal(call, arguments)
+        if isinstance(values, torch.Tensor):
+            return laid_out(call.build, results[0], values)
+        further_results = [_unread(call, results[0], x) for x in values[2:]]
+    else:
+        if keys and arguments.get("attn_bias") is not None:
+            arguments["attn_bias"] = merge_attention.aligned(
+                call.build, arguments["attn_bias"]
+            )
+        node = _call_by_name(call, arguments) if keys else call.same(*args, **kwargs)
+        if isinstance(values, torch.Tensor):
+            return node
+        lse = node.meta["val"][1]
+        if not keys and tuple(lse.shape) == value_of(call.local_shape(1)):
+            return node
+        results = [_result(call, node, i) for i in range(2)]
+        further_results = [
+            _result(call, node, i) if isinstance(x, torch.Tensor) else x
+            for i, x in enumerate(values)
+        ][2:]
+    out, lse = results[0], _per_query(call, results[1], call.local_shape(0)[_SEQUENCE])
+    if keys:
+        out, lse = _merged(call, out, lse, _mask(arguments))
+    out = laid_out(call.build, out, values[0])
+    return (out, _as_kernel(call, lse, call.local_shape(1)), *further_results)
+
+
+def _causal(call: LocalCall, arguments: dict[str, Any]) -> list[fx.Node]:
+    """Output and log-sum-exp of this rank's queries over its keys."""
+    tensors = (arguments[name] for name in ("query", "key", "value"))
+    op = ours.causal_attention.default
+    node = call.build.call(op, *tensors, _ahead(call, 0), arguments["scale"])
+    return [_result(call, node, i) for i in range(2)]
+
+
+def _mask(arguments: dict[str, Any]) -> fx.Node | None:
+    """The mask or bias of a call."""
+    return next((arguments[n] for n in BIASES if arguments.get(n) is not None), None)
+
+
+def _merged(
+    call: LocalCall, out: fx.Node, lse: fx.Node, mask: fx.Node | None
+) -> tuple[fx.Node, fx.Node]:
+    """This rank's summand of the output over all keys, and their log-sum-exp."""
+    build, dtype = call.build, out.meta["val"].dtype
+    axes = call.operands[1].dims[_SEQUENCE]
+    if mask is not None:
+        lse = merge_attention.of_visible(build, lse, mask)
+    of_ranks = build.call(aten.unsqueeze.default, lse, 0)
+    of_ranks = collective_nodes.step(
+        build, collective_nodes.all_gather, of_ranks, 0, tuple(axes)
+    )
+    if mask is None:
+        total = merge_attention.log_of_sum(build, of_ranks)
+        out = weighted(build, out, lse, total)
+    else:
+        out, total = merge_attention.of_ranks(build, out, lse, of_ranks)
+    return build.cast(out, dtype), total
+
+
+def _backward(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    arguments = _arguments(call.node.target, args, kwargs)
+    queries, keys = _is_split(call, 1)
+    if not (queries or keys):
+        return call.same(*args, **kwargs)
+    lse = next(name for name in ("logsumexp", "log_sumexp") if name in arguments)
+    rows = call.operand_shape(1)[_SEQUENCE]
+    weights = _per_query(call, arguments[lse], rows)
+    values = call.node.meta["val"]
+    if not arguments["is_causal"]:
+        if "efficient" not in str(call.node.target):
+            return call.same(*args, **kwargs)
+        padded_rows = causal_attention.padding(value_of(rows))
+        arguments[lse] = _padded(call, weights, padded_rows)
+        if keys and arguments["attn_bias"] is not None:
+            arguments["attn_bias"] = merge_attention.aligned(
+                call.build, arguments["attn_bias"]
+            )
+        return _call_by_name(call, arguments)
+    grad = next(
+        arguments[name] for name in ("grad_out", "grad_out_") if name in arguments
+    )
+    tensors = (arguments[name] for name in ("query", "key", "value", "out"))
+    op, ahead = ours.causal_attention_backward.default, _ahead(call, 1)
+    node = call.build.call(op, grad, *tensors, weights, ahead, arguments["scale"])
+    gradients = (
+        laid_out(call.build, _result(call, node, i), values[i]) for i in range(3)
+    )
+    return (*gradients, *(None for _ in values[3:]))
+
+
+def _call_by_name(call: LocalCall, arguments: dict[str, Any]) -> fx.Node:
+    """The op itself on arguments by name."""
+    declared = _torch.objects.schema_of(call.node.target).arguments
+    positional = [arguments[a.name] for a in declared if not a.kwarg_only]
+    named = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
+    return call.same(*positional, **named)
+
+
+def _per_query(call: LocalCall, lse: fx.Node, rows: Size) -> fx.Node:
+    """A kernel's log-sum-exp as [batch, heads, queries]."""
+    value = lse.meta["val"]
+    if value.dim() == 4:
+        return call.build.call(aten.select.int, lse, 3, 0)
+    if value.shape[2] == value_of(rows):
+        return lse
+    return call.build.call(aten.slice.Tensor, lse, 2, 0, rows)
+
+
+def _as_kernel(call: LocalCall, lse: fx.Node, shape: Sequence[Any]) -> fx.Node:
+    """[batch, heads, queries] as a kernel has it, of this shape."""
+    if len(shape) == 4:
+        return call.build.call(aten.unsqueeze.default, lse, 3)
+    return _padded(call, lse, value_of(shape[2]) - lse.meta["val"].shape[2])
+
+
+def _padded(call: LocalCall, lse: fx.Node, queries: int) -> fx.Node:
+    """With so many more queries, which see nothing."""
+    return call.build.pad(lse, (0, 0, queries), math.inf) if queries else lse
+
+
+def _result(call: LocalCall, node: fx.Node, i: int) -> fx.Node:
+    return call.build.call(operator.getitem, node, i)
+
+
+def _unread(call: LocalCall, like: fx.Node, value: Any) -> Any:
+    """A further result of a kernel, which no backward reads here."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    device = like.meta["val"].device
+    return call.build.call(
+        aten.empty.memory_format, list(value.shape), dtype=value.dtype, device=device
+    )
+
+
+def laid_out(build: Builder, x: fx.Node, like: torch.Tensor) -> fx.Node:
+    """``x`` with its dims in memory in the order of those of ``like``, which views of
+    it were traced with."""
+    strides = _torch.symbols.hint_shape(like.stride())
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+    if x.meta["val"].permute(order).is_contiguous():
+        return x
+    permuted = build.call(aten.permute.default, x, order)
+    copy = build.call(
+        aten.clone.default, permuted, memory_format=torch.contiguous_format
+    )
+    inverse = [order.index(d) for d in range(len(order))]
+    return build.call(aten.permute.default, copy, inverse)
+
+
+def _forms(names: str, local: Localizer) -> dict[Any, Localizer]:
+    return {getattr(aten, name).default: local for name in names.split()}
+
+
+LOCAL: dict[Any, Localizer] = {
+    **_forms(
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+        _forward,
+    ),
+    **_forms(
+        "_scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_flash_attention_for_cpu_backward "
+        "_scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention_backward",
+        _backward,
+    ),
+}

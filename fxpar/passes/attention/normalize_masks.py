@@ -1,0 +1,86 @@
+"""traced -> normalized: masks that are causal become the ``is_causal`` of attention.
+
+In: a functional ATen graph with global fake values. Out: the same graph, changed in
+place, computing the same values. A mask made of positions that count up, compared and
+combined, is followed as what it is: integers as affine functions of an element's place,
+booleans as the inequalities that hold. Where what is left of a mask is ``query >= key``
+(a window as long as the sequence and one document say nothing), the kernel is told so;
+where nothing is left, there is no mask. What no input has a part in is followed alone:
+padding and packed documents stay masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.attention.merge_attention import BIASES
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.normalize.place_functions import (
+    Affine,
+    TwoValued,
+    equal_sizes,
+    is_constant,
+    with_opposite_bound,
+)
+from fxpar.passes.normalize.place_rules import PlaceFunctions, function_of
+
+
+def causal_masks(graph: fx.Graph, rewriter: Builder) -> None:
+    """Attention under a mask that is causal as ``is_causal``; under one that hides
+    nothing without."""
+    functions: PlaceFunctions = {}
+    for node in graph.nodes:
+        arguments = _named_arguments(node)
+        name = next((n for n in BIASES if isinstance(arguments.get(n), fx.Node)), None)
+        if name is None or arguments.get("is_causal", True):
+            continue
+        # A gradient of the mask is read.
+        if any(arguments.get("grad_input_mask", ())[3:]):
+            continue
+        causal = _is_causal(arguments, arguments[name], functions)
+        if causal is not None:
+            _set_arguments(node, {name: None, "is_causal": causal})
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an attention by name, with defaults; of another call nothing."""
+    if node.op != "call_function" or "attention" not in str(node.target):
+        return {}
+    schema = _torch.objects.schema_of(node.target)
+    if schema is None:
+        return {}
+    defaults = {a.name: a.default_value for a in schema.arguments}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
+def _set_arguments(node: fx.Node, changed: dict[str, Any]) -> None:
+    """Give a call other arguments."""
+    arguments = _named_arguments(node) | changed
+    declared = _torch.objects.schema_of(node.target).arguments
+    node.args = tuple(arguments[a.name] for a in declared if not a.kwarg_only)
+    node.kwargs = {a.name: arguments[a.name] for a in declared if a.kwarg_only}
+
+
+def _is_causal(
+    arguments: dict[str, Any], mask: fx.Node, functions: PlaceFunctions
+) -> bool | None:
+    """Whether a mask is causal (True) or hides nothing (False); None of another."""
+    function, dtype = function_of(mask, functions), mask.meta["val"].dtype
+    sees = dtype is torch.bool
+    if is_constant(function):
+        return False if function.constant == sees else None
+    if isinstance(function, TwoValued) and len(function.bounds) == 1:
+        function = function if function.yes == sees else with_opposite_bound(function)
+    if not isinstance(function, TwoValued) or function.yes != sees:
+        return None
+    least = 0 if sees else torch.finfo(dtype).min
+    rows, keys = (shape_of(arguments[name])[-2] for name in ("query", "key"))
+    if function.no > least or not equal_sizes(rows, keys):
+        return None
+    rank = len(shape_of(mask))
+    visible = Affine((*(0,) * (rank - 2), 1, -1), 0) if rank > 1 else None
+    return True if function.bounds == {visible} else None

@@ -1,0 +1,1 @@
+"""Rows of tokens and their experts: sorted, sent, multiplied, and put back."""

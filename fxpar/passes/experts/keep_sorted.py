@@ -1,0 +1,185 @@
+"""local: rows that go out of an order and into the same order again stay in it.
+
+The local form of a product by expert sorts its rows, multiplies and puts them back
+(``local_experts``). In: the local graph of one rank. Out: the same graph, changed in
+place, in which what is computed between two such products row by row is computed in
+order, and one sort serves all products by the same experts. What it never does: change
+what a row is, or keep an order across a collective.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import PART, STAGE, Builder, shape_of
+from fxpar.passes.custom_ops import PLACES
+from fxpar.passes.experts.row_wise import call_of, row_call, rows_read
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+
+_PRODUCTS = ("fxpar.grouped_mm.default", "fxpar.grouped_outer.default")
+
+
+def keep_sorted(graph: fx.Graph, build: Builder) -> None:
+    """Rewrite a local graph in place."""
+    if not any(str(node.target) in _PRODUCTS for node in graph.nodes):
+        return
+    _join_alike(graph)
+    orders: dict[fx.Node, _InOrder] = {}
+    for node in list(graph.nodes):
+        order = _order_of(node)
+        if order is None:
+            continue
+        rows = orders.setdefault(order, _InOrder(build, order))
+        if rows.is_near(node.args[0], 0) or rows.has(node.args[0]):
+            with build.before(node):
+                build.replace(node, rows.of(node.args[0], 0))
+        else:
+            rows.keep(node)
+    graph.eliminate_dead_code()
+
+
+def _order_of(node: fx.Node) -> fx.Node | None:
+    """The order in which a node reads rows; None of any that does not sort."""
+    if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
+        return None
+    (order,) = node.args[1]
+    source, i = call_of(_all_rows_order(order))
+    return order if source.target is aten.sort.stable and i == 1 else None
+
+
+def _all_rows_order(order: fx.Node) -> Any:
+    """The order of all rows, of which there may be room for the first only."""
+    cut = order.target is aten.slice.Tensor and order.args[1:3] == (0, 0)
+    return order.args[0] if cut else order
+
+
+def _put_back(node: fx.Node, order: fx.Node) -> Any:
+    """The rows in order that a node puts back where they lay; None of any other."""
+    whole = _all_rows_order(order)
+    read: Any = node.args[1] if whole is not order and len(node.args) == 3 else node
+    if node.target is not (aten.where.self if read is not node else aten.index.Tensor):
+        return None
+    if read.target is not aten.index.Tensor or len(read.args[1]) != 1:
+        return None
+    (place,) = read.args[1]
+    if read is not node and place.target is aten.clamp.default:
+        place = place.args[0]
+    back = place.target is aten.index_put.default and place.args[:2] == (whole, [whole])
+    return read.args[0] if back else None
+
+
+class _InOrder:
+    """Values with their rows in one order."""
+
+    def __init__(self, build: Builder, order: fx.Node) -> None:
+        self.build, self.order = build, order
+        # How many there is room for; None: all.
+        self.rows = None if _all_rows_order(order) is order else shape_of(order)[0]
+        self._near: dict[tuple[fx.Node, int], bool] = {}
+        self._in_order: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a value was read in order before."""
+        return (node, 0) in self._in_order
+
+    def keep(self, read: fx.Node) -> None:
+        """Note a node that reads a value in order."""
+        self._in_order[read.args[0], 0] = read
+
+    def is_near(self, node: fx.Node, dim: int) -> bool:
+        """Whether a value is made, row by row, of some that were put back, and can be
+        made in order."""
+        key = node, dim
+        if key not in self._near:
+            self._near[key] = False
+            self._near[key] = self._is_near(node, dim)
+        return self._near[key]
+
+    def _is_near(self, node: fx.Node, dim: int) -> bool:
+        if dim == 0 and _put_back(node, self.order) is not None:
+            return True
+        operands = _row_operands(node, dim)
+        near = {x: d for x, d in operands.items() if self.is_near(x, d)}
+        return bool(near) and all(d == 0 for x, d in operands.items() if x not in near)
+
+    def of(self, node: fx.Node, dim: int) -> fx.Node:
+        """A value with its rows in order."""
+        key = node, dim
+        if key not in self._in_order:
+            self._in_order[key] = self._of(node, dim)
+        return self._in_order[key]
+
+    def _of(self, node: fx.Node, dim: int) -> fx.Node:
+        rows = _put_back(node, self.order) if dim == 0 else None
+        if rows is not None:
+            return rows
+        if not self.is_near(node, dim):
+            return self.build.call(aten.index.Tensor, node, [self.order])
+        operands = _row_operands(node, dim)
+        source, i = call_of(node)
+        key = source, -1  # one call for all its results
+        if key not in self._in_order:
+            call = row_call(source, operands)
+            assert call is not None
+            in_order = {x: self.of(x, d) for x, d in operands.items()}
+            self._in_order[key] = call.with_operands(self.build, in_order, self.rows)
+        result = self._in_order[key]
+        return (
+            result if source is node else self.build.call(operator.getitem, result, i)
+        )
+
+
+def _row_operands(node: fx.Node, dim: int) -> dict[fx.Node, int]:
+    """The operands whose rows make those of a value; none if not one by one."""
+    source, i = call_of(node)
+    value = source.meta.get("val")
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    if source.op != "call_function" or not all(
+        isinstance(x, torch.Tensor) for x in tensors
+    ):
+        return {}
+    return rows_read(source, dim, i) or {}
+
+
+def _join_alike(graph: fx.Graph) -> None:
+    """One node for calls that give the same whole numbers: sorts, and what they are
+    of. Not for calls of two stages, or parts of a batch."""
+    first_of: dict[Hashable, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure() or not _gives_integers(node):
+            continue
+        home = (node.meta.get(STAGE), node.meta.get(PART))
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), home)
+        first = first_of.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _gives_integers(node: fx.Node) -> bool:
+    """Whether a call gives whole numbers, and the same whenever it is made."""
+    facts, value = op_facts_of(node.target), node.meta.get("val")
+    if facts.random or facts.draws:
+        return False
+    if node.target in PLACES:
+        return True
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return all(
+        isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in values
+    )
+
+
+def _frozen(arg: Any) -> Hashable:
+    """An argument as a key, numbers of different types apart."""
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_frozen, arg))
+    if isinstance(arg, dict):
+        return tuple((name, _frozen(x)) for name, x in sorted(arg.items()))
+    return arg if isinstance(arg, fx.Node) else (type(arg), str(arg))

@@ -1,0 +1,409 @@
+"""traced -> normalized: rows sorted by expert are computed where their tokens lie.
+
+A mixture of experts sorts the tokens by expert, multiplies the rows of each with its
+weights and brings the results back. The sort mixes the samples of all ranks, so nothing
+behind it could be split as they are. In: an ATen graph with such a sort. Out: the same
+graph without it: products are ``fxpar::expert_mm`` and ``fxpar::expert_outer``, which
+take rows in any order and the expert of each; what stands between makes rows one by one
+(``row_wise``), and whatever reads them in another way reads them where they lay. For a
+mesh with an axis for experts, rows come once for each group of experts that a rank has
+(``group_copies``): of a copy the rows of other groups are not read again. Or each group
+has slots for the rows of each source (``dispatched_rows``).
+
+What it never does: rewrite a part. Where something reads the sorted rows in a way that
+is not known here, the graph stays as it is, and why is told.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder, shape_of
+from fxpar.passes.experts import expert_ops as _expert_ops  # noqa: F401  (registers ops)
+from fxpar.passes.experts.dispatched_rows import DispatchedRows
+from fxpar.passes.experts.group_copies import GroupCopies, spread
+from fxpar.passes.experts.row_wise import call_of, row_call
+from fxpar.passes.experts.sorted_products import SORTS, products_by
+from fxpar.sharding.program import user_line
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+# What adds up rows in any order.
+_SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.histc.default)
+
+
+@dataclass(frozen=True)
+class _SortedRows:
+    """A value whose rows along a dim are sorted by expert, as one that is not sorted.
+
+    Row i of the value is row ``order[i]`` of ``plain``; or, of ``per_group``, row
+    ``order[i]`` of the copy for the group that has its expert.
+    """
+
+    dim: int
+    # [rows]: of whole numbers, the same for every group.
+    plain: fx.Node | None = None
+    # [groups * rows, ...].
+    per_group: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class ExpertWays:
+    """How rows come to experts on a mesh."""
+
+    # Into how many groups a number of experts is split.
+    groups: Callable[[int], int]
+    # As ``expert_ops`` has it.
+    room: float = 0.0
+    # (rows, rows of a token, bytes of a token, groups) -> parts of the rows that are
+    # sent to groups by themselves; 0: tokens are gathered.
+    sources: Callable[[int, int, int, int], int] = lambda *_: 0
+
+
+def experts_in_place(graph: fx.Graph, rewriter: Builder, ways: ExpertWays) -> list[str]:
+    """Rewrite a graph in place; notes of what is left as it is."""
+    notes = []
+    for node in list(graph.nodes):
+        if node.target in SORTS and len(shape_of(node.args[0])) == 1:
+            products = products_by(node)
+            if products:
+                mixture = _Mixture(rewriter, node, products, ways)
+                mixture.read(list(graph.nodes))
+                notes += mixture.write(graph)
+    graph.eliminate_dead_code()
+    return notes
+
+
+class _Mixture:
+    """The rows that one sort puts in order, and what is computed of them."""
+
+    def __init__(
+        self,
+        build: Builder,
+        sort: fx.Node,
+        products: dict[fx.Node, int],
+        ways: ExpertWays,
+    ) -> None:
+        self.build, self.sort, self.products = build, sort, products
+        self.key: Any = sort.args[0]
+        self.rows = shape_of(self.key)[0]
+        self.experts = max(products.values())
+        self.groups = ways.groups(self.experts)
+        self.room = ways.room if self.groups > 1 else 0.0
+        self.copies: GroupCopies | DispatchedRows
+        sources = self._sources(ways)
+        if sources:
+            with build.before(sort):
+                self.copies = DispatchedRows(
+                    build, self.key, self.experts, self.groups, sources, self.room
+                )
+            self.room = self.room or float(self.groups)
+        else:
+            self.copies = GroupCopies(build, self.key, self.experts, self.groups)
+        # Values in order of experts; and results of calls that give several.
+        self.values: dict[fx.Node, _SortedRows] = {}
+        self.results: dict[fx.Node, dict[int, _SortedRows | fx.Node]] = {}
+        # Of an index of rows: the row's own number, divided by this.
+        self.numbers: dict[fx.Node, int] = {}
+        # Where in order each row is.
+        self.inverse: set[fx.Node] = set()
+        # What is not in order any more -> the same, computed in place.
+        self.replacements: dict[fx.Node, fx.Node] = {}
+
+    def _sources(self, ways: ExpertWays) -> int:
+        """Parts of the rows that are sent to experts by themselves; 0 if tokens are
+        gathered."""
+        if self.groups == 1 or not isinstance(self.rows, int):
+            return 0
+        chosen = self.key.args[0] if op_facts_of(self.key.target).reshapes else self.key
+        copies = shape_of(chosen)[-1] if len(shape_of(chosen)) == 2 else 1
+        tokens = next(iter(self.products)).args[0].meta["val"]
+        nbytes = tokens.shape[-1] * tokens.dtype.itemsize
+        return ways.sources(self.rows, copies, nbytes, self.groups)
+
+    def read(self, nodes: Sequence[fx.Node]) -> None:
+        """Compute in place what is computed in order."""
+        with self.build.before(self.sort.next):
+            rows = self.build.iota(self.rows, self.key.meta["val"].device)
+        self.numbers[rows] = 1
+        self.results[self.sort] = {0: _SortedRows(0, self.key), 1: _SortedRows(0, rows)}
+        for node in nodes:
+            reads_rows = any(
+                x in self.values or x in self.results or x in self.inverse
+                for x in node.all_input_nodes
+            )
+            if reads_rows and node.op == "call_function":
+                with self.build.before(node):
+                    self._read(node)
+
+    def _read(self, node: fx.Node) -> None:
+        read = _Mixture._product if node in self.products else _READS.get(node.target)
+        value = (read or _Mixture._by_row)(self, node)
+        if isinstance(value, _SortedRows):
+            self.values[node] = value
+        elif isinstance(value, fx.Node):
+            self.replacements[node] = value
+
+    # Into order and out of it
+
+    def _number(self, index: Any) -> tuple[fx.Node, int | None] | None:
+        """(rows that an index in order reads, by how much row numbers were divided)."""
+        rows = self.values.get(index)
+        if rows is None or rows.plain is None or len(shape_of(rows.plain)) != 1:
+            return None
+        return rows.plain, self.numbers.get(rows.plain)
+
+    def _item_of(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        source, i = call_of(node)
+        return self.results.get(source, {}).get(i)
+
+    def _index(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        x, (index, *further_indices) = _arguments(node, 2)
+        if further_indices:
+            return None
+        if index in self.inverse:
+            rows = self.values.get(x)
+            return self._in_place(rows) if rows is not None and rows.dim == 0 else None
+        lookup = self._number(index)
+        if lookup is None or x in self.values:
+            return None
+        row_index, divisor = lookup
+        tokens, *features = shape_of(x)
+        if divisor is None or tokens * divisor != self.rows:
+            x = self.build.call(aten.index.Tensor, x, [row_index])
+            divisor = 1
+        is_per_group = x.meta["val"].dtype.is_floating_point or features
+        if is_per_group:
+            return _SortedRows(0, per_group=self.copies.of_tokens(x, divisor))
+        if divisor > 1:
+            x = self.build.call(aten.unsqueeze.default, x, 1)
+        full = [tokens, divisor] if divisor > 1 else [self.rows]
+        return _SortedRows(0, plain=spread(self.build, x, full, features, 1))
+
+    def _each(self, x: fx.Node) -> fx.Node | None:
+        """A value in order, as rows for each group along its dim."""
+        rows = self.values.get(x)
+        if rows is None or rows.per_group is not None:
+            return rows and rows.per_group
+        return self.copies.of(rows.plain) if rows.dim == 0 and rows.plain else None
+
+    def _in_place(self, rows: _SortedRows) -> fx.Node | None:
+        """A value in order, put back in place."""
+        if rows.plain is not None or rows.per_group is None:
+            return rows.plain
+        return self.copies.choose(rows.per_group)
+
+    # Calls
+
+    def _put(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        x, (index, *further_indices), values, accumulate = _arguments(node, 4)
+        if further_indices or x in self.values:
+            return None
+        all_rows = shape_of(x)[0] == self.rows
+        if index in self.inverse:
+            fills = all_rows and (not accumulate or _is_zero(x))
+            if not fills or values in self.values or shape_of(values) != shape_of(x):
+                return None
+            return _SortedRows(0, per_group=self.copies.of(values))
+        fills = all_rows and not accumulate
+        lookup = self._number(index)
+        if lookup is None:
+            return None
+        if fills and lookup[1] == 1:
+            if values in self.values:
+                return self._in_place(self.values[values])
+            if _counts_up(values, self.rows):
+                self.inverse.add(node)
+            return None
+        return self._sum_up(x, index, values) if accumulate else None
+
+    def _add(self, node: fx.Node) -> fx.Node | None:
+        x, dim, index, values = _arguments(node, 4)
+        return None if dim or node.kwargs else self._sum_up(x, index, values)
+
+    def _sum_up(self, x: fx.Node, index: fx.Node, values: fx.Node) -> fx.Node | None:
+        """Rows in order added to those of ``x`` that an index names."""
+        lookup, rows = self._number(index), self.values.get(values)
+        if lookup is None or rows is None or rows.dim != 0 or x in self.values:
+            return None
+        summands, call = self._in_place(rows), self.build.call
+        if summands is None:
+            return None
+        row_index, divisor = lookup
+        shape = shape_of(x)
+        if divisor is None or shape[0] * divisor != self.rows:
+            return call(aten.index_put.default, x, [row_index], summands, True)
+        if divisor > 1:
+            by_token = [shape[0], divisor, *shape[1:]]
+            summands = call(aten.reshape.default, summands, by_token)
+            summands = call(aten.sum.dim_IntList, summands, [1])
+        return summands if _is_zero(x) else call(aten.add.Tensor, x, summands)
+
+    def _product(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        x, y, _, grad = _arguments(node, 4)
+        call, key, options = (
+            self.build.call,
+            self.copies.ids,
+            (self.groups, self.room),
+        )
+        mm, outer = torch.ops.fxpar.expert_mm.default, torch.ops.fxpar.expert_outer
+        if self.products[node] != self.experts:
+            return None
+        count, left, right = self.experts, self._each(x), self._each(grad or y)
+        if left is None:
+            return None
+        if grad is not None:
+            if right is None or y in self.values:
+                return None
+            weight = call(aten.permute.default, y, [0, 2, 1])
+            self.results[node] = {
+                0: _SortedRows(0, per_group=call(mm, right, weight, key, *options)),
+                1: call(outer.default, left, right, key, count, *options),
+            }
+            return None
+        if y not in self.values and self.values[x].dim == 0:
+            return _SortedRows(0, per_group=call(mm, left, y, key, *options))
+        if right is None or (self.values[x].dim, self.values[y].dim) != (1, 0):
+            return None
+        left = call(aten.permute.default, left, [1, 0])
+        return call(outer.default, left, right, key, count, *options)
+
+    def _inverse_sort(self, node: fx.Node) -> _SortedRows | fx.Node | None:
+        """A sort of the order gives where in order each row is."""
+        lookup = self._number(node.args[0])
+        rising = len(node.args) < 3 and not node.kwargs.get("descending", False)
+        if lookup is not None and lookup[1] == 1 and rising:
+            self.inverse |= {user for user in node.users if call_of(user) == (node, 1)}
+        return None
+
+    def _sum(self, node: fx.Node) -> fx.Node | _SortedRows | None:
+        x, dims, *_ = _arguments(node, 2)
+        rows, ndim = self.values.get(x), len(shape_of(x))
+        if rows is None:
+            return None
+        over = dims if node.target is aten.sum.dim_IntList and dims else range(ndim)
+        if rows.dim not in [d % ndim for d in over]:
+            return self._by_row(node)
+        chosen = self._in_place(rows) if rows.dim == 0 else None
+        if chosen is None:
+            return None
+        target: Any = node.target
+        return self.build.call(target, chosen, *node.args[1:], **node.kwargs)
+
+    def _by_row(self, node: fx.Node) -> _SortedRows | None:
+        """A call that makes rows one by one, of rows in place."""
+        operands = {x: self.values[x] for x in node.all_input_nodes if x in self.values}
+        call = row_call(node, {x: rows.dim for x, rows in operands.items()})
+        if call is None:
+            return None
+        plain_rows = {
+            x: rows.plain for x, rows in operands.items() if rows.plain is not None
+        }
+        if len(plain_rows) == len(operands):
+            value = call.with_operands(self.build, plain_rows, self.rows)
+            self._divide(node, value, plain_rows)
+        else:
+            pairs = [(x, self._each(x)) for x in operands]
+            rows_per_group = {x: value for x, value in pairs if value is not None}
+            if len(rows_per_group) < len(operands):
+                return None
+            value = call.with_operands(self.build, rows_per_group, self.copies.count)
+        kind = "plain" if len(plain_rows) == len(operands) else "per_group"
+        if isinstance(value.meta["val"], torch.Tensor):
+            return _SortedRows(call.result_dims[0], **{kind: value})
+        self.results[node] = {
+            i: _SortedRows(d, **{kind: self.build.call(operator.getitem, value, i)})
+            for i, d in enumerate(call.result_dims)
+        }
+        return None
+
+    def _divide(
+        self, node: fx.Node, quotient: fx.Node, plain_rows: dict[fx.Node, fx.Node]
+    ) -> None:
+        """Note the number of rows divided by a whole number."""
+        x, divisor = _arguments(node, 2)
+        floor = node.kwargs.get("rounding_mode") == "floor"
+        if node.target is aten.div.Tensor_mode and floor and isinstance(divisor, int):
+            divided = self.numbers.get(plain_rows[x]) if x in plain_rows else None
+            if divided is not None and divisor > 0:
+                self.numbers[quotient] = divided * divisor
+
+    def write(self, graph: fx.Graph) -> list[str]:
+        """Put what is computed in place instead of what was in order, if nothing is
+        left that needs the order; else a note of what does."""
+        live = set[fx.Node]()
+        stack = [
+            node for node in graph.nodes if node.op == "output" or node.is_impure()
+        ]
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack += [self.replacements.get(x, x) for x in node.all_input_nodes]
+        if live & set(self.products):
+            sorted_values = {*self.values, *self.results}
+            readers = [
+                node
+                for node in graph.nodes
+                if node in live - sorted_values
+                and sorted_values.intersection(node.all_input_nodes)
+            ]
+            return [_reader_note(readers[0])] if readers else []
+        for node, replacement in self.replacements.items():
+            node.replace_all_uses_with(replacement)
+        return []
+
+
+def _reader_note(reader: fx.Node) -> str:
+    """A note of what needs rows sorted by expert."""
+    at = user_line(reader)
+    where = f" at {at}" if at else ""
+    return (
+        f"rows sorted by expert are read by {reader.target}{where} in an order that no "
+        "rule keeps: all tokens are sorted together, experts stay whole"
+    )
+
+
+# What is read in another way than row by row.
+_READS: dict[Any, Callable[[_Mixture, fx.Node], Any]] = {
+    operator.getitem: _Mixture._item_of,
+    aten.index.Tensor: _Mixture._index,
+    aten._unsafe_index.Tensor: _Mixture._index,
+    aten.index_put.default: _Mixture._put,
+    aten._unsafe_index_put.default: _Mixture._put,
+    aten.index_add.default: _Mixture._add,
+    **dict.fromkeys(SORTS, _Mixture._inverse_sort),
+    **dict.fromkeys(_SUMS, _Mixture._sum),
+}
+
+
+def _arguments(node: fx.Node, count: int) -> Any:
+    """So many arguments of a call; None for those that are left out."""
+    return [*node.args[:count], *[None] * (count - len(node.args))]
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a value is zero everywhere."""
+    return node.target is aten.full.default and node.args[1] == 0
+
+
+def _counts_up(node: fx.Node, rows: int) -> bool:
+    """Whether a value is the numbers from 0 up to ``rows``."""
+    if node.target is prims.iota.default:
+        start_and_step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+        return (*node.args[:1], *start_and_step) == (rows, 0, 1)
+    if node.target is aten.arange.default:
+        return node.args == (rows,)
+    return node.target is aten.arange.start_step and node.args in (
+        (0, rows),
+        (0, rows, 1),
+    )

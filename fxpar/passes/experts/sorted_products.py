@@ -1,0 +1,87 @@
+"""Which grouped products multiply rows that a sort put in order of their experts.
+
+A grouped product is told where each group of rows ends. The groups are the experts' if
+the ends are a running count of the values that were sorted by, and if these are places
+of experts, so that none comes before the first. Reads a graph; never changes it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import shape_of
+from fxpar.passes.experts.row_wise import call_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+
+SORTS = (aten.sort.default, aten.sort.stable)
+# By name: transformers registers them.
+_GROUPED = (
+    "transformers.grouped_mm_fallback.default",
+    "transformers.grouped_mm_fallback_backward.default",
+)
+# The arguments of ``histc`` behind the first, where they are left out.
+_BINS = (100, 0, 0)
+# Types that numbers of experts are exact in.
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def products_by(sort: fx.Node) -> dict[fx.Node, int]:
+    """Grouped products of rows that a sort put in order -> how many experts."""
+    if len(sort.args) > 2 or sort.kwargs.get("descending", False):
+        return {}
+    out = {}
+    for node in sort.graph.nodes:
+        ends = _ends_of(node)
+        if ends is not None and _are_row_ends(ends, sort):
+            out[node] = shape_of(ends)[0]
+    return out
+
+
+def _ends_of(node: fx.Node) -> Any:
+    """Where the groups of a grouped product end; None of any other call."""
+    is_aten = node.target is aten._grouped_mm.default
+    if is_aten and len(node.args) == 3 and not node.kwargs:
+        return node.args[2]
+    return node.args[2] if str(node.target) in _GROUPED else None
+
+
+def _are_row_ends(ends: fx.Node, sort: fx.Node) -> bool:
+    """Whether these are the ends of each expert's rows among those that are sorted."""
+    total = _through_casts(ends)
+    if total.target is not aten.cumsum.default or total.args[1] not in (0, -1):
+        return False
+    count = _through_casts(total.args[0])
+    if count.target is not aten.histc.default:
+        return False
+    experts, bins_given = shape_of(ends)[0], len(count.args) - 1
+    bins, low, high = list(count.args[1:]) + list(_BINS[bins_given:])
+    if (bins, low) != (experts, 0) or high not in (experts - 1, experts):
+        return False
+    values, key = _through_casts(count.args[0]), _through_casts(sort.args[0])
+    if values.target is operator.getitem and values.args == (sort, 0):
+        values = key
+    return values is key and _is_place(key)
+
+
+def _through_casts(node: Any) -> fx.Node:
+    """What a chain of exact casts is of."""
+    while True:
+        facts = op_facts_of(node.target)
+        casts = facts.casts and node.meta["val"].dtype in _EXACT
+        if not (casts or facts.renames or node.target is aten.clone.default):
+            return node
+        node = node.args[0]
+
+
+def _is_place(node: Any) -> bool:
+    """Whether elements are places along a dim, and so not negative."""
+    while op_facts_of(node.target).reshapes or op_facts_of(node.target).view:
+        node = _through_casts(node.args[0])
+    source, i = call_of(node)
+    return op_facts_of(source.target).places == i

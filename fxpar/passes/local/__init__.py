@@ -1,0 +1,1 @@
+"""Local forms of ops: resharded -> local, what one rank runs of each."""

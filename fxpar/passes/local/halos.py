@@ -1,0 +1,166 @@
+"""Rows around a shard of a dim that is split, in the local graph.
+
+In: a local call and one of its tensors. Out: the tensor with rows of its neighbours
+(``with_halo_rows``), or what was computed of such rows added to those whose they are
+(``add_halo_rows``), which is the other's transpose. Rows go by permutes, from as many
+shards on as it takes; what lies beyond the ends of the dim is a constant, or dropped.
+Where several dims are split the corners come with the rows of the later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import collective_nodes
+from fxpar.passes.local.local_call import LocalCall
+from fxpar.sharding.factors import Axes, Halo
+from fxpar.sharding.shift_messages import pieces
+
+aten = torch.ops.aten
+
+
+def axes_of(call: LocalCall, position: int, dim: int) -> Axes:
+    """The axes that split a dim of one of a call's tensors, operands then results."""
+    return (*call.operands, *call.results)[position].dims[dim]
+
+
+def is_split(call: LocalCall, position: int, dim: int) -> bool:
+    """Whether ranks hold different rows of a dim."""
+    return call.build.mesh.count(axes_of(call, position, dim)) > 1
+
+
+def halos_of(call: LocalCall, position: int) -> list[Halo]:
+    """The halos of one of a call's tensors, of dims that are split."""
+    return [
+        halo
+        for halo in call.rule.halos
+        if halo.position == position and is_split(call, position, halo.dim)
+    ]
+
+
+def with_halo_rows(
+    call: LocalCall, x: fx.Node, position: int, fill: bool | int | float = 0
+) -> fx.Node:
+    """``x``, a shard of the tensor at this position, with the rows of its halos."""
+    for halo in halos_of(call, position):
+        axes, size = axes_of(call, position, halo.dim), _size(x, halo.dim)
+        start, end = -halo.before, size + halo.after
+        x = rows(call, x, axes, halo.dim, start, end, fill)
+    return x
+
+
+def add_halo_rows(call: LocalCall, x: fx.Node, position: int) -> fx.Node:
+    """The shard of the tensor at this position, of its summands ``x`` for the shard and
+    the rows of its halos."""
+    for halo in reversed(halos_of(call, position)):
+        axes = axes_of(call, position, halo.dim)
+        x = _add_halo(call, x, axes, halo)
+    return x
+
+
+def rows(
+    call: LocalCall,
+    x: fx.Node,
+    axes: Axes,
+    dim: int,
+    start: int,
+    end: int,
+    fill: bool | int | float | None,
+) -> fx.Node:
+    """Rows ``[start, end)`` of a dim, counted from where this rank's shard ``x`` of it
+    begins: around the end, or, with ``fill``, that constant beyond it."""
+    build, size = call.build, _size(x, dim)
+    shards = build.mesh.count(axes)
+    parts = []
+    for piece in pieces(size, start, end):
+        part = cut(call, x, dim, piece.start, piece.end)
+        if piece.further % shards:
+            part = _rows_of_rank(call, part, axes, piece.further)
+        if fill is not None and piece.further:
+            part = _fill_beyond(call, part, axes, piece.further, fill)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else build.call(aten.cat.default, parts, dim)
+
+
+def cut(call: LocalCall, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
+    """Rows of a local tensor; itself if that is all of them."""
+    if start == 0 and end == _size(x, dim):
+        return x
+    args = x, dim, start, end
+    present = _present_call(x, aten.slice.Tensor, *args)
+    return present or call.build.call(aten.slice.Tensor, *args)
+
+
+def _present_call(x: fx.Node, *call: Any) -> fx.Node | None:
+    """The node of a call on ``x`` that is there already: a backward reads the rows
+    around a shard that the forward has got."""
+    return next((user for user in x.users if (user.target, *user.args) == call), None)
+
+
+def _add_halo(call: LocalCall, x: fx.Node, axes: Axes, halo: Halo) -> fx.Node:
+    build, dim = call.build, halo.dim
+    size = _size(x, dim) - halo.before - halo.after
+    own = cut(call, x, dim, halo.before, halo.before + size)
+    first = 0
+    for piece in pieces(size, -halo.before, size + halo.after):
+        end = first + piece.end - piece.start
+        if piece.further:
+            part = cut(call, x, dim, first, end)
+            if piece.further % build.mesh.count(axes):
+                part = _rows_of_rank(call, part, axes, -piece.further)
+            part = _fill_beyond(call, part, axes, -piece.further, 0)
+            own_rows = cut(call, own, dim, piece.start, piece.end)
+            total = build.call(aten.add.Tensor, own_rows, part)
+            own = (
+                total
+                if own_rows is own
+                else build.call(
+                    aten.slice_scatter.default, own, total, dim, piece.start, piece.end
+                )
+            )
+        first = end
+    return own
+
+
+def _rows_of_rank(call: LocalCall, x: fx.Node, axes: Axes, further: int) -> fx.Node:
+    """What the rank holds whose shard is so many further on."""
+    mesh = call.build.mesh
+    args = _sources(call, axes, further), mesh.ordered(axes)
+    present = _present_call(x, collective_nodes.permute, x, *args)
+    return present or collective_nodes.step(
+        call.build, collective_nodes.permute, x, *args
+    )
+
+
+def _sources(call: LocalCall, axes: Sequence[str], further: int) -> tuple[int, ...]:
+    """For each member of a group, in mesh order, the member that holds the shard so
+    many further on."""
+    mesh = call.build.mesh
+    shard = [mesh.index(rank, axes) for rank in mesh.group(0, axes)]
+    holder = {s: i for i, s in enumerate(shard)}
+    return tuple(holder[(s + further) % len(shard)] for s in shard)
+
+
+def _fill_beyond(
+    call: LocalCall, x: fx.Node, axes: Axes, further: int, fill: Any
+) -> Any:
+    """``x`` where there is a shard so many further on, else the constant."""
+    build, shards = call.build, call.build.mesh.count(axes)
+    index = build.call(
+        aten.full.default,
+        [],
+        build.offset(axes, 1),
+        dtype=torch.int64,
+        device=x.meta["val"].device,
+    )
+    if further < 0:
+        return call.where(build.call(aten.ge.Scalar, index, -further), x, fill)
+    return call.where(build.call(aten.lt.Scalar, index, shards - further), x, fill)
+
+
+def _size(x: fx.Node, dim: int) -> int:
+    return int(x.meta["val"].shape[dim])

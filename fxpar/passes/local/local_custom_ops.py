@@ -1,0 +1,290 @@
+"""Local forms of fxpar's own ops, and of flex_attention, whose bodies count globally.
+
+A contraction (``fxpar::dot``) is views around one mm or bmm. Factors of its equation
+fall into four classes: in both operands and the result (batch), in the left one (m), in
+the right one (n), in both operands only (k). Runs of one class are merged by views
+where they stand together, so that no data moves that the program before normalizing
+did not move. Rows of a shift are cut, sent on along a split dim, and joined.
+
+Score and mask functions of flex_attention count batch, heads and queries by global
+index, so that they see what they see on one device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.passes import collective_nodes, custom_ops
+from fxpar.passes.builder import Builder, Size, value_of
+from fxpar.passes.graph_bodies import body_of, module_of, new_body
+from fxpar.passes.local import halos
+from fxpar.passes.local.local_call import LocalCall, Localizer
+from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
+
+aten = torch.ops.aten
+
+
+def local_dot(call: Any, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+    """Emit ``equation`` on local operands."""
+    return emit_dot(call.build, lhs, rhs, equation)
+
+
+def emit_dot(
+    build: Builder,
+    lhs: fx.Node,
+    rhs: fx.Node,
+    equation: str,
+    shapes: Sequence[Sequence[Size]] | None = None,
+) -> fx.Node:
+    """Append the views and the product; returns the result in the equation's order.
+    ``shapes``: of the operands, where their fake values do not say it."""
+    operands, _, result = equation.partition("->")
+    left, right = (part.split() for part in operands.split(","))
+    out = result.split()
+    of_left, of_right = shapes or (lhs.meta["val"].shape, rhs.meta["val"].shape)
+    size: dict[str, Size] = dict(zip(left, of_left, strict=True))
+    size.update(zip(right, of_right, strict=True))
+    batch = [f for f in left if f in right and f in out]
+    k = [f for f in left if f in right and f not in out]
+    m = [f for f in left if f not in right]
+    n = [f for f in right if f not in left]
+    a = _merge(build, lhs, left, [batch, m, k] if batch else [m, k], size)
+    b = _merge(build, rhs, right, [batch, k, n] if batch else [k, n], size)
+    target = aten.bmm.default if batch else aten.mm.default
+    product = build.call(target, a, b)
+    product_factors = [*batch, *m, *n]
+    return reorder(build, product, product_factors, out, size)
+
+
+def reorder(
+    build: Builder,
+    node: fx.Node,
+    factors: Sequence[str],
+    target_factors: Sequence[str],
+    size: Mapping[str, Size],
+) -> fx.Node:
+    """View a product as its factors and permute them to ``target_factors``."""
+    shape = [size[f] for f in factors]
+    if list(node.meta["val"].shape) != value_of(shape):
+        node = build.call(aten.reshape.default, node, shape)
+    if list(factors) != list(target_factors):
+        node = build.call(
+            aten.permute.default, node, [factors.index(f) for f in target_factors]
+        )
+    return node
+
+
+def _merge(
+    build: Builder,
+    node: fx.Node,
+    words: list[str],
+    groups: list[list[str]],
+    size: Mapping[str, Size],
+) -> fx.Node:
+    """``node`` with dims ``words`` as one dim per group, groups in the given order."""
+    place = {f: i for i, group in enumerate(groups) for f in group}
+    runs = [list(run) for _, run in itertools.groupby(words, key=lambda f: place[f])]
+    filled = [group for group in groups if group]
+    if sorted(runs) != sorted(filled):
+        order = [words.index(f) for group in groups for f in group]
+        if order != list(range(len(order))):
+            node = build.call(aten.permute.default, node, order)
+        runs = filled
+    shape = [build.product(size[f] for f in run) for run in runs]
+    if list(node.meta["val"].shape) != value_of(shape):
+        node = build.call(aten.reshape.default, node, shape)
+    order = [runs.index(group) for group in filled]
+    if order != list(range(len(order))):
+        node = build.call(aten.permute.default, node, order)
+    if len(filled) < len(groups):
+        full = [build.product(size[f] for f in group) for group in groups]
+        node = build.call(aten.reshape.default, node, full)
+    return node
+
+
+def _shift(
+    call: LocalCall, x: fx.Node, dim: int, by: int, fill: float | None = None
+) -> fx.Node:
+    axes, size = call.operands[0].dims[dim], int(x.meta["val"].shape[dim])
+    shifted = halos.rows(call, x, axes, dim, by, by + size, fill)
+    if shifted is x:
+        return call.build.call(
+            aten.clone.default, x, memory_format=torch.contiguous_format
+        )
+    return shifted
+
+
+def _dot(call: LocalCall, lhs: fx.Node, rhs: fx.Node, equation: str) -> fx.Node:
+    shapes = call.operand_shape(0), call.operand_shape(1)
+    return emit_dot(call.build, lhs, rhs, equation, shapes)
+
+
+def _constrain(call: LocalCall, x: fx.Node, spec: Any) -> fx.Node:
+    return x
+
+
+def _random(call: LocalCall, *args: Any) -> fx.Node:
+    """The shard counts by global index: same seed, same numbers as one device."""
+    *head, size, starts = args
+    axes = call.results[0].dims
+    local = list(call.local_shape())
+    offsets = [
+        _slice_start(call, start, a, n) if a else start
+        for start, a, n in zip(starts, axes, call.result_shape(), strict=True)
+    ]
+    if head and isinstance(head[0], (list, tuple)):  # fxpar::random: size comes first
+        head = [local, *head[1:]]
+    else:  # fxpar::randint: low, high, size, seed
+        head = [*head[:2], local, *head[3:]]
+    return call.build.call(call.node.target, *head, size, offsets)
+
+
+def _slice_start(call: LocalCall, start: Any, axes: Sequence[str], rows: int) -> Any:
+    """Where the slices over ``axes`` begin, of a dim of ``rows`` that begins at
+    ``start``: a number, or the offset of a dim that other axes split already."""
+    build = call.build
+    if not isinstance(start, fx.Node):
+        return build.own_start(rows, axes, start)
+    if start.target is not custom_ops.offset or rows % build.mesh.count(axes):
+        raise PlanError(f"{call.node.name} is cut into shards that are not alike")
+    _, before, stride, base = value_of(start.args)
+    if stride != rows:
+        raise PlanError(f"{call.node.name} is cut across shards of {stride}")
+    return build.offset((*before, *axes), rows // build.mesh.count(axes), base)
+
+
+# Where a score function has batch, head and query among its arguments, and a mask
+# function.
+_SCORE, _MASK = (1, 2, 3), (0, 1, 2)
+
+
+def _with_global_index(
+    call: LocalCall, node: fx.Node, places: tuple[int, int, int]
+) -> fx.Node:
+    """A function of scores, its batch, head and query moved on by where this rank's
+    begin."""
+    body = body_of(node)
+    assert body is not None
+    inputs = body.graph.find_nodes(op="placeholder")
+    shifted_inputs = [
+        (inputs[place], call.operands[0].dims[d], call.shapes[0][d])
+        for d, place in enumerate(places)
+    ]
+    shifted_inputs = [
+        (x, axes, rows) for x, axes, rows in shifted_inputs if x.users and axes
+    ]
+    if not shifted_inputs:
+        return node
+    build = Builder(fx.Graph(), call.build.fake_mode, call.build.mesh)
+    copies: dict[fx.Node, Any] = {}
+    for body_node in body.graph.nodes:
+        copies[body_node] = build.graph.node_copy(body_node, copies.__getitem__)
+        copies[body_node].meta = dict(body_node.meta)
+        if body_node is inputs[-1]:
+            for x, axes, rows in shifted_inputs:
+                start = build.own_start(rows, axes)
+                copies[x] = build.call(torch.ops.aten.add.Tensor, copies[x], start)
+    module = module_of(body, build.graph)
+    return new_body(call.build, node, module, call.node.name)
+
+
+def _forward(
+    call: LocalCall, q: Any, k: Any, v: Any, score: Any, mask: Any, *settings: Any
+):
+    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
+    if call.operands[0].dims[2]:
+        mask = (call.operand_shape(0)[2], *mask[1:])
+        q = _of_its_own(call, q)
+    return call.same(q, k, v, _with_global_index(call, score, _SCORE), mask, *settings)
+
+
+def _of_its_own(call: LocalCall, q: fx.Node) -> fx.Node:
+    """Queries in memory of their own, laid out alike: on CPU Inductor (2.13) takes no
+    view of a tensor of three dims."""
+    value, build = q.meta["val"], call.build
+    if value.device.type != "cpu":
+        return q
+    order = sorted(range(4), key=value.stride, reverse=True)
+    dense = build.call(aten.permute.default, q, order)
+    dense = build.call(aten.clone.default, dense, memory_format=torch.contiguous_format)
+    return build.call(aten.permute.default, dense, [order.index(d) for d in range(4)])
+
+
+def _backward(call: LocalCall, *args: Any):
+    *tensors, forward, joint, mask = args[:10]
+    functions = (_with_global_index(call, body, _SCORE) for body in (forward, joint))
+    mask = (*mask[:-1], _with_global_index(call, mask[-1], _MASK))
+    return call.same(*tensors, *functions, mask, *args[10:])
+
+
+def op_by_op(target: Any) -> Any:
+    """What to call for an op outside of Inductor: the op itself, save for the backward
+    of flex_attention, which (torch 2.13) gives gradients of captured tensors only where
+    these require them as they are run."""
+    if _torch.aot.higher_order_name(target) == "higher_order::flex_attention_backward":
+
+        def run(*args: Any) -> Any:
+            return _with_gradients(target, *args)
+
+        return run
+    return target
+
+
+def _with_gradients(target: Any, *args: Any) -> Any:
+    joint, captured = args[8], args[12] if len(args) > 12 else ()
+    (results,) = joint.graph.output_node().args
+    operands = [
+        x if grad is None else x.detach().requires_grad_()
+        for x, grad in zip(captured, results[5:], strict=True)
+    ]
+    with torch.no_grad():
+        return target(*args[:12], tuple(operands), *args[13:])
+
+
+def _contiguous(call: LocalCall, x: fx.Node, *_: Any) -> fx.Node:
+    """An edge of a manual region: what a rank holds, laid out as it is read."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return call.build.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _collective(
+    call: LocalCall,
+    x: fx.Node,
+    kind: str,
+    dims: Sequence[int],
+    op: str,
+    _: str,
+    axes: str,
+) -> fx.Node:
+    step_args = (tuple(dims),) if kind == "permute" else dims
+    args = (*step_args, op) if op else step_args
+    node = collective_nodes.NODES[kind]
+    return collective_nodes.step(call.build, node, x, *args, tuple(axes.split("+")))
+
+
+def _axis_index(call: LocalCall, axis: str, _: str) -> fx.Node:
+    place = call.build.offset((axis,), 1)
+    return call.build.call(aten.full.default, [], place, dtype=torch.int64)
+
+
+LOCAL: dict[Any, Localizer] = {
+    "fxpar::dot": _dot,
+    "fxpar::constrain": _constrain,
+    "fxpar::random": _random,
+    "fxpar::randint": _random,
+    "fxpar::shift": _shift,
+    "fxpar::enter_region": _contiguous,
+    "fxpar::leave_region": _contiguous,
+    "fxpar::collective": _collective,
+    "fxpar::axis_index": _axis_index,
+    "higher_order::flex_attention": _forward,
+    "higher_order::flex_attention_backward": _backward,
+}

@@ -1,0 +1,274 @@
+"""resharded -> local: what one rank runs, the same text on every rank.
+
+In: the resharded graph (global shapes). Out: a new graph in local shapes whose reshards
+are steps, or once lowered ``_c10d_functional`` collectives on symbolic groups and local
+slices, and whose shape arguments are local. The rank enters through ``offset`` ints
+alone, so the graph is equal on all ranks and its size does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes.builder import UNEVEN, Builder
+from fxpar.passes.collective_nodes import all_gather, all_reduce, emit, slice_, step
+from fxpar.passes.local.local_op import local_like, local_op
+from fxpar.passes.local.local_ops import CUTS, cut
+from fxpar.passes.lower import lower_graph
+from fxpar.sharding.decide import Decision, route
+from fxpar.sharding.program import Op, Program, user_line
+from fxpar.sharding.propagate.at_rest import gathered_again
+from fxpar.sharding.spec import Spec
+
+
+def localize(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
+    """The local graph of a resharded one, lowered. Raises as ``partition``."""
+    return lower_graph(partition(graph, decision, fake_mode), decision.mesh, fake_mode)
+
+
+def partition(graph: fx.Graph, decision: Decision, fake_mode: Any) -> fx.Graph:
+    """The local graph of a resharded one; its reshards are ``collective_nodes``,
+    its inputs know their specs (``meta["fxpar_spec"]``), and where not all ranks hold
+    as much of one, its global shape (``meta["fxpar_global_shape"]``). Raises PlanError
+    if a shard comes out with another shape than its spec says, naming the op."""
+    return _Localizer(decision, fake_mode).run(graph)
+
+
+class _Localizer:
+    def __init__(self, decision: Decision, fake_mode: Any) -> None:
+        self.decision, self.program = decision, decision.program
+        self.mesh = decision.mesh
+        self.graph = fx.Graph()
+        self.mode = fake_mode
+        self.build = Builder(self.graph, fake_mode, self.mesh)
+        self.map: Mapping[fx.Node, Any] = {}
+        # Values from tangents that ranks need not have alike and from no sample, as
+        # the mean over the ranks of those tangents makes them.
+        self.common: dict[fx.Node, fx.Node] = {}
+        self.of_parameters = gathered_again(self.program)
+        self.samples = _sample_dims(self.program, decision.edges.specs)
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        nodes = [node for node in graph.nodes if node.op == "placeholder"]
+        local_values: dict[fx.Node, Any] = {}
+        self.map = local_values
+        for node, v in zip(nodes, self.program.inputs, strict=True):
+            local_values[node] = self._placeholder(node, v)
+        local_values.update(self._scaled_tangents(nodes))
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                self._output(node)
+                continue
+            local_values[node] = self._local_value(node)
+            if not any(x in self.common for x in node.all_input_nodes):
+                continue
+            samples = self._samples_in(node)
+            if not samples:
+                self.map = ChainMap(self.common, local_values)
+                self.common[node] = self._local_value(node)
+                self.map = local_values
+            elif not self._is_split(*samples):
+                with self.build.at(node):
+                    local_values[node] = self._of_own_samples(
+                        local_values[node], *samples
+                    )
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def _local_value(self, node: fx.Node) -> Any:
+        if "fxpar_reshard" in node.meta:
+            with self.build.at(node):
+                return self._reshard(node)
+        if "fxpar_op" in node.meta:
+            with self.build.at(node):
+                return self._op(node, self.program.ops[node.meta["fxpar_op"]])
+        return self._copy(node)
+
+    def _placeholder(self, node: fx.Node, v: int | None) -> fx.Node:
+        copy = self.graph.node_copy(node)
+        copy.meta = dict(node.meta)
+        if v is not None:
+            spec = copy.meta["fxpar_spec"] = self.decision.edges.specs[v]
+            copy.meta["val"] = local_like(node.meta["val"], spec, self.mesh, self.mode)
+            copy.meta.pop("tensor_meta", None)
+            shape = self.program.values[v].sizes
+            if not spec.is_even(self.mesh, shape):
+                copy.meta["fxpar_global_shape"] = shape
+        return copy
+
+    def _scaled_tangents(self, nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """In local mode each rank differentiates the mean over its own part; the mean
+        over all parts has a gradient smaller by their number. Of a result that all
+        ranks have alike they may still make losses that are not."""
+        signature, scaled = self.program.signature, dict[fx.Node, fx.Node]()
+        parts = self.mesh.count(signature.batch)
+        if parts == 1:
+            return scaled
+        for i, _ in signature.tangents:
+            v, node = self.program.inputs[i], nodes[i]
+            if v is None:
+                continue
+            with self.build.at(node):
+                tangent, mul = self.map[node], torch.ops.aten.mul.Tensor
+                if self._on_batch(self.decision.edges.specs[v]):
+                    scaled[node] = self.build.call(mul, tangent, 1 / parts)
+                    continue
+                total = step(self.build, all_reduce, tangent, "sum", signature.batch)
+                mean = self.build.call(mul, total, 1 / parts)
+                # Each rank has all samples of a result that is whole.
+                tangents = scaled if self._samples_in(node) else self.common
+                tangents[node] = mean
+        return scaled
+
+    def _samples_in(self, node: fx.Node) -> tuple[Spec, int] | None:
+        """The spec of a node's value and its dim that holds samples; None if it has
+        none, and so is computed alike from alike tangents, shards included."""
+        for v, spec in self._values(node):
+            for d in range(len(spec.dims)):
+                if (v, d) in self.samples:
+                    return spec, d
+        return None
+
+    def _is_split(self, spec: Spec, d: int) -> bool:
+        """Whether each rank has none but its own samples."""
+        return set(self.program.signature.batch) <= set(spec.dims[d])
+
+    def _of_own_samples(self, x: fx.Node, spec: Spec, d: int) -> fx.Node:
+        """Each rank's own samples from what it has of them all by its own tangents,
+        put together again."""
+        batch, axes = self.program.signature.batch, spec.dims[d]
+        if not isinstance(x.meta["val"], torch.Tensor):
+            raise PlanError(
+                f"{x.name} ({x.target}) makes several values of all samples, each by "
+                "gradients of one rank",
+                where=user_line(x),
+                fix="split the batch over the ranks (FXPAR_PLAN=propagate), or feed "
+                "the global batch (FXPAR_INPUTS=global)",
+            )
+        if axes:
+            x = step(self.build, all_gather, x, d, axes)
+        x = step(self.build, slice_, x, d, batch)
+        x = step(self.build, all_gather, x, d, batch)
+        return step(self.build, slice_, x, d, axes) if axes else x
+
+    def _values(self, node: fx.Node) -> list[tuple[int, Spec]]:
+        """The values of the program that a node makes, and their specs."""
+        specs = self.decision.edges.specs
+        if "fxpar_reshard" in node.meta:
+            reshard = node.meta["fxpar_reshard"]
+            return [(reshard.value, reshard.target)]
+        if "fxpar_op" in node.meta:
+            results = self.program.ops[node.meta["fxpar_op"]].results
+            return [(v, specs[v]) for v in results]
+        v = node.meta.get("fxpar_value")
+        return [] if v is None else [(v, specs[v])]
+
+    def _output(self, node: fx.Node) -> None:
+        """The outputs; gradients of local inputs as a rank alone would see them."""
+        signature = self.program.signature
+        parts = self.mesh.count(signature.batch)
+        results = list(fx.node.map_arg(node.args[0], self.map.__getitem__))
+        for k, output in enumerate(signature.outputs):
+            spec = self.decision.edges.outputs[k]
+            results[k] = self.common.get(node.args[0][k], results[k])
+            is_fed = (
+                output.of is not None and signature.inputs[output.of].kind == "input"
+            )
+            scaled = output.kind == "gradient" and is_fed and parts > 1
+            if scaled and spec is not None and self._on_batch(spec):
+                with self.build.at(node.args[0][k]):
+                    results[k] = self.build.call(
+                        torch.ops.aten.mul.Tensor, results[k], parts
+                    )
+        copy = self.graph.output(type(node.args[0])(results))
+        copy.meta = dict(node.meta)
+        copy.meta[UNEVEN] = not self.decision.is_even
+
+    def _on_batch(self, spec: Spec) -> bool:
+        return spec.dims[:1] == (self.program.signature.batch,)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node.target is operator.getitem:
+            results = self.map[node.args[0]]
+            if isinstance(results, tuple):
+                return results[node.args[1]]
+        copy = self.graph.node_copy(node, self.map.__getitem__)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("tensor_meta", None)
+        if node.target is operator.getitem:
+            source, key = copy.args
+            copy.meta["val"] = source.meta["val"][key]
+            cuts = source.meta.get(CUTS, {}).get(key)
+            if cuts:
+                with self.build.at(node):
+                    return cut(self.build, copy, cuts)
+        return copy
+
+    def _reshard(self, node: fx.Node) -> fx.Node:
+        reshard = node.meta["fxpar_reshard"]
+        node.meta["fxpar_parameter"] = reshard.value in self.of_parameters
+        shape = self.program.values[reshard.value].sizes
+        steps = route(self.decision, reshard)
+        x = self.map[node.args[0]]
+        return emit(self.build, x, steps, reshard.source, shape)
+
+    def _op(self, node: fx.Node, op: Op) -> Any:
+        strategy = self.decision.strategies[op.index]
+        return local_op(
+            self.build, node, op, self.program, strategy, self.map.__getitem__
+        )
+
+
+# (index of a value, one of its dims)
+_Dim = tuple[int, int]
+
+
+def _sample_dims(program: Program, specs: Sequence[Spec]) -> frozenset[_Dim]:
+    """Dims that hold samples of the batch, as rules tie them to a dim along which
+    ranks feed parts of it; not those of parameters, which may be sharded over the same
+    axes. ``specs``: that of each value as it is made."""
+    batch = program.signature.batch
+    if not batch:
+        return frozenset()
+    ties = _tied(program)
+    seeds = [
+        (v, 0)
+        for declared, v in zip(program.signature.inputs, program.inputs, strict=True)
+        if v is not None
+        and declared.kind in ("input", "tangent")
+        and specs[v].dims[:1] == (batch,)
+    ]
+    seen, stack = set(seeds), list(seeds)
+    while stack:
+        for tied in ties.get(stack.pop(), ()):
+            if tied not in seen:
+                seen.add(tied)
+                stack.append(tied)
+    return frozenset(seen)
+
+
+def _tied(program: Program) -> dict[_Dim, list[_Dim]]:
+    """The dims of an op that lead with the same factor, and so are split together."""
+    ties: dict[_Dim, list[_Dim]] = {}
+    for op in program.ops:
+        led: dict[str, list[_Dim]] = {}
+        for v, dims in zip(op.tensors, op.rule.tensors, strict=False):
+            for d, factors in enumerate(dims):
+                if factors:
+                    led.setdefault(factors[0], []).append((v, d))
+        for dims_of_factor in led.values():
+            first = dims_of_factor[0]
+            for other in dims_of_factor[1:]:
+                ties.setdefault(first, []).append(other)
+                ties.setdefault(other, []).append(first)
+    return ties

@@ -1,0 +1,299 @@
+"""Random numbers in bodies: a seed is drawn outside and passed in.
+
+A call of ``cond``, ``map``, ``scan`` or ``while_loop`` whose bodies draw is traced as
+one that takes a seed more, and each body draws its numbers as functions of that seed
+and of the global index. So rank 0 draws for all, numbers do not depend on the mesh, and
+a backward that computes a body again has the numbers of the forward: the seed is an
+input of both. What runs often has a seed for each time: a row of seeds for each step
+where their number is known; a ``while_loop`` carries its seed from step to step.
+
+This happens while the program is traced, before it is differentiated. In a traced graph
+``refuse_draws`` finds what is left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.passes.graph_bodies import bodies_of
+from fxpar.passes.normalize import random  # noqa: F401  (the ops)
+from fxpar.sharding.program import user_line
+
+aten, ours = torch.ops.aten, torch.ops.fxpar
+
+# From the seed of a step to that of the next: 2**32 over the golden ratio, whose
+# multiples lie far apart, since on the CPU 32 bits of a seed count.
+STEP = 0x9E3779B9
+
+_SEEDS = "seeds"
+_FIX = "draw the numbers outside and pass them in"
+
+
+@dataclass(frozen=True)
+class _DrawingCall:
+    """How an op runs its bodies."""
+
+    # Of its arguments the bodies that are computed, and the test of a loop.
+    bodies: tuple[int, ...]
+    # Of its arguments the lists that are inputs of each body, in order.
+    inputs: tuple[int, ...]
+    # Of these the list that the seed is last in.
+    seed: int
+    # Of these the list of which a body takes a row at each step.
+    rows: int | None = None
+    # The seed is carried from step to step.
+    carried: bool = False
+    test: int | None = None
+
+    def seeds(self, args: tuple[Any, ...]) -> list[int]:
+        """The size of a tensor of its seeds."""
+        return [] if self.rows is None else [args[self.rows][0].shape[0]]
+
+
+_CALLS = {
+    "cond": _DrawingCall(bodies=(1, 2), inputs=(3,), seed=3),
+    "map_impl": _DrawingCall(bodies=(0,), inputs=(1, 2), seed=1, rows=1),
+    "scan": _DrawingCall(bodies=(0,), inputs=(1, 2, 3), seed=2, rows=2),
+    "while_loop": _DrawingCall(
+        bodies=(1,), inputs=(2, 3), seed=2, carried=True, test=0
+    ),
+}
+
+
+@dataclass
+class _Draws:
+    """What a body draws, once it runs."""
+
+    seed: torch.Tensor
+    # Seeds count down: of a test, beside a body that counts up.
+    down: bool = False
+    # What was drawn, in order.
+    drawn: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def next(self, device: Any, *request: Any) -> torch.Tensor:
+        """A seed that no other draw of this body has. ``request``: of what draw."""
+        count = len(self.drawn)
+        self.drawn.append(request)
+        place = -1 - count if self.down else count
+        seed = self.seed if place == 0 else self.seed + place
+        device = torch.device(device or torch.get_default_device())
+        return seed if seed.device == device else seed.to(device)
+
+    def numbers(self, mode: str, size: Sequence[int], like: dict[str, Any]) -> Any:
+        """Numbers of ``mode``, "rand" or "randn", as factories of tensors give them."""
+        seed = self.next(like.get("device"), mode, *size)
+        out = ours.random(list(size), seed, mode, list(size), [0] * len(size))
+        return out.to(like.get("dtype") or torch.get_default_dtype())
+
+    def integers(
+        self, low: int, high: int, size: Sequence[int], like: dict[str, Any]
+    ) -> Any:
+        seed = self.next(like.get("device"), low, high, *size)
+        out = ours.randint(low, high, list(size), seed, list(size), [0] * len(size))
+        return out.to(like.get("dtype") or torch.int64)
+
+    def replace(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an op gives, drawn by seeds; NotImplemented of one that draws nothing,
+        or what seeds do not say."""
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            return NotImplemented
+        if kwargs.get("generator") is not None:
+            return NotImplemented
+        if op in _SOURCES:
+            return _SOURCES[op](self, *args, kwargs)
+        if op in _FORMULAS:
+            return _FORMULAS[op](*args, **kwargs)
+        if op.overloadpacket in _DECOMPOSED:
+            return _torch.inductor.decompositions()[op](*args, **kwargs)
+        return op.decompose(*args, **kwargs)  # what torch makes of others
+
+    def called(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note what a call of higher order would draw for its bodies."""
+        if name in _CALLS and _draws(_CALLS[name], args):
+            self.drawn.append((_SEEDS, *_CALLS[name].seeds(args)))
+
+
+# What draws by itself. What is asked of the tensor (dtype, device) comes last.
+_SOURCES: dict[Any, Callable[..., Any]] = {
+    aten.rand.default: lambda own, size, like: own.numbers("rand", size, like),
+    aten.randn.default: lambda own, size, like: own.numbers("randn", size, like),
+    aten.randint.default: lambda own, high, size, like: own.integers(
+        0, high, size, like
+    ),
+    aten.randint.low: _Draws.integers,
+    aten.normal.float_float: lambda own, mean, std, size, like: (
+        own.numbers("randn", size, like) * std + mean
+    ),
+}
+
+
+def _uniform(x: torch.Tensor, low: float = 0, high: float = 1, **_: Any) -> Any:
+    return torch.rand_like(x) * (high - low) + low
+
+
+def _normal(x: torch.Tensor, mean: float = 0, std: float = 1, **_: Any) -> Any:
+    return torch.randn_like(x) * std + mean
+
+
+def _bernoulli(x: torch.Tensor, p: Any = 0.5, **_: Any) -> Any:
+    return (torch.rand_like(x, dtype=torch.float32) < p).to(x.dtype)
+
+
+def _normals(mean: Any, std: Any = 1, **_: Any) -> Any:
+    like = mean + std if isinstance(std, torch.Tensor) else mean
+    return torch.randn_like(like) * std + mean
+
+
+def _in_place(formula: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: x.copy_(formula(x, *args, **kwargs))
+
+
+# Of numbers that ``rand_like`` and ``randn_like`` draw.
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli.default: lambda x, **_: _bernoulli(x, x),
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli_.float: _in_place(_bernoulli),
+    aten.bernoulli_.Tensor: _in_place(_bernoulli),
+    aten.uniform.default: _uniform,
+    aten.uniform_.default: _in_place(_uniform),
+    aten.normal_functional.default: _normal,
+    aten.normal_.default: _in_place(_normal),
+    aten.normal.Tensor_float: _normals,
+    aten.normal.Tensor_Tensor: _normals,
+    aten.normal.float_Tensor: lambda mean, std, **_: _normals(std * 0 + mean, std),
+}
+
+# What Inductor's decompositions make of others.
+_DECOMPOSED = {
+    aten.native_dropout,
+    aten.rand_like,
+    aten.randn_like,
+    aten.randint_like,
+    aten.exponential,
+    aten.exponential_,
+    aten.geometric,
+    aten.geometric_,
+    aten.cauchy,
+    aten.cauchy_,
+    aten.log_normal,
+    aten.log_normal_,
+}
+
+_ACTIVE: list[_Draws] = []  # of the bodies that run, the innermost last
+
+
+def _run(body: Callable[..., Any], draws: _Draws, inputs: Sequence[Any]) -> Any:
+    """What a body gives with a seed of its own."""
+    _ACTIVE.append(draws)
+    try:
+        with _torch.loops.ops_replaced(draws.replace, draws.called):
+            return _torch.loops.run_body(body, inputs)
+    finally:
+        _ACTIVE.pop()
+
+
+def _draws(call: _DrawingCall, args: tuple[Any, ...]) -> bool:
+    """Whether bodies of a call draw what seeds say."""
+    inputs = [x for group in call.inputs for x in args[group]]
+    start = sum(len(args[g]) for g in call.inputs if call.rows and g < call.rows)
+    rows = range(start, start + len(args[call.rows])) if call.rows else ()
+
+    def draws(body: Callable[..., Any], *values: Any) -> bool:
+        step = [x[0] if i in rows else x for i, x in enumerate(values)]
+        draws = _Draws(torch.zeros((), dtype=torch.int64))
+        _run(body, draws, step)
+        return bool(draws.drawn)
+
+    tests = () if call.test is None else (call.test,)
+    return any(
+        _torch.loops.evaluate_body(functools.partial(draws, args[i]), inputs)
+        for i in (*tests, *call.bodies)
+    )
+
+
+def _device(args: Any) -> torch.device:
+    """Where a call computes: where any of its operands lies that is not on the CPU."""
+    tensors = [x for x in _torch.fake.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    devices = [x.device for x in tensors if x.device.type != "cpu"]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _new_seeds(size: list[int], device: torch.device) -> torch.Tensor:
+    """Seeds of a call: in a body out of its own."""
+    if _ACTIVE:
+        seed = _ACTIVE[-1].next(device, _SEEDS, *size)
+        return ours.randint(0, 1 << 62, size, seed, size, [0] * len(size))
+    seeds = ours.seeds(*(size or [1]), device)
+    return seeds if size else seeds[0]
+
+
+def pass_seeds(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+    """The arguments of a call whose bodies take a seed, if they draw; how many of its
+    last results are not the user's."""
+    call = _CALLS[name]
+    if not _draws(call, args):
+        return args, 0
+    seeds = _new_seeds(call.seeds(args), _device(args))
+    seeded_args = list(args)
+    seeded_args[call.seed] = (*args[call.seed], seeds)
+    place = sum(len(args[g]) for g in call.inputs if g <= call.seed)
+    for i in call.bodies:
+        seeded_args[i] = with_seed(args[i], place, hands_on=call.carried)
+    if call.test is not None:
+        seeded_args[call.test] = with_seed(args[call.test], place, down=True)
+    return tuple(seeded_args), int(call.carried)
+
+
+def with_seed(
+    body: Callable[..., Any], place: int, *, down: bool = False, hands_on: bool = False
+) -> Callable[..., Any]:
+    """A body that takes its seed as its ``place``-th input; ``hands_on``: and gives
+    that of the next step.
+
+    It raises PlanError if it draws something else when it is traced for a backward."""
+    draws_of_runs: list[list[tuple[Any, ...]]] = []
+
+    def seeded(*inputs: Any) -> Any:
+        seed = inputs[place]
+        operands = (*inputs[:place], *inputs[place + 1 :])
+        draws = _Draws(seed, down=down)
+        results = _run(body, draws, operands)
+        draws_of_runs.append(draws.drawn)
+        if draws_of_runs[0] != draws.drawn:
+            what = "random numbers inside a branch or loop are drawn in another order"
+            raise PlanError(f"{what} in its backward", fix=_FIX)
+        return (*results, seed + STEP) if hands_on else results
+
+    return seeded
+
+
+_torch.loops.rewrite_calls(tuple(_CALLS), pass_seeds)
+
+
+def refuse_draws(graph: fx.Graph) -> None:
+    """Raise PlanError if a body of a traced graph, its bodies known
+    (``graph_bodies.show_bodies``), draws what no seed says."""
+    for node in graph.nodes:
+        for body in bodies_of(node):
+            refuse_draws(body.graph)
+            for inner in body.graph.nodes:
+                if _is_drawn_in_order(inner):
+                    raise PlanError(
+                        f"{node.target} draws random numbers ({inner.target}) in a "
+                        "graph of its own, where ranks would not draw the same random "
+                        "numbers",
+                        where=user_line(inner) or user_line(node),
+                        fix=_FIX,
+                    )
+
+
+def _is_drawn_in_order(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

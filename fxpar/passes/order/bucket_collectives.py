@@ -1,0 +1,288 @@
+"""bound -> bound: collectives that can run together become one.
+
+In: the bound graph of a forward or a backward. Out: the same graph, in place; small
+all-gathers of parameters, and reductions of gradients, of one kind, group and dtype are
+joined until a bucket is full: their operands are copied into one tensor, which one
+collective moves, and its result is cut up again. A gather joins if its operand is made
+of graph inputs by cheap ops alone; a reduction if nothing but cheap ops stand between
+its result and the graph's output. Operands never wait for anything of their own bucket,
+nor for a bucket that does. In the graph of a training step the update stands behind
+the reductions, as the output does elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import Builder
+from fxpar.passes.order.sink_waits import WAIT, is_chunk
+from fxpar.sharding.cost.op import nbytes_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+# Bytes of a full bucket, in the form each rank holds whole. What is larger goes alone:
+# there the bandwidth of the link counts and not its latency.
+FULL = 1 << 20
+
+# What a node says of itself, in ``meta["custom"]``, which all passes keep: where in a
+# training step it is, and which region a schedule made of it.
+PHASE = "fxpar_phase"
+REGION = "fxpar_region"
+
+_GATHER = c10d.all_gather_into_tensor.default
+_SCATTER = c10d.reduce_scatter_tensor.default
+_REDUCE = c10d.all_reduce.default
+
+
+@dataclass
+class _Bucket:
+    """Collectives of one kind, in graph order."""
+
+    members: list[fx.Node] = field(default_factory=list)
+    size: int = 0  # bytes
+
+
+def bucket(
+    graph: fx.Graph,
+    rewriter: Builder,
+    *,
+    reductions: bool,
+    most: int = FULL,
+    gathers: int = FULL,
+) -> None:
+    """Join collectives, in place; ``reductions`` too, which makes results of the graph
+    views of one tensor, as only gradients may be. ``most``: bytes of a full bucket,
+    ``gathers``: of one of gathers."""
+    input_derived, near_output = from_inputs(graph), _near_output(graph)
+    before = _reductions_before(graph, near_output)
+    opened: dict[Any, _Bucket] = {}
+    filled: list[_Bucket] = []
+    home: dict[fx.Node, _Bucket] = {}
+    for node in list(graph.nodes):
+        if node.target is _GATHER:
+            joins = node.args[0] in input_derived
+        else:
+            joins = (
+                reductions
+                and node.target in (_SCATTER, _REDUCE)
+                and node in near_output
+            )
+        if not joins or is_chunk(node) or region_of(node):
+            continue
+        value, size = node.args[0].meta["val"], _size(node)
+        room = gathers if node.target is _GATHER else most
+        if size >= room or value.is_complex():
+            continue
+        key = node.target, node.args[1:], value.dtype, value.device
+        open_bucket = opened.get(key)
+        needs = _buckets(before[node], home, before)
+        if (
+            open_bucket is None
+            or id(open_bucket) in needs
+            or open_bucket.size + size > room
+        ):
+            open_bucket = opened[key] = _Bucket()
+            filled.append(open_bucket)
+        open_bucket.members.append(node)
+        open_bucket.size += size
+        home[node] = open_bucket
+    for filled_bucket in filled:
+        if len(filled_bucket.members) > 1:
+            _JOIN[filled_bucket.members[0].target](rewriter, filled_bucket.members)
+            for member in filled_bucket.members:
+                graph.erase_node(member)
+    _sort(graph)
+
+
+def from_inputs(graph: fx.Graph, through: Collection[Any] = ()) -> set[fx.Node]:
+    """Nodes made of graph inputs by cheap ops, and those in ``through``, alone."""
+    derived: set[fx.Node] = set()
+    for node in graph.nodes:
+        passes = _is_cheap(node) or node.target in through
+        if node.op == "placeholder" or (
+            passes and derived.issuperset(node.all_input_nodes)
+        ):
+            derived.add(node)
+    return derived
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether work may stand between a collective and the border of the graph."""
+    facts = op_facts_of(node.target)
+    return facts.moves or facts.reshapes or facts.casts
+
+
+def _near_output(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes between which and the output there is nothing but cheap work."""
+    ends: set[fx.Node] = set()
+    passing = {WAIT, _SCATTER, _REDUCE}
+    for node in reversed(list(graph.nodes)):
+        read = all(
+            user.op == "output"
+            or phase_of(user) == "update"
+            or (
+                user in ends
+                and (
+                    user.target in passing
+                    or _is_cheap(user)
+                    or op_facts_of(user.target).scales
+                )
+            )
+            for user in node.users
+        )
+        if node.users and read:
+            ends.add(node)
+    return ends
+
+
+def phase_of(node: fx.Node) -> str | None:
+    """In the graph of a training step: "forward", "backward" or "update"."""
+    return (node.meta.get("custom") or {}).get(PHASE)
+
+
+def region_of(node: fx.Node) -> str | None:
+    """The region that a schedule's line ``fuse`` made of it and others."""
+    return (node.meta.get("custom") or {}).get(REGION)
+
+
+def _reductions_before(
+    graph: fx.Graph, near_output: Collection[fx.Node]
+) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node the reductions it depends on that could be joined. (Gathers that
+    could be depend on nothing.)"""
+    none: frozenset[fx.Node] = frozenset()
+    out: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        reductions = none.union(*(out[read] for read in node.all_input_nodes))
+        out[node] = reductions
+        if node.target is WAIT:
+            source = node.args[0]
+            if source in near_output and source.target in (_SCATTER, _REDUCE):
+                out[node] = reductions | {source}
+    return out
+
+
+def _buckets(
+    nodes: Iterable[fx.Node],
+    home: Mapping[fx.Node, _Bucket],
+    before: Mapping[fx.Node, Iterable[fx.Node]],
+) -> set[int]:
+    """Ids of the buckets that must be done before ``nodes`` are: theirs, and those that
+    any member of these depends on."""
+    ids: set[int] = set()
+    stack = list(nodes)
+    while stack:
+        bucket_of_node = home.get(stack.pop())
+        if bucket_of_node is not None and id(bucket_of_node) not in ids:
+            ids.add(id(bucket_of_node))
+            stack += [n for member in bucket_of_node.members for n in before[member]]
+    return ids
+
+
+def _size(node: fx.Node) -> int:
+    """Bytes of the larger of operand and result."""
+    return max(nbytes_of(x.meta["val"]) for x in (node, node.args[0]))
+
+
+def _wait_of(node: fx.Node) -> fx.Node:
+    (wait,) = node.users
+    return wait
+
+
+def _flat(rewriter: Builder, nodes: Iterable[fx.Node], rows: int) -> fx.Node:
+    """[rows, all of them]: row r of each operand, seen as [rows, ...], side by side."""
+    parts = [rewriter.call(aten.reshape.default, x, [rows, -1]) for x in nodes]
+    return rewriter.call(aten.cat.default, parts, 1)
+
+
+def _split_result(
+    rewriter: Builder, x: fx.Node, rows: int, members: Sequence[fx.Node]
+) -> None:
+    """Results of the members, from their bucket's [rows, all of them]."""
+    at = 0
+    for member in members:
+        shape = list(member.meta["val"].shape)
+        width = math.prod(shape) // rows
+        part = rewriter.call(aten.slice.Tensor, x, 1, at, at + width)
+        part = rewriter.call(aten.reshape.default, part, shape)
+        if not part.meta["val"].is_contiguous():  # views may follow
+            layout = torch.contiguous_format
+            part = rewriter.call(aten.clone.default, part, memory_format=layout)
+        at += width
+        rewriter.replace(_wait_of(member), part)
+
+
+def _join_gathers(rewriter: Builder, members: Sequence[fx.Node]) -> None:
+    """Each rank's parts in one row; the result has a row per rank."""
+    first = members[0]
+    _, count, group = first.args
+    with rewriter.before(first):
+        for member in members:
+            _hoist(member.args[0], first)
+        row = _flat(rewriter, [m.args[0] for m in members], 1)
+        joined = rewriter.call(_GATHER, row, count, group)
+        whole = rewriter.call(WAIT, joined)
+        _split_result(rewriter, whole, count, members)
+
+
+def _hoist(node: fx.Node, before: fx.Node) -> None:
+    """Move what a gather's operand is made of before the bucket."""
+    if node.op == "placeholder" or node < before:
+        return
+    for read in node.all_input_nodes:
+        _hoist(read, before)
+    before.prepend(node)
+
+
+def _join_scatters(rewriter: Builder, members: Sequence[fx.Node]) -> None:
+    """A row for each rank; the result is this rank's row."""
+    last = members[-1]
+    _, op, count, group = last.args
+    with rewriter.before(last):
+        rows = _flat(rewriter, [m.args[0] for m in members], count)
+        joined = rewriter.call(_SCATTER, rows, op, count, group)
+        mine = rewriter.call(WAIT, joined)
+        _split_result(rewriter, mine, 1, members)
+
+
+def _join_reductions(rewriter: Builder, members: Sequence[fx.Node]) -> None:
+    last = members[-1]
+    with rewriter.before(last):
+        row = _flat(rewriter, [m.args[0] for m in members], 1)
+        joined = rewriter.call(_REDUCE, row, *last.args[1:])
+        whole = rewriter.call(WAIT, joined)
+        _split_result(rewriter, whole, 1, members)
+
+
+_JOIN = {
+    _GATHER: _join_gathers,
+    _SCATTER: _join_scatters,
+    _REDUCE: _join_reductions,
+}
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Move what reads a result of a bucket behind it, else keep the order."""
+    placed: set[fx.Node] = set()
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    *nodes, output = graph.nodes
+    for first in nodes:
+        stack = [first]
+        while stack:
+            node = stack.pop()
+            missing = next((r for r in node.all_input_nodes if r not in placed), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(node)
+                continue
+            output.prepend(node)
+            placed.add(node)
+            stack.extend(reversed(waiting.pop(node, [])))
+    graph.lint()

@@ -1,0 +1,98 @@
+"""local -> as run: forward and backward parted, each scheduled, and joined again.
+
+In: a local graph, joint or not. Out: a new graph of the same results, in which nodes
+stand as they do in what is compiled: what the backward needs of the forward is kept or
+computed again in the backward, and ``schedule`` has been applied to either. For
+``simulate_step``; what runs is parted by AOTAutograd on the bound graph. What the
+backward computes again says ``sharding.cost.recompute``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpar.passes.builder import copy_node
+from fxpar.passes.order.bucket_collectives import phase_of
+from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
+from fxpar.sharding.cost.recompute import given_of, phases
+from fxpar.sharding.program import depending_on_tangents
+
+
+def as_run(
+    graph: fx.Graph,
+    *,
+    disable: Collection[str] = (),
+    settings: Settings = DEFAULT,
+) -> fx.Graph:
+    """The graph in the order it runs; ``disable``: passes of ``schedule`` to leave out;
+    ``settings``: of the others.
+
+    Nodes of the backward are tagged ("partitioner_tag"), as AOTAutograd tags them.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    results = list(graph.output_node().args[0])
+    late = depending_on_tangents(graph)
+    first, second = phases(graph)
+    if not late:
+        whole = _graph(inputs, first, results)
+        of_step = any(map(phase_of, first))  # which has its backward inside
+        schedule(whole, backward=of_step, disable=disable, settings=settings)
+        return whole
+    given = given_of(first, second)
+    early = [r for r in results if r not in late]
+    grads = [r for r in results if r in late]
+    forward = _graph(inputs, first, [*early, *given])
+    backward = _graph([*inputs, *given], second, grads)
+    schedule(forward, backward=False, disable=disable, settings=settings)
+    schedule(backward, backward=True, disable=disable, settings=settings)
+    return _joined(forward, backward, [r in late for r in results])
+
+
+def _graph(
+    inputs: Iterable[fx.Node], calls: Iterable[fx.Node], results: Iterable[Any]
+) -> fx.Graph:
+    """A graph of copies; ``inputs`` that are no placeholders become such."""
+    graph = fx.Graph()
+    made: dict[Any, Any] = {}
+    for node in inputs:
+        if node.op == "placeholder":
+            made[node] = copy_node(graph, node, made)
+        else:
+            made[node] = graph.placeholder(node.name)
+            made[node].meta = dict(node.meta)
+    for node in calls:
+        made[node] = copy_node(graph, node, made)
+    graph.output([made.get(r, r) for r in results])
+    return graph
+
+
+def _joined(forward: fx.Graph, backward: fx.Graph, late: Sequence[bool]) -> fx.Graph:
+    """The backward behind the forward, whose graph it is added to: both are copies of
+    their own. ``late``: which of the results are of the backward."""
+    graph, end = forward, forward.output_node()
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.nodes:
+        node.meta["partitioner_tag"] = "is_forward"
+    results = list(end.args[0])
+    graph.erase_node(end)
+    count = late.count(False)
+    grads = _append(graph, backward, [*inputs, *results[count:]])
+    of = iter(results[:count]), iter(grads)
+    graph.output([next(of[is_late]) for is_late in late])
+    graph.lint()
+    return graph
+
+
+def _append(graph: fx.Graph, backward: fx.Graph, given: Sequence[fx.Node]) -> list[Any]:
+    """Add tagged copies of a backward's calls, ``given`` being its inputs; returns its
+    results."""
+    made = dict(zip(backward.find_nodes(op="placeholder"), given, strict=True))
+    for node in backward.nodes:
+        if node.op not in ("placeholder", "output"):
+            made[node] = copy_node(graph, node, made)
+            made[node].meta["partitioner_tag"] = "is_backward"
+    results = backward.output_node().args[0]
+    return [made[r] if isinstance(r, fx.Node) else r for r in results]

@@ -1,0 +1,241 @@
+"""Orders the collectives of a forward or a backward by itself, once they were parted.
+
+In: the bound graph of one of the two, as it goes to code generation: a ``PhaseGraph``.
+Out: the same graph, changed in place by the passes of ``ORDER``, then by ``DELAY``:
+rows that ``fxpar.pipeline`` takes into its list, and that ``schedule`` runs to predict
+a step. Every rank has the same graph and does the same, so collectives keep one order
+on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes.builder import Builder
+from fxpar.passes.custom_ops import register_lowering
+from fxpar.passes.order.bucket_collectives import FULL, bucket, from_inputs
+from fxpar.passes.order.delay import delay
+from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
+from fxpar.passes.stages.stage_kinds import draws
+
+c10d = torch.ops._c10d_functional
+
+_GATHER = c10d.all_gather_into_tensor.default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How collectives are joined and started early."""
+
+    # Bytes of a full bucket; None: the default.
+    bucket: int | None = None
+    # Of a bucket of gathers, whose results are all there at once; None: as ``bucket``.
+    gathers: int | None = None
+    # So many gathers of parameters are started before they are needed.
+    ahead: int = 1
+
+
+DEFAULT = Settings()
+
+
+@dataclass(frozen=True)
+class PhaseGraph:
+    """A forward or a backward by itself."""
+
+    graph: fx.Graph
+    # Gradients are reduced in it: a backward, or a step that has one inside.
+    backward: bool
+    settings: Settings = DEFAULT
+
+    @cached_property
+    def rewriter(self) -> Builder:
+        values = [node.meta.get("val") for node in self.graph.nodes]
+        return Builder(self.graph, _torch.fake.mode_of(values))
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a collective to be waited for."""
+        waits = self.graph.find_nodes(op="call_function", target=WAIT)
+        return bool(waits) and self.rewriter.fake_mode is not None
+
+
+def schedule(
+    graph: fx.Graph,
+    *,
+    backward: bool,
+    disable: Collection[str] = (),
+    settings: Settings = DEFAULT,
+) -> None:
+    """Run the passes that ``disable`` does not name."""
+    phase = PhaseGraph(graph, backward, settings)
+    for row in (*ORDER, DELAY):
+        if row.name not in disable:
+            row.run(phase)
+    graph.lint()
+
+
+def join(phase: PhaseGraph) -> None:
+    """Collectives in buckets of the sizes that the settings say."""
+    settings = phase.settings
+    most = FULL if settings.bucket is None else settings.bucket
+    gathers = most if settings.gathers is None else settings.gathers
+    if phase.waits:
+        bucket(
+            phase.graph,
+            phase.rewriter,
+            reductions=phase.backward,
+            most=most,
+            gathers=gathers,
+        )
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase waits that nobody reads, with the collectives they wait for and what these
+    send, draws included, and all but the first for one collective.
+
+    The partitioner repeats those of forward results in the backward, and counts them
+    among what dead code elimination may not touch: a backward would draw, and the next
+    step have other numbers than on one device. Of equal reductions, as those of the
+    biases of two layers that are added, it makes one, which is then waited for twice.
+    """
+    first: dict[fx.Node, fx.Node] = {}
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        kept_wait = first.setdefault(wait.args[0], wait)
+        if kept_wait is not wait:
+            wait.replace_all_uses_with(kept_wait)
+    graph.eliminate_dead_code(
+        lambda n: n.target is not WAIT and not draws(n) and n.is_impure()
+    )
+
+
+def start_early(phase: PhaseGraph) -> None:
+    """Gathers as far ahead as the settings say."""
+    if phase.waits:
+        prefetch(phase.graph, phase.settings.ahead)
+
+
+def prefetch(graph: fx.Graph, ahead: int = 1) -> None:
+    """Start each gather of parameters where the one read before it is first read, so
+    that it runs beside that one's work; or where the one that is ``ahead`` before it
+    is. FSDP starts one: more hold more in memory. The partitioner puts what a backward
+    repeats at its top, in the forward's order, so that all are first moved to where
+    they are read."""
+    input_derived = from_inputs(graph, through=(_GATHER, WAIT))
+    sink(graph, {node for node in input_derived if node.op != "placeholder"})
+    gathers = graph.find_nodes(op="call_function", target=_GATHER)
+    ends = [
+        node
+        for node in gathers
+        if node in input_derived
+        and not any(_is_gathered_again(wait, input_derived) for wait in node.users)
+    ]
+    for i, node in enumerate(ends[1:], 1):
+        at = min(ends[max(0, i - ahead)].users)  # its wait
+        if at < node:
+            for node_needed in _needed(node):
+                if at < node_needed:
+                    at.prepend(node_needed)
+    graph.lint()
+
+
+def _is_gathered_again(wait: fx.Node, input_derived: Collection[fx.Node]) -> bool:
+    """Whether what was gathered is gathered over more axes before it is used."""
+    return any(
+        user.target is _GATHER
+        or (user in input_derived and _is_gathered_again(user, input_derived))
+        for user in wait.users
+    )
+
+
+# Reduce-scatters under way at a time. What one reads lives until it is waited for: a
+# gradient as one device has it.
+UNDER_WAY = 2
+
+
+def drain(graph: fx.Graph) -> None:
+    """Wait for a reduce-scatter before the next but one starts. Not for chunks: they
+    read no more than one device has at once."""
+    all_scatters = graph.find_nodes(
+        op="call_function", target=c10d.reduce_scatter_tensor.default
+    )
+    scatters = [node for node in all_scatters if not is_chunk(node)]
+    for before, node in zip(scatters, scatters[UNDER_WAY:], strict=False):
+        for wait in list(before.users):
+            if wait.target is WAIT and node < wait:
+                node.prepend(wait)
+    graph.lint()
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it is computed from, inputs left out, in order."""
+    needed: dict[fx.Node, None] = {}
+
+    def visit(n: fx.Node) -> None:
+        for read in n.all_input_nodes:
+            if read.op != "placeholder" and read not in needed:
+                visit(read)
+        needed[n] = None
+
+    visit(node)
+    return list(needed)
+
+
+def give_outputs(graph: fx.Graph, rewriter: Builder) -> None:
+    """On CPU, gather by an op of our own, into a tensor made before.
+
+    The two threads of a gloo group (torch 2.13) both write the name of what they
+    completed to one ``std::string``, without a lock: for names too long to be stored in
+    the string itself that is a double free. ALLGATHER_COALESCED, which the functional
+    all-gather runs as, is the only one of those that compiled graphs could run; given
+    its output it runs as ALLGATHER. An op of our own, since Inductor (2.13) orders
+    nothing behind ``all_gather_into_tensor_out``.
+    """
+    ours = torch.ops.fxpar
+    for node in graph.find_nodes(op="call_function", target=_GATHER):
+        value = node.meta["val"]
+        if value.device.type != "cpu" or value.is_complex():
+            continue
+        register_lowering()
+        with graph.inserting_before(node):
+            target = ours.all_gather_into_tensor.default
+            gather = graph.call_function(target, node.args)
+            gather.meta = dict(node.meta)
+        for wait in list(node.users):
+            with graph.inserting_before(wait):
+                waited = graph.call_function(ours.wait_gather.default, (gather,))
+                waited.meta["val"] = None
+            rewriter.replace(wait, gather)
+        graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class PhasePass:
+    """A pass over a forward or a backward by itself."""
+
+    # In FXPAR_DISABLE, and where it is printed.
+    name: str
+    run: Callable[[PhaseGraph], None]
+    # FXPAR_DISABLE may leave it out.
+    optional: bool = True
+
+
+# What is done to a phase, in order; regions are fused behind them, before ``DELAY``.
+ORDER = (
+    PhasePass("drop_unread", lambda phase: drop_unread(phase.graph), optional=False),
+    PhasePass("bucket", join),
+    PhasePass("sink_waits", lambda phase: sink_waits(phase.graph)),
+    PhasePass("prefetch", start_early),
+    PhasePass("drain", lambda phase: drain(phase.graph)),
+    PhasePass(
+        "give_outputs",
+        lambda phase: give_outputs(phase.graph, phase.rewriter),
+        optional=False,
+    ),
+)
+DELAY = PhasePass("delay", lambda phase: delay(phase.graph))

@@ -1,0 +1,83 @@
+"""local -> local: the result of a collective is waited for where it is first needed.
+
+In: a local graph. Out: the same nodes, changed in place only in their order: a wait,
+and what only rearranges its result, stands right before its first reader. A collective
+so runs beside whatever does not depend on it; a gradient's reduction beside the rest of
+the backward. It never moves a collective, so all ranks keep one order of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from fxpar.passes.simulate.launches import WAITS
+from fxpar.sharding.cost.op import viewed
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+aten = torch.ops.aten
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SEND = torch.ops._c10d_functional.isend.default
+
+
+def sink_waits(graph: fx.Graph) -> None:
+    """Move every wait, and views of its result, before their first readers; that of a
+    message which was sent, and has none, to the end."""
+    waited = _waited(graph)
+    for node in [n for n in graph.nodes if n in waited and not n.users]:
+        if node.target is WAIT and node.args[0].target is _SEND:
+            graph.output_node().prepend(node)
+    sink(graph, waited)
+
+
+def is_chunk(node: fx.Node) -> bool:
+    """Whether a schedule put a collective beside work: it is neither joined with others
+    nor waited for earlier than its result is needed."""
+    return bool(node.meta.get("fxpar_chunk"))
+
+
+def sink(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
+    """Move each of ``nodes`` right before its first reader, or before what writes to
+    memory that it reads, a wait's being its collective's; those of one reader keep
+    their order."""
+    writes = _writes(graph)
+    first: dict[fx.Node, fx.Node] = {}
+    for node in reversed(list(graph.nodes)):
+        if node in nodes and node.users:
+            after = [w for m in _reads(node) for w in writes.get(m, ()) if node < w]
+            reader = min([*node.users, *after])
+            first.get(reader, reader).prepend(node)
+            first[reader] = node
+    graph.lint()
+
+
+def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What writes to a memory, by the node that it belongs to."""
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if op_facts_of(node.target).mutates and node.target not in WAITS:
+            for read in node.all_input_nodes:
+                out.setdefault(viewed(read), []).append(node)
+    return out
+
+
+def _reads(node: fx.Node) -> set[fx.Node]:
+    """Nodes whose memory an op reads; a wait, what its collective reads as well."""
+    read = set(node.all_input_nodes)
+    if node.target in WAITS:
+        read.update(*(n.all_input_nodes for n in node.all_input_nodes))
+    return {viewed(n) for n in read}
+
+
+def _waited(graph: fx.Graph) -> set[fx.Node]:
+    """Waits, and nodes that only rearrange a waited result."""
+    waited: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is WAIT or (
+            op_facts_of(node.target).sinks and waited.issuperset(node.all_input_nodes)
+        ):
+            waited.add(node)
+    return waited

@@ -1,0 +1,1 @@
+"""Manual regions: checked, their collectives named, one of their bodies kept."""

@@ -1,0 +1,201 @@
+"""Along which axes values inside manual regions vary between ranks, and what may not.
+
+In: a joint graph whose regions have ``fxpar::collective`` for their collectives. What
+is said to be whole and varies, or goes out of a region by another way than its edges,
+is an error. Sums of what does not vary become multiples, in place: nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import RegionError
+from fxpar.passes.builder import Builder
+from fxpar.passes.regions.region_ops import EDGES
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+from fxpar.sharding.rules.manual import LEAVE, manual_axes, sizes_of
+from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.spec import Spec
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
+
+Axes = frozenset[str]
+
+# What to do about any other collective.
+FUNCTIONAL = (
+    "call torch.distributed._functional_collectives (all_reduce, all_gather_tensor, "
+    "reduce_scatter_tensor, all_to_all_single) or fxpar.permute with an axis for the "
+    "group"
+)
+
+
+def check_regions(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Axes]:
+    """The axes of its regions along which each value inside may differ between ranks.
+
+    Raises RegionError where what is declared is not so.
+    """
+    inside = manual_axes(graph)
+    varying: dict[fx.Node, Axes] = {}
+    regions: dict[fx.Node, frozenset[int]] = {}
+    drawn: set[fx.Node] = set()
+    over = {n.args[4]: n.args[3].split("+") for n in graph.nodes if n.target in EDGES}
+    for node in graph.nodes:
+        reads = node.all_input_nodes
+        own = frozenset[int]().union(*(regions.get(n, frozenset()) for n in reads))
+        axes = frozenset[str]().union(*(varying.get(n, frozenset()) for n in reads))
+        if node.op == "output":
+            _check_ends(node, inside)
+            continue
+        _check_group(node, node in inside, mesh)
+        _check_apart(node, own, over)
+        if _draws(node) or not drawn.isdisjoint(reads):
+            _check_draws(node, node in inside)
+            drawn.add(node)
+        if node.target in EDGES:
+            own, axes = _cross(node, own, axes)
+            drawn.discard(node)
+        elif node in inside:
+            axes = _after(node, axes)
+        regions[node], varying[node] = own, axes
+    return varying
+
+
+def _cross(
+    node: fx.Node, regions: frozenset[int], axes: Axes
+) -> tuple[frozenset[int], Axes]:
+    """The regions a value is in behind an edge, and along which axes it varies."""
+    _, text, _, _, number = node.args
+    spec, names = Spec.parse(text), frozenset(sizes_of(node))
+    if str(node.target) != LEAVE:
+        return regions | {number}, axes | names.intersection(spec.sharded_axes)
+    wrong = sorted(axes & names - set(spec.axes))
+    if wrong:
+        axis = wrong[0]
+        producer = node.args[0]
+        raise RegionError(
+            f"a result of a manual region is said to be whole along {axis!r}, but "
+            f"{producer.name} ({producer.target}) differs between ranks: it is a part "
+            "or a summand",
+            where=user_line(producer) or user_line(node),
+            fix=f'reduce it inside (all_reduce(x, "sum", "{axis}")), or say in '
+            f'out_specs how it lies: a dim over "{axis}", or partial={{"{axis}": '
+            '"sum"}',
+        )
+    return regions - {number}, axes - names
+
+
+def _after(node: fx.Node, axes: Axes) -> Axes:
+    """The axes along which what an op inside gives varies."""
+    own = frozenset(sizes_of(node))
+    if node.target is ours.axis_index.default:
+        return own
+    if node.target is not ours.collective.default:
+        return axes
+    kind = node.args[1]
+    if kind in ("all_reduce", "all_gather"):
+        return axes - own
+    return axes if kind == "permute" else axes | own
+
+
+def _check_ends(output: fx.Node, inside: Any) -> None:
+    """Nothing leaves the graph that did not leave its region."""
+    for arg in output.all_input_nodes:
+        if arg in inside and str(arg.target) != LEAVE:
+            raise RegionError(
+                f"{arg.name} ({arg.target}) of a manual region leaves it other than "
+                "as a result: the region is cut by a graph break, or reads a tensor "
+                "that needs a gradient and is not among its arguments",
+                where=user_line(arg),
+                fix="pass every tensor that fn reads as an argument of it, and keep it "
+                "free of graph breaks",
+            )
+
+
+def _check_apart(
+    node: fx.Node, regions: frozenset[int], over: Mapping[int, Sequence[str]]
+) -> None:
+    """Values of two regions over one axis meet outside of both."""
+    named = [axis for number in regions for axis in over[number]]
+    if len(set(named)) < len(named):
+        raise RegionError(
+            f"{node.name} ({node.target}) reads values of two manual regions: one left "
+            "its region otherwise than as a result",
+            where=user_line(node),
+            fix="return from fn what is read outside of it",
+        )
+
+
+def _check_group(node: fx.Node, inside: bool, mesh: Mesh) -> None:
+    """No collective in a region but along axes of the mesh."""
+    facts = op_facts_of(node.target)
+    if not facts.communicates or node.target is c10d.wait_tensor.default:
+        return
+    if node.target is ours.collective.default:
+        return
+    if inside:
+        group = node.kwargs.get("group_name", node.args[-1] if node.args else "")
+        raise RegionError(
+            f"{node.target} over group {group!r} inside a manual region: it is no axis "
+            f"of mesh {mesh}, or a collective of torch.distributed itself",
+            where=user_line(node),
+            fix=f"{FUNCTIONAL}: {', '.join(mesh.names)}",
+        )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an op makes random numbers; attention does for its dropout."""
+    if not op_facts_of(node.target).random:
+        return False
+    schema = _torch.objects.schema_of(node.target)
+    named = (
+        {} if schema is None else {a.name: i for i, a in enumerate(schema.arguments)}
+    )
+    i = named.get("dropout_p")
+    if i is None:
+        return True
+    given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return given != 0.0
+
+
+def _check_draws(node: fx.Node, inside: bool) -> None:
+    if inside and node.target not in EDGES:
+        raise RegionError(
+            f"{node.name} ({node.target}) is random inside a manual region: all ranks "
+            "would draw the same numbers for their parts",
+            where=user_line(node),
+            fix="draw outside, and pass the numbers (or the mask) as an argument",
+        )
+
+
+def count_alike(build: Builder, varying: dict[fx.Node, Axes], mesh: Mesh) -> None:
+    """The sum over ranks of what they have alike is a multiple: nothing is sent. So it
+    is with gradients of what was reduced: each rank has its share of them."""
+    for node in list(build.graph.nodes):
+        if node.target is not ours.collective.default or node.args[1] != "all_reduce":
+            continue
+        x, _, _, op, _, axes = node.args
+        over = axes.split("+")
+        if not varying.get(x, frozenset()).isdisjoint(over):
+            continue
+        if op == "sum":
+            with build.before(node):
+                scaled = _scaled(build, x, mesh.count(over))
+            node.replace_all_uses_with(scaled)
+        elif op in ("avg", "max", "min"):
+            node.replace_all_uses_with(x)
+
+
+def _scaled(build: Builder, x: fx.Node, by: int) -> fx.Node:
+    """``x`` times a number; of a multiple of a value, a multiple of that value."""
+    factor: float = by
+    if x.target is aten.mul.Tensor and isinstance(x.args[1], (int, float)):
+        x, factor = x.args[0], x.args[1] * by
+    return x if factor == 1 else build.call(aten.mul.Tensor, x, factor)

@@ -1,0 +1,288 @@
+"""traced -> traced: manual regions are checked, their collectives named.
+
+In: a joint graph whose manual regions (``region_ops``) have functional collectives with
+an axis for the group. Out: the same graph with ``fxpar::collective`` for each of them,
+on the dim it is meant for, and regions numbered in order, as ``check_regions`` then
+finds them to be right.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import MeshError, RegionError
+from fxpar.passes.builder import Builder
+from fxpar.passes.graph_bodies import body_of
+from fxpar.passes.regions.check_regions import check_regions, count_alike
+from fxpar.passes.regions.region_bodies import keep_bodies
+from fxpar.passes.regions.region_ops import EDGES
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
+
+
+def absorb_regions(
+    graph: fx.Graph,
+    fake_mode: Any,
+    mesh: Mesh,
+    *,
+    bodies: Sequence[int] = (),
+    is_open: bool = False,
+) -> None:
+    """Check the manual regions of a graph for a mesh, and name their collectives, in
+    place. ``bodies``: those that are kept (``keep_bodies``). ``is_open``: the mesh is
+    still to be chosen.
+
+    Raises RegionError, MeshError if a region was traced for another mesh, or for none.
+    """
+    _check_bodies(graph)
+    edge = next((node for node in graph.nodes if node.target in EDGES), None)
+    if edge is None:
+        return
+    if is_open:
+        raise MeshError(
+            "a manual region is for a mesh by name, this one is chosen by the search",
+            where=user_line(edge),
+            fix='name the mesh: FXPAR_MESH="dp=2,tp=4"',
+        )
+    build = Builder(graph, fake_mode)
+    keep_bodies(graph, bodies)
+    _number(graph, mesh)
+    _name_collectives(build, mesh)
+    _join_moves(build)
+    varying = check_regions(graph, mesh)
+    count_alike(build, varying, mesh)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def raise_refused(gm: fx.GraphModule) -> None:
+    """Raise what is wrong with a manual region in what Dynamo traced: what was found
+    meanwhile, or that the graph ends inside."""
+    open_: set[int] = set()
+    for node in gm.graph.nodes:
+        if _overload(node.target) in EDGES:
+            enters = _overload(node.target) is EDGES[0]
+            (open_.add if enters else open_.discard)(node.args[4])
+    broken_at = _torch.dynamo.graph_break_line(gm) if open_ else None
+    if broken_at is not None:
+        raise RegionError(
+            "a graph break cuts a manual region",
+            where=broken_at,
+            fix="take out of fn what breaks the graph (TORCH_LOGS=graph_breaks says "
+            "why), or move it outside",
+        )
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target in (ours.refuse, ours.refuse.default):
+                _, what, fix = node.args
+                raise RegionError(what, where=user_line(node), fix=fix)
+
+
+def on_one_rank(graph: fx.Graph) -> None:
+    """Take manual regions out of a Dynamo graph for one rank, in place: each rank has
+    all there is, and sends nothing."""
+    keep_bodies(graph)
+    edges = [n for n in graph.nodes if _overload(n.target) in EDGES]
+    axes = {axis for node in edges for axis in node.args[3].split("+")}
+    for node in list(graph.nodes):
+        target = _overload(node.target)
+        if target in _KINDS and not axes.isdisjoint(str(node.args[-1]).split("+")):
+            for wait in [n for n in node.users if n.target is c10d.wait_tensor]:
+                wait.replace_all_uses_with(node.args[0])
+                graph.erase_node(wait)
+        elif target not in (*EDGES, ours.collective.default):
+            continue
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
+def _overload(target: Any) -> Any:
+    """An op as traced graphs name it; Dynamo's name it without its overload."""
+    return getattr(target, "default", target)
+
+
+def _check_bodies(graph: fx.Graph) -> None:
+    """No manual region stands in a branch or a loop."""
+    for holder in graph.find_nodes(op="get_attr"):
+        body = body_of(holder)
+        for node in body.graph.nodes if body is not None else ():
+            if node.target in EDGES:
+                raise RegionError(
+                    "a manual region inside a branch or a loop",
+                    where=user_line(node),
+                    fix="put the branch or loop inside fn, or leave it to Python",
+                )
+
+
+def _number(graph: fx.Graph, mesh: Mesh) -> None:
+    """Number regions in order: ranks may have traced others before."""
+    numbers: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.target not in EDGES:
+            continue
+        x, spec, its_mesh, axes, number = node.args
+        if its_mesh != str(mesh):
+            raise MeshError(
+                f"a manual region was traced for mesh {its_mesh}, the program is for "
+                f"mesh {mesh}",
+                where=user_line(node),
+                fix="name the mesh by FXPAR_MESH, or in options= of torch.compile",
+            )
+        node.args = (x, spec, its_mesh, axes, numbers.setdefault(number, len(numbers)))
+
+
+# Functional collective -> the kind of ``collective_nodes``, and (its arguments after
+# the tensor) -> (dims, reduction).
+_KINDS: dict[Any, tuple[str, Any]] = {
+    c10d.all_reduce.default: ("all_reduce", lambda op, *_: ((), op)),
+    c10d.all_gather_into_tensor.default: ("all_gather", lambda *_: ((0,), "")),
+    c10d.reduce_scatter_tensor.default: (
+        "reduce_scatter",
+        lambda op, *_: ((0,), op),
+    ),
+    c10d.all_to_all_single.default: ("all_to_all", lambda *_: ((0, 0), "")),
+}
+
+
+def _name_collectives(build: Builder, mesh: Mesh) -> None:
+    """``fxpar::collective`` for each functional collective with axes for its group."""
+    for node in list(build.graph.nodes):
+        if getattr(node.target, "namespace", "") != "_c10d_functional":
+            continue
+        group = str(node.kwargs.get("group_name", node.args[-1]))
+        axes = mesh.ordered(group.split("+")) if _are_axes(group, mesh) else ()
+        if not axes or node.target not in _KINDS:
+            continue  # ``check`` says of it what is wrong
+        for wait in [n for n in node.users if n.target is c10d.wait_tensor.default]:
+            build.replace(wait, node)
+        if mesh.count(axes) == 1:
+            build.replace(node, node.args[0])
+            continue
+        kind, read = _KINDS[node.target]
+        dims, op = read(*node.args[1:])
+        if kind == "all_to_all":
+            _check_even(node, mesh.count(axes))
+        with build.before(node):
+            made = build.call(
+                ours.collective.default,
+                node.args[0],
+                kind,
+                list(dims),
+                op,
+                str(mesh),
+                "+".join(axes),
+            )
+        build.replace(node, made)
+
+
+def _are_axes(group: str, mesh: Mesh) -> bool:
+    return all(axis in mesh.sizes for axis in group.split("+"))
+
+
+def _check_even(node: fx.Node, ranks: int) -> None:
+    sizes = {*node.args[1], *node.args[2]}
+    if len(sizes) != 1 or len(node.args[1]) != ranks:
+        raise RegionError(
+            f"all_to_all_single with blocks of {node.args[2]} for {ranks} ranks: one "
+            "program for all ranks sends blocks of one size",
+            where=user_line(node),
+            fix="give None for both sizes, and pad the blocks",
+        )
+
+
+def _join_moves(build: Builder) -> None:
+    """Gathers and reduce-scatters on the dim they are meant for: torch's are on dim 0,
+    with a cut and a join on the other side."""
+    for node in list(build.graph.nodes):
+        moved = _moved(node)
+        if moved is None:
+            continue
+        x, source, target = moved
+        if source == 0 and _is(x, "all_gather", 0) and len(_readers(x)) == 1:
+            _on_dim(build, x, target, node)
+    for node in list(build.graph.nodes):
+        if not _is(node, "reduce_scatter", 0) or len(node.args[0].users) != 1:
+            continue
+        moved = _moved(node.args[0])
+        if moved is not None and moved[2] == 0:
+            _on_dim(build, node, moved[1], node, moved[0])
+    build.graph.eliminate_dead_code()
+
+
+def _is(node: fx.Node, kind: str, dim: int) -> bool:
+    return node.target is ours.collective.default and (
+        (node.args[1], list(node.args[2])) == (kind, [dim])
+    )
+
+
+def _on_dim(
+    build: Builder, node: fx.Node, dim: int, by: fx.Node, x: fx.Node | None = None
+) -> None:
+    """The collective of ``node`` on another dim, for ``by``."""
+    first, kind, _, *rest = node.args
+    with build.before(by):
+        made = build.call(ours.collective.default, x or first, kind, [dim], *rest)
+    for key in ("stack_trace", "seq_nr", "partitioner_tag"):
+        if key in node.meta:
+            made.meta[key] = node.meta[key]
+    build.replace(by, made)
+
+
+def _readers(x: fx.Node) -> set[fx.Node]:
+    """What reads a value, or pieces of it."""
+    out: set[fx.Node] = set()
+    for user in x.users:
+        pieces = (user.users if user.target in _SPLITS else {user: None}).keys()
+        for piece in pieces:
+            out.update(piece.users if _piece(piece) else {piece: None})
+    return out
+
+
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def _piece(node: Any) -> tuple[fx.Node, int, int, int] | None:
+    """(value, dim, start, size) of a part of a value."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.target is operator.getitem and node.args[0].target in _SPLITS:
+        split, i = node.args
+        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        before = [int(split.meta["val"][j].shape[dim]) for j in range(i)]
+        size = int(node.meta["val"].shape[dim])
+        return split.args[0], dim, sum(before), size
+    if node.target is aten.slice.Tensor:
+        x, dim, start, *_ = (*node.args, 0, 0)[:3] if len(node.args) < 3 else node.args
+        if len(node.args) > 4 and node.args[4] != 1:
+            return None
+        return x, dim, start or 0, int(node.meta["val"].shape[dim])
+    return None
+
+
+def _moved(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """(value, dim, other dim) where a join along the one puts together, in order, the
+    equal pieces that a value is cut into along the other."""
+    if node.target is not aten.cat.default:
+        return None
+    parts = [_piece(part) for part in node.args[0]]
+    target = node.args[1] if len(node.args) > 1 else 0
+    if any(part is None for part in parts):
+        return None
+    known: Sequence[Any] = parts
+    x, dim, _, size = known[0]
+    whole = int(x.meta["val"].shape[dim])
+    same = all((p[0], p[1], p[3]) == (x, dim, size) for p in known)
+    starts = [p[2] for p in known]
+    if not same or starts != list(range(0, whole, size)) or target == dim:
+        return None
+    return x, dim, target % x.meta["val"].dim()

@@ -1,0 +1,372 @@
+"""Runs a local graph for every rank of a mesh, in this process, without communication.
+
+All ranks advance node by node; a collective is computed from the inputs of its group's
+members. What is the same object on several ranks is computed once and stays shared, so
+that a random op on replicated inputs draws once, and a large mesh is cheap where little
+is split.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.passes import custom_ops
+from fxpar.passes.graph_bodies import body_of, bound_body, module_of
+from fxpar.passes.local.local_custom_ops import op_by_op
+from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.regions import region_ops as _region_ops  # noqa: F401  (registers ops)
+from fxpar.passes.simulate.emulate_collectives import (
+    ON_DIMS,
+    PRODUCTS,
+    Post,
+    Ranks,
+    ends_of,
+    peers_of,
+    shared,
+)
+from fxpar.passes.simulate.scatter_gather import gather, scatter
+from fxpar.passes.stages.lay_out_stages import is_laid_out
+from fxpar.passes.stages.program_at_place import program_at
+from fxpar.passes.stages.stage_kinds import draws
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import pipeline_axis
+from fxpar.sharding.spec import Spec
+
+c10d = torch.ops._c10d_functional
+ours = torch.ops.fxpar
+
+REGION_OPS = {
+    ours.enter_region.default,
+    ours.leave_region.default,
+    ours.collective.default,
+    ours.axis_index.default,
+}
+
+
+def run_lockstep(
+    graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """What each rank returns. ``inputs[r]`` are the placeholders' values on rank r.
+
+    The graph is a local one, its groups symbolic. An op that changes an argument in
+    place does so per rank; where ranks share that argument they get copies of it first.
+    Raises PlanError on a collective it does not know.
+    """
+    post = Post()
+    (results,) = _run_all(
+        [_run_steps(graph, mesh, range(mesh.size), inputs, post)], post
+    )
+    return results
+
+
+def run_ranks(
+    graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """As ``run_lockstep``; of a graph of stages (``lay_out_stages``) each rank runs
+    what its place does. Raises PlanError as ``run_stages``."""
+    module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
+    nodes = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    axis = pipeline_axis(mesh)
+    if axis is None or not is_laid_out(nodes):
+        return run_lockstep(graph, mesh, inputs)
+    programs: list[Any] = [
+        program_at(nodes, place) for place in range(mesh.axis_size(axis))
+    ]
+    if module is not None:
+        programs = [module_of(module, program) for program in programs]
+    return run_stages(programs, mesh, axis, inputs)
+
+
+def run_global(
+    graph: fx.Graph | fx.GraphModule, mesh: Mesh, inputs: Sequence[Any]
+) -> Any:
+    """What the one-device graph gives, on one device; what manual regions in it do on
+    the ranks of ``mesh`` included."""
+    nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
+    if not any(node.target in REGION_OPS for node in nodes):
+        mesh = Mesh((("all", 1),))
+    return run_lockstep(graph, mesh, [inputs] * mesh.size)[0]
+
+
+def run_stages(
+    graphs: Sequence[fx.Graph | fx.GraphModule],
+    mesh: Mesh,
+    axis: str,
+    inputs: Sequence[Sequence[Any]],
+) -> list[Any]:
+    """As ``run_lockstep``, where ranks at position i along ``axis`` run ``graphs[i]``
+    and send each other messages.
+
+    Raises PlanError also if messages do not fit, or stages wait for each other.
+    """
+    post = Post()
+    members = [
+        [r for r in range(mesh.size) if mesh.index(r, [axis]) == i]
+        for i in range(len(graphs))
+    ]
+    stages = [
+        _run_steps(graph, mesh, ranks, [inputs[r] for r in ranks], post)
+        for graph, ranks in zip(graphs, members, strict=True)
+    ]
+    result_of: dict[int, Any] = {}
+    for ranks, results in zip(members, _run_all(stages, post), strict=True):
+        result_of.update(zip(ranks, results, strict=True))
+    return [result_of[r] for r in range(mesh.size)]
+
+
+def _run_all(
+    stages: Sequence[Generator[None, None, list[Any]]], post: Post
+) -> list[list[Any]]:
+    """Results of stages that yield while they wait for messages."""
+    results: dict[int, list[Any]] = {}
+    while len(results) < len(stages):
+        before = post.sent, len(results)
+        for i, stage in enumerate(stages):
+            if i not in results:
+                try:
+                    next(stage)
+                except StopIteration as end:
+                    results[i] = end.value
+        if (post.sent, len(results)) == before:
+            raise PlanError("ranks wait for messages that nobody sends")
+    return [results[i] for i in range(len(stages))]
+
+
+def _run_steps(
+    graph: fx.Graph | fx.GraphModule,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    inputs: Sequence[Sequence[Any]],
+    post: Post,
+) -> Generator[None, None, list[Any]]:
+    """Runs a graph for ``ranks``, which everything is one list entry each of."""
+    module = graph if isinstance(graph, fx.GraphModule) else graph.owning_module
+    nodes = (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
+    place, count = {rank: i for i, rank in enumerate(ranks)}, len(ranks)
+
+    @functools.cache
+    def groups(name: str) -> list[tuple[int, ...]]:
+        """Each as a tuple of places in ``ranks``."""
+        members = [
+            g for g in mesh.groups(custom_ops.group_axes(name)) if place.keys() & {*g}
+        ]
+        if any(r not in place for g in members for r in g):
+            raise PlanError(f"stages run other graphs, and cannot meet along {name}")
+        return [tuple(place[r] for r in g) for g in members]
+
+    env: dict[fx.Node, Ranks] = {}
+    dead_after = _last_uses(nodes)
+    arguments = iter(range(len(nodes)))
+    for node in nodes:
+        if node.op == "placeholder":
+            i = next(arguments)
+            env[node] = [each[i] for each in inputs]
+        elif node.op == "get_attr":
+            body = body_of(node)
+            env[node] = (
+                [_attribute(module, node.target)] * count
+                if body is None
+                else [bound_body(body, r) for r in ranks]
+            )
+        elif node.op == "output":
+            return [
+                fx.node.map_arg(node.args[0], _value_on(env, r)) for r in range(count)
+            ]
+        elif node.op != "call_function":
+            raise PlanError(f"cannot simulate {node.op} {node.target} ({node.name})")
+        elif node.target in custom_ops.PLACES:
+            env[node] = [custom_ops.place(node.target, node.args, r) for r in ranks]
+        elif node.target is c10d.wait_tensor.default:
+            env[node] = env[node.args[0]]
+        elif node.target is torch.ops.fxpar.wait_gather.default:
+            env[node] = [None] * count
+        elif node.target is c10d.isend.default:
+            env[node] = post.send(node, env, ends_of(node, mesh, ranks))
+        elif node.target is c10d.irecv.default:
+            ends = [(peer, r) for r, peer in ends_of(node, mesh, ranks)]
+            while not post.has_message(ends):
+                yield
+            env[node] = post.receive(node, env, ends)
+        elif node.target is ours.send.default:
+            env[node] = post.start(node, env, peers_of(node, mesh, ranks))
+        elif node.target is ours.receive.default:
+            ends = [(peer, r) for r, peer in peers_of(node, mesh, ranks)]
+            while not post.has_message(ends):
+                yield
+            env[node] = post.arrived(node, ends)
+        elif node.target is ours.share.default:
+            env[node] = yield from shared(node, env, mesh, ranks, post)
+        elif node.target is ours.behind.default:
+            env[node] = env[node.args[0]]
+        elif draws(node):
+            env[node] = post.drawn(
+                node.name, functools.partial(_compute, node, env, count)
+            )
+        elif node.target in REGION_OPS:
+            env[node] = _in_region(node, env, mesh, ranks)
+        elif node.target in PRODUCTS:
+            env[node] = _products(node, env, groups(node.args[-1]), count)
+        elif node.target in COLLECTIVES:
+            name = node.kwargs.get("group_name", node.args[-1])
+            env[node] = _collective(node, env, groups(name), count)
+        elif getattr(node.target, "namespace", "") == "_c10d_functional":
+            raise PlanError(f"cannot simulate {node.target} ({node.name})")
+        else:
+            env[node] = _compute(node, env, count)
+        for dead_node in dead_after.get(node, ()):
+            del env[dead_node]
+    raise PlanError("the graph has no output")
+
+
+def _last_uses(nodes: Any) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> nodes nobody reads after it, itself included if nobody reads it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last[node] = node
+        for read in node.all_input_nodes:
+            last[read] = node
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last.items():
+        out.setdefault(reader, []).append(node)
+    return out
+
+
+def _attribute(module: Any, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module)
+
+
+def _value_on(env: dict[fx.Node, Ranks], rank: int) -> Callable[[fx.Node], Any]:
+    return lambda node: env[node][rank]
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Ranks], rank: int) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_on(env, rank))
+    return op_by_op(node.target)(*args, **kwargs)
+
+
+def _identity(value: Any) -> Any:
+    """Equal for values that are certainly the same."""
+    if isinstance(value, (int, float, bool)):
+        return type(value), value
+    return id(value)
+
+
+def _compute(node: fx.Node, env: dict[fx.Node, Ranks], size: int) -> Ranks:
+    """An op that does not communicate: once for each distinct choice of arguments."""
+    reads = [env[read] for read in node.all_input_nodes]
+    keys = [tuple(_identity(values[r]) for values in reads) for r in range(size)]
+    if len(set(keys)) > 1:
+        for changed in _mutated(node):
+            _unshare(env, changed, keys)
+    computed: dict[Any, Any] = {}
+    for r, key in enumerate(keys):
+        if key not in computed:
+            computed[key] = _call(node, env, r)
+    return [computed[key] for key in keys]
+
+
+def _mutated(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the op changes in place."""
+    schema = _torch.objects.schema_of(node.target)
+    if schema is None or not schema.is_mutable:
+        return []
+    out: list[fx.Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(
+                argument.name, node.args[i] if i < len(node.args) else None
+            )
+            fx.node.map_arg(value, out.append)
+    return out
+
+
+def _unshare(env: dict[fx.Node, Ranks], node: fx.Node, keys: list[Any]) -> None:
+    """Give ranks that will change a shared tensor differently a copy each."""
+    values = env[node]
+    owners: dict[tuple[int, Any], Any] = {}
+    owned: set[int] = set()
+    for r, key in enumerate(keys):
+        value = values[r]
+        if (id(value), key) not in owners:
+            fresh = id(value) not in owned
+            owned.add(id(value))
+            owners[id(value), key] = value if fresh else value.clone()
+    env[node] = [owners[id(values[r]), key] for r, key in enumerate(keys)]
+
+
+def _collective(
+    node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
+) -> Ranks:
+    """Groups whose members hold the same objects are computed once."""
+    run = COLLECTIVES[node.target]
+    out: Ranks = [None] * size
+    results: dict[Any, list[Any]] = {}
+    for group in groups:
+        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
+        members = [a[0] for a in args]
+        key = tuple(
+            tuple(map(id, m)) if isinstance(m, (list, tuple)) else id(m)
+            for m in members
+        )
+        if key not in results:
+            results[key] = run(members, *args[0][1:])
+        for r, value in zip(group, results[key], strict=True):
+            out[r] = value
+    return out
+
+
+def _in_region(
+    node: fx.Node, env: dict[fx.Node, Ranks], mesh: Mesh, ranks: Sequence[int]
+) -> Ranks:
+    """An op of a manual region, in a graph of global shapes outside of it. Runs on all
+    ranks of the mesh."""
+    if node.target is ours.axis_index.default:
+        return [torch.tensor(mesh.index(r, (node.args[0],))) for r in ranks]
+    if node.target is ours.collective.default:
+        _, kind, dims, op, _, names = node.args
+        axes = mesh.ordered(names.split("+"))
+        run = functools.partial(ON_DIMS[kind], dims=dims, op=op)
+    else:
+        axes, spec = mesh.ordered(node.args[3].split("+")), Spec.parse(node.args[1])
+        own = Mesh(tuple((axis, mesh.sizes[axis]) for axis in axes))
+        enters = node.target is ours.enter_region.default
+        run = functools.partial(_enter if enters else _leave, spec=spec, mesh=own)
+    values, out = env[node.args[0]], dict[int, Any]()
+    for group in mesh.groups(axes):
+        out.update(zip(group, run([values[r] for r in group]), strict=True))
+    return [out[r] for r in ranks]
+
+
+def _enter(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
+    return scatter(members[0], spec, mesh)
+
+
+def _leave(members: Ranks, spec: Spec, mesh: Mesh) -> Ranks:
+    return [gather(members, spec, mesh)] * len(members)
+
+
+def _products(
+    node: fx.Node, env: dict[fx.Node, Ranks], groups: list[tuple[int, ...]], size: int
+) -> Ranks:
+    """Products with their collective: operands differ from rank to rank."""
+    run, out = PRODUCTS[node.target], [None] * size
+    for group in groups:
+        args = [fx.node.map_arg(node.args, _value_on(env, r)) for r in group]
+        for r, value in zip(group, run(args), strict=True):
+            out[r] = value
+    return out
+
+
+# op -> what it computes: (first argument of each member, other arguments) -> results.
+COLLECTIVES: dict[Any, Callable[..., Ranks]] = {
+    op: emulate
+    for row in LOWERINGS.values()
+    for op, emulate in row.emulations().items()
+}

@@ -1,0 +1,176 @@
+"""What a rank has in memory while it runs a local graph, and of what kind when most.
+
+In: launches. Out: ``Residency``: when each buffer is there, and the bytes of all behind
+each launch, as a caching allocator has them: it follows the order of launches, not
+time. ``by_kind`` tells what is held at the peak, with the optimizer's state, which no
+graph of forward and backward has. Never runs and never changes the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.sharding.cost.fused_kernels import Buffer, Launch, Launches
+from fxpar.sharding.cost.op import bytes_of, tensors_in
+from fxpar.sharding.program import Signature
+from fxpar.sharding.search.memory_constraints import MOMENTS
+
+# In the order in which they are told.
+KINDS = (
+    "parameters",
+    "gathered parameters",
+    "optimizer state",
+    "gradients",
+    "inputs and buffers",
+    "saved for the backward",
+    "passing",
+    "buffers of collectives",
+)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """When buffers are in memory. Launches are counted from 0; -1 is before them."""
+
+    # The launch that makes a buffer, and the last that needs it.
+    born: dict[Buffer, int]
+    dies: dict[Buffer, int]
+    # (launch, bytes made by it, bytes in memory while it runs, bytes behind it); the
+    # first is before all launches.
+    usage: list[tuple[int, int, int, int]]
+
+    @property
+    def peak(self) -> tuple[int, int]:
+        """(bytes, launch) when most is held, for the first time."""
+        at, _, most, _ = max(self.usage, key=lambda entry: entry[2])
+        return most, at
+
+    def at(self, launch: int) -> list[Buffer]:
+        """What is there while a launch runs."""
+        return [b for b in self.born if self.born[b] <= launch <= self.dies[b]]
+
+
+def residency(
+    launches: Launches, *, keep_inputs: bool = True, in_place: bool = True
+) -> Residency:
+    """``keep_inputs``: inputs stay throughout, as parameters do, or to their last use.
+    ``in_place``: an all-reduce writes over an operand that nobody else needs, as
+    Inductor has it."""
+    born = dict.fromkeys(launches.inputs, -1)
+    end = len(launches.launches)
+    dies = dict.fromkeys(launches.inputs, end if keep_inputs else -1)
+    waits = {x.of: i for i, x in enumerate(launches.launches) if x.of is not None}
+    for i, launch in enumerate(launches.launches):
+        until = waits.get(launch, i)
+        for buffer in launch.writes:
+            born[buffer], dies[buffer] = i, until
+        for buffer in launch.reads:
+            dies[buffer] = max(dies[buffer], until)
+    dies.update((buffer, end) for result in launches.outputs for buffer in result)
+    if in_place:
+        _reuse(launches, waits, born, dies)
+    return Residency(born, dies, list(_bytes_by_launch(launches, dies)))
+
+
+def _reuse(
+    launches: Launches,
+    waits: dict[Launch, int],
+    born: dict[Buffer, int],
+    dies: dict[Buffer, int],
+) -> None:
+    """Operands of all-reduces die when these begin, if they are read no more."""
+    last: dict[Buffer, int] = {}
+    for i, launch in enumerate(launches.launches):
+        last.update(dict.fromkeys(launch.reads, i))
+    for i, launch in enumerate(launches.launches):
+        for buffer in launch.reads if launch.kind == "all_reduce" else ():
+            frees = last[buffer] == i and dies[buffer] == waits.get(launch, i)
+            if frees and born[buffer] >= 0:
+                dies[buffer] = i - 1
+
+
+def _bytes_by_launch(
+    launches: Launches, dies: dict[Buffer, int]
+) -> Iterator[tuple[int, int, int, int]]:
+    freed: dict[int, int] = defaultdict(int)
+    for buffer, i in dies.items():
+        freed[i] += buffer.nbytes
+    total = sum(buffer.nbytes for buffer in launches.inputs)
+    yield -1, total, total, total - freed[-1]
+    total -= freed[-1]
+    for i, launch in enumerate(launches.launches):
+        allocated = sum(buffer.nbytes for buffer in launch.writes)
+        yield i, allocated, total + allocated, total + allocated - freed[i]
+        total += allocated - freed[i]
+
+
+def by_kind(graph: fx.Graph, signature: Signature) -> tuple[tuple[str, int], ...]:
+    """(kind, bytes a rank holds) at the peak of a local graph as it runs
+    (``forward_backward.as_run``), kinds of which there is nothing left out.
+
+    Optimizer state is that of ``memory_constraints.MOMENTS``, of parameters that have a
+    gradient. Raises PlanError as ``launches_of`` does.
+    """
+    launches = launches_of(graph)
+    resident = residency(launches)
+    kinds = _kinds(graph, signature, launches)
+    total = dict.fromkeys(KINDS, 0)
+    for buffer in resident.at(resident.peak[1]):
+        total[kinds[buffer]] += buffer.nbytes
+    inputs = graph.find_nodes(op="placeholder")
+    for k in {out.of for out in signature.outputs if out.kind == "gradient"}:
+        if k is not None and signature.inputs[k].kind == "parameter":
+            total["optimizer state"] += MOMENTS * bytes_of(inputs[k])
+    return tuple((kind, size) for kind, size in total.items() if size)
+
+
+def _kinds(
+    graph: fx.Graph, signature: Signature, launches: Launches
+) -> dict[Buffer, str]:
+    """The kind of each buffer."""
+    declared = dict(
+        zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True)
+    )
+    parameters = {node for node, x in declared.items() if x.kind == "parameter"}
+    gathered = _derived_from({n for n in parameters if _is_split(n)}, graph)
+    # What later lines say of a buffer holds.
+    kinds: dict[Buffer, str] = {}
+    for launch in launches.launches:
+        kinds.update(dict.fromkeys(launch.writes, "passing"))
+    for launch in launches.launches:
+        if launch.axes:
+            both_ends = (*launch.reads, *launch.writes)
+            kinds.update(dict.fromkeys(both_ends, "buffers of collectives"))
+    forward_buffers = {b for x in launches.launches if not x.backward for b in x.writes}
+    for launch in launches.launches:
+        if launch.backward:
+            saved = forward_buffers.intersection(launch.reads)
+            kinds.update(dict.fromkeys(saved, "saved for the backward"))
+    kinds.update((b, "gathered parameters") for b in kinds if b.node in gathered)
+    for out, buffers in zip(signature.outputs, launches.outputs, strict=True):
+        if out.kind == "gradient":
+            kinds.update(dict.fromkeys(buffers, "gradients"))
+    for buffer in launches.inputs:
+        is_parameter = buffer.node in parameters
+        kinds[buffer] = "parameters" if is_parameter else "inputs and buffers"
+    return kinds
+
+
+def _is_split(node: fx.Node) -> bool:
+    spec = node.meta.get("fxpar_spec")
+    return spec is not None and bool(spec.sharded_axes)
+
+
+def _derived_from(roots: set[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """``roots`` and what is computed from them alone."""
+    derived = set(roots)
+    for node in graph.nodes:
+        read = [n for n in node.all_input_nodes if tensors_in(n.meta.get("val"))]
+        if node.op == "call_function" and read and derived.issuperset(read):
+            derived.add(node)
+    return derived

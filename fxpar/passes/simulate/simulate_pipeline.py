@@ -1,0 +1,157 @@
+"""Predicts one step of a program in stages: when each place computes what.
+
+In: the graph of all stages (``lay_out_stages``), lowered. Out: a ``Timeline`` whose
+streams are the places along the pipeline axis, an event for each action. Each place
+takes what ``simulate_step`` says its launches take, one after the other, and waits for
+what arrives; messages run beside. Since all places follow the order of one graph, one
+pass over it gives all times. Never runs and never changes the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes.builder import PART, PLACE
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.peak_memory import residency
+from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch_seconds
+from fxpar.passes.stages.program_at_place import program_at
+from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
+from fxpar.passes.stages.stage_messages import EVERY
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.op import bytes_of
+from fxpar.sharding.mesh import Link, Mesh
+
+ours = torch.ops.fxpar
+
+# The stream of a place.
+STREAM = "place"
+
+
+def simulate_pipeline(
+    graph: fx.Graph, mesh: Mesh, axis: str, hardware: Hardware, *, fused: bool = True
+) -> Timeline:
+    """The timeline of one step. ``mesh``: with the hardware's links; ``axis``: that of
+    stages; ``fused``: as of ``simulate_step.simulate``.
+
+    Raises PlanError as ``launches_of`` does.
+    """
+    places = range(mesh.axis_size(axis))
+    programs = [program_at(graph, place) for place in places]
+    seconds_of = [launch_seconds(x, mesh, hardware, fused=fused) for x in programs]
+    clocks = _Clocks(seconds_of, mesh.link(axis))
+    for node in graph.nodes:
+        clocks.step(node)
+    peak = max(residency(launches_of(x, fused=fused)).peak[0] for x in programs)
+    busy = max(clocks.busy)
+    seconds = max(clocks.now)
+    calls, sent = clocks.calls, clocks.sent
+    return Timeline(
+        tuple(sorted(clocks.events(), key=lambda event: event.start)),
+        seconds,
+        busy,
+        clocks.sending,
+        seconds - busy,
+        (Traffic("send", (axis,), calls, sent, sent // len(places)),) if calls else (),
+        (),
+        peak,
+        (),
+    )
+
+
+@dataclass
+class _Clocks:
+    """The time at each place."""
+
+    # Seconds of each place's launches, by name of their last node.
+    launch_seconds: Sequence[dict[str, float]]
+    link: Link
+    # When what arrives is there.
+    arrivals: dict[fx.Node, float] = field(default_factory=dict)
+    # Of each place what it did, in order.
+    runs: list[list[_ActionRun]] = field(default_factory=list)
+    # Bytes that are sent, in so many messages, which takes so many seconds.
+    sent: int = 0
+    calls: int = 0
+    sending: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.now = [0.0] * len(self.launch_seconds)
+        self.busy = [0.0] * len(self.launch_seconds)
+        self.runs = [[] for _ in self.launch_seconds]
+
+    def step(self, node: fx.Node) -> None:
+        """The next node, where it runs."""
+        if node.op != "call_function":
+            return
+        if node.target is ours.transfer.default:
+            source: Any = node.args[1]
+            self.arrivals[node] = self.now[source] + self._message(node)
+        elif node.target in (ours.spread.default, ours.scatter.default):
+            source = node.args[1]
+            self.arrivals[node] = self.now[source] + self._message(node)
+        else:
+            place = node.meta.get(PLACE, EVERY)
+            for at in range(len(self.now)) if place == EVERY else (place,):
+                self._compute(node, at)
+
+    def _message(self, node: fx.Node) -> float:
+        size = bytes_of(node)
+        seconds = self.link.latency + self.link.overhead + size / self.link.bandwidth
+        self.sent, self.calls = self.sent + size, self.calls + 1
+        self.sending += seconds
+        return seconds
+
+    def _compute(self, node: fx.Node, place: int) -> None:
+        arrived = [self.arrivals.get(read, 0.0) for read in node.all_input_nodes]
+        start = max(self.now[place], *arrived) if arrived else self.now[place]
+        seconds = self.launch_seconds[place].get(node.name, 0.0)
+        self.now[place] = start + seconds
+        self.busy[place] += seconds
+        if seconds:
+            name, runs = _action_of(node), self.runs[place]
+            if not runs or runs[-1].name != name:
+                runs.append(_ActionRun(name, start))
+            runs[-1].end, runs[-1].launches = self.now[place], runs[-1].launches + 1
+
+    def events(self) -> list[Event]:
+        """An event for each run of launches of one action."""
+        return [
+            Event(
+                x.name[0],
+                x.name[1],
+                f"{STREAM} {place}",
+                x.start,
+                x.end - x.start,
+                nodes=x.launches,
+            )
+            for place, runs in enumerate(self.runs)
+            for x in runs
+        ]
+
+
+@dataclass
+class _ActionRun:
+    """A run of launches of one action."""
+
+    # Its name and kind.
+    name: tuple[str, str]
+    # Seconds.
+    start: float
+    end: float = 0.0
+    launches: int = 0
+
+
+def _action_of(node: fx.Node) -> tuple[str, str]:
+    """(name, kind) of the action that a node belongs to."""
+    home, part = home_of(node), node.meta.get(PART)
+    if home is None or home.stage < 0:
+        return "update", "fused"
+    letter = "B" if home.phase == BACKWARD else "F"
+    number = "" if part is None else str(part)
+    return f"{home.stage}{letter}{number}", home.phase

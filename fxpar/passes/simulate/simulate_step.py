@@ -1,0 +1,337 @@
+"""Predicts one step of a local graph on one rank: times, streams, memory.
+
+In: a local graph, a mesh, the hardware. Out: a ``Timeline``, frozen data. ``tasks_of``
+gives what takes time in it, for a ``Simulation`` of a search that changes one duration
+after the other. Never runs and never changes the graph; linear in nodes.
+
+What is launched, and which ops are one kernel, says ``launches``; when it
+runs, with the streams of PyTorch and NCCL, ``sharding.cost.streams``. A kernel takes
+its launch and the larger of arithmetic and memory, as ``Hardware.seconds`` has it, a
+collective what ``sharding.cost.collectives`` says: of that the share
+``Hardware.beside`` holds the kernels up, where it is called, and the rest runs beside
+them. The host is always ahead of the device. What is in memory says ``peak_memory``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from fxpar.passes.simulate.launches import launches_of
+from fxpar.passes.simulate.peak_memory import Residency, residency
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.fused_kernels import Launch, Launches
+from fxpar.sharding.cost.hardware_table import Hardware
+from fxpar.sharding.cost.streams import Simulation, Task
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import user_line
+from fxpar.sharding.reshard.steps import KINDS
+
+__all__ = [
+    "COMPUTE",
+    "Event",
+    "LiveTensor",
+    "Simulation",
+    "Task",
+    "Timeline",
+    "Traffic",
+    "launch_seconds",
+    "simulate",
+    "tasks_of",
+]
+
+COMPUTE = "compute"
+
+# How many of the largest tensors at the peak are named.
+LARGEST = 10
+
+
+@dataclass(frozen=True)
+class Event:
+    """One launch, when it runs."""
+
+    name: str
+    # "fused", "contraction", "alone", "wait", or a collective.
+    kind: str
+    # "compute", or axes joined by "+".
+    stream: str
+    # Seconds.
+    start: float
+    duration: float
+    axes: tuple[str, ...] = ()
+    # That a kernel moves through memory; of a collective as in ``plan.Collective``.
+    bytes: int = 0
+    flops: float = 0.0
+    # How many ops it runs.
+    nodes: int = 1
+    # Name of the collective that a wait waits for.
+    of: str | None = None
+    # Node of the one-device graph.
+    origin: str | None = None
+    line: str | None = None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor in memory at the peak."""
+
+    name: str
+    bytes: int
+    line: str | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along the same axes."""
+
+    kind: str
+    axes: tuple[str, ...]
+    calls: int
+    # As in ``plan.Collective``.
+    bytes: int
+    # What one rank sends, by a ring where there are several ways.
+    sent: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of one rank, in seconds and bytes."""
+
+    # In the order they are launched.
+    events: tuple[Event, ...]
+    seconds: float
+    # Kernels.
+    compute_seconds: float
+    # Collectives, wherever they run.
+    communication_seconds: float
+    # When collectives run and no kernel does, or hold kernels up.
+    exposed_seconds: float
+    traffic: tuple[Traffic, ...]
+    # (time, bytes) wherever that changes.
+    memory: tuple[tuple[float, int], ...]
+    peak_bytes: int
+    # The largest tensors at the peak, largest first.
+    held: tuple[LiveTensor, ...]
+    # When the backward of a joint graph begins.
+    backward: float | None = None
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Of communication: what runs beside kernels or other communication."""
+        return max(0.0, self.communication_seconds - self.exposed_seconds)
+
+    @cached_property
+    def sent(self) -> dict[str, int]:
+        """Bytes one rank sends, by axes as in ``Event.stream``."""
+        out: dict[str, int] = defaultdict(int)
+        for traffic in self.traffic:
+            out["+".join(traffic.axes)] += traffic.sent
+        return dict(out)
+
+
+def simulate(
+    graph: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    keep_inputs: bool = True,
+    fused: bool = True,
+    tf32: bool = False,
+) -> Timeline:
+    """The timeline of one step of a local graph, joint or not, in its order of nodes.
+
+    mesh: with the hardware's links (``hardware.on(mesh)``). keep_inputs: whether inputs
+    stay in memory throughout, as parameters do, or to their last use. fused: False for
+    a kernel an op, launched eagerly. tf32: contractions of float32 run as such.
+
+    Raises PlanError on a collective it does not know or of a group that names no axes.
+    """
+    found = launches_of(graph, fused=fused)
+    work = _work(found, mesh, _machine(hardware, fused), tf32)
+    times = Simulation(work.tasks, compiled=False)
+    live = residency(found, keep_inputs=keep_inputs, in_place=fused)
+    events = _events(found.launches, work, times)
+    late = (i for i, launch in enumerate(found.launches) if launch.backward)
+    first = next(late, None)
+    waited = sum(e.duration for e in events if e.of) + work.lost()
+    return Timeline(
+        events,
+        times.seconds,
+        sum(e.duration for e in events if not e.axes and e.of is None),
+        sum(e.duration for e in events if e.axes),
+        waited + times.seconds - times.clock(-1),
+        _traffic(found.launches, mesh),
+        tuple(_curve(live, work, times).items()),
+        live.peak[0],
+        _largest(live),
+        None if first is None else times.starts[work.first[first]],
+    )
+
+
+def tasks_of(
+    graph: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    fused: bool = True,
+    tf32: bool = False,
+) -> list[Task]:
+    """What ``simulate`` times, for a ``Simulation``; arguments and errors as there."""
+    found = launches_of(graph, fused=fused)
+    return _work(found, mesh, _machine(hardware, fused), tf32).tasks
+
+
+def launch_seconds(
+    graph: fx.Graph, mesh: Mesh, hardware: Hardware, *, fused: bool = True
+) -> dict[str, float]:
+    """What each launch takes by itself, by the name of its last node; arguments and
+    errors as of ``simulate``."""
+    found = launches_of(graph, fused=fused)
+    work = _work(found, mesh, _machine(hardware, fused), False)
+    names = (launch.nodes[-1].name for launch in found.launches)
+    return {name: work.seconds(i) for i, name in enumerate(names)}
+
+
+def _machine(hardware: Hardware, fused: bool) -> Hardware:
+    return hardware if fused else replace(hardware, launch=hardware.eager_launch)
+
+
+@dataclass(frozen=True)
+class _LaunchTasks:
+    """``tasks`` of some launches. ``first``, ``last``: of each launch, indices of its
+    tasks, of which a collective may have two: what it takes from kernels, and the rest,
+    which runs beside them."""
+
+    tasks: list[Task]
+    first: list[int]
+    last: list[int]
+
+    def seconds(self, i: int) -> float:
+        """What launch i takes, waits left out."""
+        return sum(t.seconds for t in self.tasks[self.first[i] : self.last[i] + 1])
+
+    def lost(self) -> float:
+        """What collectives take from kernels."""
+        pairs = zip(self.first, self.last, strict=True)
+        return sum(self.tasks[a].seconds for a, b in pairs if a != b)
+
+
+def _work(found: Launches, mesh: Mesh, hardware: Hardware, tf32: bool) -> _LaunchTasks:
+    where = {launch: i for i, launch in enumerate(found.launches)}
+    work = _LaunchTasks([], [], [])
+    for launch in found.launches:
+        work.first.append(len(work.tasks))
+        if launch.of is not None:
+            work.tasks.append(Task(launch.name, of=work.last[where[launch.of]]))
+        elif launch.axes:
+            curve = collectives.along(launch.kind, mesh, launch.axes)
+            taken = curve.seconds(launch.before)
+            lost = taken * hardware.beside
+            if lost:
+                work.tasks.append(Task(f"{launch.name}_beside", lost))
+            work.tasks.append(Task(launch.name, taken - lost, launch.axes))
+        elif launch.kind == "fused":
+            taken = hardware.fused(launch.moved, launch.light)
+            work.tasks.append(Task(launch.name, taken))
+        else:
+            taken = hardware.seconds(
+                launch.moved,
+                launch.flops,
+                launch.least,
+                launch.dtype,
+                tf32=tf32,
+                family=launch.family,
+            )
+            work.tasks.append(Task(launch.name, taken))
+        work.last.append(len(work.tasks) - 1)
+    return work
+
+
+def _events(
+    launches: Sequence[Launch], work: _LaunchTasks, times: Simulation
+) -> tuple[Event, ...]:
+    lines = _Lines()
+    out = []
+    for i, launch in enumerate(launches):
+        node = launch.nodes[-1]
+        start, end = times.starts[work.first[i]], times.ends[work.last[i]]
+        out.append(
+            Event(
+                launch.name,
+                launch.kind,
+                "+".join(launch.axes) or COMPUTE,
+                start,
+                work.seconds(i) if launch.of is None else end - start,
+                launch.axes,
+                max(launch.before, launch.after) if launch.axes else launch.moved,
+                launch.flops,
+                len(launch.nodes),
+                launch.of.name if launch.of is not None else None,
+                node.meta.get("fxpar_origin"),
+                lines.of(node),
+            )
+        )
+    return tuple(out)
+
+
+class _Lines:
+    """User lines, each stack trace read once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, str | None] = {}
+
+    def of(self, node: fx.Node) -> str | None:
+        trace = node.meta.get("stack_trace")
+        if trace not in self.known:
+            self.known[trace] = user_line(node)
+        return self.known[trace]
+
+
+def _traffic(launches: Sequence[Launch], mesh: Mesh) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, tuple[str, ...]], list[Launch]] = defaultdict(list)
+    for launch in launches:
+        if launch.axes:
+            groups[launch.kind, launch.axes].append(launch)
+    return tuple(
+        Traffic(
+            kind,
+            axes,
+            len(group),
+            sum(max(launch.before, launch.after) for launch in group),
+            round(sum(send(mesh.count(axes), x.before) for x in group)),
+        )
+        for (kind, axes), group in sorted(groups.items())
+        if (send := KINDS[kind].sent)
+    )
+
+
+def _curve(live: Residency, work: _LaunchTasks, times: Simulation) -> dict[float, int]:
+    """Time -> bytes in memory."""
+    curve: dict[float, int] = {}
+    for i, made, during, behind in live.usage:
+        if i < 0:
+            curve[0.0] = behind
+            continue
+        if made:
+            curve[times.clock(work.last[i - 1]) if i else 0.0] = during
+        if behind != during:
+            curve[times.clock(work.last[i])] = behind
+    return curve
+
+
+def _largest(live: Residency) -> tuple[LiveTensor, ...]:
+    """The largest tensors at the peak."""
+    lines = _Lines()
+    there = sorted(live.at(live.peak[1]), key=lambda buffer: -buffer.nbytes)
+    return tuple(
+        LiveTensor(b.node.name, b.nbytes, lines.of(b.node)) for b in there[:LARGEST]
+    )

@@ -1,0 +1,1 @@
+"""A batch cut in time and a program along a pipeline axis, with the messages."""

@@ -1,0 +1,335 @@
+"""The stage that each node of a local graph belongs to.
+
+In: a local graph with its steps, forward and backward in one, of a program that is cut
+along a pipeline axis. Out: the same graph; ``meta[STAGE]`` of a node is its
+``StageHome``, if it has one (``stage_kinds``). The forward is cut where it is cheapest
+(``sharding.cut_stages``), in its order: stages only read from stages before them. An op
+of the backward belongs to the stage of the op that it differentiates or, where autograd
+does not say, to where the values and weights that it reads are, and never to a later
+stage than what it continues.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import HintError, PlanError
+from fxpar.passes import collective_nodes as steps
+from fxpar.passes.builder import STAGE
+from fxpar.passes.stages.stage_kinds import (
+    ALL,
+    BACKWARD,
+    EVERYWHERE,
+    FORWARD,
+    Kinds,
+    StageHome,
+    home_of,
+    is_loose_view,
+    shown,
+)
+from fxpar.sharding.cost import collectives
+from fxpar.sharding.cost.hardware import Hardware
+from fxpar.sharding.cost.op import bytes_of, kernel_seconds, tensors_in
+from fxpar.sharding.cut_stages import cut_chain
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import Pipeline, PipelineStage
+from fxpar.sharding.program import Program
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What stages are cut by."""
+
+    hardware: Hardware
+    # With the hardware's links.
+    mesh: Mesh
+    pipeline: Pipeline
+    microbatches: int
+    # What is sent once for all microbatches.
+    once: frozenset[fx.Node] = frozenset()
+
+    def seconds(self, node: fx.Node) -> float:
+        """Of one microbatch."""
+        if node in self.once:
+            return 0.0
+        if steps.is_step(node):
+            source: Any = node.args[0]
+            axes = steps.axes_of(node)
+            if node.target not in steps.COLLECTIVE:
+                return 0.0
+            curve = collectives.along(steps.kind_of(node), self.mesh, axes)
+            return curve.seconds(bytes_of(source) / self.microbatches)
+        return kernel_seconds(node, self.hardware, 1 / self.microbatches)
+
+    def crossing(self, nbytes: float) -> float:
+        """To send so many bytes of a batch to the next stage, a part at a time."""
+        link = self.mesh.link(self.pipeline.axis)
+        parts = nbytes / self.microbatches
+        return link.latency + link.overhead + parts / link.bandwidth
+
+
+def assign_stages(
+    graph: fx.Graph,
+    program: Program,
+    priced: StageCosts,
+    places: Sequence[int],
+    pinned: Mapping[str, int] | None = None,
+) -> tuple[PipelineStage, ...]:
+    """Give nodes their homes, in place; what each stage has. ``places``: along the
+    pipeline axis, of each stage; ``pinned``: parameters whose readers are of a stage.
+
+    Raises PlanError if there is nothing to cut, HintError if it cannot be cut so.
+    """
+    kinds = Kinds(graph, program)
+    chain = [
+        n
+        for n in graph.nodes
+        if n in kinds.forward and n.target is not operator.getitem
+    ]
+    count = len(places)
+    if len(chain) < count:
+        axis, ops = priced.pipeline.axis, len(chain)
+        raise PlanError(
+            f"{axis}={priced.pipeline.places}: the program has {ops} ops on the batch, "
+            f"too few for {count} stages",
+            fix=f"leave {axis} out of the mesh, or give the ranks another axis",
+        )
+    priced = replace(priced, once=_gradient_steps(graph, kinds))
+    backward = [n for n in graph.nodes if n in kinds.backward]
+    share = 1.0 + (sum(map(priced.seconds, backward)) / _total(chain, priced))
+    seconds = [priced.seconds(node) * share for node in chain]
+    trains = 2 if backward else 1
+    crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
+    crossing = _between_ops(chain, crossing, count)
+    pins = _pins(chain, kinds, pinned or {})
+    begins = cut_chain(seconds, crossing, count, priced.microbatches, pins)
+    if len(begins) < count - 1:
+        raise HintError(
+            f"parameters are pinned to stages, but no cut of {len(chain)} ops into "
+            f"{count} stages in a row has them there: {_text_of(pinned or {})}",
+            fix="pin them in the order in which the forward reads them",
+        )
+    cuts = (*begins, len(chain))
+    stage = 0
+    for i, node in enumerate(chain):
+        while i >= cuts[stage]:
+            stage += 1
+        node.meta[STAGE] = StageHome(FORWARD, stage)
+    for node in graph.nodes:
+        if node in kinds.everywhere:
+            node.meta[STAGE] = ALL
+        elif node in kinds.forward and node.target is operator.getitem:
+            node.meta[STAGE] = shown(node.args[0]).meta[STAGE]
+    _assign_backward(graph, kinds, count)
+    return _stages(graph, program, priced, places, kinds)
+
+
+def _pins(
+    chain: Sequence[fx.Node], kinds: Kinds, pinned: Mapping[str, int]
+) -> dict[int, int]:
+    """Position of an op that reads a pinned parameter -> its stage; of one that reads
+    those of several stages the last."""
+    pins = {}
+    for i, node in enumerate(chain if pinned else ()):
+        names = (kinds.weights[weight] for weight in _weights_of(node, kinds))
+        stages = [pinned[name] for name in names if name in pinned]
+        if stages:
+            pins[i] = max(stages)
+    return pins
+
+
+def _text_of(pinned: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} to {stage}" for name, stage in list(pinned.items())[:6])
+
+
+def _gradient_steps(graph: fx.Graph, kinds: Kinds) -> frozenset[fx.Node]:
+    """Steps on gradients of weights: what is made of them is a result, or the update.
+    These are accumulated first."""
+    ends: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        passes = node in kinds.backward or is_loose_view(node)
+        if passes and all(x in ends or _is_end(x, kinds) for x in node.users):
+            ends.add(node)
+    return frozenset(n for n in ends if steps.is_step(n))
+
+
+def _is_end(node: fx.Node, kinds: Kinds) -> bool:
+    return node.op == "output" or node in kinds.everywhere
+
+
+def _total(nodes: Sequence[fx.Node], priced: StageCosts) -> float:
+    return sum(map(priced.seconds, nodes)) or 1.0
+
+
+def _crossing_bytes(chain: Sequence[fx.Node], kinds: Kinds) -> list[int]:
+    """Bytes that are sent if a stage begins at each op: of what is made before it and
+    read at it or behind it, in the forward."""
+    place = {node: i for i, node in enumerate(chain)}
+    for node in kinds.graph.nodes:
+        if node in kinds.forward and node.target is operator.getitem:
+            place[node] = place[shown(node.args[0])]
+    last: dict[fx.Node, int] = {}
+    for node in reversed(list(kinds.graph.nodes)):
+        at = place.get(node, last.get(node, -1))
+        if node in place or is_loose_view(node):
+            for read in node.all_input_nodes:
+                last[read] = max(last.get(read, -1), at)
+    changes = [0] * (len(chain) + 1)
+    for node, i in place.items():
+        if last.get(node, -1) > i and _is_tensor(node):
+            changes[i + 1] += bytes_of(node)
+            changes[last[node] + 1] -= bytes_of(node)
+    out, total = [], 0
+    for i in range(len(chain)):
+        total += changes[i]
+        out.append(total)
+    return out
+
+
+def _between_ops(
+    chain: Sequence[fx.Node], crossing: list[float], count: int
+) -> list[float]:
+    """What crossing costs, if not inside of what was one op of the user's."""
+    numbers = [node.meta.get("seq_nr") for node in chain]
+    pairs = zip(crossing, numbers, [None, *numbers], strict=False)
+    out = [
+        math.inf if number is not None and number == before else cost
+        for cost, number, before in pairs
+    ]
+    return out if sum(map(math.isfinite, out[1:])) >= count - 1 else crossing
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, (tuple, list)) and bool(tensors_in(value))
+
+
+def _assign_backward(graph: fx.Graph, kinds: Kinds, count: int) -> None:
+    every = frozenset(range(count))
+    stages_with = _stages_with_value(graph, kinds, every)
+    forward = _stage_of_op(kinds)
+    for node in graph.nodes:
+        if node in kinds.backward:
+            source: Any = node.args[0] if node.args else None
+            if node.target is operator.getitem or steps.is_step(node):
+                base = shown(source)
+                node.meta[STAGE] = base.meta[STAGE]
+                continue
+            limit, common = count - 1, every
+            for read in map(shown, node.all_input_nodes):
+                home = home_of(read)
+                if home is not None and home.phase == BACKWARD:
+                    limit = min(limit, home.stage)
+                else:
+                    common = common & stages_with.get(read, every)
+            own = forward.get(node.meta.get("seq_nr"))
+            candidates = [at for at in common if at <= limit]
+            stage = max(candidates, default=limit) if own is None else min(own, limit)
+            node.meta[STAGE] = StageHome(BACKWARD, stage)
+
+
+def _stage_of_op(kinds: Kinds) -> dict[Any, int]:
+    """The stage of each op of the user's forward, by the number that autograd gives it,
+    which what differentiates it has too."""
+    out: dict[Any, int] = {}
+    for node in kinds.graph.nodes:
+        home, number = home_of(node), node.meta.get("seq_nr")
+        if number is not None and home is not None and home.phase == FORWARD:
+            out.setdefault(number, home.stage)
+    return out
+
+
+def _stages_with_value(
+    graph: fx.Graph, kinds: Kinds, every: frozenset[int]
+) -> dict[fx.Node, frozenset[int]]:
+    """The stages at which a value is there in the forward: where it is made, or read.
+    Of what depends on weights where all of these are."""
+    read: dict[fx.Node, set[int]] = {}
+    for node in reversed(list(graph.nodes)):
+        home = home_of(node)
+        if node in kinds.backward or node in kinds.everywhere or node.op == "output":
+            continue
+        stages = {home.stage} if home is not None else read.get(node, set())
+        for operand in node.all_input_nodes:
+            read.setdefault(operand, set()).update(stages)
+    stages_with: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        home = home_of(node)
+        if node in kinds.weights:
+            stages_with[node] = frozenset(read.get(node, ())) or every
+        elif home is not None and home.phase == FORWARD:
+            stages_with[node] = frozenset((home.stage, *read.get(node, ())))
+        elif node.op == "call_function" and home is None:
+            common = every
+            for operand in node.all_input_nodes:
+                common = common & stages_with.get(operand, every)
+            stages_with[node] = common
+    return stages_with
+
+
+def _stages(
+    graph: fx.Graph,
+    program: Program,
+    priced: StageCosts,
+    places: Sequence[int],
+    kinds: Kinds,
+) -> tuple[PipelineStage, ...]:
+    ops: list[list[str]] = [[] for _ in places]
+    seconds: list[dict[str, float]] = [{FORWARD: 0.0, BACKWARD: 0.0} for _ in places]
+    read: list[dict[fx.Node, str]] = [{} for _ in places]
+    sent = [0] * len(places)
+    for node in graph.nodes:
+        home = home_of(node)
+        if home is None or home.phase == EVERYWHERE:
+            continue
+        ops[home.stage].append(node.name)
+        seconds[home.stage][home.phase] += priced.seconds(node)
+        for weight in _weights_of(node, kinds):
+            read[home.stage][weight] = kinds.weights[weight]
+        reading_stages = {at.stage for at in map(home_of, _readers(node, kinds)) if at}
+        reading_stages.discard(home.stage)
+        reading_stages.discard(ALL.stage)
+        sent[home.stage] += bytes_of(node) * len(reading_stages) // priced.microbatches
+    return tuple(
+        PipelineStage(
+            i,
+            place,
+            tuple(ops[i]),
+            tuple(read[i].values()),
+            seconds[i][FORWARD],
+            seconds[i][BACKWARD],
+            sum(map(bytes_of, read[i])),
+            sent[i],
+        )
+        for i, place in enumerate(places)
+    )
+
+
+def _readers(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
+    """What reads a node, through views."""
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            (stack if is_loose_view(user) else out).append(user)
+    return out
+
+
+def _weights_of(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
+    """The weights that a node reads, through what is computed where it is read."""
+    out: dict[fx.Node, None] = {}
+    stack, seen = [*node.all_input_nodes], set[fx.Node]()
+    while stack:
+        read = stack.pop()
+        if read in seen or home_of(read) is not None:
+            continue
+        seen.add(read)
+        if read in kinds.weights:
+            out[read] = None
+        stack += read.all_input_nodes
+    return list(out)

@@ -1,0 +1,371 @@
+"""Stages in the order of a schedule, with the messages between them.
+
+In: a local graph, its batch in parts or not, whose nodes know their homes
+(``assign_stages``) and parts (``microbatches``), and the order of actions. Out: a new
+graph of the same inputs and results, still one text for all ranks: ``meta[PLACE]`` of a
+node says at which place along the pipeline axis it runs, and where a value crosses to
+another place stands a ``fxpar::transfer``, where all need it a ``fxpar::spread``.
+
+Every rank runs the nodes of its place in the order of this one graph, in which a
+transfer stands behind what makes its value. Messages are thus sent and received in one
+order, and nobody waits for what is sent behind what he sends: no ranks can wait for
+each other for ever, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.passes import collective_nodes as steps
+from fxpar.passes.builder import PART, PLACE, STAGE, Builder
+from fxpar.passes.custom_ops import group_name
+from fxpar.passes.stages import stage_messages as messages
+from fxpar.passes.stages.microbatches import demand
+from fxpar.passes.stages.stage_kinds import (
+    BACKWARD,
+    EVERYWHERE,
+    StageHome,
+    home_of,
+)
+from fxpar.passes.stages.stage_messages import EVERY
+from fxpar.sharding import pipeline_schedule as schedules
+from fxpar.sharding.cost.op import bytes_of
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import Pipeline
+from fxpar.sharding.pipeline_schedule import Action
+
+ours = torch.ops.fxpar
+
+
+def lay_out_stages(
+    graph: fx.Graph,
+    pipeline: Pipeline,
+    places: Sequence[int],
+    actions: Sequence[Action],
+    fake_mode: Any,
+    mesh: Mesh,
+) -> fx.Graph:
+    """The graph of all stages. ``places``: of each stage; ``actions``: in the order in
+    which they begin."""
+    order = _ordered(graph, actions)
+    layout = _StageLayout(graph, places, order, fake_mode, mesh, pipeline.axis)
+    layout.run()
+    layout.staged.lint()
+    return layout.staged
+
+
+# The order
+
+
+def _ordered(graph: fx.Graph, actions: Sequence[Action]) -> list[fx.Node]:
+    """The nodes, each behind what it reads: inputs, what is everywhere from the start,
+    the actions in turn, what is everywhere and made of these."""
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    groups = _groups(nodes, actions)
+    order: dict[fx.Node, None] = dict.fromkeys(
+        n for n in nodes if n.op == "placeholder"
+    )
+    staged = _derived_from_stages(nodes)
+    demand((n for n in nodes if _is_everywhere(n) and n not in staged), order)
+    for action in actions:
+        demand(groups[action], order)
+        _append_shared(groups[action], order)
+    demand((n for n in nodes if home_of(n) is not None), order)
+    demand(nodes, order)
+    return list(order)
+
+
+def _is_everywhere(node: fx.Node) -> bool:
+    home = home_of(node)
+    return home is not None and home.phase == EVERYWHERE
+
+
+def _derived_from_stages(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that are computed from what a stage makes, and these."""
+    derived: set[fx.Node] = set()
+    for node in nodes:
+        home = home_of(node)
+        is_staged = home is not None and home.phase != EVERYWHERE
+        if is_staged or not derived.isdisjoint(node.all_input_nodes):
+            derived.add(node)
+    return derived
+
+
+def _groups(
+    nodes: Sequence[fx.Node], actions: Sequence[Action]
+) -> Mapping[Action, list[fx.Node]]:
+    """The nodes of each action; those that belong to all parts are of none."""
+    splits_backward = any(action.kind == schedules.INPUTS for action in actions)
+    parts = {action.part for action in actions}
+    out: dict[Action, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        home, part = home_of(node), node.meta.get(PART, 0 if len(parts) == 1 else None)
+        if home is None or home.phase == EVERYWHERE or part is None:
+            continue
+        kind = schedules.BACKWARD if home.phase == BACKWARD else schedules.FORWARD
+        out[Action(home.stage, kind, part)].append(node)
+    if splits_backward:
+        for action in [each for each in out if each.kind == schedules.BACKWARD]:
+            backward = out.pop(action)
+            awaited = _awaited(backward)
+            weight_nodes = [node for node in backward if node not in awaited]
+            out[action._replace(kind=schedules.INPUTS)] = [*awaited]
+            out[action._replace(kind=schedules.WEIGHTS)] = weight_nodes
+    return out
+
+
+def _awaited(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Of a backward what stages before it wait for; all, where none does."""
+    own = set(nodes)
+    stage = home_of(nodes[0])
+    ends = [n for n in nodes if any(_is_before(user, stage) for user in _readers(n))]
+    awaited = dict.fromkeys(ends)
+    stack = list(ends)
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            for base in _bases(read):
+                if base in own and base not in awaited:
+                    awaited[base] = None
+                    stack.append(base)
+    return {n: None for n in nodes if n in awaited} if ends else dict.fromkeys(nodes)
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """Nodes with homes that a node is made of, itself if it has one."""
+    out, stack = [], [node]
+    while stack:
+        top = stack.pop()
+        if home_of(top) is not None:
+            out.append(top)
+        else:
+            stack += top.all_input_nodes
+    return out
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node that has a home, through what has none."""
+    out, stack = list[fx.Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            (stack if home_of(user) is None and user.op != "output" else out).append(
+                user
+            )
+    return out
+
+
+def _is_before(node: fx.Node, home: StageHome | None) -> bool:
+    other = home_of(node)
+    return (
+        home is not None
+        and other is not None
+        and other.phase == BACKWARD
+        and other.stage < home.stage
+    )
+
+
+def _append_shared(placed: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
+    """Append what belongs to all parts of a stage and now has all that it reads."""
+    stack = list(placed)
+    while stack:
+        for user in stack.pop().users:
+            home = home_of(user)
+            shared = PART not in user.meta and user.op != "output"
+            of_one_stage = home is None or home.phase != EVERYWHERE
+            ready = all(read in order for read in user.all_input_nodes)
+            if shared and of_one_stage and ready and user not in order:
+                order[user] = None
+                stack.append(user)
+
+
+# Places, and what crosses between them
+
+
+@dataclass
+class _StageLayout:
+    """Copies each node to where it runs."""
+
+    graph: fx.Graph
+    places: Sequence[int]
+    order: Sequence[fx.Node]
+    fake_mode: Any
+    mesh: Mesh
+    axis: str
+    staged: fx.Graph = field(default_factory=fx.Graph)
+    # (node, place it is needed at) -> its copy, or what arrives of it.
+    value_at: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    # What all places wait for and nobody has sent yet, by what may go in one message.
+    waiting: dict[Any, list[fx.Node]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.build = Builder(self.staged, self.fake_mode, self.mesh)
+        self.group = group_name(self.mesh, (self.axis,))
+
+    def run(self) -> None:
+        needed = self._needed()
+        inputs = [node for node in self.order if node.op in ("placeholder", "get_attr")]
+        for node in inputs:
+            self.value_at[node, EVERY] = self._copy(node, EVERY)
+        self._gather_weights(needed)
+        for node in self.order:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            at = self._place(node)
+            if at is not None and self._is_dealt(node):
+                self._await(node, at)
+            elif at is not None:
+                self.value_at[node, at] = self._copy(node, at)
+                targets = needed[node] - {at, EVERY} if at != EVERY else ()
+                for target in sorted(targets):
+                    self._cross(node, at, target)
+                if at != EVERY and EVERY in needed[node]:
+                    self._await(node, at)
+        output = self.graph.output_node()
+        results = fx.node.map_arg(output.args[0], lambda n: self.at(n, EVERY))
+        self.staged.output(results).meta = dict(output.meta)
+
+    def _place(self, node: fx.Node) -> int | None:
+        """Where a node runs; None: wherever it is read."""
+        home = home_of(node)
+        if home is None:
+            return None
+        return EVERY if home.phase == EVERYWHERE else self.places[home.stage]
+
+    def _needed(self) -> Mapping[fx.Node, set[int]]:
+        """The places at which each node is read."""
+        out: dict[fx.Node, set[int]] = defaultdict(set)
+        for read in self.graph.output_node().all_input_nodes:
+            out[read].add(EVERY)
+        for node in reversed(self.order):
+            at = self._place(node)
+            for read in node.all_input_nodes:
+                out[read].update(out[node] if at is None else {at})
+        return out
+
+    def at(self, node: fx.Node, place: int) -> fx.Node:
+        """A node's value at a place."""
+        value = self.value_at.get((node, place)) or self.value_at.get((node, EVERY))
+        if value is not None and (node, place) in self.value_at:
+            return value
+        home = self._place(node)
+        if value is not None and (home == EVERY or node.op != "call_function"):
+            return value
+        if value is not None and self._is_along_stages(node):
+            return value
+        if self._is_dealt(node):
+            self._send_waiting(node)
+            return self.value_at[node, EVERY]
+        if home is None:
+            self.value_at[node, place] = self._copy(node, place)
+        else:
+            self._cross(node, home, place)
+        return self.value_at[node, place]
+
+    def _copy(self, node: fx.Node, place: int) -> fx.Node:
+        copy = self.staged.node_copy(node, lambda n: self.at(n, place))
+        copy.meta = dict(node.meta)
+        if node.op == "call_function":
+            copy.meta[PLACE] = place
+        return copy
+
+    def _cross(self, node: fx.Node, source: int, target: int) -> None:
+        """What a place has, at another, or at every one."""
+        if target == EVERY:
+            self._await(node, source)
+            self._send_waiting(node)
+            return
+        value, transfer = self.value_at[node, source], ours.transfer.default
+        with self.build.at(value):
+            self.value_at[node, target] = self._put(
+                target, transfer, value, source, target, self.group
+            )
+
+    def _put(self, place: int, target: Any, *args: Any) -> fx.Node:
+        node = self.build.call(target, *args)
+        node.meta[PLACE] = place
+        for of_origin in (STAGE, "fxpar_reshard", "fxpar_parameter"):
+            node.meta.pop(of_origin, None)
+        return node
+
+    # What rests split along the axis, and what all places wait for
+
+    def _is_along_stages(self, node: fx.Node) -> bool:
+        return steps.is_step(node) and steps.axes_of(node) == (self.axis,)
+
+    def _is_dealt(self, node: fx.Node) -> bool:
+        """Whether each place takes its part of what a stage made."""
+        home = home_of(node)
+        is_staged = home is not None and home.phase != EVERYWHERE
+        return is_staged and self._is_along_stages(node)
+
+    def _gather_weights(self, needed: Mapping[fx.Node, set[int]]) -> None:
+        """Put together, where it is read, what rests split along the axis."""
+        gathers = [
+            node
+            for node in self.order
+            if self._place(node) is None and self._is_along_stages(node)
+        ]
+        for node in gathers:
+            if EVERY in needed[node]:
+                self.value_at[node, EVERY] = self._copy(node, EVERY)
+        places = range(self.mesh.axis_size(self.axis))
+        for target in places:
+            reads = [
+                node
+                for node in gathers
+                if target in needed[node] and EVERY not in needed[node]
+            ]
+            for bucket in messages.buckets(reads):
+                shards = [[self.at(n.args[0], i) for n in bucket] for i in places]
+                dims = [n.args[1] for n in bucket]
+                with self.build.at(bucket[0]):
+                    joined = messages.gather_at(
+                        self._put, target, shards, dims, self.group
+                    )
+                for node, value in zip(bucket, joined, strict=True):
+                    self.value_at[node, target] = value
+
+    def _key(self, node: fx.Node) -> Any:
+        home = home_of(node)
+        assert home is not None, "what is sent has a place"
+        place, is_dealt = self.places[home.stage], self._is_dealt(node)
+        return place, home.phase, is_dealt, *messages.kind_of(node)
+
+    def _await(self, node: fx.Node, source: int) -> None:
+        """Let all places wait for what one makes: with others, up to some bytes."""
+        waiting = self.waiting.setdefault(self._key(node), [])
+        if node in waiting:
+            return
+        if self._is_dealt(node):
+            self.at(node.args[0], source)
+        waiting.append(node)
+        if sum(map(bytes_of, waiting)) >= messages.BUCKET:
+            self._send_waiting(node)
+
+    def _send_waiting(self, node: fx.Node) -> None:
+        nodes, group = self.waiting.pop(self._key(node)), self.group
+        (source, *_), is_dealt = self._key(node), self._is_dealt(node)
+        values = [self.at(n.args[0] if is_dealt else n, source) for n in nodes]
+        with self.build.at(values[0]):
+            if is_dealt:
+                dims, places = (
+                    [n.args[1] for n in nodes],
+                    self.mesh.axis_size(self.axis),
+                )
+                arrived = messages.scatter_from(
+                    self._put, source, values, dims, places, group
+                )
+            else:
+                arrived = messages.spread_from(self._put, source, values, group)
+        for each, value in zip(nodes, arrived, strict=True):
+            self.value_at[each, EVERY] = value
+
+
+def is_laid_out(graph: fx.Graph) -> bool:
+    """Whether a graph is one of stages."""
+    return any(PLACE in node.meta for node in graph.nodes)

@@ -1,0 +1,466 @@
+"""The batch cut into parts that one rank computes one after the other.
+
+A microbatch is an axis in time: the factor rules that split a program over ranks say
+what of it follows the batch. In: a local graph with its steps, after the mesh was
+decided. It is planned once more, over the one axis ``TIME`` whose places are the parts,
+and partitioned; then every op on a part stands there once for each part, and what
+would have been a collective over ``TIME`` joins the parts: a sum is accumulated, and
+communicated once. Out: a local graph of the same inputs and results. Ops that need all
+parts (statistics over the batch) wait for them; every other part is done with before
+the next one begins, so that its activations can go. Nothing here communicates, and no
+number but the order of sums changes.
+
+Sources: GSPMD (arXiv 2105.04663) section 3.3; GPipe (arXiv 1811.06965) section 2.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes import collective_nodes as steps
+from fxpar.passes import custom_ops
+from fxpar.passes.builder import OURS, PART, STAGE, Builder, copy_of
+from fxpar.passes.insert_reshards import insert_reshards
+from fxpar.passes.local.local_call import LocalCall
+from fxpar.passes.local.local_ops import LOCAL
+from fxpar.passes.local.localize import partition
+from fxpar.passes.lower import contiguous
+from fxpar.passes.stages.stage_kinds import shown
+from fxpar.sharding.cut_in_time import MEMORY, TIME
+from fxpar.sharding.decide import Decision, decide
+from fxpar.sharding.factors import Rule
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.program import Input, Program, Signature, user_line
+from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
+from fxpar.sharding.read_program import read
+from fxpar.sharding.reshard.steps import MASKED
+from fxpar.sharding.rules import add_rows
+from fxpar.sharding.rules.row_builders import make, words_of
+from fxpar.sharding.rules.table import Row
+from fxpar.sharding.spec import Spec
+
+aten = torch.ops.aten
+
+_UNLIKE = "the batch is not cut, since shards of some dim are not alike"
+
+# What steps keep of the reshard that they stand for.
+_NOTED = "fxpar_noted"
+
+# Sums of these are accumulated in float32.
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def cut_microbatches(
+    graph: fx.Graph,
+    decision: Decision,
+    parts: int,
+    fake_mode: Any,
+    *,
+    required: bool = True,
+) -> tuple[fx.Graph, tuple[str, ...]]:
+    """The graph with its batch in ``parts``, and what there is to know of the cut.
+
+    Of rows that ``parts`` does not divide the most parts are taken that do; where some
+    shards are larger than others the batch stays whole. Unless ``required``, as many
+    are made as can be. Raises PlanError if no input holds a batch.
+    """
+    if not decision.is_even:
+        return graph, (f"microbatches={parts}: {_UNLIKE}",)
+    graph = _without_reshards(graph)
+    program = read(graph, _whole_signature(graph, decision.program.signature))
+    batch = _batch_values(program, decision.program)
+    if not batch and not required:
+        return graph, ("the batch is not cut: no input holds one",)
+    if not batch and any(v.shape[:1] == (1,) for v in plain_inputs(decision.program)):
+        return graph, (f"microbatches={parts}: a batch of one row is not cut",)
+    if not batch:
+        raise PlanError(
+            f"microbatches={parts}: no input holds a batch",
+            fix="feed a tensor whose dim 0 is the batch, or set microbatches=1",
+        )
+    rows = min(program.values[v].shape[0] for v in batch)
+    most = max(1, min(parts, rows))
+    count = max(n for n in range(1, most + 1) if rows % n == 0)
+    notes = []
+    if count < parts and required:
+        notes = [
+            f"microbatches: {rows} rows on a rank are cut in {count} parts, which "
+            f"{parts} do not divide"
+        ]
+    if count == 1:
+        return graph, tuple(notes)
+    mesh = Mesh(((TIME, count),), (MEMORY,))
+    seeds = [(v, (TIME,)) for v in batch if program.values[v].shape[0] % count == 0]
+    time_decision = decide(program, mesh, {}, seeds, batch=())
+    if not time_decision.is_even:
+        return graph, (f"microbatches={parts}: {_UNLIKE}",)
+    in_time = partition(insert_reshards(graph, time_decision), time_decision, fake_mode)
+    _accumulate_by_stage(in_time)
+    unrolled = _Unroller(count, decision.mesh, fake_mode)
+    unrolled.run(in_time)
+    notes += unrolled.notes()
+    return _ordered(unrolled), tuple(notes)
+
+
+def _accumulate_by_stage(graph: fx.Graph) -> None:
+    """Sums of what two stages make, as the gradients of a tied weight, are of what each
+    has accumulated: these cross once, not with every part. In place."""
+    queue = graph.find_nodes(op="call_function", target=steps.all_reduce)
+    while queue:
+        node = queue.pop()
+        total = node.args[0]
+        if node.args[1:] != ("sum", (TIME,)) or not _adds_stages(total):
+            continue
+        with graph.inserting_before(node):
+            pair = tuple(
+                graph.call_function(node.target, (x, *node.args[1:]))
+                for x in total.args
+            )
+            sum_of_pair = graph.call_function(total.target, pair)
+        for step in (*pair, sum_of_pair):
+            step.meta = dict(node.meta)
+        sum_of_pair.meta[STAGE] = total.meta[STAGE]
+        node.replace_all_uses_with(sum_of_pair)
+        graph.erase_node(node)
+        graph.erase_node(total)
+        queue += pair
+
+
+def _adds_stages(node: fx.Node) -> bool:
+    """Whether a sum that is read once is of values of two stages, alike in shape."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.users) > 1:
+        return False
+    homes = [shown(x).meta.get(STAGE) for x in node.args if isinstance(x, fx.Node)]
+    shapes = {x.meta["val"].shape for x in (node, *node.all_input_nodes)}
+    in_two_stages = len(homes) == 2 and None not in homes and homes[0] != homes[1]
+    return in_two_stages and len(shapes) == 1
+
+
+def _without_reshards(graph: fx.Graph) -> fx.Graph:
+    """A copy in which no node stands for a reshard: there will be others. Steps keep
+    what is noted of theirs aside."""
+    graph = copy_of(graph)
+    for node in graph.nodes:
+        step_meta = {key: node.meta.pop(key) for key in OURS if key in node.meta}
+        if steps.is_step(node):
+            node.meta[_NOTED] = step_meta
+        for key in ("fxpar_op", "fxpar_value"):
+            node.meta.pop(key, None)
+    return graph
+
+
+def _whole_signature(graph: fx.Graph, signature: Signature) -> Signature:
+    """What a rank takes and gives: each value whole in time."""
+    nodes = graph.find_nodes(op="placeholder")
+    results = graph.output_node().args[0]
+
+    def rest(node: Any) -> Spec | None:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        return Spec.whole(value.dim()) if isinstance(value, torch.Tensor) else None
+
+    inputs = (
+        Input(declared.name, declared.kind, rest(node))
+        for declared, node in zip(signature.inputs, nodes, strict=True)
+    )
+    outputs = (
+        replace(declared, rest=rest(node), lie="whole")
+        for declared, node in zip(signature.outputs, results, strict=True)
+    )
+    return Signature(tuple(inputs), tuple(outputs), signature.tangents)
+
+
+def _batch_values(program: Program, planned: Program) -> list[int]:
+    """Values that hold a rank's rows of the batch: inputs, or slices of those that a
+    rank has whole. ``planned``: the program in global shapes, of the same inputs."""
+    inputs = (replace(declared, use=None) for declared in planned.signature.inputs)
+    signature = replace(planned.signature, inputs=tuple(inputs))
+    batch = set(batch_inputs(replace(planned, signature=signature)))
+    places = [i for i, v in enumerate(planned.inputs) if v in batch]
+    queue = [v for i in places if (v := program.inputs[i]) is not None]
+    values: list[int] = []
+    while queue:
+        v = queue.pop()
+        readers = [program.ops[index] for index, _ in program.uses[v]]
+        cuts = [op for op in readers if _cuts_rows(op.node)]
+        queue += [result for op in cuts for result in op.results]
+        if len(cuts) < len(readers):
+            values.append(v)
+    return sorted(values)
+
+
+def _cuts_rows(node: fx.Node) -> bool:
+    return node.target is steps.slice_ and node.args[1] == 0
+
+
+# Steps over axes of the mesh, as the ops that they are here
+
+
+def _same_dims_rule(x: torch.Tensor, *_: Any) -> Rule:
+    """All dims of the result are those of the operand."""
+    words = words_of(x)
+    return make([words], [words])
+
+
+def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
+    """The dims that a step names have other sizes in the result: they stay whole."""
+    changed = [d for d in settings if isinstance(d, int)]
+    before, after = words_of(x), words_of(x)
+    for d in changed:
+        before[d], after[d] = f"before{d}!", f"after{d}!"
+    return make([before], [after])
+
+
+add_rows(
+    dict.fromkeys(
+        (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_same_dims_rule)
+    )
+    | dict.fromkeys(
+        (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
+        Row(_resized_dims_rule),
+    )
+)
+
+
+def _step(call: LocalCall, x: fx.Node, *args: Any) -> fx.Node:
+    """A step over axes of the mesh on a part."""
+    node = call.build.graph.call_function(call.node.target, (x, *args))
+    value = call.node.meta["val"]
+    with call.build.fake_mode:
+        node.meta["val"] = value.new_empty(call.local_shape())
+    call.build.stamp(node)
+    node.meta[_NOTED] = call.node.meta[_NOTED]
+    return node
+
+
+LOCAL.update(dict.fromkeys(steps.NODES.values(), _step))
+
+
+# Unrolling
+
+
+@dataclass
+class _Unroller:
+    """Makes of a graph over ``TIME`` one in which every part has ops of its own.
+
+    ``values``: of a node its value of each part, or the one that all parts share.
+    """
+
+    parts: int
+    mesh: Mesh
+    fake_mode: Any
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    # The part that a new node belongs to; a node that is not here is of all parts.
+    part_of: dict[fx.Node, int] = field(default_factory=dict)
+    # Sums that go on from that of the parts before.
+    sums: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.build = Builder(self.graph, self.fake_mode, self.mesh)
+
+    def run(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.target is custom_ops.offset and TIME in node.args[1]:
+                self.values[node] = [self._offset(node, p) for p in range(self.parts)]
+            elif steps.is_step(node) and steps.axes_of(node) == (TIME,):
+                self._join(node)
+            elif node.op != "output" and self._is_shared(node):
+                self.values[node] = self._copy(node, 0)
+            elif node.op != "output":
+                self.values[node] = [
+                    self.of_part(p, functools.partial(self._copy, node, p))
+                    for p in range(self.parts)
+                ]
+            else:
+                assert self._is_shared(node), "results are whole in time"
+                self._copy(node, 0)
+
+    def _join(self, node: fx.Node) -> None:
+        """A step over time. What it becomes belongs to the stage of its operand."""
+        before = next(iter(reversed(self.graph.nodes)), None)
+        with self.build.at(node):
+            join = _JOINS[node.target]
+            self.values[node] = join(self, self._each(node.args[0]), *node.args)
+        home = node.meta[STAGE] = shown(node.args[0]).meta.get(STAGE)
+        for step in reversed(self.graph.nodes):
+            if step is before:
+                break
+            step.meta[STAGE] = home
+
+    def of_part(self, part: int, make_node: Callable[[], Any]) -> Any:
+        """What ``make_node`` makes; the nodes it adds belong to ``part``."""
+        before = next(iter(reversed(self.graph.nodes)), None)
+        value = make_node()
+        for node in reversed(self.graph.nodes):
+            if node is before:
+                break
+            self.part_of[node] = part
+            node.meta[PART] = part
+        return value
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        return not any(isinstance(self.values[n], list) for n in node.all_input_nodes)
+
+    def _each(self, node: Any) -> list[fx.Node]:
+        """The value of each part."""
+        value = self.values[node]
+        return value if isinstance(value, list) else [value] * self.parts
+
+    def _copy(self, node: fx.Node, part: int) -> fx.Node:
+        copy = self.graph.node_copy(
+            node, lambda n: x[part] if isinstance(x := self.values[n], list) else x
+        )
+        copy.meta = dict(node.meta)
+        copy.meta.update(copy.meta.pop(_NOTED, {}))
+        return copy
+
+    def _offset(self, node: fx.Node, part: int) -> Any:
+        """Where a part begins, on this rank."""
+        _, axes, stride, base, *around = node.args
+        if axes[-1] != TIME or (around and len(axes) > 1):
+            raise PlanError(
+                f"{node.name} counts over {'+'.join(axes)}",
+                where=user_line(node),
+                fix="set microbatches=1",
+            )
+        first = base + stride * part
+        if around:
+            first %= around[0]
+        return self.build.offset(axes[:-1], stride * self.parts, first)
+
+    # What collectives over time are
+
+    def total(self, values: Sequence[fx.Node], op: str) -> fx.Node:
+        """The reduction of the parts, accumulated as they come."""
+        build, dtype = self.build, values[0].meta["val"].dtype
+        convert = torch.ops.prims.convert_element_type.default
+        target = _REDUCTIONS["or" if dtype == torch.bool and op == "sum" else op]
+        total, accumulates_wide = values[0], target is _ADD and dtype in _NARROW
+        if accumulates_wide:
+            total = self.of_part(0, lambda: build.call(convert, total, torch.float32))
+        for p, value in enumerate(values[1:], 1):
+            add = functools.partial(build.call, target, total, value)
+            total = self.of_part(p, add)
+            self.sums.add(total)
+        if op == "avg":
+            total = build.call(aten.div.Scalar, total, self.parts)
+        return build.call(convert, total, dtype) if accumulates_wide else total
+
+    def slices(self, x: fx.Node, dim: int) -> list[fx.Node]:
+        """The part of ``dim`` that each part has."""
+        size = x.meta["val"].shape[dim] // self.parts
+
+        def piece(p: int) -> fx.Node:
+            cut = self.build.call(aten.slice.Tensor, x, dim, p * size, (p + 1) * size)
+            return contiguous(self.build, cut)
+
+        return [self.of_part(p, functools.partial(piece, p)) for p in range(self.parts)]
+
+    def joined(self, values: Sequence[fx.Node], dim: int) -> fx.Node:
+        """All parts in one value."""
+        return self.build.call(aten.cat.default, list(values), dim)
+
+    def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
+        """The value in the first part, the reduction's identity in the others."""
+        if op not in MASKED:
+            return list(values)
+        full = functools.partial(
+            self.build.call, aten.full_like.default, values[0], int(op == "product")
+        )
+        fills = [self.of_part(p, full) for p in range(1, self.parts)]
+        return [values[0], *fills]
+
+    def notes(self) -> list[str]:
+        """That the batch is cut, and where parts wait for one another."""
+        waits = [node for node in self.joins() if node.all_input_nodes]
+        text = f"in parts: the batch is cut in {self.parts} microbatches"
+        if waits:
+            line = next(filter(None, map(user_line, waits)), waits[0].name)
+            text += f"; they wait for one another at {len(waits)} ops, first at {line}"
+        return [text]
+
+    def joins(self) -> list[fx.Node]:
+        """Values of all parts that some op on a part reads, and that are made of parts:
+        these come before what reads them in any part."""
+        made_of_parts: set[fx.Node] = set(self.part_of)
+        out = []
+        for node in self.graph.nodes:
+            if not made_of_parts.isdisjoint(node.all_input_nodes):
+                made_of_parts.add(node)
+            crosses = node in made_of_parts and any(
+                user in self.part_of
+                and self.part_of[user] != self.part_of.get(node, -1)
+                and not (user in self.sums and user.args[0] is node)
+                for user in node.users
+            )
+            if crosses:
+                out.append(node)
+        return out
+
+
+_ADD = torch.ops.fxpar.accumulate.default
+
+_REDUCTIONS: dict[str, Any] = {
+    "sum": _ADD,
+    "avg": _ADD,
+    "product": aten.mul.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+    "or": aten.bitwise_or.Tensor,
+}
+
+# Of each step: (unroller, its operand in each part, its own arguments) -> its value in
+# each part, or the one of all.
+_JOINS: dict[Any, Callable[..., Any]] = {
+    steps.slice_: lambda un, xs, _, dim, axes: un.slices(xs[0], dim),
+    steps.mask: lambda un, xs, _, op, axes: un.identities(xs, op),
+    steps.all_reduce: lambda un, xs, _, op, axes: un.total(xs, op),
+    steps.reduce_scatter: lambda un, xs, _, dim, op, axes: un.slices(
+        un.total(xs, op), dim
+    ),
+    steps.all_gather: lambda un, xs, _, dim, axes: un.joined(xs, dim),
+    steps.all_to_all: lambda un, xs, _, source, target, axes: un.slices(
+        un.joined(xs, source), target
+    ),
+    steps.permute: lambda un, xs, _, sources, axes: [xs[i] for i in sources],
+}
+
+
+def _ordered(unrolled: _Unroller) -> fx.Graph:
+    """The unrolled graph with one part after the other: first the inputs, then what
+    parts wait for and what that needs, then part by part, then the rest."""
+    nodes = list(unrolled.graph.nodes)
+    order: dict[fx.Node, None] = dict.fromkeys(
+        node for node in nodes if node.op == "placeholder"
+    )
+    demand(unrolled.joins(), order)
+    for part in range(unrolled.parts):
+        demand((n for n in nodes if unrolled.part_of.get(n) == part), order)
+    demand(nodes, order)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in order:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
+
+
+def demand(nodes: Iterable[fx.Node], order: dict[fx.Node, None]) -> None:
+    """Append nodes to the order, each behind all that it reads."""
+    for node in nodes:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [n for n in top.all_input_nodes if n not in order]
+            if top in order or not missing:
+                order.setdefault(stack.pop())
+            else:
+                stack += reversed(missing)

@@ -1,0 +1,198 @@
+"""A graph that is one text on several ranks is compiled by one of them.
+
+In: a graph as Inductor gets it, and the compiling. Out: what the compiling gives. The
+first rank that comes compiles; the others wait for it and then compile in turn, which
+finds what it left in Inductor's cache: on the disk that both see, or sent through the
+store. A rank whose graph is another text (another size of shard, another device) waits
+for nobody. A rank that fails says so to those that wait; for one that ends or hangs
+they wait as for any other (``presence``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import RankMismatchError
+from fxpar.passes.order.outline_layers import INVOKE
+from fxpar.runtime.caches.plan_store import lines_of
+from fxpar.runtime.ranks import presence
+from fxpar.runtime.ranks.consensus import poll
+from fxpar.runtime.ranks.meeting import Channel, current
+from fxpar.runtime.ranks.presence import Patience
+from fxpar.runtime.stage_times import INDUCTOR, stage
+
+# Of one message through the store, which takes 8 MB at most.
+CHUNK = 4 << 20
+
+# Compiles; given a text that stands for the graph in the keys of Inductor's cache.
+CompileGraph = Callable[[str | None], Any]
+
+
+def compile_once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
+    """What ``compile_graph`` gives, called on one rank before the others that have
+    this graph. ``what``: the graph, in words that all ranks count alike.
+
+    Raises RankMismatchError if the rank that compiles fails, or does not end.
+    """
+    with stage(INDUCTOR):
+        return _once(graph, what, compile_graph)
+
+
+def first_does(what: str, key: str, work: Callable[[], None]) -> None:
+    """Run ``work``, which leaves a file, on the first rank that comes; the others wait
+    until it has ended. Where ranks see files of their own, all run it, and so does one
+    whose wait was in vain. ``what``: the work, in words; ``key``: its name."""
+    channel = current()
+    if channel is None or len(set(channel.folders())) > 1:
+        work()
+        return
+    name, word = f"{channel.prefix}/done/{key}", str(channel.rank)
+    first = channel.store.compare_set(name, "", word).decode()
+    if first == word:
+        try:
+            with presence.works(f"{what} for all ranks"):
+                work()
+        finally:
+            channel.store.set(f"{name}/ended", "")
+        return
+    leader = [int(first)]
+    patience = Patience(channel.presence, presence.timeout())
+    with presence.waits(f"waits for rank {first}, which {what}"):
+        if not poll(lambda: channel.has(f"{name}/ended"), patience, lambda: leader):
+            work()
+
+
+def _once(graph: fx.Graph, what: str, compile_graph: CompileGraph) -> Any:
+    channel = current()
+    if _torch.inductor.caches_disabled() or not _is_text(graph):
+        return compile_graph(None)
+    text = _digest(graph)
+    if channel is None:
+        return compile_graph(text)
+    key = f"{channel.prefix}/compiled/{what}/{text}"
+    word = str(channel.rank)
+    try:
+        first = channel.store.compare_set(key, "", word).decode()
+        if first == word:
+            return _compile_for_others(channel, key, what, lambda: compile_graph(text))
+        _take_over(channel, key, what, int(first))
+    except dist.DistError as error:
+        raise RankMismatchError(
+            f"the store of the process group does not answer: {error}",
+            fix="the process that holds it, mostly rank 0, has ended: see its output",
+        ) from error
+    return compile_graph(text)
+
+
+def _is_text(graph: fx.Graph) -> bool:
+    """Whether lines of nodes say all of a graph: it holds no tensor, and no op that
+    runs code of the user."""
+    bodies = _bodies(graph)
+    return all(_is_line(node, bodies) for node in graph.nodes) and all(
+        _is_text(body) for body in bodies.values()
+    )
+
+
+def _is_line(node: fx.Node, bodies: Collection[str]) -> bool:
+    if node.op == "call_function":
+        runs = (_torch.inductor.OpOverload, BuiltinFunctionType)
+        return isinstance(node.target, runs) or node.target is INVOKE
+    if node.op == "get_attr":
+        return node.target in bodies
+    return node.op in ("placeholder", "output")
+
+
+def _bodies(graph: fx.Graph) -> dict[str, fx.Graph]:
+    """The bodies that a graph calls, by the names it has for them."""
+    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    attributes = {
+        name: getattr(graph.owning_module, name, None) for name in sorted(names)
+    }
+    return {k: x.graph for k, x in attributes.items() if isinstance(x, fx.GraphModule)}
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    yield from lines_of(graph)
+    for name, body in _bodies(graph).items():
+        yield name
+        yield from _lines(body)
+
+
+def _digest(graph: fx.Graph) -> str:
+    text = hashlib.sha256()
+    for line in _lines(graph):
+        text.update(line.encode() + b"\n")
+    return text.hexdigest()[:32]
+
+
+def _compile_for_others(
+    channel: Channel, key: str, what: str, compile_graph: Callable[[], Any]
+) -> Any:
+    """Compile, and say how that ended."""
+    try:
+        with presence.works(f"compiles {what} for all ranks"):
+            compiled = compile_graph()
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        channel.store.set(f"{key}/done", json.dumps({"failed": message}))
+        raise
+    entry = _torch.inductor.cache_entry(compiled)
+    folders = channel.folders()
+    parts = 0
+    if entry is not None and len(set(folders)) > 1:
+        parts = _send(channel, key, entry[1])
+    outcome = {
+        "folder": folders[channel.rank],
+        "parts": parts,
+        "key": entry and entry[0],
+    }
+    channel.store.set(f"{key}/done", json.dumps(outcome))
+    return compiled
+
+
+def _take_over(channel: Channel, key: str, what: str, leader: int) -> None:
+    """Wait until the rank that compiles has, and take over what it made."""
+    done_key = f"{key}/done"
+    patience = Patience(channel.presence, presence.timeout())
+    with presence.waits(f"waits for rank {leader}, which compiles {what}"):
+        if not poll(lambda: channel.has(done_key), patience, lambda: [leader]):
+            raise RankMismatchError(
+                f"rank {leader} did not end compiling {what}, for which this rank "
+                f"waited {patience.seconds:.0f} s (FXPAR_TIMEOUT)"
+                f"{patience.tell([leader])}",
+                fix="see what that rank printed; it may have ended, or hang",
+            )
+    message = json.loads(channel.read(done_key))
+    if "failed" in message:
+        raise RankMismatchError(
+            f"rank {leader} failed to compile {what}:\n{message['failed']}",
+            fix="this rank only stopped with it: look at that rank's error",
+        )
+    if message["parts"] and message["folder"] != channel.folders()[channel.rank]:
+        with contextlib.suppress(OSError):  # then this rank compiles
+            content = _received(channel, key, message["parts"])
+            _torch.inductor.put_cache_entry(message["key"], content)
+
+
+def _send(channel: Channel, key: str, content: bytes) -> int:
+    """Put into the store what other machines need; in how many parts."""
+    packed = zlib.compress(content)
+    parts = [packed[i : i + CHUNK] for i in range(0, len(packed), CHUNK)]
+    for i, part in enumerate(parts):
+        channel.store.set(f"{key}/part/{i}", part)
+    return len(parts)
+
+
+def _received(channel: Channel, key: str, parts: int) -> bytes:
+    every = [channel.store.get(f"{key}/part/{i}") for i in range(parts)]
+    return zlib.decompress(b"".join(every))

@@ -1,0 +1,224 @@
+"""Programs that an earlier start compiled: their plan and results, by one key.
+
+In: a Dynamo graph, the sizes it is fed and all that is asked for. Out: what is known of
+the program, the same on all ranks: rank 0 looks, and tells. The start that compiles a
+program first gives it a number, which enters the keys of torch's caches. So what they
+hold under that number was made by this very plan: a rank that finds it there needs
+neither tracing nor planning, and runs the same collectives as one that does not and
+compiles by the known plan. A file that is damaged, of another version or of another
+program counts as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch, cache_files
+from fxpar.config import Options
+from fxpar.errors import FxparError
+from fxpar.passes import custom_ops
+from fxpar.passes.graph_bodies import all_nodes
+from fxpar.runtime.caches import plan_store
+from fxpar.runtime.caches.program_identity import Named, fixed_content
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.ranks.meeting import current
+from fxpar.sharding.hints import load
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import known_machine
+from fxpar.sharding.rules import has_user_rules
+from fxpar.sharding.spec import Spec
+
+FORMAT = "fxpar program 3"
+
+
+@dataclass(frozen=True)
+class KnownProgram:
+    """What is known of a program; no ``plan``: nothing but its key, and its number
+    from now on."""
+
+    key: str
+    number: str
+    plan: Plan | None = None
+    # Specs of its results, by position.
+    results: Mapping[int, Spec] = field(default_factory=dict)
+    # Collectives of its forward, in order.
+    launches: tuple[str, ...] = ()
+    # Axes of the process groups that it uses, in the order they are made.
+    groups: tuple[tuple[str, ...], ...] = ()
+    # Rank 0 compiled it for all: its bound graph is the same on all ranks.
+    shared: bool = False
+
+    def name_of(self, rank: int) -> str:
+        """What torch's caches know it by on a rank."""
+        per_rank = rank and not self.shared
+        return f"{self.number}|{rank}" if per_rank else self.number
+
+
+def look_up(text: str | None, tag: str) -> KnownProgram | None:
+    """What is known of the program of this text, as rank 0 knows it; None if ranks have
+    unlike programs, or one cannot be kept (no ``text``).
+
+    Raises RankMismatchError if a rank does not come.
+    """
+    key = text and hashlib.sha256(text.encode()).hexdigest()
+    message: dict[str, Any] = {"key": key}
+    if key and consensus.leads():
+        message["number"] = uuid.uuid4().hex
+        message["record"] = cache_files.read_record(_path(key), FORMAT, key)
+    every = [json.loads(x) for x in consensus.gather(tag, json.dumps(message))]
+    if not key or any(each["key"] != key for each in every):
+        return None
+    first = every[0]
+    program = _read(key, first["record"]) if first["record"] else None
+    if program is None or program.plan is None:
+        return KnownProgram(key, first["number"])
+    note = f"found before: {_path(key)}, nothing is planned"
+    plan = replace(program.plan, notes=(*program.plan.notes, note))
+    return replace(program, plan=plan)
+
+
+def _read(key: str, data: Mapping[str, Any]) -> KnownProgram | None:
+    try:
+        return KnownProgram(
+            key,
+            str(data["number"]),
+            Plan.from_dict(data["plan"]),
+            {int(i): Spec.parse(text) for i, text in data["results"].items()},
+            tuple(data["launches"]),
+            tuple(map(tuple, data["groups"])),
+            bool(data["shared"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, FxparError):
+        return None
+
+
+def describe(
+    program: KnownProgram,
+    plan: Plan,
+    results: Mapping[int, Spec],
+    launches: Sequence[str],
+    local: fx.Graph,
+    *,
+    shared: bool = False,
+) -> dict[str, Any]:
+    """What is known of a program that was planned now, as data. ``local``: its graph;
+    the rest as in KnownProgram."""
+    return {
+        "number": program.number,
+        "plan": plan.to_record(),
+        "results": {str(i): str(spec) for i, spec in results.items()},
+        "launches": list(launches),
+        "groups": [list(axes) for axes in _groups_of(local)],
+        "shared": shared,
+    }
+
+
+def keep(program: KnownProgram, record: Mapping[str, Any]) -> None:
+    """Leave a program on disk that was compiled now: what ``describe`` says of it."""
+    cache_files.write_record(_path(program.key), FORMAT, program.key, dict(record))
+
+
+def is_led(program: KnownProgram, examples: Sequence[Any]) -> bool:
+    """Whether rank 0 plans and compiles a program before all other ranks do: nobody
+    did before, and they see its files. On CPUs alone: on others a schedule may fuse
+    regions, whose kernels all ranks make together. ``examples``: the inputs."""
+    channel = current()
+    if program.plan is not None or channel is None:
+        return False
+    tensors = (x for x in examples if isinstance(x, torch.Tensor))
+    if any(x.device.type != "cpu" for x in tensors):
+        return False
+    alone = _torch.inductor.caches_disabled() or not _torch.aot.can_compile_backward()
+    return not alone and len(set(channel.folders())) == 1
+
+
+def tell_plan(graph: str, record: Mapping[str, Any] | None) -> None:
+    """Tell the other ranks what rank 0 planned; None: that it failed to, so that each
+    of them finds out by itself what is wrong."""
+    consensus.gather(f"the plan of {graph}", json.dumps(record))
+
+
+def await_plan(graph: str, program: KnownProgram) -> KnownProgram | None:
+    """What rank 0 planned, None if it failed.
+
+    Raises RankMismatchError if rank 0 does not come.
+    """
+    text, *_ = consensus.gather(f"the plan of {graph}", "")
+    record = json.loads(text)
+    return record and _read(program.key, record)
+
+
+def tell_compiled(graph: str, *, shared: bool, launches: Sequence[str]) -> None:
+    """Tell the other ranks that rank 0 has compiled a program, and what it found."""
+    message = {"shared": shared, "launches": list(launches)}
+    consensus.gather(f"{graph} compiled on rank 0", json.dumps(message))
+
+
+def await_compiled(graph: str, program: KnownProgram) -> KnownProgram:
+    """A planned program once rank 0 has compiled it.
+
+    Raises RankMismatchError if rank 0 fails, or does not come.
+    """
+    text, *_ = consensus.gather(f"{graph} compiled on rank 0", "")
+    message = json.loads(text)
+    return replace(
+        program, shared=message["shared"], launches=tuple(message["launches"])
+    )
+
+
+def text_of(
+    gm: fx.GraphModule,
+    inputs: Sequence[Named],
+    examples: Sequence[Any],
+    options: Options,
+    ranks: Ranks,
+    requirements: Sequence[Any] = (),
+) -> str | None:
+    """All that planning and compiling a graph depends on, as text that is the same at
+    every start; None if there is no such text, or more is asked for than to compile.
+    ``requirements``: what else is asked of the program, as its specs at rest."""
+    uncacheable = options.tune or options.verify or options.dump or options.debug > 1
+    uncacheable = (
+        uncacheable or options.fuse != "none" or not options.cache_plans or ranks.open
+    )
+    named_plan = options.plan in ("search", "propagate", "replicate")
+    if uncacheable or not named_plan or options.schedule not in ("auto", "none"):
+        return None
+    if options.codegen != "inductor" or not plan_store.allowed() or has_user_rules():
+        return None
+    content = fixed_content(gm, inputs, examples)
+    return content and "\n".join(
+        map(
+            str,
+            (
+                *(FORMAT, torch.__version__, plan_store.own_version()),
+                *(ranks.mesh.axes, ranks.mesh.links, options),
+                *(list(load(options.hints).items()), known_machine(options)),
+                *(*requirements, content),
+            ),
+        )
+    )
+
+
+def _groups_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+    names = (
+        arg
+        for node in all_nodes(graph)
+        for arg in node.args
+        if isinstance(arg, str) and arg.startswith(custom_ops.GROUP_PREFIX)
+    )
+    return [custom_ops.group_axes(name) for name in dict.fromkeys(names)]
+
+
+def _path(key: str) -> Path:
+    return cache_files.folder() / f"{key}.program.json"

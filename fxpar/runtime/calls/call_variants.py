@@ -1,0 +1,266 @@
+"""A Dynamo graph as it is called: ranks meet, and run one variant for their sizes.
+
+Every rank writes which program it calls, on which sizes, and sums of what it feeds
+(``meet``). So all ranks know of all, and decide alike, before anything is launched:
+run a variant that all have, compile one (``compile_variants``), or raise. A variant is
+for the sizes of all ranks. Where dims other than the batch differ, each rank plans for
+its own, and nothing but what has one size on all may cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.config import Options
+from fxpar.errors import FxparError, RankMismatchError
+from fxpar.runtime.caches.program_identity import (
+    BEGINS,
+    Named,
+    content,
+    digest,
+    placeholders,
+    program_text,
+)
+from fxpar.runtime.calls.call_sizes import SAME, Fed, SizeAgreement, Sizes, sizes_of
+from fxpar.runtime.calls.compile_variants import (
+    CompileGraph,
+    VariantCompiler,
+    Variants,
+    is_tensor,
+)
+from fxpar.runtime.calls.open_sizes import OPENED_MARK, open_sizes
+from fxpar.runtime.ranks import consensus, gradient_sketches, presence
+from fxpar.runtime.ranks.check_inputs import Checks, Drift
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.ranks.meeting import ALONE, current, meet
+from fxpar.runtime.stage_times import CHECKS, stage
+from fxpar.sharding.program import user_line
+
+# Owner of graphs that are compiled as they are, without the rest of a step.
+FORWARD = "forward"
+
+_OWN_MEMORY = (
+    "pass a copy, x.clone(): what is fed part of a larger tensor, a branch or a loop, "
+    "Dynamo traces otherwise"
+)
+
+# Dynamo traces code again for what changes nothing: variants are by content.
+_VARIANTS: weakref.WeakValueDictionary[str, Variants] = weakref.WeakValueDictionary()
+# Graphs that keep the size of the batch open, by identity.
+_OPEN: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
+
+
+def forget() -> None:
+    """Share nothing of what was compiled so far with graphs to come: what
+    ``torch.compiler.reset()`` calls of a backend."""
+    _VARIANTS.clear()
+    _OPEN.clear()
+    gradient_sketches.forget()
+
+
+class Calls:
+    """What Dynamo calls for one of its graphs."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        inputs: Sequence[Named],
+        local: Sequence[int],
+        counts: Collection[int],
+        options: Options,
+        ranks: Ranks,
+        compile_graph: CompileGraph,
+        owner: object,
+    ) -> None:
+        """``local``: positions of inputs of which each rank feeds a part; ``counts``:
+        of results that leave as each rank's summand. ``owner``: graphs of unlike owners
+        share nothing."""
+        self.gm, self.inputs = gm, inputs
+        self.local, self.options, self.ranks = frozenset(local), options, ranks
+        self.where = next(filter(None, map(user_line, gm.graph.nodes)), None)
+        self.fed = Fed(gm, inputs, local, ranks.mesh, self.where)
+        self.text = program_text(gm, inputs)
+        self.identity = digest(self.text)
+        channel = current()
+        inner = (
+            content(gm, inputs, examples),
+            options,
+            ranks,
+            owner,
+            channel and channel.prefix,
+        )
+        key = digest("\n".join(map(str, inner)))
+        self.variants = _VARIANTS.setdefault(key, Variants())
+        takes_more = options.verify or options.tune or options.fuse != "none"
+        marked = (i for i in self.local if hasattr(examples[i], OPENED_MARK))
+        self.compiler = VariantCompiler(
+            gm=gm,
+            inputs=inputs,
+            local=self.local,
+            marked=frozenset(marked),
+            counts=frozenset(counts),
+            fed=self.fed,
+            ranks=ranks,
+            sizes=open_sizes(gm, inputs, self.fed),
+            opens=owner == FORWARD
+            and not takes_more
+            and options.microbatches in (None, 1),
+            where=self.where,
+            compile=compile_graph,
+            variants=self.variants,
+        )
+        self.drift = self._drift(examples)
+        self.fresh = True  # what it is fed was not compared in full
+        self.heads: dict[Sizes, str] = {}
+        self.ready: dict[tuple[str, ...], Callable[..., Any]] = {}
+        self.what = f"a call of the graph at {self.where}" if self.where else "a call"
+        if self.local:
+            _OPEN[self.identity] = self
+
+    def __call__(self, *args: Any) -> Any:
+        sizes = self.fed.sizes(args)
+        head = self.heads.get(sizes) or self._head(sizes)
+        sums = self.drift.word(args) if self.drift is not None else ""
+        words = meet(f"{head}\t{sums}\t{gradient_sketches.word()}", self.what)
+        heads, all_sums, noted = zip(*(word.split("\t") for word in words), strict=True)
+        if any(noted):
+            gradient_sketches.compare(noted)
+        run = self.ready.get(heads)
+        if run is None:
+            with stage(CHECKS):
+                run = self._variant_for(heads, all_sums, args)
+        elif self.drift is not None:
+            self.drift.compare(all_sums)
+        return run(*args)
+
+    def _drift(self, examples: Sequence[Any]) -> Drift | None:
+        if self.ranks.mesh.size == 1:
+            return None
+        from torch.distributed.tensor import DTensor
+
+        fed = {
+            i: (entry.name, "batch" if i in self.local else "input", examples[i].dim())
+            for i, entry in enumerate(self.inputs)
+            if i in self.fed.tensors
+            and entry.kind == "input"
+            and not isinstance(examples[i], DTensor)
+        }
+        return Drift(fed, self.ranks.mesh)
+
+    def _head(self, sizes: Sizes) -> str:
+        """The word of a call on these sizes, without sums: which program, the variant
+        to run if others have the sizes they had last, whether all must be compared."""
+        last = self.variants.last.get(sizes, 0) or self.variants.in_range(sizes)
+        entries = [self.identity, last, self.fresh, sizes.shapes, sizes.numbers]
+        self.heads[sizes] = json.dumps(entries, default=str)
+        return self.heads[sizes]
+
+    def _variant_for(
+        self, heads: tuple[str, ...], sums: Sequence[str], args: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The variant to run, the same on every rank, for what all have written."""
+        entries = [json.loads(head) for head in heads]
+        if len({entry[0] for entry in entries}) > 1:
+            self._refuse_others(entries)
+        key = tuple(sizes_of(entry) for entry in entries)
+        agreement = self.fed.agreement(key)
+        if self.drift is not None:
+            self.drift.compare(sums)
+        any_fresh = any(entry[2] for entry in entries)
+        number, *further = {entry[1] for entry in entries}
+        if not further and number in self.variants.ranges and agreement.kind == SAME:
+            self.variants.keys.setdefault(key, number)
+        if not any_fresh and not further and self.variants.keys.get(key) == number:
+            self.ready[heads] = self.variants.run[number]
+            return self.ready[heads]
+        mine = self.variants.keys.get(key, 0)
+        every = set(map(int, meet(str(mine), self.what)))
+        agreed = mine if every == {mine} else 0
+        if any_fresh or not agreed:
+            Checks(self.inputs, self.options, self.ranks).run(args)
+        number = agreed or self._new(key, agreement, args)
+        own_sizes = key[self.ranks.rank if len(key) > 1 else 0]
+        self.variants.last[own_sizes] = number
+        self.fresh = False
+        self.heads.clear()
+        self.ready.clear()
+        return self.variants.run[number]
+
+    def _refuse_others(self, entries: Sequence[Any]) -> None:
+        """Raise RankMismatchError, on all ranks: they call other programs."""
+        mine = entries[self.ranks.rank]
+        shapes = dict(zip(self._names(), mine[3], strict=True))
+        sizes = [f"{name}: {list(shape)}" for name, shape in shapes.items()]
+        text = "\n".join([*sizes, self.text])
+        what = "the program they call"
+        try:
+            consensus.agree("a call", self.identity, text, what=what, fix=ALONE)
+        except RankMismatchError as error:
+            if BEGINS in error.what:
+                clearer = RankMismatchError(error.what, fix=_OWN_MEMORY)
+                raise consensus.told(clearer) from None
+            raise
+
+    def _names(self) -> list[str]:
+        return [self.inputs[i].name for i in self.fed.tensors]
+
+    def _new(
+        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
+    ) -> int:
+        """Compile for sizes; the number of what was made. All ranks come here alike,
+        and if one fails all do: Dynamo forgets the graph then, so that the next call
+        reads options again."""
+        try:
+            with presence.works(f"compiles {self.what}"):
+                run, range_ = self.compiler.for_sizes(key, agreement, args)
+        except FxparError:
+            torch.compiler.reset()
+            raise
+        self.variants.run.pop(self.variants.keys.get(key, 0), None)
+        number = self.variants.keys[key] = _number()
+        self.variants.run[number] = run
+        if range_ is not None:
+            self.variants.ranges[number] = range_
+        return number
+
+
+def with_open_sizes(
+    gm: fx.GraphModule, inputs: Sequence[Named]
+) -> Callable[..., Any] | None:
+    """For a graph that Dynamo fixed to one sample, or none: the same program with open
+    sizes, if it was traced before."""
+    calls = _OPEN.get(digest(program_text(gm, inputs)))
+    if calls is None or any(i not in calls.fed.sources for i in calls.fed.numbers):
+        return None
+    tensors = [i for i, x in enumerate(placeholders(gm)) if is_tensor(x)]
+    places = [i for i, x in enumerate(placeholders(calls.gm)) if is_tensor(x)]
+    results = calls.gm.graph.output_node().args[0]
+    if len(tensors) != len(places) or not all(map(is_tensor, results)):
+        return None
+
+    def call(*args: Any) -> Any:
+        values: list[Any] = [None] * (len(places) + len(calls.fed.numbers))
+        for i, n in zip(places, tensors, strict=True):
+            values[i] = args[n]
+        for i, (source, dim) in calls.fed.sources.items():
+            values[i] = values[source].shape[dim]
+        return calls(*values)
+
+    return call
+
+
+_made = itertools.count(1)  # variants of a process by itself
+
+
+def _number() -> int:
+    """Of what all ranks compile now: that of the call, which they count alike."""
+    channel = current()
+    return next(_made) if channel is None else channel.calls

@@ -1,0 +1,277 @@
+"""Variants of a graph: for sizes left open, for parts of one size, for the batch whole.
+
+In: a Dynamo graph with what it is fed, and the sizes of all ranks, how these go
+together. Out: a compiled callable, and what is known of the variants so far
+(``Variants``). All ranks come here alike. Where parts of the batch are equal the
+program is planned for the global batch; where they are not, every rank computes the
+batch whole (``uneven_batch``). Never meets other ranks by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import FxparWarning, compose
+from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.calls.call_sizes import SAME, UNEVEN, Fed, SizeAgreement, Sizes
+from fxpar.runtime.calls.open_sizes import (
+    DivisorsAsked,
+    OpenSize,
+    OpenSizesRefused,
+    SizeRange,
+    open_program,
+)
+from fxpar.runtime.calls.uneven_batch import Parts, Whole, parts_of
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.propagate.conventions import batch_axes
+
+# What could not be left open for so many sets of sizes is fixed from then on.
+MOST_REFUSALS = 2
+
+# Compiles a graph for sizes that go together so: on concrete shapes or, of an
+# ``OpenProgram``, on open ones, by a plan if one is given, and with notes in it.
+CompileGraph = Callable[..., Callable[..., Any]]
+
+
+@dataclass
+class Variants:
+    """What is compiled of graphs of one content."""
+
+    # By number, which all ranks count alike.
+    run: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    # The number for the sizes of all ranks.
+    keys: dict[tuple[Sizes, ...], int] = field(default_factory=dict)
+    # The number last run for a rank's own sizes.
+    last: dict[Sizes, int] = field(default_factory=dict)
+    # Of variants that leave sizes open, by number, the sizes they hold for; why there
+    # are none.
+    ranges: dict[int, SizeRange] = field(default_factory=dict)
+    refused: str = ""
+    refusals: int = 0
+    # Names of sizes that could not be left open.
+    closed: set[str] = field(default_factory=set)
+    # Results that hold the batch, once known.
+    rows: frozenset[int] | None = None
+
+    def in_range(self, sizes: Sizes) -> int:
+        """The number of a variant that leaves sizes open, and holds for these; 0 if
+        none does."""
+        return next(
+            (
+                number
+                for number, size_range in self.ranges.items()
+                if size_range.contains(sizes.shapes, sizes.numbers)
+            ),
+            0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantCompiler:
+    """Compiles one Dynamo graph, as it is called, for sizes."""
+
+    gm: fx.GraphModule
+    inputs: Sequence[Named]
+    # Positions of inputs of which each rank feeds a part, of those that Dynamo would
+    # keep open, and of results that leave as each rank's summand.
+    local: frozenset[int]
+    marked: frozenset[int]
+    counts: frozenset[int]
+    fed: Fed
+    ranks: Ranks
+    # Sizes that Dynamo keeps open; whether any may be.
+    sizes: Sequence[OpenSize]
+    opens: bool
+    # The user's line.
+    where: str | None
+    compile: CompileGraph
+    # What is known so far; kept up to date.
+    variants: Variants
+
+    def for_sizes(
+        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
+    ) -> tuple[Callable[..., Any], SizeRange | None]:
+        """The variant for the sizes of all ranks, and those that it holds for if it
+        leaves some open."""
+        if agreement.kind == SAME and (opened := self._open(args)):
+            return opened
+        if agreement.kind == UNEVEN:
+            return self._whole(key, agreement, args), None
+        return self._in_parts(agreement, args), None
+
+    def _open(self, args: Sequence[Any]) -> tuple[Callable[..., Any], SizeRange] | None:
+        """A variant that leaves sizes open, and the sizes that it holds for; None if
+        they are to be fixed."""
+        sizes = self._to_open(args)
+        if not self.opens and sizes:
+            self.variants.refused = "what is asked for takes sizes that are known"
+        if not sizes or not self.opens or self.variants.refusals == MOST_REFUSALS:
+            return None
+        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        units = {
+            size.name: math.gcd(size.of(args), parts)
+            for size in sizes
+            if size.dim == 0 and size.place not in self.local
+        }
+        plan = None
+        while True:
+            try:
+                return self._opened(args, sizes, units, plan)
+            except OpenSizesRefused as error:
+                self.variants.refused = str(error)
+                self.variants.refusals += 1
+                return None
+            except DivisorsAsked as asked:
+                plan = asked.plan
+                for name, divisor in asked.divisors.items():
+                    units[name] = units.get(name, 1) * divisor
+
+    def _opened(
+        self,
+        args: Sequence[Any],
+        sizes: Sequence[OpenSize],
+        units: Mapping[str, int],
+        plan: Plan | None,
+    ) -> tuple[Callable[..., Any], SizeRange]:
+        """``_open`` of these sizes, multiples of their ``units``, by a plan if one is
+        given."""
+        gm = _torch.dynamo.copy_graph(self.gm)
+        parts = self.ranks.mesh.count(batch_axes(self.ranks.mesh))
+        opened = open_program(gm, args, self.inputs, self.fed, sizes, units, parts)
+        run: Any = self.compile(
+            SizeAgreement(SAME),
+            opened.graph,
+            opened.examples,
+            open_program=opened,
+            recalled=plan,
+        )
+        self._note_rows(run)
+        self.variants.closed |= {size.name for size in run.sizes.fixed}
+        self.variants.refused = ""
+        return opened.caller(run, run.sizes.written), run.sizes
+
+    def _to_open(self, args: Sequence[Any]) -> list[OpenSize]:
+        """Sizes to leave open: those that Dynamo does, but for the rows of a part of
+        the batch that were one number so far."""
+        sizes = [x for x in self.sizes if x.name not in self.variants.closed]
+        return [x for x in sizes if x.of(args) > 1 and self._varies(x, args)]
+
+    def _varies(self, size: OpenSize, args: Sequence[Any]) -> bool:
+        """Whether a size is to be open, as far as is known."""
+        if size.place not in self.marked or size.dim != 0:
+            return True
+        n, now = self.fed.tensors.index(size.place), size.of(args)
+        return any(sizes.shapes[n][0] != now for sizes, *_ in self.variants.keys)
+
+    def _in_parts(
+        self, agreement: SizeAgreement, args: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The variant in which every rank computes as the plan splits the program."""
+        axes = batch_axes(self.ranks.mesh)
+        parts = self.ranks.mesh.count(axes)
+        rows = {i: args[i].shape[0] * parts for i in self.local}
+        gm = _torch.dynamo.copy_graph(self.gm)
+        refused = self.variants.refused
+        notes = (f"sizes are fixed: {refused}",) if refused else ()
+        run = self.compile(agreement, gm, self._global(args, rows), notes=notes)
+        self._note_rows(run)
+        return run
+
+    def _note_rows(self, run: Callable[..., Any]) -> None:
+        """Which results hold the batch, as a compiled graph has them."""
+        specs, axes = getattr(run, "results", None), batch_axes(self.ranks.mesh)
+        if self.local and specs is not None:
+            self.variants.rows = frozenset(
+                i for i, spec in specs.items() if spec.dims[:1] == (axes,)
+            )
+
+    def _whole(
+        self, key: tuple[Sizes, ...], agreement: SizeAgreement, args: Sequence[Any]
+    ) -> Whole:
+        """The variant in which every rank computes the batch whole."""
+        mesh, rank = self.ranks.mesh, self.ranks.rank
+        other_axes = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
+        first = [mesh.group(r, other_axes)[0] == r for r in range(mesh.size)]
+        fed = {}
+        for n, i in enumerate(self.fed.tensors):
+            if i in self.local:
+                counts = [
+                    sizes.shapes[n][0]
+                    for sizes, one in zip(key, first, strict=True)
+                    if one
+                ]
+                fed[i] = parts_of(counts, mesh, rank)
+        rows = {i: parts.total for i, parts in fed.items()}
+        values, gm = self._global(args, rows), _torch.dynamo.copy_graph(self.gm)
+        numbers = {i: values[i] for i in self.fed.sources if values[i] != args[i]}
+        run = self.compile(agreement, gm, values)
+        batch_results = self.variants.rows
+        parts = next(iter(fed.values()))
+        self._say_whole(parts)
+        return Whole(
+            run,
+            fed,
+            numbers,
+            frozenset(i for i, x in enumerate(self.inputs) if x.kind == "summand"),
+            _batch_results(self.gm, self.local)
+            if batch_results is None
+            else batch_results,
+            self.counts,
+            parts,
+        )
+
+    def _say_whole(self, parts: Parts) -> None:
+        if self.ranks.rank == 0:
+            sizes = ", ".join(map(str, parts.counts))
+            text = compose(
+                f"parts of the batch have {sizes} samples: every rank computes all "
+                f"{parts.total} of them",
+                where=self.where,
+                fix="for speed, feed parts of one size, as DataLoader(drop_last=True) "
+                "does",
+            )
+            warnings.warn(text, FxparWarning, stacklevel=2)
+
+    def _global(self, args: Sequence[Any], rows: Mapping[int, int]) -> list[Any]:
+        """Arguments as the global program sees them: inputs fed in parts as fakes of so
+        many ``rows``, and numbers that are sizes of them."""
+        if not rows:
+            return list(args)
+        mode, values = _torch.fake.new_fake_mode(), list(args)
+        for i, count in rows.items():
+            x = args[i]
+            values[i] = _torch.fake.fake_like(x, (count, *x.shape[1:]), mode)
+        for i, (source, dim) in self.fed.sources.items():
+            values[i] = values[source].shape[dim]
+        return values
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
+
+
+def _batch_results(gm: fx.GraphModule, local: Collection[int]) -> frozenset[int]:
+    """Results whose dim 0 counts the rows of an input that is fed in parts."""
+    values = [value_of(node) for node in placeholders(gm)]
+    symbols = {str(s) for i in local for s in _symbols(values[i].shape[0])}
+    results = gm.graph.output_node().args[0]
+    return frozenset(
+        i
+        for i, node in enumerate(results)
+        if is_tensor(node)
+        and value_of(node).dim()
+        and symbols & {str(s) for s in _symbols(value_of(node).shape[0])}
+    )
+
+
+def _symbols(size: Any) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()

@@ -1,0 +1,276 @@
+"""What surrounds a compiled graph: its checks, its results' marks, its signature.
+
+Nothing here changes a graph. A ``Compiled`` is what ``call_variants.Calls`` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import FxparError, PlanError, ShardError
+from fxpar.passes.regions.manual_regions import on_one_rank
+from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
+from fxpar.runtime.caches.program_identity import SUMMAND_MARK, Named
+from fxpar.runtime.calls import outside_graphs
+from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
+from fxpar.runtime.ranks import meeting
+from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.stage_times import FIRST, stage
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.program import user_line
+from fxpar.sharding.spec import Spec
+
+_PLANS: list[Plan] = []
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def plans() -> list[Plan]:
+    """The plans ``torch.compile(backend="fxpar")`` made in this process, in order."""
+    return list(_PLANS)
+
+
+def data_dependent(gm: fx.GraphModule, error: Exception) -> PlanError | None:
+    """What to say of a Dynamo graph that cannot be traced because a number or a shape
+    in it is that of data; None if ``error`` is something else."""
+    kind = _torch.aot.untraceable(error)
+    if kind not in ("value", "shape"):
+        return None
+    reads = (
+        user_line(node)
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), (torch.Tensor, *_NUMBERS))
+        and _torch.fake.depends_on_data(node.meta["example_value"])
+    )
+    what, option = {
+        "value": ("a number of Python is the value of a tensor", "scalar_outputs"),
+        "shape": ("a shape depends on values", "dynamic_output_shape_ops"),
+    }[kind]
+    return PlanError(
+        f"{what}, inside one graph",
+        where=next(reads, None),
+        fix=f"leave torch._dynamo.config.capture_{option} off, so that the graph ends "
+        "there, or compute with tensors alone (torch.where and a mask)",
+    )
+
+
+def raiser(error: FxparError) -> Callable[..., Any]:
+    """A compiled function that can only say why there is none.
+
+    It says so once: Dynamo forgets it, so that the next call compiles again, with the
+    options and the environment of then. Ranks that come to the call are told.
+    """
+
+    def fail(*_: Any) -> Any:
+        torch.compiler.reset()
+        meeting.fail(f"{type(error).__name__}: {error}")
+        raise error
+
+    return fail
+
+
+class Compiled:
+    """A compiled graph. ``checks``: run at its first call; ``results``: the specs of
+    its results, by position. ``broken_at``: the user's line of the graph break it ends
+    in; ``sizes``: those it holds for, where it leaves some open."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        checks: Sequence[Callable[[Sequence[Any]], None]],
+        plan: Plan | None,
+        results: Mapping[int, Spec],
+        options: Options,
+        ranks: Ranks,
+        broken_at: str | None,
+        sizes: SizeRange | None = None,
+    ) -> None:
+        self.broken_at, self.sizes = broken_at, sizes
+        self.compiled, self.checks = compiled, checks
+        self.results, self.options, self.ranks = results, options, ranks
+        if plan is not None:
+            _PLANS.append(plan)
+        self._first = True
+        self._plain = options.outputs == "global" and options.inputs == "global"
+
+    def __call__(self, *args: Any) -> Any:
+        outside_graphs.graph_runs(self, self.broken_at, args)
+        outputs = self._begun(args) if self._first else self.compiled(*args)
+        return outputs if self._plain else self._dressed(outputs)
+
+    def _begun(self, args: Sequence[Any]) -> Any:
+        """Its first call."""
+        with stage(FIRST):
+            for check in self.checks:
+                check(args)
+            self._first = False
+            return self.compiled(*args)
+
+    def _dressed(self, outputs: Any) -> Any:
+        """Results as DTensors, or marked as local, global or summands. One that the
+        graph does not compute (an input handed through) is a global value."""
+        results = []
+        for i, x in enumerate(outputs):
+            if isinstance(x, torch.Tensor):
+                spec = self.results.get(i) or Spec.whole(x.dim())
+                if self.options.outputs == "dtensor":
+                    x = self.ranks.dtensor(x, spec)
+                elif i in self.results:
+                    setattr(x, LOCAL_MARK, bool(spec.sharded_axes))
+                    setattr(x, SUMMAND_MARK, bool(spec.partial))
+            results.append(x)
+        return type(outputs)(results)
+
+
+def without_hints(gm: fx.GraphModule) -> fx.GraphModule:
+    """A Dynamo graph for one device: ``fxpar.constrain`` says nothing there, and manual
+    regions are of one rank."""
+    for node in list(gm.graph.nodes):
+        if str(node.target).startswith("fxpar.constrain"):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    on_one_rank(gm.graph)
+    gm.recompile()
+    return gm
+
+
+def homes(gm: fx.GraphModule) -> list[Home]:
+    """The sharded models whose parameters a Dynamo graph uses."""
+    numbers = [node.args[-1] for node in _crossings(gm)]
+    models = map(home_of, dict.fromkeys(numbers))
+    return [home for home in models if home is not None]
+
+
+def refuse_written_parameters(gm: fx.GraphModule) -> None:
+    """Raise ShardError if a Dynamo graph writes to a parameter at rest: what it writes
+    to is the global value, which is there for this graph alone."""
+    for node in _crossings(gm):
+        home, values = home_of(node.args[-1]), [node]
+        if home is not None and home.param_dtype is not None:
+            values += [user for user in node.users if user.target == "to"]  # its cast
+        for value in values:
+            if not _torch.objects.version_of(value.meta["example_value"]):
+                continue
+            raise ShardError(
+                "the forward writes to a parameter of a model that fxpar.shard split, "
+                f"of shape {list(value.meta['example_value'].shape)}",
+                where=user_line(next(iter(value.users), value)),
+                fix="write to it outside of the forward, or use fxpar.train_step; "
+                "nn.Embedding(max_norm=...) writes to its table",
+            )
+
+
+def forget_homes(gm: fx.GraphModule) -> None:
+    """Leave out of a Dynamo graph which models of this process its parameters are of,
+    so that it is the same program at every start."""
+    for node in _crossings(gm):
+        node.args = (*node.args[:-1], -1)
+    gm.recompile()
+
+
+def _crossings(gm: fx.GraphModule) -> list[fx.Node]:
+    packet = torch.ops.fxpar.to_global
+    targets = (packet, packet.default, to_global_unreduced)
+    return [node for node in gm.graph.nodes if node.target in targets]
+
+
+def follow_dtypes(homes: Sequence[Home], options: Options) -> None:
+    """Make Dynamo trace again if a model was not traced with the dtypes asked for."""
+    param_dtype = getattr(torch, options.param_dtype) if options.param_dtype else None
+    reduce_dtype = options.reduce_dtype or ""
+    stale = [
+        h
+        for h in homes
+        if (h.param_dtype, h.reduce_dtype) != (param_dtype, reduce_dtype)
+    ]
+    for home in stale:
+        home.param_dtype, home.reduce_dtype = param_dtype, reduce_dtype
+    if stale:
+        _torch.dynamo.trace_again("fxpar: parameters take the dtype asked for")
+
+
+def local_inputs(
+    inputs: Sequence[Named], examples: Sequence[Any], options: Options
+) -> tuple[int, ...]:
+    """Inputs that hold one rank's part of the batch: all plain tensor inputs with dims,
+    save those another graph returned whole."""
+    if options.inputs != "local":
+        return ()
+    return tuple(
+        i
+        for i, (name, x) in enumerate(zip(inputs, examples, strict=True))
+        if name.kind == "input"
+        and isinstance(x, torch.Tensor)
+        and x.dim() > 0
+        and getattr(x, LOCAL_MARK, True)
+    )
+
+
+def hint_of(x: Any) -> Any:
+    """A symbolic number as the one that Dynamo traced with."""
+    return x.node.hint if isinstance(x, (torch.SymInt, torch.SymFloat)) else x
+
+
+def batch_sizes(
+    gm: fx.GraphModule, examples: Sequence[Any], local: Collection[int]
+) -> frozenset[int]:
+    """Positions of the symbolic ints that are the size of a local batch dim."""
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [n.meta.get("example_value", n.meta.get("val")) for n in nodes]
+    symbols = {str(values[i].shape[0]) for i in local}
+    return frozenset(
+        i
+        for i, (x, value) in enumerate(zip(examples, values, strict=True))
+        if isinstance(x, torch.SymInt) and str(value) in symbols
+    )
+
+
+def resized(
+    args: Sequence[Any], local: Collection[int], sizes: Collection[int], times: int
+) -> list[Any]:
+    """Arguments with so many ``times`` the batch: the inputs in ``local`` as fakes, the
+    ints in ``sizes`` multiplied."""
+    mode, values = _torch.fake.new_fake_mode(), []
+    for i, x in enumerate(args):
+        if i in local:
+            x = _torch.fake.fake_like(x, (x.shape[0] * times, *x.shape[1:]), mode)
+        elif i in sizes:
+            x = x * times
+        values.append(x)
+    return values
+
+
+def require_dynamic_batch(
+    gm: fx.GraphModule, examples: Sequence[Any], local: Sequence[int]
+) -> None:
+    """In local mode make Dynamo trace again with the batch dim symbolic, so that the
+    global size can be put in its place.
+
+    Raises PlanError if the program fixes the size anyway.
+    """
+    nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    fixed = []
+    for i in local:
+        value = nodes[i].meta.get("example_value")
+        if value is not None and not isinstance(value.shape[0], torch.SymInt):
+            fixed.append((nodes[i].name, examples[i]))
+    if not fixed:
+        return
+    if any(_torch.dynamo.is_marked_dynamic(x) for _, x in fixed):
+        name, x = fixed[0]
+        raise PlanError(
+            f"with FXPAR_INPUTS=local the batch size must stay open while tracing, but "
+            f"the program fixes dim 0 of {name} to {x.shape[0]}",
+            fix="feed at least 2 samples a rank and do not branch on the batch size, "
+            "or feed the global batch (FXPAR_INPUTS=global)",
+        )
+    for _, x in fixed:
+        open_rows(x)
+    _torch.dynamo.trace_again("fxpar: local batch dims become symbolic")

@@ -1,0 +1,285 @@
+"""What leaves a graph that is fed parts of the batch: results as each rank would have
+them with its own part alone, on average over the ranks.
+
+In: a Dynamo graph, which computes the program of the global batch. Out: the same graph,
+its results divided by the number of parts as often as they grow with the batch
+(``sharding.batch_growth``): a sum over the batch leaves as the mean over ranks, and so
+does its gradient; a mean leaves as it is. Of a sum of both the summands are divided
+apart, through the linear ops that lead to the result. Whole numbers are not divided: a
+count leaves as the rank's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch, cache_files
+from fxpar.errors import FxparWarning, compose
+from fxpar.passes.graph_bodies import show_bodies
+from fxpar.runtime.caches import plan_store
+from fxpar.runtime.caches.compile_once import first_does
+from fxpar.runtime.caches.program_identity import Named, fixed_content
+from fxpar.runtime.calls.divide_summands import (
+    divided,
+    example,
+    linear_ways,
+    may_grow,
+    name_written,
+)
+from fxpar.runtime.train_step.forward import fake_of, globally
+from fxpar.sharding.batch_growth import growths
+from fxpar.sharding.growth_powers import FIXED, Growth, unknown
+from fxpar.sharding.program import user_line
+from fxpar.sharding.rules import has_user_rules
+from fxpar.sharding.spec import Spec
+
+FORMAT = "fxpar growths 1"
+
+# Arguments of the program with so many times the batch of one rank.
+Sized = Callable[[int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class LocalResults:
+    """What leaves a graph that is fed parts of the batch."""
+
+    # Names of results that leave as this rank's summand, by position.
+    summand_names: Mapping[int, str] = field(default_factory=dict)
+    # What was done to results, for the plan.
+    notes: tuple[str, ...] = ()
+
+    def said(self, specs: Mapping[int, Spec], parts: int) -> tuple[str, ...]:
+        """The notes on a plan in which results have these specs."""
+        summands = [name for i, name in self.summand_names.items() if specs[i].partial]
+        whole = [name for i, name in self.summand_names.items() if specs[i].is_whole]
+        return (
+            *self.notes,
+            *(f"result {x} counts over the batch: each rank's own" for x in summands),
+            *(
+                f"{x} counts over the batch in a way that no rank does by itself: each "
+                f"has the count of all {parts}"
+                for x in whole
+            ),
+        )
+
+
+def scale_results(
+    gm: fx.GraphModule, inputs: Sequence[Named], sized: Sized, parts: int
+) -> LocalResults:
+    """Divide the results of a Dynamo graph, in place; warn of those that grow and
+    cannot be."""
+    results = list(gm.graph.output_node().args[0])
+    if not any(may_grow(x) for x in results):
+        return LocalResults()
+    name_written(gm.graph)
+    growths = _Growths(gm, inputs, sized, parts)
+    summands, notes, unclear = {}, [], []
+    for k, x in enumerate(results):
+        if not isinstance(x, fx.Node) or growths.last[k].is_fixed:
+            continue
+        grown, whole = growths.last[k], not _is_floating(x)
+        if whole and grown.power == 1.0 and not grown.mixed:
+            summands[k] = x.name
+            continue
+        scaled = None if whole else divided(gm.graph, x, grown, growths.of, parts)
+        if scaled is None:
+            unclear.append((x, grown))
+            continue
+        results[k] = scaled
+        notes.append(_note(x, grown, parts))
+        if grown.power not in (-1.0, 1.0):
+            _warn_nonlinear(x, grown, parts)
+    output = gm.graph.output_node()
+    output.args = (type(output.args[0])(results),)
+    gm.graph.lint()
+    gm.recompile()
+    notes += [f"result {x.name} is of the whole batch: {_why(g)}" for x, g in unclear]
+    if unclear:
+        _warn_unclear(unclear, parts)
+    return LocalResults(summands, tuple(notes))
+
+
+def _note(x: fx.Node, grown: Growth, parts: int) -> str:
+    if grown.power == 1.0:
+        how = " in part" if grown.mixed else ""
+        return f"result {x.name} grows with the batch{how}: the mean over {parts} ranks"
+    how = f"as the batch to the power {grown.power:g}"
+    return f"result {x.name} grows {how}: divided by {parts} to that power"
+
+
+def _why(grown: Growth) -> str:
+    if grown.power is None:
+        return f"how it grows with the batch is not known ({grown.why})"
+    return f"terms that grow with the batch to the power {grown.power:g} cannot be told"
+
+
+def _warn_unclear(unclear: Sequence[tuple[fx.Node, Growth]], parts: int) -> None:
+    x, grown = unclear[0]
+    also = f" (and {len(unclear) - 1} more)" if len(unclear) > 1 else ""
+    text = compose(
+        f"with FXPAR_INPUTS=local result {x.name}{also} is what one device has for the "
+        f"whole batch, {parts} times that of a rank: {_why(grown)}",
+        where=user_line(x),
+        fix=_FIX,
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+def _warn_nonlinear(x: fx.Node, grown: Growth, parts: int) -> None:
+    text = compose(
+        f"with FXPAR_INPUTS=local result {x.name}, which grows as the batch to the "
+        f"power {grown.power:g}, is divided by {parts} to that power: that is the mean "
+        "over ranks only if their parts are alike",
+        where=user_line(x),
+        fix=_FIX,
+    )
+    warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+_FIX = "return sums and means over the batch, and compute with them outside the model"
+
+
+def _is_floating(x: fx.Node) -> bool:
+    value = example(x)
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+# Growth of the values of a Dynamo graph
+
+
+class _Growths:
+    """``last``: of each result, as it leaves. ``of``: of nodes on linear ways to the
+    results, when they are made."""
+
+    def __init__(
+        self, gm: fx.GraphModule, names: Sequence[Named], sized: Sized, parts: int
+    ) -> None:
+        results = gm.graph.output_node().args[0]
+        self.ways = linear_ways(results)
+        key = _key(gm, names, sized(parts), parts)
+        growths = _found_before(key)
+        if growths is None:
+            traced = list[Sequence[Growth]]()
+
+            def trace() -> None:
+                traced.append(self._growths(gm, names, sized, parts))
+                _keep(key, traced[0])
+
+            if key:
+                first_does("traces how results grow with the batch", key, trace)
+                growths = _found_before(key)
+            if growths is None and not traced:
+                trace()
+            growths = growths or traced[0]
+        count = len(results)
+        self.last = growths[:count]
+        self.of = dict(zip(self.ways, growths[count:], strict=False))
+
+    def _growths(
+        self, gm: fx.GraphModule, names: Sequence[Named], sized: Sized, parts: int
+    ) -> Sequence[Growth]:
+        """Of the results, then of ``ways``."""
+        try:
+            traced = [self._traced(gm, names, sized(n)) for n in (parts, 2 * parts)]
+            inputs = [_of_input(names[i]) for i in traced[0].inputs]
+            return growths(traced[0].graph, traced[1].graph, inputs)
+        except Exception as error:  # compiling it says what is wrong
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return [unknown(f"it cannot be traced: {why}")] * 10**6
+
+    def _traced(
+        self, gm: fx.GraphModule, inputs: Sequence[Named], args: Sequence[Any]
+    ) -> _Traced:
+        """The ATen graph of the program without its backward. Outputs: the results,
+        then the values of ``ways``."""
+        probe = _torch.dynamo.copy_graph(gm)
+        twins = dict(zip(gm.graph.nodes, probe.graph.nodes, strict=True))
+        output = probe.graph.output_node()
+        outputs = [x if isinstance(x, fx.Node) else None for x in output.args[0]]
+        for node in self.ways:
+            twin = twins[node]
+            with probe.graph.inserting_after(twin):
+                outputs.append(probe.graph.call_method("clone", (twin,)))
+        output.args = (tuple(outputs),)
+        probe.recompile()
+        forward = globally(probe, inputs, args)
+        return _aten(forward.module, args)
+
+
+def _key(
+    gm: fx.GraphModule, inputs: Sequence[Named], args: Sequence[Any], parts: int
+) -> str | None:
+    """Of the growths of a program on disk; None if they are not to be kept."""
+    content = fixed_content(gm, inputs, args)
+    if content is None or not plan_store.allowed() or has_user_rules():
+        return None
+    lines = (FORMAT, torch.__version__, plan_store.own_version(), str(parts), content)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _found_before(key: str | None) -> Sequence[Growth] | None:
+    """The growths that an earlier start found."""
+    data = cache_files.read_record(_path(key), FORMAT, key) if key else None
+    try:
+        return [Growth(*each) for each in data["growths"]] if data else None
+    except (KeyError, TypeError):
+        return None
+
+
+def _keep(key: str | None, growths: Sequence[Growth]) -> None:
+    if key and len(growths) < 10**6:
+        rows = [[each.power, each.mixed, each.why] for each in growths]
+        cache_files.write_record(_path(key), FORMAT, key, {"growths": rows})
+
+
+def _path(key: str) -> Path:
+    return cache_files.folder() / f"{key}.growths.json"
+
+
+def _of_input(entry: Named) -> Growth:
+    return Growth(1.0) if entry.kind == "summand" else FIXED
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """An ATen graph."""
+
+    graph: fx.Graph
+    # For each placeholder the position of the argument.
+    inputs: tuple[int, ...]
+
+
+def _aten(gm: fx.GraphModule, args: Sequence[Any]) -> _Traced:
+    """The functional ATen graph of a Dynamo graph on concrete shapes, whose outputs are
+    those of ``gm``."""
+    mode = _torch.fake.fake_mode_of(args) or _torch.fake.new_fake_mode()
+    tensors, places = [], []
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for i, (node, x) in enumerate(zip(placeholders, args, strict=True)):
+        if isinstance(x, torch.Tensor):
+            tensors.append(fake_of(x, mode))
+            places.append(i)
+        else:
+            node.replace_all_uses_with(x)
+            gm.graph.erase_node(node)
+    gm.recompile()
+    traced = _torch.aot.export_forward(gm, tensors, mode)
+    show_bodies(traced.graph, traced)
+    output = traced.graph.output_node()
+    values: list[Any] = [None] * len(gm.graph.output_node().args[0])
+    for x, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        kind, place = _torch.aot.descriptor(desc)
+        if kind == "output":
+            values[place] = x
+    output.args = (tuple(values),)
+    inputs = traced.graph.find_nodes(op="placeholder")
+    positions = [_torch.aot.descriptor(node.meta["desc"])[1] for node in inputs]
+    return _Traced(traced.graph, tuple(places[i] for i in positions))

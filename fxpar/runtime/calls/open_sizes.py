@@ -1,0 +1,321 @@
+"""A Dynamo graph with its sizes left open: one program for a range of sizes.
+
+In: a graph whose inputs have sizes that Dynamo left open, and what it is called with.
+Out: the graph with a number among its inputs for each open size, ``OpenProgram``, and
+once that is compiled the sizes that it holds for, ``SizeRange``. A size that is fed is
+a multiple of its number, so that a size that the plan splits divides by itself: for
+other sizes another program is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar._torch.symbols import is_symbol, substituted
+from fxpar.passes import size_nodes
+from fxpar.runtime.caches.program_identity import Named, placeholders, value_of
+from fxpar.runtime.calls.call_sizes import Fed
+
+# Mark of an input whose rows stay open because fxpar wants it, not the user.
+OPENED_MARK = "_fxpar_opened"
+
+
+def open_rows(x: torch.Tensor) -> None:
+    """Ask Dynamo to keep the rows of an input symbolic."""
+    _torch.dynamo.maybe_mark_dynamic(x, 0)
+    setattr(x, OPENED_MARK, True)
+
+
+class OpenSizesRefused(Exception):
+    """A program cannot be planned or compiled with its sizes left open."""
+
+
+class DivisorsAsked(Exception):
+    """A plan splits open sizes, which must be multiples of ``divisors``, by name of
+    Dynamo's symbol; it holds for the program that is traced so."""
+
+    def __init__(self, divisors: Mapping[str, int], plan: Any) -> None:
+        super().__init__(str(dict(divisors)))
+        self.divisors, self.plan = divisors, plan
+
+
+@dataclass(frozen=True)
+class OpenSize:
+    """A size that Dynamo left open, and where it is found at a call."""
+
+    # Dynamo's symbol.
+    name: str
+    # Position among the inputs, and its dim; None: the input is a number, the size.
+    place: int
+    dim: int | None
+    # As the user knows it.
+    text: str
+
+    def of(self, args: Sequence[Any]) -> int:
+        """The size that is fed."""
+        x = args[self.place]
+        return int(x if self.dim is None else x.shape[self.dim])
+
+
+def open_sizes(gm: fx.GraphModule, inputs: Sequence[Named], fed: Fed) -> list[OpenSize]:
+    """The sizes that Dynamo left open in the inputs of a graph, each where it stands by
+    itself: first as the rows of an input that is fed in parts."""
+    values = [value_of(node) for node in placeholders(gm)]
+    places: list[tuple[Any, int, int | None]] = [
+        (values[i].shape[0], i, 0) for i in sorted(fed.local)
+    ]
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            places += [(size, i, d) for d, size in enumerate(value.shape)]
+    places += [(value, i, None) for i, value in enumerate(values)]
+    by_symbol: dict[str, OpenSize] = {}
+    for size, i, dim in places:
+        if is_symbol(size):
+            text = inputs[i].name if dim is None else f"{inputs[i].name}.shape[{dim}]"
+            by_symbol.setdefault(str(size), OpenSize(str(size), i, dim, text))
+    return list(by_symbol.values())
+
+
+@dataclass(frozen=True)
+class OpenProgram:
+    """A graph that takes a number for each of its open sizes, before its tensors."""
+
+    graph: fx.GraphModule
+    # Fakes whose sizes are symbols, the symbols first.
+    examples: Sequence[Any]
+    inputs: tuple[Named, ...]
+    # Positions of the inputs of which each rank feeds a part.
+    local: frozenset[int]
+    fake_mode: Any
+    sizes: tuple[OpenSize, ...]
+    symbols: tuple[torch.SymInt, ...]
+    names: tuple[str, ...]
+    # What is fed of each open size is so many times its symbol.
+    units: tuple[int, ...]
+    # What Dynamo knows of the shapes of ``Sizes``, and its numbers.
+    shapes: tuple[tuple[Any, ...], ...]
+    numbers: tuple[Any, ...]
+    # Of each open size, where it is found in these, as Python.
+    places: tuple[str, ...]
+    # Positions of the tensors among what Dynamo calls the graph with.
+    tensors: tuple[int, ...]
+    # Of these, those that were traced as contiguous.
+    dense: frozenset[int]
+    # Of these, those that are not, and so are copied.
+    copied: frozenset[int]
+
+    def divisors_asked(self) -> dict[str, int]:
+        """What its sizes must be multiples of, by name, for the plan that was made."""
+        divisors = _torch.symbols.divisors_asked(self.names, self.fake_mode)
+        each = zip(self.sizes, self.names, strict=True)
+        return {size.name: divisors[name] for size, name in each if name in divisors}
+
+    def fixed(self) -> list[OpenSize]:
+        """The sizes that guards have fixed to what they were, once it is compiled."""
+        return [self.sizes[i] for i in _torch.symbols.fixed(self.symbols)]
+
+    def caller(
+        self, run: Callable[..., Any], written: Collection[int]
+    ) -> Callable[..., Any]:
+        """The compiled program, called with what Dynamo calls its graph with.
+        ``written``: positions of its inputs that it writes to, which may not be copied:
+        the others are where they do not lie in memory as traced."""
+        first = len(self.symbols)
+        dense = self.dense.difference(self.tensors[i - first] for i in written)
+        places = tuple(zip(self.sizes, self.units, strict=True))
+        tensors = tuple((i, i in dense) for i in self.tensors)
+
+        def call(*args: Any) -> Any:
+            values: list[Any] = [size.of(args) // unit for size, unit in places]
+            for i, is_dense in tensors:
+                values.append(args[i].contiguous() if is_dense else args[i])
+            return run(*values)
+
+        return call
+
+
+def open_program(
+    gm: fx.GraphModule,
+    args: Sequence[Any],
+    inputs: Sequence[Named],
+    fed: Fed,
+    sizes: Sequence[OpenSize],
+    units: Mapping[str, int],
+    parts: int,
+) -> OpenProgram:
+    """A graph (a copy, changed in place) with ``sizes`` left open, others as fed.
+
+    ``units``: of a size by name, what it is a multiple of; ``parts``: so many times the
+    rows that a rank feeds are the global batch. Raises OpenSizesRefused.
+    """
+    mode = _torch.symbols.open_mode()
+    values = [value_of(node) for node in placeholders(gm)]
+    every = open_sizes(gm, inputs, fed)
+    size_values: dict[str, Any] = {size.name: size.of(args) for size in every}
+    # Sizes that are equal now are taken to be so in the whole range.
+    alike: dict[Any, list[OpenSize]] = {}
+    for size in sizes:
+        alike.setdefault((size_values[size.name], size.dim), []).append(size)
+    sizes, symbols = [same[0] for same in alike.values()], []
+    for size, *equal in alike.values():
+        unit = units.get(size.name, 1)
+        hint = size_values[size.name] // unit
+        symbols.append(_torch.symbols.new_symbol(mode, size.name, hint))
+        for each in (size, *equal):
+            size_values[each.name] = symbols[-1] * unit
+    by_stride = any("as_strided" in str(node.target) for node in gm.graph.nodes)
+    dense: set[int] = set()
+    try:
+        examples: list[Any] = []
+        for i, (x, value) in enumerate(zip(args, values, strict=True)):
+            example, is_dense = _example(
+                x, value, i in fed.local, size_values, parts, mode
+            )
+            examples.append(example)
+            dense |= {i} if is_dense else set()
+            if is_dense and by_stride and (x.storage_offset() or not x.is_contiguous()):
+                raise OpenSizesRefused("an input is read by strides")
+        for i, (source, dim) in fed.sources.items():
+            examples[i] = examples[source].shape[dim]
+        shapes = tuple(
+            tuple(substituted(n, size_values) for n in values[i].shape)
+            for i in fed.tensors
+        )
+        numbers = tuple(
+            substituted(values[i], size_values)
+            if isinstance(values[i], torch.SymInt)
+            else args[i]
+            for i in fed.numbers
+        )
+    except KeyError as error:
+        raise OpenSizesRefused(f"the size {error} is that of no input") from error
+    tensors = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+    _take_symbols(gm, sizes, symbols, examples, tensors)
+    first = len(symbols)
+    return OpenProgram(
+        gm,
+        [*symbols, *(examples[i] for i in tensors)],
+        (*(Named(size.text, "size") for size in sizes), *(inputs[i] for i in tensors)),
+        frozenset(first + tensors.index(i) for i in fed.local),
+        mode,
+        tuple(sizes),
+        tuple(symbols),
+        tuple(map(str, symbols)),
+        tuple(units.get(size.name, 1) for size in sizes),
+        shapes,
+        numbers,
+        tuple(
+            f"numbers[{fed.numbers.index(size.place)}]"
+            if size.dim is None
+            else f"shapes[{fed.tensors.index(size.place)}][{size.dim}]"
+            for size in sizes
+        ),
+        tuple(tensors),
+        frozenset(dense),
+        frozenset(i for i in dense if not args[i].is_contiguous()),
+    )
+
+
+def _example(
+    x: Any,
+    value: Any,
+    local: bool,
+    size_values: Mapping[str, Any],
+    parts: int,
+    mode: Any,
+) -> tuple[Any, bool]:
+    """An input as the global program sees it, a fake with symbols for its sizes;
+    whether it has some, and is contiguous."""
+    if not isinstance(x, torch.Tensor):
+        number = isinstance(value, torch.SymInt)
+        return substituted(value, size_values) if number else x, False
+    if not local and not _torch.symbols.is_open(value):
+        with mode:
+            return mode.from_tensor(x, static_shapes=True), False
+    shape = [substituted(n, size_values) for n in value.shape]
+    if local:
+        shape[0] *= parts
+    elif not x.is_contiguous():
+        with contextlib.suppress(KeyError):  # rows of a larger tensor
+            stride = [substituted(n, size_values) for n in value.stride()]
+            with mode, torch.no_grad():
+                fake = torch.empty_strided(
+                    shape, stride, dtype=x.dtype, device=x.device
+                )
+            return fake.requires_grad_(x.requires_grad), False
+    return _torch.fake.fake_like(x, tuple(shape), mode), True
+
+
+def _take_symbols(
+    gm: fx.GraphModule,
+    sizes: Sequence[OpenSize],
+    symbols: Sequence[Any],
+    examples: Sequence[Any],
+    tensors: Collection[int],
+) -> None:
+    """Let a graph take the symbols as inputs, and compute its numbers from them."""
+    nodes, graph = placeholders(gm), gm.graph
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        for size, symbol in zip(sizes, symbols, strict=True):
+            node = graph.placeholder(f"size_{size.name}")
+            node.meta["val"] = symbol
+    for i, node in enumerate(nodes):
+        if i in tensors:
+            continue
+        size_nodes.put_in_place(node, size_nodes.as_nodes(graph, examples[i]))
+    graph.lint()
+    gm.recompile()
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """The sizes that a compiled program holds for."""
+
+    # What it was to leave open, and could not.
+    fixed: tuple[OpenSize, ...]
+    # Positions of the program's inputs that it writes to.
+    written: frozenset[int]
+    # (shapes, numbers) of ``Sizes`` -> whether a rank that feeds them may run it.
+    contains: Callable[[Any, Any], bool] = field(repr=False)
+    # As the plan says it.
+    text: str
+
+
+def size_range(program: OpenProgram, written: Collection[int] = ()) -> SizeRange:
+    """The sizes that a program holds for, once it is traced and compiled. ``written``:
+    positions of the inputs that it writes to. Raises OpenSizesRefused where that cannot
+    be said."""
+    first = len(program.symbols)
+    if program.copied.intersection(program.tensors[i - first] for i in written):
+        raise OpenSizesRefused("a part of a larger tensor is written to")
+    names = program.names
+    guards = _torch.symbols.guards_of(program.symbols, names, program.fake_mode)
+    lines = ["def contains(shapes, numbers):"]
+    for place, unit, name in zip(program.places, program.units, names, strict=True):
+        lines.append(f"    {name}, rest = divmod({place}, {unit})")
+        lines.append("    if rest: return False")
+    text_of = _torch.symbols.code_of
+    try:
+        shapes = ["".join(f"{text_of(n)}, " for n in each) for each in program.shapes]
+        numbers = "".join(f"{text_of(n)}, " for n in program.numbers)
+    except _torch.symbols.Inexpressible as error:
+        raise OpenSizesRefused(f"an input has the size {error}") from error
+    expected = "".join(f"({each}), " for each in shapes)
+    lines.append(f"    return shapes == ({expected}) and numbers == ({numbers})")
+    lines[-1] += f" and ({guards})"
+    scope = _torch.symbols.guard_functions()
+    exec("\n".join(lines), scope)
+    text = guards
+    for size, unit, name in zip(program.sizes, program.units, names, strict=True):
+        text = text.replace(name, f"{size.text}/{unit}" if unit > 1 else size.text)
+    return SizeRange(
+        tuple(program.fixed()), frozenset(written), scope["contains"], text
+    )

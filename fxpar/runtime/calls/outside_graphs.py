@@ -1,0 +1,395 @@
+"""Code given to ``torch.compile`` that no graph contains: found, said, reduced.
+
+A backend sees graphs alone. What Dynamo cannot trace (a frame it skips, code at a graph
+break, a disabled function) is run by each rank as it stands. ``watch`` looks at each
+call of what was compiled: it was one graph, from its first line to its last, or there
+is code outside. Then the user is told, once, why and what it costs; and in local mode,
+where such code runs on the rank's own part of the batch,
+``runtime.ranks.reduce_gradients`` takes the mean of gradients over the ranks. Steps of
+optimizers are checked for gradients of code that was not compiled at all, when a
+parameter first has one.
+
+A model inside DistributedDataParallel needs no such wrapper: gradients that leave a
+compiled graph are reduced already, and equal on every rank. The wrapper's hooks average
+them, which changes no number, and costs an all-reduce (``warn_around``).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, OptionError, compose
+from fxpar.runtime.at_rest.sharded_modules import HOME
+from fxpar.runtime.calls.open_sizes import open_rows
+from fxpar.runtime.ranks import gradient_sketches, reduce_gradients
+from fxpar.runtime.ranks.check_inputs import LOCAL_MARK
+from fxpar.runtime.ranks.groups import Ranks, join
+from fxpar.runtime.ranks.meeting import current
+from fxpar.runtime.tracing import modules_of
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Code outside the graphs, as text: which, why, and at the user's line."""
+
+    code: str
+    why: str
+    where: str | None = None
+
+
+@dataclass(eq=False)
+class _CompiledCallable:
+    """A compiled module or function."""
+
+    fn: Any  # a weak reference
+    name: str
+    options: dict[str, Any] | None
+    settings: Options | None = None
+    # Modules in the frames Dynamo met.
+    met: dict[int, weakref.ref[nn.Module]] = field(default_factory=dict)
+    # Of each graph that ran, whether the whole call was in it.
+    whole: weakref.WeakKeyDictionary[Any, bool] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    parameters: dict[int, weakref.ref[Any]] = field(default_factory=dict)  # of graphs
+    before: dict[str, int] = field(default_factory=dict)  # Dynamo's graph breaks
+    outside: dict[_Outside, bool] = field(default_factory=dict)  # whether it was said
+    # Code that Dynamo began to trace.
+    begun: set[types.CodeType] = field(default_factory=set)
+    joined: bool = False
+    group: Any = None  # a weak reference: the one whose ranks know of it
+    reduced: bool = False
+
+    @property
+    def local(self) -> bool:
+        return self.settings is not None and self.settings.inputs == "local"
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The module it is, or those its code uses, as far as they are known."""
+        fn = self.fn()
+        modules = modules_of(fn) if fn is not None else {}
+        if not isinstance(fn, nn.Module) and "" not in modules:
+            listed = {id(module) for module in modules.values()}
+            met = [m for key, r in self.met.items() if (m := r()) and key not in listed]
+            modules |= {f"{type(m).__name__}#{i}": m for i, m in enumerate(met)}
+        return modules
+
+
+@dataclass(eq=False)
+class _Call:
+    watched: _CompiledCallable
+    handled: BaseException | None  # by code around the call
+    ran: list[bool] = field(default_factory=list)
+
+
+class _Calls(threading.local):
+    """The calls under way in a thread, each inside the one before."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
+_watched: weakref.WeakSet[_CompiledCallable] = weakref.WeakSet()
+_calls = _Calls()
+_skipped: dict[types.CodeType, _Outside] = {}
+
+
+@dataclass(eq=False)
+class _CheckedParameters:
+    """Of an optimizer: the ids of parameters that had a gradient, and whether ranks
+    compared them before its first step."""
+
+    parameters: set[int] = field(default_factory=set)
+    compared: bool = False
+
+
+_checked: weakref.WeakKeyDictionary[Optimizer, _CheckedParameters] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def watch(fn: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+    """Look after the calls of a compiled ``fn``, for ``_torch.dynamo.on_compile``.
+
+    Ranks that wait for this one can know from now on where it is."""
+    current()
+    owner = getattr(fn, "__self__", fn)
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if isinstance(owner, nn.Module):
+        name = type(owner).__name__
+    if isinstance(fn, types.MethodType):
+        reference: Any = weakref.WeakMethod(fn)
+    else:
+        try:
+            reference = weakref.ref(fn)
+        except TypeError:  # a class with slots
+            reference = functools.partial(_itself, fn)
+    watched = _CompiledCallable(reference, name, options)
+    _watched.add(watched)
+
+    def enter() -> Callable[[], None]:
+        if watched.settings is None:
+            _read(watched)
+        _calls.stack.append(_Call(watched, sys.exc_info()[1]))
+        return _leave
+
+    begins = functools.partial(_open_batch, watched)
+    return enter, begins, functools.partial(_meet_frame, watched)
+
+
+def options_of_call() -> Options | None:
+    """The options of the compiled function that is being called; None outside."""
+    return _calls.stack[-1].watched.settings if _calls.stack else None
+
+
+def _itself(fn: Any) -> Any:
+    return fn
+
+
+def _read(watched: _CompiledCallable) -> None:
+    watched.before = _torch.dynamo.graph_breaks()
+    try:
+        watched.settings = Options.read(watched.options)
+    except OptionError:
+        return  # which the backend raises where the user sees it
+    if watched.local:
+        _check_optimizers()
+    for root in watched.modules().values():
+        for module in root.modules():
+            _tell_home(module, watched.local)
+
+
+def _tell_home(module: nn.Module, local: bool) -> None:
+    home = module.__dict__.get(HOME)
+    if home is not None:
+        home.local = local
+
+
+def _open_batch(watched: _CompiledCallable, frame: types.FrameType) -> None:
+    """Dynamo is about to trace a frame for the first time: in local mode the rows of
+    tensors it is given stay open, as the backend asks for otherwise, by a second trace
+    (``require_dynamic_batch``), of what is not seen here."""
+    code = frame.f_code
+    if not watched.local or code in watched.begun or _torch.dynamo.is_resumed(code):
+        return
+    watched.begun.add(code)
+    held = {id(x) for root in watched.modules().values() for x in root.buffers()}
+    for x in _torch.fake.tree_leaves(dict(frame.f_locals)):
+        plain = type(x) is torch.Tensor and x.dim() > 0 and id(x) not in held
+        if (
+            plain
+            and getattr(x, LOCAL_MARK, True)
+            and not _torch.dynamo.has_size_marks(x)
+        ):
+            open_rows(x)
+
+
+def _meet_frame(
+    watched: _CompiledCallable, frame: types.FrameType, error: Exception | None
+) -> None:
+    """Dynamo met a frame; an error means that it skips it."""
+    for value in frame.f_locals.values():
+        if isinstance(value, nn.Module):
+            watched.met.setdefault(id(value), weakref.ref(value))
+            _tell_home(value, watched.local)
+    if error is None:
+        return
+    why, where = _torch.dynamo.why_not_one_graph(error) or (
+        str(error).split("\n")[0],
+        None,
+    )
+    outside = _Outside(frame.f_code.co_qualname, why, where)
+    _skipped[frame.f_code] = outside
+    watched.outside.setdefault(outside, False)
+    if watched.local:
+        _settle(watched)
+
+
+def graph_runs(graph: Any, broken_at: str | None, args: Sequence[Any]) -> None:
+    """Note that a compiled graph runs, inside the call that is under way."""
+    if not _calls.stack:
+        return
+    call = _calls.stack[-1]
+    watched = call.watched
+    if graph not in watched.whole:
+        outermost = _torch.dynamo.between_graph_and_caller() <= 1
+        watched.whole[graph] = broken_at is None and outermost
+        for x in args:
+            if isinstance(x, nn.Parameter):
+                watched.parameters[id(x)] = weakref.ref(x)
+        if broken_at is not None and watched.local:
+            watched.outside[_Outside("code at a graph break", "", broken_at)] = False
+        if not watched.whole[graph] and watched.local:
+            _settle(watched)
+    call.ran.append(watched.whole[graph])
+
+
+def _leave() -> None:
+    """The end of a call."""
+    call = _calls.stack.pop()
+    watched = call.watched
+    if call.ran == [True] or sys.exc_info()[1] is not call.handled:
+        return
+    if watched.settings is None:
+        return
+    if not call.ran and not watched.joined:
+        watched.joined = True
+        join(watched.settings)  # as the backend does, which is not called here
+    _settle(watched, compiled=bool(call.ran))
+
+
+def _settle(watched: _CompiledCallable, *, compiled: bool = True) -> None:
+    """Code outside the graphs was met: say so, and have its gradients reduced, before a
+    backward comes, which the compiled function itself may run."""
+    if not reduce_gradients.takes_part():
+        return
+    if (
+        watched.group is None
+        or watched.group() is not _torch.distributed.default_group()
+    ):
+        watched.group, watched.reduced = (
+            weakref.ref(_torch.distributed.default_group()),
+            False,
+        )
+        _explain(watched, compiled=compiled)
+    _say(watched)
+    if watched.reduced:
+        reduce_gradients.hook_new()
+    elif watched.local and torch.is_grad_enabled():
+        watched.reduced = True
+        reduce_gradients.watch(watched.name, watched.modules())
+
+
+def _explain(watched: _CompiledCallable, *, compiled: bool) -> None:
+    """Why calls are not one graph, where no frame was met that says so."""
+    for module in watched.modules().values():
+        for code in map(_code_of, module.modules()):
+            if code in _skipped:
+                watched.outside.setdefault(_skipped[code], False)
+    if not compiled and not watched.outside:
+        breaks = _torch.dynamo.graph_breaks().items() - watched.before.items()
+        why = next(
+            (str(why).split("\n")[0] for why, _ in breaks), "not compiled by Dynamo"
+        )
+        watched.outside[_Outside(watched.name, why)] = False
+
+
+def _code_of(module: nn.Module) -> Any:
+    return getattr(type(module).forward, "__code__", None)
+
+
+def _say(watched: _CompiledCallable) -> None:
+    """Warn of what was not said yet, once per job: on rank 0."""
+    if watched.local:
+        cost = (
+            "Each rank runs it as it stands, on its own part of the batch; gradients "
+            "are averaged over the ranks when a backward ends, as DDP does"
+        )
+    else:
+        cost = "Each rank runs the whole of it as it stands: nothing of it is split"
+    fix = "change it so that Dynamo traces it: TORCH_LOGS=graph_breaks tells more"
+    for outside in [x for x, said in watched.outside.items() if not said]:
+        watched.outside[outside] = True
+        if dist.get_rank() == 0:
+            why = outside.why and f": {outside.why}"
+            what = f"{outside.code} is in no graph{why}. {cost}"
+            text = compose(what, where=outside.where, fix=fix)
+            warnings.warn(text, FxparWarning, stacklevel=2)
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+@_torch.dynamo.not_compiled
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    """Before steps of optimizers where a model runs in local mode: gradients that are
+    there for the first time are alike on all ranks.
+
+    Raises GradientError before the first step of an optimizer of the model. Other ranks
+    need not take other steps: what they have not alike is told at the next call."""
+    local = [watched for watched in _watched if watched.local]
+    if not local or not reduce_gradients.takes_part():
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    checked = _checked.setdefault(optimizer, _CheckedParameters())
+    unchecked = {
+        id(p)
+        for p in parameters
+        if p.grad is not None and id(p) not in checked.parameters
+    }
+    if not unchecked:
+        return
+    checked.parameters |= unchecked
+    by_name = _names_of(optimizer, parameters, local)
+    references = [ref for watched in local for ref in watched.parameters.values()]
+    ours = {id(p) for ref in references if (p := ref()) is not None}
+    ours |= {id(p) for watched in local for _, p in _parameters_of(watched)}
+    if not checked.compared and not ours.isdisjoint(unchecked):
+        checked.compared = True
+        reduce_gradients.require_equal(by_name)
+    else:
+        gradient_sketches.note(
+            optimizer, reduce_gradients.unreduced(by_name, unchecked)
+        )
+
+
+def _names_of(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.Tensor],
+    local: Sequence[_CompiledCallable],
+) -> dict[str, torch.Tensor]:
+    """Parameters of an optimizer by name; not those in shards."""
+    names = {id(p): name for watched in local for name, p in _parameters_of(watched)}
+    kind = type(optimizer).__name__
+    return {
+        names.get(id(p), f"number {i} of the {kind}"): p
+        for i, p in enumerate(parameters)
+        if not isinstance(p, DTensor)
+    }
+
+
+def _parameters_of(watched: _CompiledCallable) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in watched.modules().items():
+        yield from module.named_parameters(prefix)
+
+
+_SAID: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_around(ranks: Ranks) -> None:
+    """Warn, once and on rank 0, of a wrapper around what is being compiled."""
+    wrapper = _torch.dynamo.surrounding_ddp()
+    if wrapper is None or ranks.mesh.size == 1 or ranks.rank != 0 or wrapper in _SAID:
+        return
+    _SAID.add(wrapper)
+    size = sum(p.nbytes for p in wrapper.parameters() if p.requires_grad)
+    warnings.warn(
+        compose(
+            "the model is inside DistributedDataParallel, which averages gradients "
+            "that fxpar has reduced: this changes no number, and costs an all-reduce "
+            f"of {size} bytes each step",
+            fix="leave the wrapper out; where a library wraps the model, see "
+            "docs/migrating.md",
+        ),
+        FxparWarning,
+        stacklevel=2,
+    )

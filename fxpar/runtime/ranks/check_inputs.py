@@ -1,0 +1,359 @@
+"""Checks of what ranks feed a compiled graph, before its first collective runs.
+
+A plain tensor is a global value, so it must be identical on every rank, bit for bit.
+Parameters and buffers that differ are taken from rank 0, with a warning; inputs that
+differ raise, since nobody can know which rank is right. Tensors are compared by a
+64-bit hash made on their device; one all_gather of the hashes decides alike everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import FxparWarning, InputMismatchError, compose
+from fxpar.runtime.caches.program_identity import Named
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.groups import Ranks, check_devices
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.propagate.conventions import batch_axes
+
+# Mark of a tensor that a compiled graph returned in local mode: True, it is this rank's
+# part of the batch; False, it is a global value.
+LOCAL_MARK = "_fxpar_local"
+
+NAMES_SHOWN = 8
+
+# (name, kind, tensor); kind is "parameter", "buffer", "input", or "batch": an input of
+# which each rank of the batch axes feeds its own part. Others are not compared.
+Fed = tuple[str, str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What to compare when a compiled graph is called first."""
+
+    inputs: Sequence[Named]
+    options: Options
+    ranks: Ranks
+
+    def run(self, args: Sequence[Any]) -> None:
+        """Compare the tensors among the arguments.
+
+        Raises InputMismatchError, RankMismatchError, DeviceError.
+        """
+        from torch.distributed.tensor import DTensor
+
+        fed = [
+            (entry.name, self._kind(entry, x), x)
+            for entry, x in zip(self.inputs, args, strict=True)
+            if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        ]
+        devices = {x.device for *_, x in fed}
+        accelerators = [device for device in devices if device.type == "cuda"]
+        for device in accelerators:
+            check_devices(device)
+        check_same(fed, self.ranks.mesh)
+
+    def _kind(self, entry: Named, x: torch.Tensor) -> str:
+        local = self.options.inputs == "local" and entry.kind == "input" and x.dim() > 0
+        return "batch" if local and getattr(x, LOCAL_MARK, True) else entry.kind
+
+
+class Drift:
+    """Sums of what a rank feeds a graph at each call, which all ranks compare, so that
+    ranks that drift apart are told. On a device sums are made beside the call and told
+    at the next one, so that nobody waits for the device.
+
+    ``fed``: of inputs, by position among the arguments, name, kind and count of dims.
+    """
+
+    def __init__(self, fed: Mapping[int, tuple[str, str, int]], mesh: Mesh):
+        alone = len(set(_models("batch", mesh))) == mesh.size
+        self.fed = {i: x for i, x in fed.items() if x[1] == "input" or not alone}
+        self.mesh = mesh
+        self._sums: list[Callable[[], int] | None] = [None] * len(self.fed)
+
+    def word(self, args: Sequence[Any]) -> str:
+        """The sums to compare at this call."""
+        words = []
+        for n, i in enumerate(self.fed):
+            x = args[i]
+            if x.device.type == "cpu":
+                words.append(f"{quick_sum(x):x}")
+                continue
+            before = self._sums[n]
+            words.append("" if before is None else f"{before():x}")
+            self._sums[n] = _on_its_way(checksum(x))
+        return " ".join(words)
+
+    def compare(self, words: Sequence[str]) -> None:
+        """Raise InputMismatchError, on all ranks alike, if ranks that must feed the
+        same do not."""
+        if len(set(words)) == 1:
+            return
+        sums = [word.split(" ") for word in words]
+        for n, (name, kind, dims) in enumerate(self.fed.values()):
+            models = _models(kind, self.mesh)
+            for rank, model in enumerate(models):
+                if sums[rank][n] != sums[model][n]:
+                    raise _told_apart([name], kind, rank, model, self.mesh, dims)
+
+
+def _on_its_way(total: torch.Tensor) -> Callable[[], int]:
+    """The value of a number on a device, copied while the program goes on."""
+    host = torch.empty((), dtype=total.dtype, pin_memory=True)
+    host.copy_(total, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> int:
+        copied.synchronize()
+        return int(host)
+
+    return read
+
+
+# Tensors on the CPU of up to so many bytes are summed as they are; of larger ones the
+# sums of so many pieces.
+_SMALL, _PIECES = 1 << 15, 1 << 11
+
+
+def quick_sum(x: torch.Tensor) -> int:
+    """A sum of the bytes of a tensor on the CPU, cheap enough for every call. It may
+    miss what moves within a small piece of a large tensor."""
+    flat = _flat(x)
+    words, total = flat.view(torch.uint8), 0
+    if len(words) > _SMALL:
+        wide = _words(flat)
+        rows = len(wide) // _PIECES
+        pieces = wide[: rows * _PIECES].view(_PIECES, rows).sum(1, dtype=torch.int64)
+        total = _crc(pieces.view(torch.uint8), total)
+        words = wide[rows * _PIECES :].view(torch.uint8)
+    return _crc(words, total)
+
+
+def _crc(data: torch.Tensor, start: int) -> int:
+    """Of the bytes of a contiguous tensor, where they lie."""
+    count = data.numel()
+    if not count:
+        return start
+    return zlib.crc32((ctypes.c_char * count).from_address(data.data_ptr()), start)
+
+
+def check_same(fed: Sequence[Fed], mesh: Mesh) -> None:
+    """Raise InputMismatchError on every rank if inputs differ between ranks that must
+    feed the same; take parameters and buffers that differ from rank 0, with a warning.
+
+    Raises InputMismatchError as well if names, shapes or dtypes differ, and
+    RankMismatchError if a rank does not come. All ranks must call this.
+    """
+    fed = [x for x in fed if x[1] in ("parameter", "buffer", "input", "batch")]
+    if mesh.size == 1 or not fed or dist.get_backend() == "fake":
+        return
+    lines = [f"{kind} {name}: {_shape(x, kind)}" for name, kind, x in fed]
+    consensus.agree(
+        "inputs",
+        consensus.digest_of("\n".join(lines)),
+        "\n".join(lines),
+        what="the names, shapes or dtypes of inputs",
+        fix="give every rank tensors of one shape; for a last batch that is smaller on "
+        "some ranks: DataLoader(drop_last=True)",
+        error=InputMismatchError,
+    )
+    hashes = _gather([checksum(x) for *_, x in fed])
+    wrong = [
+        i for i, (_, kind, _) in enumerate(fed) if _differing(hashes, i, kind, mesh)
+    ]
+    inputs = [i for i in wrong if fed[i][1] in ("input", "batch")]
+    if inputs:
+        raise _mismatch(fed, inputs, hashes, mesh)
+    if wrong:
+        for i in wrong:
+            broadcast(fed[i][2])
+        _warn_replaced(fed, wrong)
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash of the bytes of a tensor and their order, on its device.
+
+    Each 8 bytes (or what the size divides into) are mixed with their position by
+    splitmix64's finalizer, then summed. Products wrap.
+    """
+    flat = _flat(x)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    if flat.numel() == 0 or x.device.type == "meta":
+        return total
+    words, step = _words(flat), _CHUNK.get(x.device.type, _CHUNK["cuda"])
+    for start in range(0, len(words), step):
+        part = words[start : start + step].to(torch.int64)
+        at = torch.arange(start + 1, start + 1 + len(part), device=x.device)
+        mixed = part + at * _signed(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> 30 & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> 27 & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
+        total += (mixed ^ (mixed >> 31 & 0x1FFFFFFFF)).sum()
+    return total
+
+
+# Words hashed at once: few enough for the cache of a CPU, many enough for a kernel.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The elements in order, dense in memory."""
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    # One element is contiguous in any stride.
+    dense = flat.stride(0) == 1
+    return flat if dense else flat.clone(memory_format=torch.contiguous_format)
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """The bytes as the widest integers that divide them."""
+    size, start = flat.numel() * flat.element_size(), flat.storage_offset()
+    start *= flat.element_size()
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if size % dtype.itemsize == 0 and start % dtype.itemsize == 0:
+            return flat.view(torch.uint8).view(dtype)
+    return flat.view(torch.uint8)
+
+
+def broadcast(x: torch.Tensor) -> None:
+    """Fill ``x`` in place with rank 0's, through a device the group communicates on."""
+    with torch.no_grad():
+        device = transport(x.device)
+        message = x.detach().to(device).contiguous()
+        dist.broadcast(message.view(-1).view(torch.uint8), src=0)
+        if message.data_ptr() != x.data_ptr():
+            x.copy_(message)
+
+
+def _gather(hashes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[rank, i], the same on every rank, on the CPU."""
+    first, device = hashes[0].device, transport(torch.device("cpu"))
+    mine = torch.stack([h.to(first) for h in hashes]).to(device)
+    parts = [torch.empty_like(mine) for _ in range(_world_size())]
+    dist.all_gather(parts, mine)
+    return torch.stack(parts).cpu()
+
+
+def transport(device: torch.device) -> torch.device:
+    """Where tensors of ``device`` must be for a collective of the default group."""
+    served = [part.split(":")[0] for part in dist.get_backend_config().split(",")]
+    if device.type in served:
+        return device
+    if "cuda" in served and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _world_size() -> int:
+    group = _torch.distributed.default_group()
+    return 1 if group is None else group.size()
+
+
+def _models(kind: str, mesh: Mesh) -> list[int]:
+    """For each rank the rank that it must equal."""
+    if kind != "batch":
+        return [0] * mesh.size
+    other_axes = [axis for axis in mesh.names if axis not in batch_axes(mesh)]
+    return [mesh.group(rank, other_axes)[0] for rank in range(mesh.size)]
+
+
+def _differing(hashes: torch.Tensor, i: int, kind: str, mesh: Mesh) -> list[int]:
+    """Ranks whose tensor ``i`` is not that of the rank it must equal."""
+    values = hashes[:, i].tolist()
+    return [
+        rank
+        for rank, model in enumerate(_models(kind, mesh))
+        if values[rank] != values[model]
+    ]
+
+
+def _mismatch(
+    fed: Sequence[Fed], wrong: Sequence[int], hashes: torch.Tensor, mesh: Mesh
+) -> InputMismatchError:
+    kind = fed[wrong[0]][1]
+    rank = _differing(hashes, wrong[0], kind, mesh)[0]
+    model = _models(kind, mesh)[rank]
+    names, dims = [fed[i][0] for i in wrong], fed[wrong[0]][2].dim()
+    return _told_apart(names, kind, rank, model, mesh, dims)
+
+
+def _told_apart(
+    names: Sequence[str],
+    kind: str,
+    rank: int,
+    model: int,
+    mesh: Mesh,
+    dims: int,
+) -> InputMismatchError:
+    """The error, which every rank raises, of inputs that differ on two ranks. ``dims``:
+    how many the first has."""
+    what = f"input {listed(names)} differs between ranks: rank {rank} does not feed "
+    what += f"what rank {model} feeds"
+    if kind == "batch":
+        axes = batch_axes(mesh)
+        fact = f"{what}, though both hold one part of the batch on mesh {mesh}"
+        fix = (
+            f"split the batch over {'+'.join(axes)} only: "
+            f"DistributedSampler(num_replicas={mesh.count(axes)}, "
+            f"rank={mesh.index(rank, axes)}) on rank {rank}"
+        )
+    elif dims == 0:
+        fact = f"{what}; a tensor without dims is a global value, with "
+        fact += "FXPAR_INPUTS=local too"
+        fix = (
+            "all_reduce it first, or feed the same value on every rank (Trainer: "
+            "average_tokens_across_devices=True, its default)"
+        )
+    else:
+        fact = f"{what}; a plain tensor is a global value, the same on every rank"
+        fix = (
+            "feed the same batch on every rank (one seed, no DistributedSampler); or, "
+            "where each rank feeds its own part of the batch, set FXPAR_INPUTS=local"
+        )
+    error = InputMismatchError(fact, fix=fix)
+    error.told = True
+    return error
+
+
+def _warn_replaced(fed: Sequence[Fed], wrong: Sequence[int]) -> None:
+    kinds = sorted({f"{fed[i][1]}s" for i in wrong}, reverse=True)
+    _warn(
+        f"{' and '.join(kinds)} differ between ranks, taken from rank 0: "
+        f"{listed(fed[i][0] for i in wrong)}",
+        "call torch.manual_seed before the model is made, or load one checkpoint",
+    )
+
+
+def _warn(what: str, fix: str) -> None:
+    """Once per job: on rank 0."""
+    if dist.get_rank() == 0:
+        warnings.warn(compose(what, fix=fix), FxparWarning, stacklevel=4)
+
+
+def listed(names: Iterable[str]) -> str:
+    names = list(names)
+    hidden = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (
+        f" and {hidden} more" if hidden > 0 else ""
+    )
+
+
+def _shape(x: torch.Tensor, kind: str) -> str:
+    """What must be alike on all ranks; parts of a batch may have other sizes."""
+    shape: object = list(x.shape) if kind != "batch" else f" of {x.dim()} dims"
+    return f"{str(x.dtype).removeprefix('torch.')}{shape}"

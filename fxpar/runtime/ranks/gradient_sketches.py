@@ -1,0 +1,120 @@
+"""Gradients that ranks should have alike, compared without a collective of their own.
+
+In local mode a gradient that comes out of no graph is each rank's own, and nobody knows
+which ranks take the optimizer's step that uses it. So each notes two numbers of it,
+which go with the word of its next call (``meet``): there all ranks compare what more
+than one of them has noted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from fxpar.errors import GradientError
+from fxpar.runtime.ranks.check_inputs import listed
+
+# Relative difference of gradients that are equal but for rounding.
+ALLOWED = 1e-3
+
+FIX = (
+    "compile the module that holds them with backend='fxpar' as well, best together "
+    "with the rest; or wrap it in DistributedDataParallel; what one rank trains by "
+    "itself goes inside `with fxpar.alone():`"
+)
+
+
+@dataclass(frozen=True)
+class _StepSketches:
+    """Of one step of an optimizer: two numbers of gradients by name."""
+
+    optimizer: weakref.ref[Optimizer]
+    # What it holds, as text.
+    parameters: str
+    sketches: dict[str, tuple[float, float]]
+
+
+_noted: list[_StepSketches] = []  # since this rank's last call
+
+
+def note(optimizer: Optimizer, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Let the next call compare gradients. ``gradients``: by names."""
+    sketches = {name: _sketch(gradient) for name, gradient in gradients.items()}
+    if sketches:
+        _noted.append(
+            _StepSketches(weakref.ref(optimizer), _parameters_of(optimizer), sketches)
+        )
+
+
+def _sketch(gradient: torch.Tensor) -> tuple[float, float]:
+    flat = gradient.detach().to_dense().flatten().to(torch.float64)
+    waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).sin()
+    return flat.norm().item(), flat.dot(waves).item()
+
+
+def forget() -> None:
+    """Note nothing of the steps so far: they belong to programs that are gone."""
+    _noted.clear()
+
+
+def word() -> str:
+    """What this rank noted, once; not of optimizers that are gone."""
+    if not _noted:
+        return ""
+    sketches: dict[str, tuple[float, float]] = {}
+    steps: Counter[str] = Counter()
+    for noted in _noted:
+        which = f"{_SEPARATOR}{noted.parameters} {steps[noted.parameters]}"
+        steps[noted.parameters] += 1
+        if noted.optimizer() is not None:
+            sketches |= {name + which: x for name, x in noted.sketches.items()}
+    _noted.clear()
+    return json.dumps(sketches) if sketches else ""
+
+
+# Behind a name: which of several optimizers, by what they hold. Ranks may have made
+# others besides.
+_SEPARATOR = "|"
+
+
+def _parameters_of(optimizer: Optimizer) -> str:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    text = " ".join(f"{p.dtype}{list(p.shape)}" for p in parameters)
+    return f"{type(optimizer).__name__} {zlib.crc32(text.encode()):x}"
+
+
+def compare(words: Sequence[str]) -> None:
+    """Raise GradientError, on all ranks, if gradients that several noted differ."""
+    noted = [json.loads(text) if text else {} for text in words]
+    names = dict.fromkeys(name for each in noted for name in each)
+    wrong = [name for name in names if _differ([x[name] for x in noted if name in x])]
+    if wrong:
+        raise GradientError(
+            f"gradients of {_listed(wrong)} differed between ranks at an optimizer's "
+            "step: with FXPAR_INPUTS=local each rank has those of its own part of the "
+            "batch, of code that is not compiled",
+            fix=FIX,
+        )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return listed(dict.fromkeys(key.split(_SEPARATOR)[0] for key in keys))
+
+
+def _differ(sketches: Sequence[tuple[float, float]]) -> bool:
+    """Whether gradients with these norms and projections are not equal."""
+    largest = max(norm for norm, _ in sketches)
+    if not math.isfinite(largest):
+        return False  # a scaler skips such a step
+    return any(
+        max(values) - min(values) > ALLOWED * largest
+        for values in zip(*sketches, strict=True)
+    )

@@ -1,0 +1,300 @@
+"""This process among the ranks: the process group, the mesh, groups along its axes.
+
+An existing process group is used as it is; without one, torchrun's environment starts
+one. Groups along mesh axes are made when first asked for. Making one needs every rank,
+so ranks must ask in the same order, as they do while they bind the same graph.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import math
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpar import _torch
+from fxpar.config import Options
+from fxpar.errors import DeviceError, FxparError, MeshError
+from fxpar.runtime.ranks import consensus
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import with_planned_axis
+from fxpar.sharding.search.mesh_candidates import read_auto
+from fxpar.sharding.spec import Spec
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Seconds in which gloo's threads let go of the tensors of their last collective. One
+# that still holds a tensor when Python ends aborts the process.
+SETTLE = 0.05
+
+
+@dataclass
+class _Life:
+    """What was made from one default process group, and ends with it."""
+
+    group: weakref.ref[Any]
+    names: dict[Any, str] = field(default_factory=dict)
+    device_meshes: dict[Any, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None  # that FXPAR_MESH=auto means from now on
+    devices_checked: bool = False
+    graphs: Iterator[int] = field(default_factory=itertools.count)
+
+
+_lives: list[_Life] = []  # the current one, if any
+
+
+def _life() -> _Life:
+    """That of the process group there is now. An ended one's names mean nothing."""
+    world = _torch.distributed.default_group()
+    assert world is not None, "there is no process group"
+    if not _lives or _lives[0].group() is not world:
+        _torch.distributed.forget_meshes()
+        _lives[:] = [_Life(weakref.ref(world))]
+    return _lives[0]
+
+
+_alone = itertools.count()  # graphs compiled without a process group
+
+
+def next_graph() -> int:
+    """Number of a graph; ranks that run the same program count alike. A new process
+    group counts from 0: its ranks may have been others of the one before, or none."""
+    return next(
+        _alone if _torch.distributed.default_group() is None else _life().graphs
+    )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's rank in the mesh, and the process groups of its axes. ``open``:
+    the mesh is to be chosen; until then it is one axis over all ranks."""
+
+    mesh: Mesh
+    rank: int
+    open: bool = False
+
+    def group(self, axes: Sequence[str]) -> str:
+        """Name of this rank's process group along ``axes``."""
+        return group_of(self.mesh, axes)
+
+    def dtensor(self, local: torch.Tensor, spec: Spec) -> Any:
+        """The global value, as a DTensor, of which ``local`` is this rank's part."""
+        from torch.distributed.tensor import DTensor
+
+        # A part of an axis is a dim of its own of the DeviceMesh.
+        mesh = self.mesh.refined(spec.joined(self.mesh).axes)
+        return DTensor.from_local(
+            local,
+            device_mesh_of(mesh, local.device.type),
+            spec.joined(mesh).to_placements(mesh),
+            run_check=False,
+        )
+
+
+def join(options: Options) -> Ranks:
+    """Take this process's place in the mesh, starting a process group if need be.
+
+    Raises MeshError if mesh and processes do not fit, FxparError if torchrun's
+    environment is incomplete.
+    """
+    size = ensure_process_group(options.mesh)
+    mesh = resolve_mesh(options, size)
+    chooses = read_auto(options.mesh) is not None
+    if chooses and size > 1 and (chosen := _life().mesh) is not None:
+        return Ranks(chosen, dist.get_rank())
+    if options.mesh is not None and hasattr(options.mesh, "mesh_dim_names"):
+        _life().device_meshes[mesh.axes, options.mesh.device_type] = options.mesh
+    return Ranks(mesh, dist.get_rank() if size > 1 else 0, chooses)
+
+
+def settle(ranks: Ranks, mesh: Mesh) -> Ranks:
+    """The ranks on the mesh that a plan chose. ``FXPAR_MESH=auto`` means that mesh from
+    now on: what is compiled later shares its groups and its parameters."""
+    mesh = Mesh(mesh.unrefined.axes)
+    if ranks.mesh.size > 1:
+        life = _life()
+        life.mesh = life.mesh or mesh
+    return replace(ranks, mesh=mesh, open=False)
+
+
+def ensure_process_group(mesh: Any = None) -> int:
+    """The number of ranks; starts a process group from torchrun's environment if there
+    is none. One process without that environment is one rank, and needs no group.
+
+    ``mesh`` is compared with the environment before anything waits for other processes.
+    Raises MeshError if they differ, FxparError if the environment is incomplete.
+    """
+    group = _torch.distributed.default_group()
+    if group is None:
+        if not launched(os.environ):
+            return 1
+        resolve_mesh(Options(mesh=mesh), int(os.environ["WORLD_SIZE"]))
+        _start()
+        atexit.register(_end)
+    else:
+        _settle_at_exit()
+    return dist.get_world_size()
+
+
+def launched(environ: Mapping[str, str]) -> bool:
+    """Whether the environment is torchrun's. Raises FxparError if only a part is."""
+    unset = [name for name in ENVIRONMENT if not environ.get(name)]
+    if unset and int(environ.get("WORLD_SIZE") or 1) > 1:
+        raise FxparError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {', '.join(unset)} not set",
+            fix="start with torchrun, or call torch.distributed.init_process_group",
+        )
+    return not unset
+
+
+def _start() -> None:
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+            torch.cuda.set_device(local)
+    dist.init_process_group(backend)
+
+
+def _end() -> None:
+    """Leave without waiting for other ranks, which may have failed."""
+    _lives.clear()
+    if _torch.distributed.default_group() is not None:
+        dist.destroy_process_group()
+        time.sleep(SETTLE)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """As ``_end`` for a process group that is the user's to end."""
+    atexit.register(time.sleep, SETTLE)
+
+
+def resolve_mesh(options: Options, world_size: int) -> Mesh:
+    """The mesh that was asked for, by default one axis dp over all ranks, as while it
+    is to be chosen.
+
+    Raises MeshError if it cannot be read or has another number of ranks.
+    """
+    requested, auto = options.mesh, read_auto(options.mesh)
+    if requested is None:
+        return Mesh((("dp", world_size),))
+    if auto:
+        mesh = Mesh((("dp", auto.ranks or world_size),))
+    elif hasattr(requested, "mesh_dim_names"):
+        mesh = Mesh.from_device_mesh(requested)
+    else:
+        mesh = with_planned_axis(Mesh.parse(requested))
+    if mesh.size != world_size:
+        runs = "1 process runs" if world_size == 1 else f"{world_size} processes run"
+        raise MeshError(
+            f"mesh {requested if auto else mesh} has {mesh.size} ranks, but {runs}",
+            fix=f"start {mesh.size} processes (on one host: torchrun --nproc-per-node "
+            f"{mesh.size}), or choose a mesh of {world_size}, as FXPAR_MESH=dp="
+            f"{world_size}",
+        )
+    return mesh
+
+
+def group_of(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Name of the process group of this rank along ``axes``, in mesh order: the same
+    on all ranks, so that programs that name it are.
+
+    All ranks must call this, in the same order. Raises MeshError on an unknown axis.
+    """
+    count = mesh.count(axes)
+    world = _torch.distributed.default_group()
+    assert world is not None, "a group needs a process group"
+    if count == world.size():
+        return world.group_name
+    names = _life().names
+    several = mesh.ordered([a for a in axes if mesh.axis_size(a) > 1])
+    mesh = mesh.unrefined
+    key = mesh.axes, mesh.joined(several)
+    if key not in names:
+        for members in mesh.groups(key[1]):
+            group = dist.new_group(
+                list(members),
+                timeout=_torch.distributed.group_timeout(world),
+                group_desc=f"fxpar:{'+'.join(key[1])}",
+            )
+            if world.rank() in members:
+                names[key] = f"{mesh}/{'+'.join(key[1])}"
+                _torch.distributed.also_named(group.group_name, names[key])
+    return names[key]
+
+
+def bandwidth_of(mesh: Mesh, group: str) -> float:
+    """Bytes/s that a rank sends in one of the groups made here, at the least."""
+    axes = next(
+        (key[1] for key, name in _life().names.items() if name == group), mesh.names
+    )
+    links = [(mesh.link(a), mesh.axis_size(a)) for a in axes if mesh.has(a)]
+    near = [
+        link.inner.bandwidth if link.inner and size <= link.inside else link.bandwidth
+        for link, size in links
+        if size > 1
+    ]
+    return min(near, default=math.inf)
+
+
+def device_mesh_of(mesh: Mesh, device_type: str) -> Any:
+    """The DeviceMesh with the axes of ``mesh``: the user's own, or one made once."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    meshes = _life().device_meshes
+    key = mesh.axes, device_type
+    if key not in meshes:
+        meshes[key] = init_device_mesh(
+            device_type,
+            tuple(size for _, size in mesh.axes),
+            mesh_dim_names=mesh.names,
+        )
+    return meshes[key]
+
+
+def check_devices(device: torch.device) -> None:
+    """Compare, once, the CUDA devices of all ranks; NCCL needs one for each rank.
+
+    Raises DeviceError if ranks share one, RankMismatchError if a rank does not answer.
+    """
+    world = _torch.distributed.default_group()
+    if device.type != "cuda" or world is None or _life().devices_checked:
+        return
+    if world.size() == 1 or "cuda:nccl" not in dist.get_backend_config(world):
+        return
+    identity = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    texts = consensus.gather("devices", "\n".join(identity))
+    hosts, devices = zip(*(text.split("\n") for text in texts), strict=True)
+    check_sharing(hosts, devices)
+    _life().devices_checked = True
+
+
+def check_sharing(hosts: Sequence[str], devices: Sequence[str]) -> None:
+    """Raise DeviceError if ranks of one host use the same device.
+
+    ``hosts``, ``devices``: one entry per rank.
+    """
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, place in enumerate(zip(hosts, devices, strict=True)):
+        users.setdefault(place, []).append(rank)
+    for (host, device), ranks in users.items():
+        if len(ranks) > 1:
+            raise DeviceError(
+                f"ranks {', '.join(map(str, ranks))} on host {host} use one CUDA "
+                f"device ({device})",
+                fix="torchrun --virtual-local-rank gives each process a device of its "
+                'own; or call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) '
+                "before the model is made. With more ranks than devices, run on CPU",
+            )

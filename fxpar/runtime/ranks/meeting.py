@@ -1,0 +1,221 @@
+"""Ranks meet at every call of a compiled graph, before anything of it is launched.
+
+They speak without collectives, by keys in the store of the default process group.
+``current`` gives this rank's channel in the life of the process group there is now; it
+counts what all ranks do alike: rounds (``agree``), calls of compiled graphs (``meet``).
+
+Each writes a word to the store and reads those of all: so all know what each rank is
+about to run, on what sizes, and decide alike. A rank that fails before it can run
+writes that instead; for one that does not come, whoever waits for it writes so in its
+place, by one atomic message, so that it is told when it does come. Few ranks read the
+words of all; of many, rank 0 does and tells the others, so that the store handles a
+number of messages that grows with the ranks and not with their square.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fxpar import _torch, cache_files
+from fxpar.errors import RankMismatchError
+from fxpar.runtime.ranks import presence
+from fxpar.runtime.ranks.presence import Presence
+
+# Of one message; who waits longer than it should is told so by a key (``meet``).
+LONGEST = timedelta(days=7)
+
+
+@dataclass
+class Channel:
+    """The store as seen by one rank in one life of the default process group."""
+
+    store: Any
+    rank: int
+    size: int
+    prefix: str
+    presence: Presence
+    rounds: int = 0
+    calls: int = 0
+    heard: int = 0  # questions of waiting ranks before the last call
+    wrote: list[str] = field(default_factory=list)  # this rank's keys of the last call
+
+    def key(self, number: int, *parts: object) -> str:
+        return "/".join(map(str, (self.prefix, number, *parts)))
+
+    def has(self, *keys: str) -> bool:
+        return self.store.check(list(keys))
+
+    def read(self, key: str) -> str:
+        return self.store.get(key).decode()
+
+    def folders(self) -> list[str]:
+        """Which folder of files each rank sees."""
+        return [self.read(f"{self.prefix}/folder/{r}") for r in range(self.size)]
+
+
+_CHANNELS: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
+
+
+def current() -> Channel | None:
+    """None where there is nobody to speak with."""
+    group = _torch.distributed.default_group()
+    if group is None:
+        return None
+    channel = _CHANNELS.get(group)
+    if channel is None and group.size() > 1 and dist.get_backend() != "fake":
+        channel = _CHANNELS[group] = _open(group)
+    return channel
+
+
+def _open(group: Any) -> Channel:
+    store, rank, size = _torch.distributed.default_store(), group.rank(), group.size()
+    # A store may outlive a process group; its next life starts new keys.
+    prefix = f"fxpar/{store.add(f'fxpar/life/{rank}', 1)}"
+    beside = _torch.distributed.same_store(store)
+    presence = Presence(weakref.ref(group), beside, rank, size, prefix)
+    presence.start()
+    store.set(f"{prefix}/folder/{rank}", cache_files.folder_mark())
+    connection = _torch.distributed.same_store(store)
+    if connection is not store:
+        connection.set_timeout(LONGEST)
+    return Channel(connection, rank, size, prefix, presence)
+
+
+FAILED = "!"  # begins a word that says why a rank does not run
+DIRECT = 8  # ranks that each read the words of all
+
+ALONE = (
+    "take every call, with as many batches, on every rank; what one rank runs by "
+    "itself goes inside `with fxpar.alone():`, as `with fxpar.alone(): evaluate(model)`"
+)
+
+
+def meet(word: str, what: str) -> list[str]:
+    """What every rank wrote at this call, in order of ranks. ``what``: the call, for
+    those who wait.
+
+    Raises RankMismatchError, on all ranks, if one has failed or does not come.
+    """
+    channel = current()
+    if channel is None:
+        return [word]
+    keys = _next_keys(channel)
+    try:
+        return _words(channel, keys, word, what)
+    except dist.DistError as error:
+        raise RankMismatchError(
+            f"the store of the process group does not answer: {error}",
+            fix="the process that holds it, mostly rank 0, has ended: see its output",
+        ) from error
+
+
+def fail(message: str) -> None:
+    """In place of a call: tell the ranks that come to it that this one failed."""
+    channel = current()
+    if channel is None:
+        return
+    key = _next_keys(channel)[channel.rank]
+    what = f"rank {channel.rank} failed:\n{message}"
+    fix = "this rank only stopped with it: look at that rank's error"
+    text = _failure(what, fix)
+    channel.store.set(key, text)
+    if channel.rank == 0 and channel.size > DIRECT:
+        channel.store.compare_set(_verdict_key(channel), "", json.dumps([text]))
+
+
+def _next_keys(channel: Channel) -> list[str]:
+    channel.calls += 1
+    return [channel.key(channel.calls, "call", rank) for rank in range(channel.size)]
+
+
+def _verdict_key(channel: Channel) -> str:
+    """Of what rank 0 read, where it reads for all."""
+    return channel.key(channel.calls, "call", "verdict")
+
+
+def _failure(what: str, fix: str, where: str | None = None) -> str:
+    return FAILED + json.dumps([what, fix, where])
+
+
+def _words(channel: Channel, keys: Sequence[str], word: str, what: str) -> list[str]:
+    key, beside = keys[channel.rank], channel.presence
+    heard = beside.heard
+    if heard != channel.heard:
+        # Some rank waits for long, maybe for this one, and may have given up.
+        channel.heard = heard
+        channel.store.compare_set(key, "", word)
+    else:
+        channel.store.set(key, word)
+    watch = _Watch(channel, keys, what)
+    beside.watch = watch.look
+    with presence.waits(f"waits for others in {what}"):
+        words = _read(channel, keys)
+    beside.watch = None
+    beside.read += channel.wrote  # every rank came to the call behind it
+    channel.wrote = [key]
+    if channel.rank == 0 and channel.size > DIRECT:
+        channel.wrote.append(_verdict_key(channel))
+    for text in words:
+        if text.startswith(FAILED):
+            fact, fix, where = json.loads(text.removeprefix(FAILED))
+            raise RankMismatchError(fact, fix=fix, where=where)
+    return words
+
+
+def _read(channel: Channel, keys: Sequence[str]) -> list[str]:
+    """The words of all ranks; of many ranks, as rank 0 read them."""
+    store, many = channel.store, channel.size > DIRECT
+    if many and channel.rank:
+        agreed: list[str] = json.loads(store.get(_verdict_key(channel)).decode())
+        return agreed * (channel.size if len(agreed) == 1 else 1)
+    words = [raw.decode() for raw in store.multi_get(list(keys))]
+    if many:
+        agreed = words[:1] if len(set(words)) == 1 else words
+        store.compare_set(_verdict_key(channel), "", json.dumps(agreed))
+    return words
+
+
+class _Watch:
+    """Looked at beside a rank that waits: gives up for it when patience is over."""
+
+    def __init__(self, channel: Channel, keys: Sequence[str], what: str) -> None:
+        self.keys, self.rank, self.what = keys, channel.rank, what
+        self.verdict = _verdict_key(channel) if channel.size > DIRECT else None
+        self.presence = channel.presence
+        self.patience = presence.Patience(self.presence, presence.timeout())
+
+    def look(self) -> None:
+        """Called at every beat, by another thread than the one that waits."""
+        if not self.patience.is_over(self._missing):
+            return
+        missing = self._missing()
+        if not missing:
+            return
+        text = _failure(self._late(missing), ALONE, presence.user_line())
+        store = self.presence.store
+        for rank in missing:
+            if store.compare_set(self.keys[rank], "", text).decode() != text:
+                return  # it came meanwhile, or another rank said so
+        store.set(self.keys[self.rank], text)
+        if self.verdict is not None and 0 in missing:
+            store.compare_set(self.verdict, "", json.dumps([text]))
+
+    def _missing(self) -> list[int]:
+        check = self.presence.store.check
+        return [rank for rank, key in enumerate(self.keys) if not check([key])]
+
+    def _late(self, missing: Sequence[int]) -> str:
+        names = ", ".join(map(str, missing))
+        return (
+            f"rank{'s' if len(missing) > 1 else ''} {names} did not come to "
+            f"{self.what}, where rank {self.rank} waited "
+            f"{self.patience.seconds:.0f} s (FXPAR_TIMEOUT)"
+            f"{self.patience.tell(missing)}"
+        )

@@ -1,0 +1,1 @@
+"""Steps of the pipeline, and what they change."""

@@ -1,0 +1,340 @@
+"""local -> bound: one rank's coordinates in the local graph.
+
+In: the local graph, equal on all ranks. Out: the same nodes in a new graph in which
+``offset`` is a number, ``fxpar::permute`` one ``all_to_all_single``, and groups are
+those of this rank. Where not all ranks hold as much, sizes are numbers too, and fake
+values those of this rank. What can do without the number of an offset gets it when it
+runs, if that is asked for (``late``): then most bound graphs are equal on all ranks,
+too. Random ops that turned out whole become Inductor's own again, so that what is not
+sharded compiles as on one device; what is drawn comes from rank 0.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import _torch
+from fxpar.passes import custom_ops, size_nodes
+from fxpar.passes.builder import Builder, value_of
+from fxpar.passes.graph_bodies import all_nodes, bodies_of, body_of, bound_body
+from fxpar.passes.local import own_shard
+from fxpar.passes.local.local_custom_ops import op_by_op
+from fxpar.passes.local.local_op import resized
+from fxpar.passes.simulate.loop_steps import uncount_steps, unroll_scans
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.rules.table import tensors_of
+
+GroupOf = Callable[[tuple[str, ...]], str]
+
+# Key in a bound node's meta: whether it holds a number that other ranks have not.
+OF_RANK = "fxpar_of_rank"
+
+_ATEN = torch.ops.aten
+_C10D = torch.ops._c10d_functional
+_PAD = _ATEN.constant_pad_nd.default
+_PERMUTE = torch.ops.fxpar.permute.default
+_RESOLVED = _ATEN.resolve_conj.default
+_EXCHANGES = {_C10D.all_to_all_single.default, _PERMUTE}
+_SENDS = {
+    *_EXCHANGES,
+    _C10D.all_gather_into_tensor.default,
+    _C10D.all_reduce.default,
+    _C10D.reduce_scatter_tensor.default,
+}
+# Neither NCCL nor gloo sends these. Sums and products wrap alike once cut off again.
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+# gloo gathers and sums complex numbers, but does not exchange them.
+_REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def bind(
+    graph: fx.Graph,
+    mesh: Mesh,
+    rank: int,
+    group_of: GroupOf,
+    fake_mode: Any,
+    *,
+    inductor: bool,
+    late: bool = False,
+) -> fx.Graph:
+    """The bound graph of ``rank``. ``group_of``: axes -> name of the process group;
+    ``late``: its coordinates are looked up when it runs, where ops can."""
+    rank_graph = fx.Graph()
+    build = Builder(rank_graph, fake_mode, mesh)
+    bound: dict[fx.Node, Any] = {}
+    uneven = is_uneven(graph)
+    rank_dependent = set[fx.Node]()  # numbers that are not the same on all ranks
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
+        args = _with_group(args, group_of)
+        if node.target in custom_ops.PLACES:
+            at = custom_ops.place(node.target, value_of(node.args), rank)
+            bound[node] = size_nodes.as_nodes(rank_graph, at)
+            rank_dependent.add(node)
+            continue
+        depends_on_rank = not rank_dependent.isdisjoint(node.all_input_nodes)
+        if _is_size(node) and all(isinstance(x, int) for x in args):
+            bound[node] = node.target(*args)
+            rank_dependent.update([node] if depends_on_rank else [])
+            continue
+        wire_dtype = _sent_as(node, inductor)
+        if wire_dtype is not None and node.target is _C10D.wait_tensor.default:
+            with build.at(node):
+                bound[node] = _convert(build, build.wait(*args), node.meta["val"].dtype)
+            continue
+        if wire_dtype is not None:
+            with build.at(node):
+                args = (_convert(build, args[0], wire_dtype), *args[1:])
+        if node.target is _PERMUTE:
+            with build.at(node):
+                permuted = _permute(build, mesh, rank, node, *args)
+                bound[node] = (
+                    _convert(build, permuted, node.meta["val"].dtype)
+                    if wire_dtype
+                    else permuted
+                )
+            permuted.meta[OF_RANK] = True
+            continue
+        if wire_dtype is not None:
+            with build.at(node):
+                bound[node] = build.call(node.target, *args)
+            continue
+        late_op = _bound_late(build, node, args, kwargs) if late else None
+        if late_op is not None:
+            bound[node] = late_op
+            continue
+        target = node.target
+        if inductor and node.op == "call_function":
+            target, args = _as_inductor(node, args)
+        elif node.op == "call_function":
+            target = op_by_op(target)
+        if uneven and node.target is _PAD and not any(args[1]):
+            bound[node] = args[0]  # it holds what is to be had
+            continue
+        copy = rank_graph.create_node(node.op, target, args, kwargs, node.name)
+        copy.meta = dict(node.meta)
+        copy.meta[OF_RANK] = depends_on_rank or uneven
+        if uneven:
+            _restate(copy, node, bound, mesh, rank, fake_mode)
+        body = body_of(node)
+        if body is not None:
+            copy.meta["val"] = bound_body(body, rank)
+            places = (n.target in custom_ops.PLACES for n in all_nodes(body.graph))
+            copy.meta[OF_RANK] = any(places)
+        bound[node] = copy
+        if _draws(node):
+            with build.at(node):
+                bound[node] = _of_rank_0(build, copy, mesh, group_of)
+    if inductor:
+        unroll_scans(rank_graph, mesh, fake_mode)
+        uncount_steps(rank_graph, fake_mode)
+    rank_graph.lint()
+    return rank_graph
+
+
+def sized(graph: fx.Graph, mesh: Mesh, rank: int, fake_mode: Any) -> fx.Graph:
+    """The local graph with numbers and fake values of one rank, and all else as it is:
+    what a simulation of that rank reads."""
+    rank_graph, bound = fx.Graph(), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        if node.target in custom_ops.PLACES:
+            at = custom_ops.place(node.target, value_of(node.args), rank)
+            bound[node] = size_nodes.as_nodes(rank_graph, at)
+            continue
+        args = fx.node.map_arg(node.args, bound.__getitem__)
+        if _is_size(node) and all(isinstance(x, int) for x in args):
+            bound[node] = node.target(*args)
+            continue
+        copy = bound[node] = rank_graph.node_copy(node, bound.__getitem__)
+        copy.meta = dict(node.meta)
+        _restate(copy, node, bound, mesh, rank, fake_mode)
+    return rank_graph
+
+
+def is_of_all(bound: fx.Graph) -> bool:
+    """Whether a bound graph is that of every rank, as it stands."""
+    return not any(node.meta.get(OF_RANK) for node in bound.nodes)
+
+
+def is_uneven(graph: fx.Graph) -> bool:
+    """Whether not all ranks hold as much of each value of a local graph."""
+    return any(
+        node.target in custom_ops.SIZES or "fxpar_global_shape" in node.meta
+        for node in graph.nodes
+    )
+
+
+def _restate(
+    copy: fx.Node,
+    node: fx.Node,
+    bound: dict[fx.Node, Any],
+    mesh: Mesh,
+    rank: int,
+    fake_mode: Any,
+) -> None:
+    """Give a node the fake value that it has on this rank: in a local graph that is the
+    one of the largest shard. ``bound``: the bound form of each node before it."""
+    if "fxpar_global_shape" in node.meta:
+        shape = node.meta["fxpar_global_shape"]
+        shape = node.meta["fxpar_spec"].rank_shape(mesh, shape, rank)
+        copy.meta["val"] = resized(node.meta["val"], shape, fake_mode)
+    if node.op != "call_function" or bodies_of(node):
+        return
+    if all(_is_alike(read, bound[read]) for read in node.all_input_nodes):
+        return
+    bound_args = fx.node.map_arg((node.args, node.kwargs), bound.__getitem__)
+    args, kwargs = value_of(bound_args)
+    with fake_mode:
+        copy.meta["val"] = node.target(*args, **kwargs)
+    copy.meta.pop("tensor_meta", None)
+
+
+def _is_alike(node: fx.Node, bound: Any) -> bool:
+    """Whether a value is as large on this rank as in the local graph."""
+    if not isinstance(bound, fx.Node):
+        return not (node.target in custom_ops.SIZES or _is_size(node))
+    pairs = zip(
+        tensors_of(node.meta.get("val")), tensors_of(bound.meta.get("val")), strict=True
+    )
+    return all(a is b or a.shape == b.shape for a, b in pairs)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node computes a size of other sizes."""
+    return isinstance(node.target, BuiltinFunctionType | type) and (
+        isinstance(node.meta.get("val"), int) and node.target is not operator.getitem
+    )
+
+
+def _bound_late(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """A node with offsets that are looked up when it runs; None if it reads none, or
+    takes numbers alone."""
+    if all(x.target is not custom_ops.offset for x in node.all_input_nodes):
+        return None
+    with build.at(node):
+        return own_shard.bind_late(build, node, args, kwargs)
+
+
+def _with_group(args: Any, group_of: GroupOf) -> Any:
+    """Arguments with symbolic group names replaced."""
+    return tuple(
+        group_of(custom_ops.group_axes(a))
+        if isinstance(a, str) and a.startswith(custom_ops.GROUP_PREFIX)
+        else a
+        for a in args
+    )
+
+
+def _sent_as(node: fx.Node, inductor: bool) -> torch.dtype | None:
+    """As what a collective sends its operand, if not as it is; asked of a wait too,
+    which then gives it back as what it was. Values are converted, not their bits:
+    kernels may load narrow floats as wider ones."""
+    launch = node.args[0] if node.target is _C10D.wait_tensor.default else node
+    if launch.target not in _SENDS:
+        return None
+    value = launch.args[0].meta["val"]
+    dtype = value.dtype
+    if dtype is torch.bool and launch.target is _C10D.all_gather_into_tensor.default:
+        # Inductor (2.13) takes the group size for an operand that promotes to int64.
+        return torch.uint8 if inductor else None
+    if dtype.is_complex and launch.target in _EXCHANGES:
+        return _REAL_OF[dtype] if value.device.type == "cpu" else None
+    wider = _WIDER.get(dtype)
+    return wider if wider is not None else _on_gloo(value)
+
+
+def _on_gloo(value: torch.Tensor) -> torch.dtype | None:
+    """NCCL moves narrow floats as bytes, gloo not at all."""
+    narrow = value.dtype.is_floating_point and value.dtype.itemsize == 1
+    return torch.float16 if narrow and value.device.type == "cpu" else None
+
+
+def _convert(build: Builder, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``x`` as ``dtype``; complex numbers as pairs of real ones, and pairs as these."""
+    have = x.meta["val"].dtype
+    if have.is_complex and not dtype.is_complex:
+        return build.call(_ATEN.view_as_real.default, build.call(_RESOLVED, x))
+    if dtype.is_complex and not have.is_complex:
+        return build.call(_ATEN.view_as_complex.default, x)
+    return build.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+def _permute(
+    build: Builder,
+    mesh: Mesh,
+    rank: int,
+    node: fx.Node,
+    x: fx.Node,
+    sources: list[int],
+    group: str,
+) -> fx.Node:
+    """Member i receives from ``sources[i]``: an all-to-all of one piece a rank."""
+    members = mesh.group(rank, custom_ops.group_axes(node.args[2]))
+    me = members.index(rank)
+    shape = list(x.meta["val"].shape)
+    flat = build.call(_ATEN.reshape.default, x, [-1])
+    n = flat.meta["val"].shape[0]
+    receive = [n if i == sources[me] else 0 for i in range(len(members))]
+    send = [n if source == me else 0 for source in sources]
+    received = build.call(_C10D.all_to_all_single.default, flat, receive, send, group)
+    return build.call(_ATEN.view.default, build.wait(received), shape)
+
+
+def _as_inductor(node: fx.Node, args: Any) -> tuple[Any, Any]:
+    """Inductor's own op, where the whole tensor is drawn as Inductor would.
+
+    Not so on CUDA: there Inductor's numbers depend on how it tiles a kernel, ours count
+    by global index alone.
+    """
+    target, value = node.target, node.meta.get("val")
+    if target is torch.ops.fxpar.seeds.default:
+        return _torch.inductor.inductor_seeds(), args
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return target, args
+    if target is torch.ops.fxpar.random.default:
+        size, seed, mode, whole, _ = args
+        if list(size) == list(whole):
+            return _torch.inductor.inductor_random(), (size, seed, mode)
+    elif target is torch.ops.fxpar.randint.default:
+        low, high, size, seed, whole, _ = args
+        if list(size) == list(whole):
+            return _torch.inductor.inductor_randint(), (low, high, size, seed)
+    return target, args
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws from the generator of a rank: seeds, or numbers that depend
+    on what was drawn before them, which every rank draws whole."""
+    target, value = node.target, node.meta.get("val")
+    if target is torch.ops.fxpar.seeds.default:
+        return True
+    return (
+        isinstance(target, _torch.inductor.OpOverload)
+        and target.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded in target.tags
+        and isinstance(value, torch.Tensor)
+    )
+
+
+def _of_rank_0(build: Builder, draw: fx.Node, mesh: Mesh, group_of: GroupOf) -> Any:
+    """What rank 0 drew for all: generators of ranks may have drifted apart (a data
+    loader that augments, a print of a random number), masks may not."""
+    if mesh.size == 1:
+        return draw
+    group = group_of(mesh.names)
+    dtype = draw.meta["val"].dtype
+    wire_dtype = _WIDER.get(dtype)
+    x = draw if wire_dtype is None else _convert(build, draw, wire_dtype)
+    broadcast = build.wait(build.call(_C10D.broadcast.default, x, 0, group))
+    return broadcast if wire_dtype is None else _convert(build, broadcast, dtype)

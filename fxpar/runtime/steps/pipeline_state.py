@@ -1,0 +1,136 @@
+"""What steps of the pipeline change: the program, one rank of it, one phase of that.
+
+In: what the caller asks. Each step of ``fxpar.pipeline`` gets such a state with its
+graph as the step before left it, and changes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxpar.fusion.schedule import Schedule
+from fxpar.passes.builder import Builder
+from fxpar.passes.order.order_collectives import PhaseGraph
+from fxpar.passes.writes_as_results import Write
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.sharding.decide import Decision
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.pipeline_axis import PipelineStage
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import Program
+from fxpar.sharding.spec import Spec
+
+
+@dataclass(kw_only=True)
+class PipelineState:
+    """What steps change."""
+
+    # As the last step left it.
+    graph: fx.Graph
+    request: Request
+    # So many stages were dumped.
+    shown: int = 0
+    # Of each step, by its name.
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Where stages are dumped, and what logs begin with."""
+        return self.request.label
+
+    @property
+    def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        """Of the tensors that nodes make, once they are decided."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class JointState(PipelineState):
+    """The program while it is planned."""
+
+    fake_mode: Any
+    # The one-device graph.
+    normalized: fx.Graph
+    # Whether sizes are symbols in it.
+    open: bool = False
+    program: Program = field(init=False)
+    # Rows of the batch, 0 if they are not known.
+    rows: int = 0
+    # Axes of unlike ranks whose shares a search may choose.
+    open_shares: tuple[str, ...] = ()
+    # A plan to apply again: that of the request, or one from disk.
+    recalled: Plan | None = None
+    # Of these that whose schedule stands, too, where one would be chosen.
+    plan_with_schedule: Plan | None = None
+    # Of the plan on disk.
+    key: str = ""
+    decision: Decision | None = None
+    # The local graph before its schedule, if the request is to be tuned.
+    unscheduled: fx.Graph | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    # What came near to be the schedule, and others that were simulated.
+    near: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    # Of a program that is cut into them.
+    stages: tuple[PipelineStage, ...] = ()
+    plan: Plan = field(init=False)
+
+    @property
+    def specs(self) -> Mapping[fx.Node, Sequence[Spec]]:
+        program, specs = self.decided.program, defaultdict[fx.Node, list[Spec]](list)
+        for (node, _), value in sorted(
+            program.value_of.items(), key=lambda made: made[0][1]
+        ):
+            specs[node].append(self.decided.settled[value])
+        return specs
+
+    @property
+    def decided(self) -> Decision:
+        assert self.decision is not None, "the step plan comes first"
+        return self.decision
+
+    @property
+    def rewriter(self) -> Builder:
+        return Builder(self.graph, self.fake_mode)
+
+
+@dataclass(kw_only=True)
+class RankState(PipelineState):
+    """The local graph while one rank is put into it."""
+
+    fake_mode: Any
+    ranks: Ranks
+    # The graph goes to Inductor.
+    inductor: bool
+    # Its coordinates are looked up when it runs.
+    late: bool
+    # The last results, which are written to inputs.
+    writes: tuple[Write, ...]
+    # Positions of the inputs whose written values are copied.
+    copied: list[int]
+
+
+@dataclass(kw_only=True)
+class PhaseState(PipelineState):
+    """A forward or a backward while its communication is ordered."""
+
+    phase: PhaseGraph
+    # "forward" or "backward".
+    which: str
+    # None where nothing was planned: no regions are fused.
+    mesh: Mesh | None
+    # The graph goes to Inductor.
+    inductor: bool = False
+    # What runs as generated kernels.
+    regions: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.request.label}/{self.which}"

@@ -1,0 +1,374 @@
+"""Steps of the pipeline from the traced graph to its plan, and the plan as data.
+
+In: a ``JointState``. Out: the same state, its graph normalized, a decision in it, and
+at the end the ``Plan``. Every rank does the same but in ``look_up_plan`` and
+``keep_plan``, which know a disk. The order is ``fxpar.pipeline``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from fxpar.errors import FxparWarning, PlanError, compose
+from fxpar.passes import graph_bodies, size_nodes
+from fxpar.passes.experts.dispatch_ops import room_of
+from fxpar.passes.experts.normalize_experts import ExpertWays, experts_in_place
+from fxpar.passes.normalize import normalize_ops as normalize
+from fxpar.passes.normalize.body_seeds import refuse_draws
+from fxpar.passes.normalize.keep_batch_apart import keep_batch_apart
+from fxpar.passes.order.forward_backward import as_run
+from fxpar.passes.regions import manual_regions
+from fxpar.passes.regions.region_ops import EDGES
+from fxpar.passes.simulate.loop_steps import count_steps
+from fxpar.passes.simulate.peak_memory import by_kind
+from fxpar.passes.simulate.step_collectives import facts_of as facts_of_step
+from fxpar.passes.stages.program_at_place import program_at
+from fxpar.runtime.caches import plan_store
+from fxpar.runtime.stage_times import PLAN, SEARCH, stage
+from fxpar.runtime.steps.pipeline_state import JointState
+from fxpar.runtime.steps.stage_steps import on_whole_mesh, parts_of
+from fxpar.sharding import plan_facts, shard_sizes
+from fxpar.sharding.choose_mesh import balanced, decide_on
+from fxpar.sharding.choose_stages import choose_with_stages, decide_in_stages
+from fxpar.sharding.cost.collectives import along
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import UNNAMED
+from fxpar.sharding.mesh import Mesh
+from fxpar.sharding.plan import Plan
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import OPEN, Program
+from fxpar.sharding.propagate.conventions import batch_axes, sequence_axes
+from fxpar.sharding.read_program import read
+from fxpar.sharding.recall_plan import recall
+from fxpar.sharding.refine_mesh import by_speed, refine
+from fxpar.sharding.reshard.all_pairs import MOST
+from fxpar.sharding.rules.unknown_ops import report_unknown
+from fxpar.sharding.search.run_search import SearchOptions, has_too_many_axes
+
+log = logging.getLogger("fxpar")
+
+
+def share_by_speed(state: JointState) -> None:
+    """Unlike ranks get shares of what the batch axes split."""
+    if state.request.meshes:
+        return
+    regions = any(n.target in EDGES for n in state.graph.nodes)
+    state.rows = 0 if state.open else _first_rows(state)
+    mesh, state.open_shares = by_speed(state.request, state.rows, regions=regions)
+    state.request = state.request.on(mesh)
+
+
+def _first_rows(state: JointState) -> int:
+    """Rows of dim 0 of the first plain input that has some: the batch's."""
+    nodes = state.graph.find_nodes(op="placeholder")
+    for node, declared in zip(nodes, state.request.signature.inputs, strict=True):
+        value = node.meta.get("val")
+        if declared.kind == "input" and isinstance(value, torch.Tensor) and value.dim():
+            return int(value.shape[0])
+    return 0
+
+
+def absorb_regions(state: JointState) -> None:
+    """Manual regions are checked, their collectives named."""
+    request = state.request
+    if state.open and any(n.target in EDGES for n in state.graph.nodes):
+        raise PlanError("the sizes in manual regions are known")
+    manual_regions.absorb_regions(
+        state.graph,
+        state.fake_mode,
+        request.mesh,
+        bodies=request.bodies,
+        is_open=bool(request.meshes),
+    )
+
+
+def show_bodies(state: JointState) -> None:
+    graph_bodies.show_bodies(state.graph, state.graph.owning_module)
+    if state.open and any(map(graph_bodies.body_of, state.graph.nodes)):
+        raise PlanError("the sizes in branches and loops are known")
+
+
+def refuse_body_draws(state: JointState) -> None:
+    """Bodies draw what seeds say, which they take as operands."""
+    refuse_draws(state.graph)
+
+
+def count_loop_steps(state: JointState) -> None:
+    """Loops whose number of steps depends on data get a nominal one."""
+    count_steps(state.graph, state.fake_mode)
+
+
+def split_batch(state: JointState) -> None:
+    """A batch that its axes do not divide, or whose sequence is split, stays a dim of
+    its own."""
+    if state.open:  # they divide those that a plan may split
+        return
+    mesh = state.request.mesh
+    axes, along, unlike = batch_axes(mesh), sequence_axes(mesh), mesh.unlike
+
+    def splits(rows: int, behind: int) -> bool:
+        if along and rows > 1 and shard_sizes.may_split(behind, mesh, along):
+            return True
+        # Of unlike ranks a search may choose the shares.
+        even = shard_sizes.divides(rows, mesh, axes) and set(axes).isdisjoint(unlike)
+        return not even and shard_sizes.may_split(rows, mesh, axes)
+
+    keep_batch_apart(state.graph, state.rewriter, splits)
+
+
+def place_experts(state: JointState) -> None:
+    """Tokens sorted by expert are computed where they lie."""
+    mesh, notes = state.request.mesh, []
+    axes = state.request.expert_axes
+
+    def groups(experts: int) -> int:
+        count = mesh.count(axes)
+        if experts % count:
+            notes.append(
+                f"{experts} experts are not split over {'+'.join(axes)} ({count} "
+                "ranks): each rank has all of them"
+            )
+        return 1 if experts % count else count
+
+    room = state.request.expert_room or 0.0
+    sources = partial(_sources, state.request)
+    ways = ExpertWays(groups, room, sources)
+    notes += experts_in_place(state.graph, state.rewriter, ways)
+    state.notes += tuple(dict.fromkeys(notes))
+
+
+def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int) -> int:
+    """Parts of the rows that are sent to groups of experts by themselves, where that
+    takes less time than to gather the tokens, or is asked for; 0: these are gathered.
+    """
+    mesh, exchange, room = request.mesh, request.expert_exchange, request.expert_room
+    axes = request.expert_axes
+    parts = mesh.count(tuple(dict.fromkeys((*batch_axes(mesh), *axes))))
+    split = rows // copies % parts == 0 and not sequence_axes(mesh)
+    if not split or exchange == "gather" or (exchange == "auto" and room is None):
+        return 0
+    priced = (request.named_hardware or lookup(UNNAMED)).on(mesh)
+    part_bytes = rows // copies // parts * nbytes
+    slots = room_of(rows, groups, parts, room or 0.0) * groups * nbytes
+    gathered = along("all_gather", priced, axes).seconds(part_bytes)
+    gathered += along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
+    exchanged = 2 * along("all_to_all", priced, axes).seconds(slots)
+    return parts if exchange == "all_to_all" or exchanged < gathered else 0
+
+
+def drop_dead(state: JointState) -> None:
+    state.graph.eliminate_dead_code()
+    state.graph.lint()
+
+
+def look_up_plan(state: JointState) -> None:
+    """The plan of the request, or of the disk, if there is one."""
+    request = state.request = _searchable(state.request)
+    mode = request.mode
+    state.program = _program(state)
+    if not isinstance(mode, Plan) and not request.meshes:
+        request = _on(state, refine(state.program, request))
+        mode = request.mode
+    if isinstance(mode, Plan):
+        state.recalled = state.plan_with_schedule = mode.of_one_stage()
+    elif _is_kept(state):
+        assert isinstance(mode, SearchOptions)
+        state.key = plan_store.key_of(state.program, state.graph, request)
+        stored = plan_store.load(state.key, mode.seconds)
+        if stored is not None:
+            state.recalled, schedule_chosen = stored[0].of_one_stage(), stored[1]
+            state.plan_with_schedule = (
+                state.recalled if schedule_chosen and not request.tune else None
+            )
+            note = state.recalled.notes[-1]
+            log.info("a plan found before, nothing is searched: %s", note)
+    plan, meshes = state.recalled, request.meshes or (request.mesh,)
+    mesh_axes = [mesh.unrefined.axes for mesh in meshes]
+    if plan and not (request.meshes or plan.mesh.is_refined):
+        return
+    if (
+        isinstance(mode, Plan)
+        and request.meshes
+        and mode.mesh.unrefined.axes in mesh_axes
+    ):
+        _on(state, mode.mesh)  # with its stages
+    elif plan and plan.mesh.unrefined.axes in mesh_axes:
+        _on(state, plan.mesh)
+
+
+def _on(state: JointState, mesh: Mesh) -> Request:
+    """The request of the state, now for a mesh, where it was for another one."""
+    if mesh is not state.request.mesh:
+        state.request = _searchable(state.request.on(mesh))
+        signature = state.request.laid
+        state.program = replace(state.program, signature=signature)
+    return state.request
+
+
+def _is_kept(state: JointState) -> bool:
+    """Whether its plan is looked for on disk; where sizes are open, it is not."""
+    allowed = state.request.cached and plan_store.allowed() and not state.open
+    return allowed and isinstance(state.request.mode, SearchOptions)
+
+
+def _searchable(request: Request) -> Request:
+    """The request; to propagate, where its mesh has too many axes for a search."""
+    if not isinstance(request.mode, SearchOptions) or not has_too_many_axes(
+        request.mesh
+    ):
+        return request
+    what = f"a search takes at most {MOST} axes of more than one rank: the plan"
+    fix = "join axes of the mesh, or set FXPAR_PLAN=propagate"
+    text = compose(f"{what} for {request.mesh} is propagated", fix=fix)
+    warnings.warn(text, FxparWarning, stacklevel=2)
+    return replace(request, mode="propagate")
+
+
+def _program(state: JointState) -> Program:
+    """The program of the graph, where sizes are open at those it was traced with."""
+    graph = state.graph
+    if state.open:
+        graph = size_nodes.at_hints(graph, state.fake_mode)
+    return read(graph, state.request.laid)
+
+
+def expand_moments(state: JointState) -> None:
+    """Before a search all: it would not split what their rules keep whole. Else those
+    of which a first decision splits what must be whole."""
+    request, program = state.request, state.program
+    moments = normalize.moments_of(program)
+    if not moments or state.recalled or (request.meshes and not _searches(request)):
+        return
+    if not _searches(request):
+        state.decision = decide_on(program, request)
+        moments = normalize.split_moments(state.decision)
+    _expand(state, moments)
+
+
+def join_pool_gradients(state: JointState) -> None:
+    """Of pools whose rows or columns are split where nothing is searched, or hints say
+    so: a search does not begin with a form that only such a plan takes."""
+    request = state.request
+    nodes = normalize.pool_gradients_of(state.graph)
+    if not nodes or state.recalled or request.meshes:
+        return
+    first = decide_on(state.program, replace(request, mode="propagate"))
+    _join(state, normalize.split_pool_gradients(first))
+
+
+def _join(state: JointState, nodes: Sequence[fx.Node]) -> None:
+    if nodes:
+        normalize.join_pool_gradients(nodes, state.rewriter)
+        state.graph.eliminate_dead_code()
+        state.program = read(state.graph, state.request.laid)
+        state.decision = None
+
+
+def _searches(request: Request) -> bool:
+    return isinstance(request.mode, SearchOptions)
+
+
+def _expand(state: JointState, moments: Sequence[fx.Node]) -> None:
+    if moments:
+        moments = [node.meta.get(OPEN, node) for node in moments]
+        normalize.expand_moments(moments, state.rewriter)
+        state.graph.eliminate_dead_code()
+        state.program = _program(state)
+        state.decision = None
+
+
+def make_plan(state: JointState) -> None:
+    """Recall, search or propagate."""
+    request, plan = state.request, state.recalled
+    if plan is not None:
+        # Moments that the plan does not contain were expanded before it was made.
+        planned_names = {node.name for node in plan.nodes}
+        pools = normalize.pool_gradients_of(state.graph)
+        _join(state, [node for node in pools if node.name not in planned_names])
+        moments = normalize.moments_of(state.program)
+        _expand(state, [node for node in moments if node.name not in planned_names])
+        state.decision = recall(_program(state), request.mesh, plan)
+    elif request.meshes or state.decision is None:
+        with stage(SEARCH if _searches(request) else PLAN):
+            if request.meshes:
+                state.decision, state.request = choose_with_stages(
+                    state.program, request
+                )
+            else:
+                parts = parts_of(request)
+                state.decision = decide_in_stages(state.program, request, parts)
+            if state.open_shares and _searches(request):
+                open_ = state.open_shares
+                state.decision = balanced(state.decision, request, open_, state.rows)
+        if state.open_shares:
+            state.request = request.on(state.decision.mesh)
+        if request.meshes and state.request.pipeline is not None:
+            state.key = ""  # whoever looks for it asks for any mesh but these
+    mesh = state.decision.mesh
+    report_unknown(state.decision.program, mesh, request.strict)
+    state.decision = on_whole_mesh(state.decision, state.request.pipeline)
+
+
+def describe(state: JointState) -> None:
+    """The plan as data, facts of its step read off the graph."""
+    hardware, mesh = state.request.named_hardware, state.decided.mesh
+    if hardware is not None:
+        mesh = hardware.on(mesh)
+    collectives, reshards = facts_of_step(_at_hints(state))
+    memory, notes = _memory(state)
+    plan = plan_facts.describe(state.decided, collectives, reshards, memory, mesh)
+    state.plan = replace(
+        plan,
+        stages=state.stages,
+        schedule=str(state.schedule),
+        experts=state.request.experts_over or (),
+        bodies=state.request.bodies,
+        near=state.near,
+        notes=(*plan.notes, *state.notes, *notes),
+    )
+
+
+def _at_hints(state: JointState) -> fx.Graph:
+    """The graph, where sizes are open at those it was traced with."""
+    if not state.open:
+        return state.graph
+    return size_nodes.at_hints(state.graph, state.fake_mode)
+
+
+def _memory(state: JointState) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """What a rank holds at the peak, by kind; or a note that says why nobody knows."""
+    settings, disable = state.schedule.settings, state.request.disable
+    pipeline, peaks = state.request.pipeline, []
+    graphs = [_at_hints(state)]
+    if pipeline is not None:
+        graphs = [program_at(graphs[0], place) for place in range(pipeline.places)]
+    try:
+        for graph in graphs:
+            graph = as_run(graph, disable=disable, settings=settings)
+            peaks.append(by_kind(graph, state.decided.program.signature))
+        return max(peaks, key=lambda kinds: sum(n for _, n in kinds)), ()
+    except PlanError as error:  # of the user's own collectives
+        return (), (f"memory is not known: {error.what}",)
+
+
+def keep_plan(state: JointState) -> None:
+    """Leave a plan that was searched on disk."""
+    searched, mode = state.decided.search, state.request.mode
+    if state.key and searched is not None and isinstance(mode, SearchOptions):
+        request = state.request
+        schedule_chosen = (
+            request.schedule == "auto" and "schedule" not in request.disable
+        )
+        schedule_chosen = (
+            schedule_chosen and request.hardware is not None and not request.tune
+        )
+        plan_store.save(
+            state.key, state.plan, searched, mode.seconds, chosen=schedule_chosen
+        )

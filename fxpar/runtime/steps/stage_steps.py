@@ -1,0 +1,152 @@
+"""Steps of the pipeline for programs in stages: from a local graph to what a rank runs.
+
+In: a state whose request has a ``Pipeline``; nothing is changed where it has none. Out:
+the same state: its nodes know their stages; the graph of all stages, in the order of
+the schedule; of one rank what its place runs. Every rank does the same but in
+``take_place``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import PlanError, ScheduleError
+from fxpar.passes.builder import PART
+from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
+from fxpar.passes.order.bucket_collectives import phase_of
+from fxpar.passes.stages.assign_stages import StageCosts, assign_stages
+from fxpar.passes.stages.lay_out_stages import is_laid_out, lay_out_stages
+from fxpar.passes.stages.program_at_place import program_at
+from fxpar.runtime.steps.pipeline_state import JointState, RankState
+from fxpar.sharding import pipeline_schedule as schedules
+from fxpar.sharding.cost.hardware_table import lookup
+from fxpar.sharding.decide import UNNAMED, Decision
+from fxpar.sharding.hints import pinned_stages
+from fxpar.sharding.pipeline_axis import Pipeline
+from fxpar.sharding.plan_request import Request
+from fxpar.sharding.program import backward_of, user_line
+from fxpar.sharding.rest_over_stages import over_stages
+from fxpar.sharding.rules.op_facts import op_facts_of
+
+# Microbatches for each stage where nobody says how many.
+PARTS = 4
+
+
+def on_whole_mesh(decision: Decision, pipeline: Pipeline | None) -> Decision:
+    """What was decided for one stage, on the mesh of all."""
+    if pipeline is None:
+        return decision
+    ops = decision.program.ops
+    update = {op.index for op in ops if phase_of(op.node) == "update"}
+    return over_stages(decision, pipeline, update)
+
+
+def parts_of(request: Request) -> int:
+    """Microbatches to cut the batch into."""
+    if request.microbatches is not None:
+        return request.microbatches
+    return 1 if request.pipeline is None else PARTS * request.pipeline.places
+
+
+def find_stages(state: JointState) -> None:
+    """Each node gets its stage. Raises PlanError if there is nothing to cut, but for
+    one of the graphs that Dynamo may have cut a program into."""
+    request, decision = state.request, state.decided
+    if request.pipeline is None:
+        return
+    if state.open:
+        raise PlanError("stages are of sizes that are known")
+    if not decision.is_even:
+        raise PlanError(
+            "the program is cut into stages, and some shards of it are not alike",
+            fix="choose mesh sizes that divide the dims, or leave out the axis "
+            f"{request.pipeline.axis}",
+        )
+    _refuse_schedule(request)
+    hardware = request.hardware or lookup(UNNAMED)
+    priced = StageCosts(
+        hardware, hardware.on(decision.mesh), request.pipeline, parts_of(request)
+    )
+    places = schedules.stage_places(request.pipeline_order, request.pipeline.places)
+    inputs, axis = decision.program.signature.inputs, request.pipeline.axis
+    names = [x.name for x in inputs if x.kind in ("parameter", "input")]
+    pinned = pinned_stages(request.hints, names, axis, len(places))
+    try:
+        state.stages = assign_stages(
+            state.graph, decision.program, priced, places, pinned
+        )
+    except PlanError as error:
+        if request.rank is None or request.step:
+            raise
+        # One of several graphs, as Dynamo breaks a program: all ranks run it.
+        state.notes = (*state.notes, f"no stages: {error.what}")
+
+
+def _refuse_schedule(request: Request) -> None:
+    if request.schedule not in ("auto", "none"):
+        raise ScheduleError(
+            "a schedule of compute and collectives is for programs without stages",
+            fix="leave the schedule out, or the axis of stages",
+        )
+
+
+def order_stages(state: JointState) -> None:
+    """The graph of all stages, in the order of the schedule."""
+    request, pipeline = state.request, state.request.pipeline
+    if pipeline is None or not state.stages:
+        return
+    name = request.pipeline_order
+    parts = 1 + max((n.meta.get(PART, 0) for n in state.graph.nodes), default=0)
+    trains = bool(backward_of(state.graph))
+    rows = schedules.rows_of(name, pipeline.places, parts, trains=trains)
+    forward = [stage.forward_seconds for stage in state.stages]
+    backward = [stage.backward_seconds for stage in state.stages]
+    slots = schedules.timed(
+        rows, lambda action: schedules.seconds_of(action, forward, backward)
+    )
+    _refuse_writes(state.graph)
+    state.graph = lay_out_stages(
+        state.graph,
+        pipeline,
+        [stage.place for stage in state.stages],
+        [slot.action for slot in slots],
+        state.fake_mode,
+        state.decided.mesh,
+    )
+    wait = schedules.bubble(slots, pipeline.places)
+    text = f"{len(state.stages)} stages along {pipeline.axis}, {name}, {parts} "
+    text += f"microbatches: ranks wait {wait:.0%} of a step for one another"
+    state.notes = (*state.notes, text)
+
+
+def _refuse_writes(graph: fx.Graph) -> None:
+    """Raise PlanError for what is written to while something behind reads it."""
+    for node in graph.nodes:
+        if op_facts_of(node.target).mutates:
+            raise PlanError(
+                f"{node.name} writes to what the program reads again, and is cut into "
+                "stages",
+                where=user_line(node),
+                fix="write to it last, or leave out the axis of stages",
+            )
+
+
+def take_place(state: RankState) -> None:
+    """What runs at this rank's place along the pipeline axis. Groups are made before,
+    by all ranks in one order."""
+    pipeline: Any = state.request.pipeline
+    if pipeline is None or not is_laid_out(state.graph):
+        return
+    ranks = state.ranks
+    names = (
+        arg
+        for node in state.graph.nodes
+        for arg in node.args
+        if isinstance(arg, str) and arg.startswith(GROUP_PREFIX)
+    )
+    for name in dict.fromkeys(names):
+        ranks.group(group_axes(name))
+    ranks.group(ranks.mesh.names)
+    state.graph = program_at(state.graph, ranks.mesh.index(ranks.rank, [pipeline.axis]))

@@ -1,0 +1,232 @@
+"""``options={"tune": True}``: the schedules that come near, measured on the mesh.
+
+In: graphs of a step, one with the schedule that is predicted to be the fastest, others
+with those that come near. Out: the one whose steps were the fastest. Each is run as it
+would be compiled, forward and backward in one graph, on random inputs of the right
+shapes, in turns, so that drift of the machine meets all alike. A step
+takes as long as its slowest rank; all ranks see the same figures and choose alike. One
+that fails on a rank, for want of memory or whatever else, is left out on all of them.
+Nothing that the user owns is read or changed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import shorten
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fxpar import _torch
+from fxpar.errors import PlanError
+from fxpar.passes.graph_bodies import hold, module_of
+from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks.groups import Ranks
+from fxpar.runtime.steps.binding import bind
+
+# So many schedules are measured, the predicted best among them.
+MOST = 4
+
+# Rounds of one step each, after those that are not counted.
+ROUNDS, WARMUP = 7, 2
+
+# The predicted best stands unless another is faster by this share.
+LEAST = 0.01
+
+Step = Callable[[], Any]
+
+# By the number of a schedule: which rank failed with it, and why.
+Dropped = dict[int, str]
+
+
+def candidates(schedules: Sequence[str], name: str) -> list[str]:
+    """The schedules to measure, as rank 0 has them, the predicted best first. Raises
+    RankMismatchError if a rank does not come."""
+    mine = json.dumps(list(schedules)[:MOST])
+    return json.loads(consensus.gather(f"the schedules of {name}", mine)[0])
+
+
+def fastest(
+    schedules: Sequence[str],
+    graphs: Mapping[int, fx.Graph],
+    failed: Mapping[int, str],
+    ranks: Ranks,
+    root: torch.nn.Module,
+    fake_mode: Any,
+    *,
+    name: str,
+    inductor: bool,
+) -> tuple[int, list[str]]:
+    """Which schedule is the fastest, and what to note of all.
+
+    graphs: as they run with it, of each schedule that did not fail here. failed: why
+    others did. root: holds the graph's constants. name: of the graph, for errors.
+
+    One that a rank cannot make the code of, or run, is left out on all ranks, which the
+    notes say. Raises PlanError on all ranks if none is left, RankMismatchError if a
+    rank does not come.
+    """
+    inputs = made_up(next(iter(graphs.values()))) if graphs else []
+
+    def prepare(graph: fx.Graph) -> Step:
+        bound = bind(
+            graph, ranks.mesh, ranks.rank, ranks.group, fake_mode, inductor=inductor
+        )
+        bound.set_codegen(fx.graph.CodeGen())
+        module = module_of(root, bound)
+        hold(module, bound)
+        return runnable(module, inputs, inductor=inductor)
+
+    steps, dropped = _prepared(graphs, failed, prepare, name)
+    seconds, failures = measure(steps, name)
+    dropped |= failures
+    if not seconds:
+        raise PlanError(
+            f"no schedule of {name} could be measured: {dropped[min(dropped)]}",
+            fix="leave out tune, and see that rank's error",
+        )
+    best = _fastest(seconds)
+    notes = [
+        f"tune: schedule {i + 1} of {len(schedules)}, {shorten(schedules[i], 160)!r}, "
+        f"is left out: {why}"
+        for i, why in dropped.items()
+    ]
+    return best, [*notes, _said(seconds, best)]
+
+
+def _fastest(seconds: Mapping[int, float]) -> int:
+    """Of those in the order predicted the first, unless another is faster."""
+    best, predicted = min(seconds, key=seconds.__getitem__), min(seconds)
+    return best if seconds[best] <= (1 - LEAST) * seconds[predicted] else predicted
+
+
+NOTHING = (
+    "tune: nothing is measured, since there is one schedule alone: a given or saved "
+    "one, or no other comes near, or the hardware to choose by is unknown"
+)
+
+
+def _said(seconds: Mapping[int, float], best: int) -> str:
+    times = ", ".join(f"{each * 1e3:.4g}" for each in seconds.values())
+    return (
+        f"schedule: of {len(seconds)} measured, in the order predicted, number "
+        f"{list(seconds).index(best) + 1} is taken; they took {times} ms a step"
+    )
+
+
+def _prepared(
+    graphs: Mapping[int, fx.Graph],
+    failures: Mapping[int, str],
+    prepare: Callable[[fx.Graph], Step],
+    name: str,
+) -> tuple[dict[int, Step], Dropped]:
+    """What ``prepare`` gives for each schedule that all ranks have it for."""
+    steps, failed = dict[int, Step](), dict(failures)
+    for i, graph in graphs.items():
+        try:
+            steps[i] = prepare(graph)
+        except Exception as error:
+            failed[i] = text_of(error)
+    dropped = _dropped_on_any_rank(f"code of the schedules of {name}", failed)
+    return {i: step for i, step in steps.items() if i not in dropped}, dropped
+
+
+def _dropped_on_any_rank(tag: str, failed: Mapping[int, str]) -> Dropped:
+    """What failed on any rank, which every rank learns before it waits for others in a
+    collective."""
+    every = consensus.gather(tag, json.dumps(failed))
+    dropped = Dropped()
+    for rank, text in enumerate(every):
+        for i, why in json.loads(text).items():
+            dropped.setdefault(int(i), f"rank {rank} failed: {why}")
+    return dropped
+
+
+def text_of(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}"
+
+
+def runnable(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -> Step:
+    """A step of a bound graph."""
+    if not inductor:
+        return lambda: module(*inputs)
+    values = [n.meta.get("val") for n in module.graph.find_nodes(op="placeholder")]
+    compiled = _torch.inductor.compile_inner(module, values)
+    return lambda: compiled(list(inputs))
+
+
+def made_up(graph: fx.Graph) -> list[Any]:
+    """Values of the shapes and kinds of a graph's inputs."""
+    with _torch.aot.as_compiled():
+        return [
+            _random_like(n.meta.get("val")) for n in graph.find_nodes(op="placeholder")
+        ]
+
+
+def _random_like(value: Any) -> Any:
+    """Indices are 0, which is always one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride, device = tuple(value.shape), value.stride(), value.device
+    if not value.dtype.is_floating_point:
+        return torch.zeros(shape, dtype=value.dtype, device=device)
+    steps = zip(shape, stride, strict=True)
+    size = 1 + sum((n - 1) * s for n, s in steps) if value.numel() else 0
+    draws = torch.Generator(device).manual_seed(0)
+    # Not every dtype can be drawn in; not every input has memory of its own for each
+    # element.
+    numbers = torch.empty(size, dtype=torch.float32, device=device)
+    numbers.uniform_(-1, 1, generator=draws)
+    return numbers.to(value.dtype).as_strided(shape, stride)
+
+
+def measure(steps: Mapping[int, Step], name: str) -> tuple[dict[int, float], Dropped]:
+    """Seconds of each step: the median over rounds of the slowest rank's. Those that
+    fail on a rank are left out from then on.
+
+    A rank that fails while the others wait for it within a step is known to them when
+    the process group's timeout ends that wait.
+    """
+    times: dict[int, list[float]] = {i: [] for i in steps}
+    dropped = Dropped()
+    with _torch.aot.as_compiled(), torch.no_grad(), torch.random.fork_rng():
+        for turn in range(WARMUP + ROUNDS):
+            for i, step in steps.items():
+                if i in dropped:
+                    continue
+                failed = dict[int, str]()
+                try:
+                    took = _seconds(step)
+                except Exception as error:
+                    failed[i] = text_of(error)
+                dropped |= _dropped_on_any_rank(f"step {turn} of {name}", failed)
+                if turn >= WARMUP and i not in dropped:
+                    times[i].append(took)
+    times = {i: mine for i, mine in times.items() if i not in dropped}
+    every = [
+        json.loads(x) for x in consensus.gather(f"times of {name}", json.dumps(times))
+    ]
+    slowest = {
+        i: map(max, zip(*(rank[str(i)] for rank in every), strict=True)) for i in times
+    }
+    return {i: statistics.median(each) for i, each in slowest.items()}, dropped
+
+
+def _seconds(step: Step) -> float:
+    dist.barrier()
+    _synchronize()
+    start = time.perf_counter()
+    step()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -1,0 +1,92 @@
+"""``FXPAR_VERIFY``: check a local graph against its one-device graph before it runs.
+
+In: the graphs of the pipeline and the arguments of the first call. The local graph runs
+for all ranks in lockstep in this process, the one-device graph beside it; what ranks
+would hold of every output is put together and compared. Nothing is changed, nothing is
+communicated; every rank does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes.graph_bodies import module_of
+from fxpar.passes.simulate.lockstep import run_global, run_ranks
+from fxpar.passes.simulate.scatter_gather import gather, scatter
+from fxpar.sharding.decide import Decision
+
+
+def verify(
+    local: fx.Graph,
+    normalized: fx.Graph,
+    decision: Decision,
+    root: torch.nn.Module,
+    feeds: Sequence[Any],
+) -> None:
+    """Raise PlanError naming the first output of the ``local`` graph that differs from
+    the ``normalized`` one's. ``feeds``: one global value per graph input; ``root``
+    holds the graphs' constants."""
+    program, edges, mesh = decision.program, decision.edges, decision.mesh
+    parts = [
+        [x] * mesh.size if v is None else scatter(x, edges.specs[v], mesh)
+        for x, v in zip(feeds, program.inputs, strict=True)
+    ]
+    rank_module, whole = (_module(root, graph) for graph in (local, normalized))
+    with torch.no_grad(), torch.random.fork_rng():
+        state = torch.get_rng_state()
+        ranks = run_ranks(
+            rank_module,
+            mesh,
+            [_copies(part[r] for part in parts) for r in range(mesh.size)],
+        )
+        torch.set_rng_state(state)
+        want = run_global(whole, mesh, _copies(feeds))
+    for k, (spec, expected) in enumerate(zip(edges.outputs, want, strict=True)):
+        if spec is None or not isinstance(expected, torch.Tensor):
+            continue
+        name = program.signature.outputs[k].name
+        try:
+            actual = gather([outs[k] for outs in ranks], spec, mesh)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+        except AssertionError as error:
+            raise PlanError(
+                f"FXPAR_VERIFY: output {name} differs from one device: {error}",
+                fix="report it, with FXPAR_DUMP of this run; FXPAR_PLAN=replicate "
+                "avoids it",
+            ) from error
+
+
+def _module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph with flat arguments as a module."""
+    graph.set_codegen(fx.graph.CodeGen())
+    return module_of(root, graph)
+
+
+def _copies(values: Iterable[Any]) -> list[Any]:
+    """Graphs that write to their inputs may not see the user's own tensors."""
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in values]
+
+
+def feeds_of(
+    normalized: fx.Graph, args: Sequence[Any], places: Sequence[int | None]
+) -> list[Any]:
+    """Values for the inputs of a graph: the call's own arguments where they have the
+    global shape, ones elsewhere. ``places``: position of each input among ``args``."""
+    feeds: list[Any] = []
+    nodes = [n for n in normalized.nodes if n.op == "placeholder"]
+    for node, i in zip(nodes, places, strict=True):
+        value, argument = node.meta.get("val"), None if i is None else args[i]
+        if not isinstance(value, torch.Tensor):
+            feeds.append(argument)
+        elif argument is not None and argument.shape == value.shape:
+            feeds.append(argument.detach())
+        else:
+            feeds.append(
+                torch.ones(value.shape, dtype=value.dtype, device=value.device)
+            )
+    return feeds
