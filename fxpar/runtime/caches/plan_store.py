@@ -105,7 +105,7 @@ def _rules(program: Program) -> Iterator[str]:
 def own_version() -> str:
     """Digest of fxpar's source: what it finds may change with any of it."""
     digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
