@@ -313,3 +313,27 @@ def test_masks_are_those_of_global_inputs() -> None:
     parts = pool.run(masks_of_two_steps, "local")
     assert not torch.equal(whole[0], whole[1])
     assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def encoder_in_eval(padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's part of what torch's one-op encoder layers give, and what it should."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, padding = torch.randn(4, 6, 16), torch.zeros(4, 6, dtype=torch.bool)
+    padding[1:, 4:] = True
+    rank = torch.distributed.get_rank()
+    how = {"mesh": "dp=2", "codegen": "eager", "plan": "propagate", "inputs": "local"}
+    run = torch.compile(model, backend="fxpar", options=how)
+    with torch.no_grad():
+        masks = {"src_key_padding_mask": padding.chunk(2)[rank]} if padded else {}
+        whole = {"src_key_padding_mask": padding} if padded else {}
+        got = run(x.chunk(2)[rank], **masks)
+        return got, model(x, **whole).chunk(2)[rank]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_layers_in_eval(padded: bool) -> None:
+    for got, want in shared_pool(2).run(encoder_in_eval, padded):
+        torch.testing.assert_close(got, want)

@@ -361,6 +361,27 @@ def _attention_samples() -> None:
 _attention_samples()
 
 
+def _whole_layer_samples() -> None:
+    layer = aten._transformer_encoder_layer_fwd.default
+    heads = aten._native_multi_head_attention.default
+    x, linear = _f(4, 3, 8), (_f(24, 8), _f(24), _f(8, 8), _f(8))
+    norms, mlp = (_f(8), _f(8), _f(8), _f(8)), (_f(16, 8), _f(16), _f(8, 16), _f(8))
+    of_batch = torch.zeros(4, 3, dtype=torch.bool)
+    of_batch[:, 2] = True
+    of_queries = torch.ones(3, 3, dtype=torch.bool).triu(1)
+    for mask in ((None, None), (of_batch, 1), (of_queries, 0)):
+        for first in (False, True):
+            rest = (False, first, 1e-5, *norms, *mlp, *mask)
+            call = _s(x, 8, 2, *linear, *rest)
+            SAMPLES.setdefault(layer, []).append(call)
+        for average in (True, False):  # without weights, there is no second result
+            call = _s(x, x, x, 8, 2, *linear, mask[0], True, average, mask[1])
+            SAMPLES.setdefault(heads, []).append(call)
+
+
+_whole_layer_samples()
+
+
 def _fused_attention_samples() -> None:
     def m(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

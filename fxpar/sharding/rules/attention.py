@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fxpar.sharding.factors import Merge, Rule, parse_rule
+from fxpar.sharding.rules.row_builders import make
 from fxpar.sharding.rules.table import row, text
 
 aten = torch.ops.aten
@@ -385,6 +386,45 @@ def _plain(
     return words.rule(*words.inputs, *words.bias(mask), results=[words.out])
 
 
+# Whole layers of ``nn.Transformer`` in eval, weights included
+
+
+def _encoder_layer(
+    src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu,
+    norm_first, eps, norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2, up_weight,
+    up_bias, down_weight, down_bias, mask=None, mask_type=None,
+):  # fmt: skip
+    if src.dim() != 3:
+        return None
+    given = _given(
+        qkv_weight, qkv_bias, proj_weight, proj_bias, norm_weight_1, norm_bias_1,
+        norm_weight_2, norm_bias_2, up_weight, up_bias, down_weight, down_bias,
+    )  # fmt: skip
+    return make([_BATCHED, *given, *_mask_of_layer(mask, mask_type)], [_BATCHED])
+
+
+def _multi_head(
+    q, k, v, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias,
+    mask=None, need_weights=True, average_weights=True, mask_type=None,
+):  # fmt: skip
+    if q.dim() != 3:
+        return None
+    given = _given(qkv_weight, qkv_bias, proj_weight, proj_bias)
+    scores = _BATCHED if average_weights else [*_BATCHED, "_"]
+    operands = [*[_BATCHED] * 3, *given, *_mask_of_layer(mask, mask_type)]
+    return make(operands, [_BATCHED, scores if need_weights else ["_"]])
+
+
+_BATCHED = ["b", "_", "_"]
+
+
+def _mask_of_layer(mask: Maybe, mask_type: int | None) -> list[list[str]]:
+    """A mask of queries by keys, of type 0, or of the batch by more."""
+    if not isinstance(mask, torch.Tensor):
+        return []
+    return [_loose(mask) if mask_type == 0 else ["b", *_loose(mask)[1:]]]
+
+
 _FORMS = {
     "scaled_dot_product_attention": row(_plain),
     "_scaled_dot_product_attention_math": row(_math),
@@ -408,6 +448,8 @@ _FORMS = {
     "_scaled_dot_product_fused_attention_overrideable_backward": row(
         _overrideable_backward, linear="0"
     ),
+    "_transformer_encoder_layer_fwd": row(_encoder_layer),
+    "_native_multi_head_attention": row(_multi_head),
 }
 
 ROWS = {
