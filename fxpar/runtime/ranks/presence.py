@@ -209,7 +209,7 @@ class Patience:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parents[1])
+_OWN = str(Path(__file__).parents[2])
 _PYTHON = str(Path(contextlib.__file__).parent)
 
 
