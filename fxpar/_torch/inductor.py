@@ -154,6 +154,7 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
     writes the operand's buffer, and nothing reads the result."""
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
 
     class Wait(ir._WaitKernel):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -162,6 +163,8 @@ def lower_collective(launch: OpOverload, wait: OpOverload) -> None:
 
     @register_lowering(launch, type_promotion_kind=None)
     def lower_launch(x: Any, *args: Any) -> Any:
+        # Readers of the result would get a copy in that layout, taken before the wait.
+        V.graph.nodes_prefer_channels_last.discard(V.graph.current_node)
         x = ir.ExternKernel.require_contiguous(x)
         made: Any = ir._CollectiveKernel.create_out_of_place(launch, x, *args)
         return ir.TensorBox.create(made)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fxpar import _torch
+from fxpar.errors import ShardError
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.spec import Spec
@@ -243,6 +244,16 @@ def _(x, spec, mesh, reduce):
     return x.new_empty(lies.rank_shape(Mesh.parse(mesh), x.shape, rank))
 
 
+def refuse_sparse(gradient: torch.Tensor) -> None:
+    """Raise ShardError if the gradient of a parameter at rest is sparse."""
+    if gradient.layout is not torch.strided:
+        raise ShardError(
+            f"a sparse gradient of a parameter {list(gradient.shape)} that fxpar.shard "
+            "split",
+            fix="use sparse=False",
+        )
+
+
 def unreduced(spec: Spec, axes: Sequence[str]) -> Spec:
     """``spec`` of a gradient that is not reduced over ``axes`` yet."""
     dims = [tuple(a for a in dim if a not in axes) for dim in spec.dims]
@@ -250,6 +261,7 @@ def unreduced(spec: Spec, axes: Sequence[str]) -> Spec:
 
 
 def _to_global_backward(ctx, grad: torch.Tensor):
+    refuse_sparse(grad)
     grad = torch.ops.fxpar.to_local(grad, ctx.spec, ctx.mesh, ctx.reduce)
     return grad, None, None, None, None, None, None, None
 

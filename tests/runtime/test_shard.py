@@ -26,6 +26,7 @@ from fxpar.errors import (
     ShardError,
 )
 from fxpar.runtime.at_rest.shard import is_sharded
+from fxpar.runtime.at_rest.sharded_modules import HOME, Home
 from tests.helpers.spawn import shared_pool
 
 multiprocess = pytest.mark.multiprocess
@@ -121,6 +122,60 @@ def test_a_parameter_that_the_forward_writes() -> None:
     ]
     for error in (error for errors in runs for error in errors):
         assert isinstance(error, ShardError) and words in str(error), repr(error)
+
+
+def home_of_model(model: nn.Module) -> Home:
+    home: Home = model.__dict__[HOME]
+    return home
+
+
+def calls_that_write(local: bool) -> list[tuple[str, list[str]]]:
+    """What eager calls raise, in each mode of gradients, and what is left alone."""
+    seen = []
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        for layer, x in (
+            (Halves(8, 8), torch.ones(4, 8)),
+            (nn.Embedding(8, 4, max_norm=1.0), torch.arange(4)),
+        ):
+            model = fxpar.shard(nn.Sequential(layer), mesh="dp=2")
+            home_of_model(model).local = local
+            errors = []
+            for part in (model, model[0], model[0]):
+                try:
+                    with mode():
+                        part(x)
+                except ShardError as e:
+                    errors.append(str(e))
+            seen.append((type(layer).__name__, errors))
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        with mode():
+            fxpar.shard(nn.Sequential(spectral), mesh="dp=2")(torch.ones(4, 8))
+    return seen
+
+
+@multiprocess
+@pytest.mark.parametrize("local", [False, True])
+def test_a_parameter_that_an_eager_forward_writes(local: bool) -> None:
+    """At the end of the model's forward; of a part's, when it is called again."""
+    for seen in shared_pool(2).run(calls_that_write, local):
+        assert len(seen) == 6
+        for name, errors in seen:
+            assert len(errors) == 2, (name, errors)
+            for error in errors:
+                assert f"{name}.weight" in error and __file__ in error, error
+
+
+def sparse_gradient(local: bool) -> None:
+    model = fxpar.shard(nn.Embedding(8, 4, sparse=True), mesh="dp=2")
+    home_of_model(model).local = local
+    model(torch.arange(4)).sum().backward()
+
+
+@multiprocess
+@pytest.mark.parametrize("local", [False, True])
+def test_a_sparse_gradient(local: bool) -> None:
+    for error in shared_pool(2).errors(sparse_gradient, local):
+        assert isinstance(error, ShardError) and "sparse=False" in str(error)
 
 
 # What a sharded module is

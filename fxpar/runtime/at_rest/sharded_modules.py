@@ -9,11 +9,12 @@ lies; ``runtime.shard`` does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -26,7 +27,7 @@ from fxpar import _torch
 from fxpar.errors import ShardError
 from fxpar.passes.custom_ops import unreduced
 from fxpar.runtime.ranks import reduce_gradients as reduce
-from fxpar.runtime.ranks.presence import is_alone
+from fxpar.runtime.ranks.presence import is_alone, user_line
 from fxpar.sharding.spec import Spec
 
 HOME = "_fxpar_home"  # on adopted modules and their parameters: the model's Home
@@ -52,6 +53,8 @@ class Home:
     hooked: bool = False
     # Each rank feeds its own part of the batch. ``number`` stands for it in graphs.
     local: bool = False
+    # What eager code read last of each parameter, by id, until the forward ends.
+    reads: dict[int, EagerRead] = field(default_factory=dict)
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,31 @@ class Home:
     def __deepcopy__(self, _: Any) -> Home:
         """A copied model is one of its own."""
         return Home(self.mesh, self.batch, self.param_dtype, self.reduce_dtype)
+
+
+@dataclass(frozen=True)
+class EagerRead:
+    """That eager code read the global value of a parameter, which it must not write."""
+
+    # "Class.name" of the parameter, and the user's line.
+    parameter: str
+    line: str
+    # Counts the writes to the global value, and holds none of it.
+    counter: torch.Tensor
+    # As many there were when it was read.
+    writes: int
+
+    @staticmethod
+    def of(value: torch.Tensor, parameter: str) -> EagerRead:
+        counter = value.detach()  # shares the count of writes
+        counter.data = value.new_empty(0)
+        writes = _torch.objects.version_of(value)
+        return EagerRead(parameter, user_line(), counter, writes)
+
+    def refuse_writes(self) -> None:
+        """Raise ShardError if there was one: the value that it changed is lost."""
+        if _torch.objects.version_of(self.counter) != self.writes:
+            raise written_parameter(self.parameter, self.line)
 
 
 def home_of(number: int) -> Home | None:
@@ -119,9 +147,29 @@ def _casting(inner: Callable[..., Any]) -> Callable[..., Any]:
 
         if dtype is not None:
             args, kwargs = _torch.fake.tree_map(cast, (args, kwargs))
-        return inner(self, *args, **kwargs)
+        results = inner(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            refuse_writes(self.__dict__[HOME])
+        return results
 
     return forward
+
+
+def refuse_writes(home: Home) -> None:
+    """Raise ShardError if eager code wrote to a parameter that it read."""
+    reads, home.reads = home.reads, {}
+    for read in reads.values():
+        read.refuse_writes()
+
+
+def written_parameter(parameter: str, line: str | None) -> ShardError:
+    return ShardError(
+        f"the forward writes to a parameter of a model that fxpar.shard split, "
+        f"{parameter}",
+        where=line,
+        fix="write to it outside of the forward, or use fxpar.train_step; "
+        "nn.Embedding(max_norm=...) writes to its table",
+    )
 
 
 def _property(name: str) -> property:
@@ -151,10 +199,26 @@ def _property(name: str) -> property:
 def _eagerly(parameter: Any, home: Home, at_rest: ParameterAtRest, name: str) -> Any:
     """The global value in code that no graph contains. There each rank of local mode
     has a gradient of its own part of the batch."""
-    if not home.local:
-        return _globally(parameter, home, at_rest)
-    reduce.meet(f"{name} {list(at_rest.shape)}")
-    return reduce.mean_of_gradient(_globally(parameter, home, at_rest))
+    if home.local:
+        reduce.meet(f"{name} {list(at_rest.shape)}")
+    if id(parameter) in home.reads:
+        home.reads.pop(id(parameter)).refuse_writes()
+    with _counting_writes():
+        value = _globally(parameter, home, at_rest)
+        if home.local:
+            value = reduce.mean_of_gradient(value)
+        home.reads[id(parameter)] = EagerRead.of(value, name)
+    return value
+
+
+@contextlib.contextmanager
+def _counting_writes() -> Iterator[None]:
+    """In inference mode too, whose own tensors count no writes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _globally(parameter: Any, home: Home, at_rest: ParameterAtRest) -> torch.Tensor:

@@ -13,9 +13,14 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.config import Options
-from fxpar.errors import FxparError, PlanError, ShardError
+from fxpar.errors import FxparError, PlanError
 from fxpar.passes.regions.manual_regions import on_one_rank
-from fxpar.runtime.at_rest.sharded_modules import Home, home_of, to_global_unreduced
+from fxpar.runtime.at_rest.sharded_modules import (
+    Home,
+    home_of,
+    to_global_unreduced,
+    written_parameter,
+)
 from fxpar.runtime.caches.program_identity import SUMMAND_MARK, Named
 from fxpar.runtime.calls import outside_graphs
 from fxpar.runtime.calls.open_sizes import SizeRange, open_rows
@@ -158,13 +163,8 @@ def refuse_written_parameters(gm: fx.GraphModule) -> None:
         for value in values:
             if not _torch.objects.version_of(value.meta["example_value"]):
                 continue
-            raise ShardError(
-                "the forward writes to a parameter of a model that fxpar.shard split, "
-                f"of shape {list(value.meta['example_value'].shape)}",
-                where=user_line(next(iter(value.users), value)),
-                fix="write to it outside of the forward, or use fxpar.train_step; "
-                "nn.Embedding(max_norm=...) writes to its table",
-            )
+            shape = f"of shape {list(value.meta['example_value'].shape)}"
+            raise written_parameter(shape, user_line(next(iter(value.users), value)))
 
 
 def forget_homes(gm: fx.GraphModule) -> None:

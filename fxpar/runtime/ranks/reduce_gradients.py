@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpar import _torch
 from fxpar.errors import GradientError, RankMismatchError
+from fxpar.passes.custom_ops import refuse_sparse
 from fxpar.runtime.ranks import check_inputs, consensus, gradient_sketches
 from fxpar.runtime.ranks.presence import is_alone
 
@@ -209,26 +210,21 @@ def meet(what: str) -> None:
         )
 
 
-class _MeanOfGradient(torch.autograd.Function):
-    """A value as it is; of its gradient the mean over all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if not takes_part():
-            return gradient
-        meet(f"the gradient of a parameter {list(gradient.shape)}")
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        _average([gradient])
-        return gradient
-
-
-def mean_of_gradient(x: torch.Tensor) -> Any:
+def mean_of_gradient(x: torch.Tensor) -> torch.Tensor:
     """``x``, whose gradient becomes the mean over all ranks of what each has."""
-    return _MeanOfGradient.apply(x)
+    if x.requires_grad:
+        x.register_hook(_mean)
+    return x
+
+
+def _mean(gradient: torch.Tensor) -> torch.Tensor:
+    if not takes_part():
+        return gradient
+    refuse_sparse(gradient)
+    meet(f"the gradient of a parameter {list(gradient.shape)}")
+    gradient = gradient.clone(memory_format=torch.contiguous_format)
+    _average([gradient])
+    return gradient
 
 
 def require_equal(parameters: Mapping[str, torch.Tensor]) -> None:
