@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxpar
 from fxpar import FxparWarning
 from tests.helpers.spawn import shared_pool
 
