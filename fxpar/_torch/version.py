@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -13,11 +16,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+@functools.cache
 def own_version() -> str:
-    """Of fxpar; "" of a checkout that is not installed."""
-    with contextlib.suppress(PackageNotFoundError):
-        return version("fxpar")
-    return ""
+    """Digest of fxpar's source: what it compiles may change with any of it."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def versions() -> tuple[str, ...]:

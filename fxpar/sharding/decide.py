@@ -347,6 +347,10 @@ def _uneven_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     return list(out.values())
 
 
+# Bytes: a gather of more is warned of.
+_MUCH = 1 << 20
+
+
 def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
     """What is gathered since an op that goes by the order or place of rows, as a sort
     or a slice, reads a dim whole that lies split."""
@@ -364,9 +368,10 @@ def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
                 continue
             line = user_line(op.node)
             nbytes = value.nbytes * (1 - 1 / mesh.count(before))
+            begin = "gathered: " if nbytes < _MUCH else ""
             out.setdefault(
                 (op.name, line, d),
-                f"gathered: {op.name} reads dim {d} of {value.name} "
+                f"{begin}{op.name} reads dim {d} of {value.name} "
                 f"{list(value.shape)} whole, which lies split over {'+'.join(before)}: "
                 f"up to {nbytes:.0f} bytes to each rank"
                 + (f" ({line})" if line else ""),

@@ -268,7 +268,7 @@ def test_pins_that_do_not_fit_are_refused(
 @pytest.mark.slow
 def test_microbatches_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(monkeypatch, "blocks", "pp=2")
-    assert any("2 stages along pp, gpipe, 8 microbatches" in x for x in plan.notes)
+    assert any("stages: 2 along pp, gpipe, 8 microbatches" in x for x in plan.notes)
     assert not planned(monkeypatch, "blocks", "dp=2").stages
 
 

@@ -146,7 +146,7 @@ STARTED = """
 import os, torch, torch.distributed as dist
 from fxpar.config import Options
 from fxpar.errors import MeshError
-from fxpar.runtime import groups
+from fxpar.runtime.ranks import groups
 try:
     groups.join(Options(mesh="dp=3"))
 except MeshError as error:

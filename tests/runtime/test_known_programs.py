@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import fxpar
-from fxpar import cache_files, pipeline
+from fxpar import _torch, cache_files, pipeline
 from fxpar.config import Options
-from fxpar.runtime.caches import known_programs, plan_store
+from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.program_identity import Named
 from fxpar.runtime.calls import local_results
 from fxpar.runtime.ranks.groups import Ranks
@@ -70,7 +70,7 @@ def test_the_key_has_all_that_a_program_depends_on(
         ),
     }
     assert same not in others and len(others) == 9 and None not in others
-    monkeypatch.setattr(plan_store, "own_version", lambda: "another")
+    monkeypatch.setattr(_torch.version, "own_version", lambda: "another")
     assert text() != same
 
 

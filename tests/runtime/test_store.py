@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxpar
-from fxpar import cache_files, choose_plan
+from fxpar import _torch, cache_files, choose_plan
 from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
@@ -173,7 +173,7 @@ def test_other_versions_count(
     if version == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99")
     else:
-        monkeypatch.setattr(plan_store, "own_version", lambda: "another")
+        monkeypatch.setattr(_torch.version, "own_version", lambda: "another")
     planned()
     assert len(searches) == 2 and len(files(disk)) == 2
 
@@ -182,15 +182,15 @@ def test_fxpars_version_is_that_of_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "fxpar"
-    (package / "runtime").mkdir(parents=True)
+    (package / "part").mkdir(parents=True)
     (package / "a.py").write_text("x = 1")
-    monkeypatch.setattr(plan_store, "__file__", str(package / "runtime" / "store.py"))
-    plan_store.own_version.cache_clear()
-    first = plan_store.own_version()
+    monkeypatch.setattr(_torch.version, "__file__", str(package / "part" / "file.py"))
+    _torch.version.own_version.cache_clear()
+    first = _torch.version.own_version()
     (package / "a.py").write_text("x = 2")
-    plan_store.own_version.cache_clear()
-    assert plan_store.own_version() != first
-    plan_store.own_version.cache_clear()
+    _torch.version.own_version.cache_clear()
+    assert _torch.version.own_version() != first
+    _torch.version.own_version.cache_clear()
 
 
 def truncated(text: str) -> str:

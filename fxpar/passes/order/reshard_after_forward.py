@@ -4,6 +4,11 @@ In: the local graph of a forward with its backward. Out: the same graph; what is
 resting parameters by communication, and of that alone, is tagged to be recomputed, so
 that the partitioner saves this rank's part for the backward and not the whole
 (FSDP's reshard-after-forward). Without this pass the partitioner may keep either.
+
+The partitioner weighs what it saves by its size. Where shards are not alike one rank
+would thus compute a collective again whose result another saved, and wait for it for
+ever; so what is made of values that are recomputed and of others is tagged to be saved:
+what is recomputed is what the backward itself reads, on all ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +24,16 @@ transfer = torch.ops.fxpar.transfer.default
 
 # A region of its own among the user's checkpointed ones.
 _REGION = 1 << 20
+
+
+def save_alike(graph: fx.Graph) -> None:
+    """Tag what reads recomputed values in the forward, in place."""
+    backward = depending_on_tangents(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in backward:
+            tags = [read.meta.get("recompute") for read in node.all_input_nodes]
+            if CheckpointPolicy.MUST_RECOMPUTE in tags:
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def regather(graph: fx.Graph) -> None:

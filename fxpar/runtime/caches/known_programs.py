@@ -201,7 +201,7 @@ def text_of(
         map(
             str,
             (
-                *(FORMAT, torch.__version__, plan_store.own_version()),
+                *(FORMAT, torch.__version__, _torch.version.own_version()),
                 *(ranks.mesh.axes, ranks.mesh.links, options),
                 *(list(load(options.hints).items()), known_machine(options)),
                 *(*requirements, content),

@@ -10,7 +10,6 @@ an error. Files are never deleted here.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -52,7 +51,7 @@ def key_of(program: Program, graph: fx.Graph, request: Request) -> str:
     for line in (
         FORMAT,
         torch.__version__,
-        own_version(),
+        _torch.version.own_version(),
         repr(replace(mode, seconds=0.0)),
         repr([request.mesh, *request.meshes]),
         repr(request.laid),
@@ -99,16 +98,6 @@ def _rules(program: Program) -> Iterator[str]:
             plain = replace(rule, whole=frozenset(), alike=frozenset())
             texts[id(rule)] = f"{plain} {sorted(rule.whole)} {sorted(rule.alike)}"
         yield texts[id(op.rule)]
-
-
-@functools.cache
-def own_version() -> str:
-    """Digest of fxpar's source: what it finds may change with any of it."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def load(key: str, seconds: float) -> tuple[Plan, bool] | None:

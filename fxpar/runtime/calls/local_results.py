@@ -221,7 +221,8 @@ def _key(
     content = fixed_content(gm, inputs, args)
     if content is None or not plan_store.allowed() or has_user_rules():
         return None
-    lines = (FORMAT, torch.__version__, plan_store.own_version(), str(parts), content)
+    versions = (torch.__version__, _torch.version.own_version())
+    lines = (FORMAT, *versions, str(parts), content)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

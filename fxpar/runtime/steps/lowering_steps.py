@@ -171,6 +171,8 @@ def lower(state: JointState) -> None:
 def regather(state: JointState) -> None:
     if not state.request.keep_gathered:
         reshard_after_forward.regather(state.graph)
+    if not state.decided.is_even:
+        reshard_after_forward.save_alike(state.graph)
 
 
 def bind(state: RankState) -> None:

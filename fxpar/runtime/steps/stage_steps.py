@@ -116,7 +116,7 @@ def order_stages(state: JointState) -> None:
         state.decided.mesh,
     )
     wait = schedules.bubble(slots, pipeline.places)
-    text = f"{len(state.stages)} stages along {pipeline.axis}, {name}, {parts} "
+    text = f"stages: {len(state.stages)} along {pipeline.axis}, {name}, {parts} "
     text += f"microbatches: ranks wait {wait:.0%} of a step for one another"
     state.notes = (*state.notes, text)
 
