@@ -386,7 +386,7 @@ def _plain(
     return words.rule(*words.inputs, *words.bias(mask), results=[words.out])
 
 
-# Whole layers of ``nn.Transformer`` in eval, weights included
+# Whole layers that torch runs as one op in eval, weights included
 
 
 def _encoder_layer(
