@@ -19,7 +19,7 @@ from fxpar.explain.dump import graph_text
 from fxpar.passes.signature import read_signature
 from fxpar.pipeline import Result
 from fxpar.runtime.caches import plan_store
-from fxpar.runtime.ranks import consensus
+from fxpar.runtime.ranks import consensus, presence
 from fxpar.runtime.steps import lowering_steps
 from fxpar.runtime.tracing import TracedCall
 from fxpar.sharding import decide
@@ -355,3 +355,18 @@ def test_other_ranks_follow_rank_0s_links(
     assert len(searches) == count and len(files(disk)) == 1
     assert theirs.plan.hash == mine.plan.hash and theirs.plan.mesh == mine.plan.mesh
     assert graph_text(theirs.local) == graph_text(mine.local)
+
+
+def test_the_package_knows_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of its source is of all modules, and none of its lines is a user's."""
+    package, digested = Path(fxpar.__file__).parent, set[Path]()
+    read_bytes = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        digested.add(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    _torch.version.own_version.__wrapped__()
+    assert digested == set(package.rglob("*.py"))
+    assert str(package) == presence._OWN
