@@ -95,7 +95,7 @@ def decide_in_stages(program: Program, request: Request, parts: int) -> Decision
     )
     order = request.pipeline_order
     step = price_stages(search_of(decision), pipeline, order, options.hardware)
-    notes = () if step is None else (str(step),)
+    notes = () if step is None else (f"stages: predicted {step}",)
     return replace(decision, notes=(*decision.notes, *notes))
 
 

@@ -151,14 +151,19 @@ def test_models_train_at_rest_in_stages(name: str, codegen: str) -> None:
     compare(runs, one_device(name, STEPS))
 
 
-def hinted(mesh: str) -> str:
+def hinted(mesh: str, hint: Any) -> str:
     try:
-        fxpar.shard(built(), mesh=mesh, hints={"*.weight": ("pp", None)})
+        fxpar.shard(built(), mesh=mesh, hints={"*.weight": hint})
     except FxparError as error:
         return str(error)
     return ""
 
 
 def test_hints_along_stages_are_refused() -> None:
-    for text in ranks_of("pp=2").run(hinted, "pp=2"):
+    for text in ranks_of("pp=2").run(hinted, "pp=2", ("pp", None)):
         assert "'pp'" in text and "embed.weight" in text
+
+
+def test_pins_are_for_the_program() -> None:
+    for text in ranks_of("pp=2").run(hinted, "pp=2", "pp=1"):
+        assert "'*.weight' pins to a stage" in text and "FXPAR_HINTS" in text

@@ -95,6 +95,12 @@ def shard(
         return model
     all_hints = load(hints if hints is not None else options.hints)
     table = spec_hints(all_hints)
+    if hints is not None and len(table) < len(all_hints):
+        pinned = next(name for name in all_hints if name not in table)
+        raise HintError(
+            f"hint {pinned!r} pins to a stage, not parameters at rest",
+            fix="give it to torch.compile(options={'hints': ...}) or in FXPAR_HINTS",
+        )
     uses: Uses = {}
     if sample is not None:
         ranks, uses = _uses(model, ranks, sample, table, options)
