@@ -54,7 +54,7 @@ def zero_bubble(places: int, parts: int, rounds: int) -> list[list[Action]]:
 
 
 def zbv(places: int, parts: int, rounds: int) -> list[list[Action]]:
-    """``zero_bubble`` of two stages a rank, forth and back (``ScheduleZBVZeroBubble``)."""
+    """``zero_bubble`` of two stages a rank, in a V (``ScheduleZBVZeroBubble``)."""
     return _rank_tables("ScheduleZBVZeroBubble", places, parts, rounds)
 
 
