@@ -221,7 +221,8 @@ class _Run:
         self.value_of: dict[Buffer, int] = {}
         self.launches: list[Launch] = []
         self.reader = KernelReader()
-        # The op that runs at each place in the order.
+        # The op that runs at each place in the order; behind all where constants that
+        # are returned are made.
         self.times: list[int] = []
         # Of the forward.
         self.early = 0
@@ -245,13 +246,15 @@ class _Run:
         self.times = [
             *_times(phase_ops[0], range(len(self.program.ops)), len(self.program.ops)),
             *_times(phase_ops[1], late, len(self.program.ops)),
+            len(self.program.ops),
         ]
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.reader.step(node, -1.0, False)
         for i, node in enumerate(itertools.chain(first, second)):
             self.reader.step(node, float(i), i >= self.early)
-        self.reader.step(graph.output_node(), float(len(self.times)), bool(second))
+        end = float(len(self.times) - 1)
+        self.reader.step(graph.output_node(), end, bool(second))
         run = self.reader.launches()
         self.launches = run.launches
         for buffer in run.inputs:

@@ -129,6 +129,16 @@ def test_training_is_split_and_right(slow: Hardware) -> None:
     assert "proved within" in plan.notes[0]
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_constants_that_are_returned(slow: Hardware, grad: bool) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 2, torch.zeros(3), x.new_ones(0, 2)
+
+    x = torch.randn(8, 4, requires_grad=grad)
+    plan = fxpar.plan(fn, x, mesh="dp=2", mode="search", grad=grad)
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+
+
 def test_a_saved_plan_is_the_same_program(slow: Hardware, tmp_path: Path) -> None:
     model, x = mlp(), batch()
     plan = fxpar.plan(model, x, mesh="dp=2,tp=2", mode="search", grad=True)
