@@ -26,8 +26,9 @@ def dispatch_slots(
     ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[rows] -> which row of its part is in each slot, [groups, sources, room]; in
-    which slot of its part, of ``groups * room``, each row is, [rows]; the most rows of
-    one part that choose one group, []. Rows of one group keep their order."""
+    which slot of its part, of ``groups * room``, each row is, [rows]; how many rows of
+    each part choose the same group at most, [sources]. Rows of one group keep their
+    order."""
     count, device = ids.shape[0] // sources, ids.device
     group = (ids // (experts // groups)).reshape(sources, 1, count)
     group_numbers = torch.arange(groups, device=device)[:, None]
@@ -43,7 +44,7 @@ def dispatch_slots(
     rows = ids.new_full((last + 1,), NONE).scatter(
         0, index.flatten(), numbers.flatten()
     )
-    most = chosen.sum(2).amax() if chosen.numel() else ids.new_zeros(())
+    most = chosen.sum(2).amax(1)
     return rows[:last].reshape(groups, sources, room), slots, most
 
 
@@ -52,7 +53,7 @@ def _(ids, experts, groups, sources, room):
     return (
         ids.new_empty(groups, sources, room),
         ids.new_empty(ids.shape[0]),
-        ids.new_empty(()),
+        ids.new_empty(sources),
     )
 
 
