@@ -19,8 +19,7 @@ from fxpar.passes.local.local_call import LocalCall
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.sharding.factors import Axes, Rule
 from fxpar.sharding.rules import add_rows
-from fxpar.sharding.rules.row_builders import Word, make, words_of
-from fxpar.sharding.rules.table import Row
+from fxpar.sharding.rules.table import Row, Word, make, words_of
 
 # What steps keep of the reshard that they stand for.
 NOTED = "fxpar_noted"
