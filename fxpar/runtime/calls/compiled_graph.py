@@ -156,15 +156,23 @@ def homes(gm: fx.GraphModule) -> list[Home]:
 def refuse_written_parameters(gm: fx.GraphModule) -> None:
     """Raise ShardError if a Dynamo graph writes to a parameter at rest: what it writes
     to is the global value, which is there for this graph alone."""
+    parameters: dict[int, fx.Node] = {}  # by the memory of their values
     for node in _crossings(gm):
         home, values = home_of(node.args[-1]), [node]
         if home is not None and home.param_dtype is not None:
             values += [user for user in node.users if user.target == "to"]  # its cast
         for value in values:
-            if not _torch.objects.version_of(value.meta["example_value"]):
-                continue
-            shape = f"of shape {list(value.meta['example_value'].shape)}"
-            raise written_parameter(shape, user_line(next(iter(value.users), value)))
+            memory = _torch.objects.memory_of(value.meta["example_value"])
+            parameters.setdefault(memory, value)
+    for node in gm.graph.nodes if parameters else ():
+        # ``x.data`` counts writes by itself.
+        x = node.meta.get("example_value")
+        if not isinstance(x, torch.Tensor) or not _torch.objects.version_of(x):
+            continue
+        parameter = parameters.get(_torch.objects.memory_of(x))
+        if parameter is not None:
+            shape = f"of shape {list(parameter.meta['example_value'].shape)}"
+            raise written_parameter(shape, user_line(next(iter(node.users), node)))
 
 
 def forget_homes(gm: fx.GraphModule) -> None:
