@@ -345,6 +345,16 @@ def copies() -> None:
     assert model.layer.weight.full_tensor().abs().sum() > 0
     other(ids()).sum().backward()
     assert model.layer.weight.grad is None
+    # As of a plain model, whose copies have no gradients either.
+    gradient = other.layer.weight.grad
+    third = copy.deepcopy(other)
+    assert isinstance(third.layer.weight, nn.Parameter) and is_sharded(third)
+    assert third.head.weight is third.words.weight is not other.words.weight
+    assert third.layer.weight.grad is None and other.layer.weight.grad is gradient
+    torch.testing.assert_close(third(ids()), other(ids()))
+    average = torch.optim.swa_utils.AveragedModel(other)
+    average.update_parameters(other)
+    torch.testing.assert_close(average(ids()), other(ids()))
 
 
 @multiprocess
