@@ -23,9 +23,8 @@ from fxpar.errors import FxparWarning
 from fxpar.explain import status_line
 from fxpar.explain.dump import report, show_seconds
 from fxpar.passes import size_nodes, writes_as_results
-from fxpar.passes.boundaries import absorb
+from fxpar.passes.boundaries import absorb, read_signature
 from fxpar.passes.graph_bodies import hold
-from fxpar.passes.signature import read_signature
 from fxpar.passes.simulate.launches import crossings
 from fxpar.runtime.caches import known_programs
 from fxpar.runtime.caches.compile_once import CompileGraph, compile_once

@@ -474,7 +474,7 @@ def test_experts_counted_from_the_first_of_all_are_noticed(
 def test_copies_of_other_groups_that_are_read_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxpar.passes.experts.group_copies import GroupCopies
+    from fxpar.passes.experts.group_rows import GroupCopies
 
     def every(self: Any) -> fx.Node:
         like = self.key.meta["val"]

@@ -42,8 +42,7 @@ from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
 from fxpar.sharding.rules import add_rows
-from fxpar.sharding.rules.row_builders import make, words_of
-from fxpar.sharding.rules.table import Row
+from fxpar.sharding.rules.table import Row, make, words_of
 from fxpar.sharding.spec import Spec
 
 aten = torch.ops.aten
