@@ -22,6 +22,7 @@ from fxpar.passes.attention import local_attention
 from fxpar.passes.builder import Builder, Size
 from fxpar.passes.experts import dispatch_ops, local_experts
 from fxpar.passes.local import (
+    exchange_rows,
     local_custom_ops,
     local_indexing,
     local_order,
@@ -118,6 +119,8 @@ def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
         local = LOCAL.get(target.name())
     if local is None:
         local = LOCAL.get(_torch.aot.higher_order_name(target))
+    if call.rule.moves and exchange_rows.crosses(call):
+        return exchange_rows.exchange_rows(call, _operands(args, kwargs))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)

@@ -7,6 +7,7 @@ ops are collectives and waits, and which lines ranks must have alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lower import LOWERINGS
 from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
+from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import backward_of
+from fxpar.sharding.row_moves import Exchange, message
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
@@ -43,7 +46,7 @@ def launches_of(graph: fx.Graph, *, fused: bool = True) -> Launches:
     reader = _LocalReader(fused)
     late = backward_of(graph)
     for i, node in enumerate(graph.nodes):
-        if node.target in KINDS and not _group_of(node).startswith(GROUP_PREFIX):
+        if is_collective(node) and not _group_of(node).startswith(GROUP_PREFIX):
             raise PlanError(
                 f"{node.name} runs on group {_group_of(node)!r}, which names no mesh "
                 "axes",
@@ -72,13 +75,29 @@ def _group_of(node: fx.Node) -> str:
     return str(node.kwargs.get("group_name", node.args[-1]))
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether ranks send something; of rows that are moved, some may change ranks."""
+    moves = node.target is ours.move_rows.default
+    return node.target in KINDS and not (moves and not message_of(node)[1])
+
+
+def message_of(node: fx.Node) -> tuple[str, float]:
+    """(kind, bytes before) of the collective that exchanges the rows of a
+    ``fxpar::move_rows`` (``row_moves.message``)."""
+    x, dim, _, text, mesh, _ = node.args
+    value = x.meta["val"]
+    others = math.prod(n for d, n in enumerate(value.shape) if d != dim)
+    row = others * value.dtype.itemsize
+    return message(Exchange.parse(text), Mesh.parse(mesh), row)
+
+
 class _LocalReader(KernelReader):
     """Reads the nodes of a local graph, collectives among them."""
 
     def call(self, node: fx.Node) -> list[TensorView | None]:
         if node.target in WAITS:
             return self._wait(node)
-        if node.target in KINDS:
+        if is_collective(node):
             return self._collective(node)
         if getattr(node.target, "namespace", "") == "_c10d_functional":
             raise PlanError(f"cannot simulate {node.target} ({node.name})")
@@ -102,6 +121,9 @@ class _LocalReader(KernelReader):
         launch.before = sum(self.read(launch, v) for v in self.operands(node))
         made = self.make(node, launch)
         launch.after = sum(buffer.nbytes for buffer in launch.makes)
+        if node.target is ours.move_rows.default:
+            launch.kind, sent = message_of(node)
+            launch.before = launch.after = round(sent)
         for buffer in launch.makes:
             buffer.late = launch
         return made
@@ -114,7 +136,7 @@ def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
     out = []
     for node in graph.nodes:
         name = str(node.target)
-        if node.target in WAITS or not ("c10d" in name or node.target in KINDS):
+        if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
         operands = [
             f"{value.dtype}{list(value.shape) if even else ''}".removeprefix("torch.")

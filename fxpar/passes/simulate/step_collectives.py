@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
-from fxpar.passes.simulate.launches import KINDS, PRODUCTS
+from fxpar.passes.simulate.launches import KINDS, PRODUCTS, is_collective, message_of
 from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
 from fxpar.sharding.cost.recompute import phases
@@ -52,7 +52,8 @@ def facts_of(
 
 def _is_ours(node: fx.Node) -> bool:
     """Whether it is a collective along axes of the mesh."""
-    communicates = any(node.target in ops for ops in (KINDS, PRODUCTS, MESSAGES))
+    communicates = node.target in PRODUCTS or node.target in MESSAGES
+    communicates = communicates or is_collective(node)
     return communicates and _group(node).startswith(GROUP_PREFIX)
 
 
@@ -61,6 +62,9 @@ def _group(node: fx.Node) -> str:
 
 
 def _collective(node: fx.Node) -> Collective:
+    if node.target is ours.move_rows.default:
+        kind, nbytes = message_of(node)
+        return Collective(kind, group_axes(_group(node)), round(nbytes), _source(node))
     ops = KINDS | PRODUCTS | MESSAGES
     kind = ops[node.target]
     return Collective(kind, group_axes(_group(node)), _size(node), _source(node))
