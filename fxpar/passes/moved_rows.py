@@ -61,11 +61,13 @@ def is_local(exchange: Exchange, mesh: Mesh) -> bool:
 def bound_exchange(
     build: Builder, x: fx.Node, exchange: Exchange, mesh: Mesh, rank: int, send: Send
 ) -> fx.Node:
-    """What one rank does; who sends nothing to any other sends it all the same."""
+    """What one rank does. Who sends nothing sends no rows of ``x``, and what he gets is
+    part of the result where it is no row: nothing of it is left out on one rank alone,
+    for which others would wait."""
     call, dim, table = build.call, exchange.moves.dim, runs(exchange, mesh)
     me = mesh.group(rank, exchange.axes).index(rank)
     others = [i for i in range(len(table)) if i != me]
-    blocks = [(run, _taken(call, x, dim, run)) for run in table[me][me]]
+    blocks, nothing = [(run, _taken(call, x, dim, run)) for run in table[me][me]], []
     if crossing(exchange, mesh)[0]:
         sent = [_taken(call, x, dim, run) for j in others for run in table[me][j]]
         joined = _joined(call, sent or [_slice(call, x, dim, 0, 0)], dim)
@@ -82,7 +84,8 @@ def bound_exchange(
             block = _slice(call, arrived, dim, start, start + run.count)
             blocks.append((run, block))
             start += run.count
-    return _put(call, x, exchange, own_rows(exchange, mesh, rank), blocks)
+        nothing = [arrived] * (start == 0)
+    return _put(call, x, exchange, own_rows(exchange, mesh, rank), blocks, nothing)
 
 
 def _value(x: Any) -> torch.Tensor:
@@ -127,35 +130,41 @@ def _contiguous(call: Call, x: Any) -> Any:
     return call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
+def _padded(call: Call, x: Any, exchange: Exchange, before: int, after: int) -> Any:
+    """``x`` with so many rows of the constant around it. Its other dims may be of
+    another size on every rank."""
+    if not before and not after:
+        return x
+    behind = _value(x).dim() - 1 - exchange.moves.dim
+    amounts = [0, 0] * behind + [before, after]
+    return call(aten.constant_pad_nd.default, x, amounts, exchange.moves.fill)
+
+
 def _put(
     call: Call,
-    like: Any,
+    x: Any,
     exchange: Exchange,
     rows: int,
     blocks: Sequence[tuple[Run, Any]],
+    nothing: Sequence[Any] = (),
 ) -> Any:
-    """``rows`` rows with blocks of them in their places, and the constant elsewhere."""
-    value, dim, fill = _value(like), exchange.moves.dim, exchange.moves.fill
-
-    def constant(count: int) -> Any:
-        shape = list(value.shape)
-        shape[dim] = count
-        kind = {"dtype": value.dtype, "device": value.device}
-        return call(aten.full.default, shape, fill, **kind)
-
-    if any(run.stride > 1 < run.count for run, _ in blocks):
-        out = constant(rows)
+    """``rows`` rows with blocks of them in their places, and the constant elsewhere.
+    ``x``: what has all other dims of these; ``nothing``: what has no row."""
+    dim = exchange.moves.dim
+    if not blocks or any(run.stride > 1 < run.count for run, _ in blocks):
+        out = _padded(call, _slice(call, x, dim, 0, 0), exchange, 0, rows)
         for run, block in blocks:
             end = run.at + run.stride * (run.count - 1) + 1
-            out = call(
-                aten.slice_scatter.default, out, block, dim, run.at, end, run.stride
-            )
-        return _contiguous(call, out)
+            places = dim, run.at, end, run.stride
+            out = call(aten.slice_scatter.default, out, block, *places)
+        return _contiguous(call, _joined(call, [out, *nothing], dim))
     parts, end = [], 0
-    for run, block in sorted(blocks, key=lambda placed: placed[0].at):
-        parts += [constant(run.at - end)] * (run.at > end) + [block]
+    ordered = sorted(blocks, key=lambda placed: placed[0].at)
+    for i, (run, block) in enumerate(ordered, 1):
+        after = rows - run.at - run.count if i == len(ordered) else 0
+        parts.append(_padded(call, block, exchange, run.at - end, after))
         end = run.at + run.count
-    parts += [constant(rows - end)] * (rows > end or not parts)
+    parts += nothing
     if len(parts) > 1:
-        return _contiguous(call, call(aten.cat.default, parts, dim))
+        return _contiguous(call, _joined(call, parts, dim))
     return call(aten.clone.default, parts[0], memory_format=torch.contiguous_format)

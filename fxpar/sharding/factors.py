@@ -91,7 +91,7 @@ class GatheredRows:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPiece:
     """Rows of an operand that are rows of a result, in order."""
 
     # Of the operand, and of the result.
@@ -115,7 +115,7 @@ class RowMoves:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     # No row of a result twice.
-    pieces: tuple[Rows, ...]
+    pieces: tuple[RowPiece, ...]
     # What the other rows hold.
     fill: bool | int | float = 0
 
@@ -156,7 +156,7 @@ class Rule:
     # What ranks gather of shards of the dims named here.
     gathered: tuple[GatheredRows, ...] = ()
     # Rows that ranks exchange, dim by dim. Tensors have unlike numbers of rows of these
-    # dims, and one factor: its size is that of the one with fewest.
+    # dims, and one factor: its size is that of the one with fewest, but some.
     moves: tuple[RowMoves, ...] = ()
 
     @cached_property
@@ -284,7 +284,8 @@ class Rule:
 def _solve(sizes: dict[str, int], dim: tuple[str, ...], n: int, rule: Rule) -> None:
     """Enter the factor sizes that one dim of size ``n`` fixes."""
     if dim and dim[0] in rule.moved:
-        sizes[dim[0]] = min(n, sizes.get(dim[0], n))
+        numbers = (n, sizes.get(dim[0], n))
+        sizes[dim[0]] = min(filter(None, numbers), default=0)
         return
     unknown = [f for f in dim if f not in sizes]
     product = 1

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 
 from fxpar.sharding import shard_sizes
 from fxpar.sharding.cost.collectives import along
-from fxpar.sharding.factors import Axes, RowMoves, Rows
+from fxpar.sharding.factors import Axes, RowMoves, RowPiece
 from fxpar.sharding.mesh import Mesh
 
 
@@ -72,7 +72,7 @@ class Exchange:
     def parse(text: str) -> Exchange:
         """The inverse of ``text``."""
         (dim, sources, targets, pieces, fill), *rest = json.loads(text)
-        rows = tuple(Rows(*piece) for piece in pieces)
+        rows = tuple(RowPiece(*piece) for piece in pieces)
         moves = RowMoves(dim, tuple(sources), tuple(targets), rows, fill)
         return Exchange(moves, *map(tuple, rest))
 

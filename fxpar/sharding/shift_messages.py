@@ -77,6 +77,10 @@ def sent(op: Op, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Axes, int], ...]
     shifted = moved_rows(op)
     if shifted is not None:
         dim, by = shifted
+        spec = operand_spec(op.rule, strategy, 0)
+        exchange = exchange_of(op.rule.moves[0], [spec], [spec], mesh)
+        if not by_permutes(op.target, exchange, mesh):
+            return ()
         return _messages(op, 0, [(dim, by, by)], strategy, mesh)
     around: dict[int, list[tuple[int, int, int]]] = {}
     for halo in op.rule.halos:
@@ -141,8 +145,17 @@ def exchange_of(
     return Exchange(moves, axes, *map(tuple, split))
 
 
+def by_permutes(target: Any, exchange: Exchange, mesh: Mesh) -> bool:
+    """Whether ranks exchange rows by permutes of pieces (``sent``), as they do for a
+    shift of shards that are alike."""
+    (rows, *_), axes = exchange.moves.sources, exchange.axes
+    return str(target) == NAME and shard_sizes.is_even(rows, mesh, axes)
+
+
 def _moves(op: Op, strategy: Strategy, mesh: Mesh) -> float:
     """Seconds of the exchanges of rows (``Rule.moves``), one dim after the other."""
+    if not op.rule.moves:
+        return 0.0
     n, total = len(op.operands), 0.0
     operands = [operand_spec(op.rule, strategy, i) for i in range(n)]
     results = [result_spec(op.rule, strategy, i) for i in range(len(op.results))]
@@ -152,7 +165,8 @@ def _moves(op: Op, strategy: Strategy, mesh: Mesh) -> float:
         dim, shape[moves.dim] = moves.dim, 1
         exchange = exchange_of(moves, operands, results, mesh)
         row = math.prod(shape) * first.dtype.itemsize
-        total += row_moves.seconds(exchange, mesh, row) if exchange.axes else 0.0
+        if exchange.axes and not by_permutes(op.target, exchange, mesh):
+            total += row_moves.seconds(exchange, mesh, row)
         shape[dim] = shard_sizes.largest(moves.targets[0], mesh, results[0].dims[dim])
     return total
 

@@ -19,7 +19,7 @@ from fxpar.passes import collective_nodes
 from fxpar.passes.local.local_call import LocalCall
 from fxpar.sharding.factors import RowMoves
 from fxpar.sharding.row_moves import Exchange
-from fxpar.sharding.shift_messages import exchange_of
+from fxpar.sharding.shift_messages import by_permutes, exchange_of
 
 aten = torch.ops.aten
 
@@ -27,7 +27,9 @@ aten = torch.ops.aten
 def crosses(call: LocalCall) -> bool:
     """Whether ranks hold different rows of a dim whose rows an op moves, which they do
     not send by permutes (``halos``)."""
-    return any(_exchange(call, moves).axes for moves in call.rule.moves)
+    exchanges = (_exchange(call, moves) for moves in call.rule.moves)
+    target, mesh = call.node.target, call.build.mesh
+    return any(x.axes and not by_permutes(target, x, mesh) for x in exchanges)
 
 
 def exchange_rows(call: LocalCall, operands: Sequence[fx.Node]) -> Any:

@@ -75,6 +75,12 @@ def _group_of(node: fx.Node) -> str:
     return str(node.kwargs.get("group_name", node.args[-1]))
 
 
+def _sends_unlike(node: fx.Node) -> bool:
+    """Whether a rank sends others unlike many rows, and each as many as it has."""
+    exchanges = node.target is c10d.all_to_all_single.default
+    return exchanges and len({*node.args[1], *node.args[2]}) > 1
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether ranks send something; of rows that are moved, some may change ranks."""
     moves = node.target is ours.move_rows.default
@@ -132,14 +138,15 @@ class _LocalReader(KernelReader):
 def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
     """The collectives of a graph in order, a line for each: what ranks that run it
     together must have alike, whatever else they compute. Unless shards are ``even``,
-    sizes are alike only within a group, and are left out."""
+    sizes are alike only within a group, and are left out; so are those of exchanges."""
     out = []
     for node in graph.nodes:
         name = str(node.target)
         if node.target in WAITS or not ("c10d" in name or is_collective(node)):
             continue
+        alike = even and not _sends_unlike(node)
         operands = [
-            f"{value.dtype}{list(value.shape) if even else ''}".removeprefix("torch.")
+            f"{value.dtype}{list(value.shape) if alike else ''}".removeprefix("torch.")
             for value in (n.meta.get("val") for n in node.all_input_nodes)
             if isinstance(value, torch.Tensor)
         ]

@@ -32,6 +32,7 @@ from fxpar.passes.local.local_call import LocalCall
 from fxpar.passes.local.local_ops import LOCAL
 from fxpar.passes.local.localize import partition
 from fxpar.passes.lower import contiguous
+from fxpar.passes.moved_rows import exchanged
 from fxpar.passes.stages.stage_kinds import shown
 from fxpar.sharding.cut_in_time import MEMORY, TIME
 from fxpar.sharding.decide import Decision, decide
@@ -41,6 +42,7 @@ from fxpar.sharding.program import Input, Program, Signature, user_line
 from fxpar.sharding.propagate.conventions import batch_inputs, plain_inputs
 from fxpar.sharding.read_program import read
 from fxpar.sharding.reshard.steps import MASKED
+from fxpar.sharding.row_moves import Exchange
 from fxpar.sharding.rules import add_rows
 from fxpar.sharding.rules.row_builders import make, words_of
 from fxpar.sharding.rules.table import Row
@@ -217,6 +219,11 @@ def _resized_dims_rule(x: torch.Tensor, *settings: Any) -> Rule:
     return make([before], [after])
 
 
+def _moved_rows_rule(x: torch.Tensor, text: str, *_: Any) -> Rule:
+    """The dim whose rows move stays whole."""
+    return _resized_dims_rule(x, Exchange.parse(text).moves.dim)
+
+
 add_rows(
     dict.fromkeys(
         (steps.all_reduce, steps.mask, steps.permute, steps.recv), Row(_same_dims_rule)
@@ -225,6 +232,7 @@ add_rows(
         (steps.slice_, steps.all_gather, steps.reduce_scatter, steps.all_to_all),
         Row(_resized_dims_rule),
     )
+    | {steps.move_rows: Row(_moved_rows_rule)}
 )
 
 
@@ -367,6 +375,11 @@ class _Unroller:
         """All parts in one value."""
         return self.build.call(aten.cat.default, list(values), dim)
 
+    def moved(self, values: Sequence[fx.Node], text: str) -> list[fx.Node]:
+        """What each part has of rows that are moved."""
+        time = Mesh(((TIME, self.parts),))
+        return exchanged(self.build.call, values, Exchange.parse(text), time)
+
     def identities(self, values: Sequence[fx.Node], op: str) -> list[fx.Node]:
         """The value in the first part, the reduction's identity in the others."""
         if op not in MASKED:
@@ -430,6 +443,7 @@ _JOINS: dict[Any, Callable[..., Any]] = {
         un.joined(xs, source), target
     ),
     steps.permute: lambda un, xs, _, sources, axes: [xs[i] for i in sources],
+    steps.move_rows: lambda un, xs, _, text, axes: un.moved(xs, text),
 }
 
 

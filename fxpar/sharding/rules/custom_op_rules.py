@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from fxpar import _torch
-from fxpar.sharding.factors import MONOTONE, MOVEMENT, Passage, Rule
+from fxpar.sharding.factors import (
+    MONOTONE,
+    MOVEMENT,
+    Passage,
+    RowMoves,
+    RowPiece,
+    Rule,
+)
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.row_builders import make, whole, words_of
 from fxpar.sharding.rules.table import Row, names, row
@@ -27,7 +34,14 @@ def _random(*args: Any) -> Rule:
 def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rule:
     """Every dim is free: ranks that split ``dim`` send rows to their neighbours."""
     reductions = ("avg", *MONOTONE) if fill else MOVEMENT
-    return replace(broadcast(x), passages=(Passage((0,), reductions),))
+    n, passages = x.shape[dim], (Passage((0,), reductions),)
+    if fill is None:
+        start = by % n
+        pieces = [RowPiece(0, 0, n - start, start), RowPiece(0, 0, start, at=n - start)]
+    else:
+        pieces = [RowPiece(0, 0, max(n - abs(by), 0), max(by, 0), at=max(-by, 0))]
+    moves = RowMoves(dim, (n,), (n,), tuple(x for x in pieces if x.count), fill or 0)
+    return replace(broadcast(x), passages=passages, moves=(moves,))
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
@@ -54,5 +68,5 @@ ROWS: dict[Any, Row] = {
     "fxpar::randint": row(_random),
     "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
-    "fxpar::shift": row(_shift, even=True),
+    "fxpar::shift": row(_shift),
 }

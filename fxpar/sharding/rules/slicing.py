@@ -12,7 +12,7 @@ constant as it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from fxpar.sharding.factors import (
     MONOTONE,
     MOVEMENT,
     Passage,
-    RowMoves,
-    Rows,
+    RowPiece,
     Rule,
 )
+from fxpar.sharding.rules.moved_dims import around, moved, resized
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.row_builders import all_at, at, make, rows, words_of
 from fxpar.sharding.rules.views import Shape, moves, transpose
@@ -54,44 +54,6 @@ _FEW = 4
 
 def _is_few(rows: int, of: int) -> bool:
     return _FEW * rows <= of
-
-
-def _moved(
-    operands: Sequence[torch.Tensor],
-    results: Sequence[Shape],
-    pieces: Mapping[int, Sequence[Rows]],
-    fill: bool | int | float = 0,
-) -> Rule | None:
-    """Rows of the operands moved to results of these shapes: of each dim the pieces,
-    one dim after the other. None where a size of such a dim is left open. What has one
-    row is whole on every rank."""
-    shapes = [tuple(x.shape) for x in operands]
-    moves = tuple(
-        RowMoves(
-            dim,
-            tuple(shape[dim] for shape in shapes),
-            tuple(shape[dim] for shape in results),
-            tuple(rows),
-            fill,
-        )
-        for dim, rows in pieces.items()
-    )
-    if not all(isinstance(n, int) for m in moves for n in (*m.sources, *m.targets)):
-        return None
-    alike = [
-        [f"~d{m.dim}" for m in moves if shape[m.dim] == 1 < max(m.sources)]
-        for shape in results
-    ]
-    words = [words_of(shape) for shape in results]
-    ends = [[*dims, *marks] for dims, marks in zip(words, alike, strict=True)]
-    return replace(make(map(words_of, shapes), ends), moves=moves)
-
-
-def _resized(x: torch.Tensor | Shape, dim: int, rows: int) -> Shape:
-    """The shape with so many rows of a dim."""
-    shape = list(x.shape if isinstance(x, torch.Tensor) else x)
-    shape[dim] = rows
-    return shape
 
 
 def _cut_rows(x: torch.Tensor, dim: int, rows: int, *, gone: bool = False) -> Rule:
@@ -146,11 +108,11 @@ def _sliced(
 ) -> Rule:
     """Rows of a dim from some places on, ``step`` apart, as results."""
     pieces = [
-        Rows(0, i, n, first, step)
+        RowPiece(0, i, n, first, step)
         for i, (n, first) in enumerate(zip(rows, starts, strict=False))
     ]
-    results = [_resized(x, dim, n) for n in rows]
-    return _moved([x], results, {dim: pieces}) or _cut(x, [dim], results=len(rows))
+    results = [resized(x, dim, n) for n in rows]
+    return moved([x], results, {dim: pieces}) or _cut(x, [dim], results=len(rows))
 
 
 def slice_backward(
@@ -161,8 +123,8 @@ def slice_backward(
     rows, first = grad.shape[dim], range(shape[dim])[start:end:step].start
     if _is_few(rows, shape[dim]):
         return _spread(grad, shape, dim)
-    pieces = {at(dim, grad.ndim): [Rows(0, 0, rows, at=first, stride=step)]}
-    return _moved([grad], [shape], pieces) or _spread(grad, shape, dim)
+    pieces = {at(dim, grad.ndim): [RowPiece(0, 0, rows, at=first, stride=step)]}
+    return moved([grad], [shape], pieces) or _spread(grad, shape, dim)
 
 
 def slice_scatter(
@@ -177,24 +139,12 @@ def slice_scatter(
         return broadcast(x, source)
     dim, rows = at(dim, x.ndim), source.shape[dim]
     if not _is_few(rows, x.shape[dim]) and step <= _FEW:
-        pieces = _around(x.shape[dim], range(x.shape[dim])[start:end:step])
-        rule = _moved([x, source], [tuple(x.shape)], {dim: pieces})
+        pieces = around(x.shape[dim], range(x.shape[dim])[start:end:step])
+        rule = moved([x, source], [tuple(x.shape)], {dim: pieces})
         if rule is not None:
             return rule
     spread = _into(x, _spread(source, x.shape, dim))
     return _open(spread, x, dim) if step == 1 else spread
-
-
-def _around(n: int, positions: range) -> list[Rows]:
-    """``n`` rows of the first operand, but those of the second at these positions."""
-    start, step, rows = positions.start, positions.step, len(positions)
-    last = start + step * (rows - 1)
-    pieces = [Rows(0, 0, start), Rows(1, 0, rows, at=start, stride=step)]
-    for i in range(1, step):
-        between = len(range(start + i, last, step))
-        pieces.append(Rows(0, 0, between, start + i, step, start + i, step))
-    pieces.append(Rows(0, 0, n - last - 1, last + 1, at=last + 1))
-    return [piece for piece in pieces if piece.count]
 
 
 def _into(x: torch.Tensor, spread: Rule) -> Rule:
@@ -246,11 +196,11 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Rule:
         sizes = [x.shape[dim] for x in tensors]
         starts = itertools.accumulate(sizes, initial=0)
         pieces = [
-            Rows(i, 0, n, at=first)
+            RowPiece(i, 0, n, at=first)
             for i, (n, first) in enumerate(zip(sizes, starts, strict=False))
         ]
-        whole = _resized(tensors[0], dim, sum(sizes))
-        rule = _moved(tensors, [whole], {dim: pieces})
+        whole = resized(tensors[0], dim, sum(sizes))
+        rule = moved(tensors, [whole], {dim: pieces})
         if rule is not None:
             return rule
     model = next(x for x in tensors if x.ndim == ndim)
@@ -320,8 +270,8 @@ def unfold_backward(
 def mirror(x: torch.Tensor, dims: Sequence[int]) -> Rule:
     """Rows in the other order."""
     turned = sorted(all_at(dims, x.ndim)) if dims and x.ndim else []
-    backwards = {d: [Rows(0, 0, n := x.shape[d], n - 1, -1)] for d in turned}
-    return _moved([x], [tuple(x.shape)], backwards) or flip(x, dims)
+    backwards = {d: [RowPiece(0, 0, n := x.shape[d], n - 1, -1)] for d in turned}
+    return moved([x], [tuple(x.shape)], backwards) or flip(x, dims)
 
 
 def flip(x: torch.Tensor, dims: Sequence[int]) -> Rule:
@@ -340,9 +290,9 @@ def roll(x: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Rule:
     for dim, by in zip(dims, shifts, strict=True):
         n = x.shape[dim]
         back = by % n if n else 0
-        ends = [Rows(0, 0, back, n - back), Rows(0, 0, n - back, at=back)]
+        ends = [RowPiece(0, 0, back, n - back), RowPiece(0, 0, n - back, at=back)]
         pieces[at(dim, x.ndim)] = [piece for piece in ends if piece.count]
-    return _moved([x], [tuple(x.shape)], pieces) or whole
+    return moved([x], [tuple(x.shape)], pieces) or whole
 
 
 def rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
@@ -364,13 +314,13 @@ def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule:
     new = len(repeats) - x.ndim
     repeated = {i: n for i in range(x.ndim) if (n := repeats[new + i]) != 1}
     pieces = {
-        i: [Rows(0, 0, x.shape[i], at=x.shape[i] * k) for k in range(n)]
+        i: [RowPiece(0, 0, x.shape[i], at=x.shape[i] * k) for k in range(n)]
         for i, n in repeated.items()
         if new == 0 and x.shape[i] != 1 and n <= _OFTEN
     }
     if pieces and len(pieces) == len(repeated):
         shape = [n * size for n, size in zip(repeats, x.shape, strict=True)]
-        rule = _moved([x], [shape], pieces)
+        rule = moved([x], [shape], pieces)
         if rule is not None:
             return rule
     words = words_of(x, repeated)
@@ -391,15 +341,15 @@ def constant_pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> Rule:
     """A zero stays under every reduction, another constant under those of one value."""
     reductions = MOVEMENT if value == 0 else ("avg", *MONOTONE)
     passages = (Passage((0,), reductions),)
-    shape, pieces = list(x.shape), dict[int, list[Rows]]()
+    shape, pieces = list(x.shape), dict[int, list[RowPiece]]()
     for i in range(0, len(pad), 2):
         before, after = pad[i : i + 2]
         if before or after:
             dim, cut = x.ndim - 1 - i // 2, max(-before, 0)
             rows = shape[dim] - cut + min(after, 0)
-            pieces[dim] = [Rows(0, 0, rows, cut, at=max(before, 0))]
+            pieces[dim] = [RowPiece(0, 0, rows, cut, at=max(before, 0))]
             shape[dim] += before + after
-    rule = _moved([x], [shape], pieces, value)
+    rule = moved([x], [shape], pieces, value)
     return replace(rule or _padded(x, pad), passages=passages)
 
 
