@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fxpar.sharding.factors import RowMoves, RowPiece, Rule
-from fxpar.sharding.rules.row_builders import make, words_of
+from fxpar.sharding.rules.table import make, words_of
 from fxpar.sharding.rules.views import Shape
 
 

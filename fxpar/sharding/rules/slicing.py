@@ -4,7 +4,7 @@ The touched dim may be split, as all others: it is one factor, of which tensors 
 unlike numbers of rows, and ranks exchange those that change ranks (``Rule.moves``). Of
 few rows that are cut out each rank gives those it has and zero elsewhere, so the result
 is partial; few rows that are put in are whole, and each rank takes its own (the local
-forms are in ``fxpar/passes/local``: ``exchange_rows``, ``local_slices``). Every partial
+forms are in ``fxpar/passes/local``: ``local_moves``, ``local_slices``). Every partial
 value may pass, but where a constant is filled in only with a reduction that leaves the
 constant as it is.
 """
@@ -27,7 +27,7 @@ from fxpar.sharding.factors import (
 )
 from fxpar.sharding.rules.moved_dims import around, moved, resized
 from fxpar.sharding.rules.pointwise import broadcast
-from fxpar.sharding.rules.row_builders import all_at, at, make, rows, words_of
+from fxpar.sharding.rules.table import all_at, at, make, rows, words_of
 from fxpar.sharding.rules.views import Shape, moves, transpose
 
 

@@ -32,7 +32,7 @@ def crosses(call: LocalCall) -> bool:
     return any(x.axes and not by_permutes(target, x, mesh) for x in exchanges)
 
 
-def exchange_rows(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
+def local_moves(call: LocalCall, operands: Sequence[fx.Node]) -> Any:
     """The results of a call; several as a tuple."""
     values = list(operands)
     for moves in call.rule.moves:
