@@ -19,7 +19,7 @@ from fxpar.fusion import choose_schedule
 from fxpar.fusion.apply_schedule import apply
 from fxpar.fusion.schedule import Schedule
 from fxpar.fusion.verbs.balance import balances_of
-from fxpar.fusion.verbs.ring_attention import rings_of
+from fxpar.fusion.verbs.overlap_attention import rings_of
 from fxpar.passes.decompose import decompose
 from fxpar.sharding.mesh import Mesh
 
