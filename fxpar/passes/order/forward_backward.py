@@ -15,10 +15,9 @@ from typing import Any
 from torch import fx
 
 from fxpar.passes.builder import copy_node
-from fxpar.passes.order.bucket_collectives import phase_of
 from fxpar.passes.order.order_collectives import DEFAULT, Settings, schedule
 from fxpar.sharding.cost.recompute import given_of, phases
-from fxpar.sharding.program import depending_on_tangents
+from fxpar.sharding.program import depending_on_tangents, phase_of
 
 
 def as_run(
