@@ -333,7 +333,7 @@ torch.library.define(
 
 
 # Other ways to run them, "gather" and "scatter", asked first: each gives None where it
-# is not the way (``kernels.matmul_ops``).
+# is not the way (``fused_matmul``).
 JOINED: dict[str, Callable[..., Any]] = {}
 
 

@@ -31,7 +31,7 @@ from fxpar.sharding.program import (
     user_line,
 )
 from fxpar.sharding.rules import row_of
-from fxpar.sharding.rules.manual import manual_axes, pinned
+from fxpar.sharding.rules.custom_op_rules import manual_axes, pinned
 from fxpar.sharding.rules.table import evaluate, tensors_of
 
 

@@ -18,7 +18,7 @@ from fxpar.sharding.cost.collectives import along
 from fxpar.sharding.factors import Axes
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, tensor_nodes
-from fxpar.sharding.rules.manual import COLLECTIVE, group_axes_of
+from fxpar.sharding.rules.custom_op_rules import COLLECTIVE, group_axes_of
 from fxpar.sharding.rules.table import tensors_of
 from fxpar.sharding.strategy import Strategy, operand_spec, result_spec
 

@@ -12,8 +12,8 @@ from fxpar._torch.fake import new_fake_mode
 from fxpar.passes.builder import Builder
 from fxpar.passes.collective_nodes import emit
 from fxpar.passes.lower import lower_graph
+from fxpar.passes.simulate.emulate_collectives import gather, scatter
 from fxpar.passes.simulate.lockstep import run_lockstep
-from fxpar.passes.simulate.scatter_gather import gather, scatter
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.reshard.route import steps
 from fxpar.sharding.spec import Spec

@@ -21,7 +21,7 @@ from fxpar.fusion.node_legality import arrange
 from fxpar.fusion.schedule import Line, Schedule
 from fxpar.fusion.schedule_edit import Edit, refuse
 from fxpar.passes import collective_nodes, custom_ops
-from fxpar.passes.attention import balanced_attention as _ops  # noqa: F401  (registers ops)
+from fxpar.passes.attention import causal_attention as _ops  # noqa: F401  (registers ops)
 from fxpar.passes.attention.local_attention import laid_out
 from fxpar.passes.builder import Builder
 from fxpar.sharding.mesh import Mesh

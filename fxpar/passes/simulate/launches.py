@@ -1,14 +1,21 @@
-"""What one rank launches to run a local graph: kernels, collectives, waits, in order.
+"""What one rank launches to run a local graph: kernels, collectives, waits, in order;
+and what it sends with them.
 
 In: a local graph. Out: ``Launches``, data that ``simulate_step`` times and
 ``peak_memory`` adds up. What is one kernel says ``cost.fused_kernels``; here is which
 ops are collectives and waits, and which lines ranks must have alike.
+
+Of a graph that is lowered and as scheduled, before ``bucket_collectives`` joins small
+ones, also facts of a plan: its collectives in the order they run, those of the forward
+that the backward does again (gathers of parameters at rest, what is checkpointed) in
+both places; and the reshards they come from.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,8 +23,15 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.passes.custom_ops import GROUP_PREFIX, group_axes
 from fxpar.passes.lower import LOWERINGS
+from fxpar.passes.stages import pipeline_ops as _pipeline_ops  # noqa: F401  (registers ops)
 from fxpar.sharding.cost.fused_kernels import KernelReader, Launches, TensorView
-from fxpar.sharding.program import backward_of
+from fxpar.sharding.cost.op import bytes_of, nbytes_of, tensors_in
+from fxpar.sharding.cost.recompute import phases
+from fxpar.sharding.plan import Collective
+from fxpar.sharding.program import backward_of, user_line
+
+if TYPE_CHECKING:  # routes take NumPy, which kernels do without
+    from fxpar.sharding.reshard.route import Reshard
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.fxpar
@@ -123,3 +137,61 @@ def crossings(graph: fx.Graph, *, even: bool = True) -> list[str]:
         ]
         out.append(f"{name.removeprefix('_c10d_functional.')} of {', '.join(operands)}")
     return out
+
+
+# Messages between stages.
+MESSAGES = {
+    ours.transfer.default: "send",
+    ours.spread.default: "broadcast",
+    ours.scatter.default: "scatter",
+}
+
+
+def facts_of(
+    graph: fx.Graph,
+) -> tuple[tuple[Collective, ...], tuple[tuple[Reshard, int], ...]]:
+    """The collectives of one step in order, and the reshards that these belong to, of
+    each phase, with the bytes of their collectives."""
+    sent: list[Collective] = []
+    reshards: list[tuple[Reshard, int]] = []
+    for phase in phases(graph):
+        sent_bytes: dict[Reshard, int] = defaultdict(int)
+        for node in phase:
+            if _is_ours(node):
+                sent.append(_collective(node))
+                if "fxpar_reshard" in node.meta:
+                    sent_bytes[node.meta["fxpar_reshard"]] += sent[-1].bytes
+        reshards += sent_bytes.items()
+    return tuple(sent), tuple(reshards)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether it is a collective along axes of the mesh."""
+    communicates = any(node.target in ops for ops in (KINDS, PRODUCTS, MESSAGES))
+    return communicates and _group(node).startswith(GROUP_PREFIX)
+
+
+def _group(node: fx.Node) -> str:
+    return str(node.kwargs.get("group_name", node.args[-1]))
+
+
+def _collective(node: fx.Node) -> Collective:
+    ops = KINDS | PRODUCTS | MESSAGES
+    kind = ops[node.target]
+    return Collective(kind, group_axes(_group(node)), _size(node), _source(node))
+
+
+def _size(node: fx.Node) -> int:
+    """Bytes of what a rank has before or after, whichever is more."""
+    if node.target not in PRODUCTS:
+        return max(bytes_of(node), sum(map(bytes_of, node.all_input_nodes)))
+    (value, *_), count = tensors_in(node.meta["val"]), node.args[-2]
+    return nbytes_of(value) * (1 if PRODUCTS[node.target] == "all_gather" else count)
+
+
+def _source(node: fx.Node) -> str:
+    """Node and user line that made it necessary."""
+    if "fxpar_cause" in node.meta:
+        return node.meta["fxpar_cause"]
+    name, line = node.meta.get("fxpar_origin", node.name), user_line(node)
+    return f"{name} ({line})" if line else name

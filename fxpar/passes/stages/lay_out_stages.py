@@ -25,15 +25,15 @@ from torch import fx
 from fxpar.passes import collective_nodes as steps
 from fxpar.passes.builder import PART, PLACE, STAGE, Builder
 from fxpar.passes.custom_ops import group_name
-from fxpar.passes.stages import stage_messages as messages
+from fxpar.passes.stages import pipeline_ops as messages
 from fxpar.passes.stages.microbatches import demand
+from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.stage_kinds import (
     BACKWARD,
     EVERYWHERE,
     StageHome,
     home_of,
 )
-from fxpar.passes.stages.stage_messages import EVERY
 from fxpar.sharding import pipeline_schedule as schedules
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Mesh

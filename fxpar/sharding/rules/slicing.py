@@ -18,7 +18,7 @@ import torch
 
 from fxpar.sharding.factors import MONOTONE, MOVEMENT, Passage, Rule
 from fxpar.sharding.rules.pointwise import broadcast
-from fxpar.sharding.rules.row_builders import all_at, at, make, rows, words_of
+from fxpar.sharding.rules.table import all_at, at, make, rows, words_of
 from fxpar.sharding.rules.views import Shape, moves, transpose
 
 
