@@ -371,7 +371,7 @@ def test_the_predicted_step_is_that_of_the_formula(
 def test_messages_of_a_place_leave_one_after_the_other(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What crosses a slow link takes as long in parts as at once; so does the result."""
+    """What crosses takes as long in parts as at once; a step waits for its results."""
     speed = 1e4
     slow = replace(machine(), levels=(Level(0, speed, 0.0, 0.0),))
     slow.save(tmp_path / "slow.json")
