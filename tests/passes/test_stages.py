@@ -295,6 +295,18 @@ def test_a_plan_is_saved_and_applied_again(
     assert "stages, each of one microbatch" in str(plan)
 
 
+@pytest.mark.slow
+def test_a_plan_of_more_stages_is_cut_again(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(monkeypatch, "blocks", "pp=2", 2, "interleaved")
+    plan.save(tmp_path / "plan.json")
+    mode = str(tmp_path / "plan.json")
+    again = planned(monkeypatch, "blocks", "pp=2", 2, "1f1b", mode=mode)
+    assert len(plan.stages) == 4 and len(again.stages) == 2
+    assert error_of(again, rows()) < 1e-11
+
+
 def test_a_message_with_another_tag_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -111,7 +111,7 @@ def assign_stages(
     crossing = [trains * priced.crossing(n) for n in _crossing_bytes(chain, kinds)]
     crossing = _between_ops(chain, crossing, count)
     begins = _places_of(chain, program, begins_at)
-    if len(begins) < count - 1:
+    if len(begins) != count - 1:
         pins = _pins(chain, kinds, pinned or {})
         begins = cut_chain(seconds, crossing, count, priced.microbatches, pins)
     if len(begins) < count - 1:
