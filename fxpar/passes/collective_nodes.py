@@ -95,6 +95,15 @@ COLLECTIVE = {
     for kind, function in NODES.items()
     if function in MESSAGES or not KINDS[kind].local
 }
+# How two summands of a reduction become one.
+COMBINE: dict[str, Any] = {
+    "sum": torch.ops.aten.add.Tensor,
+    "avg": torch.ops.aten.add.Tensor,
+    "product": torch.ops.aten.mul.Tensor,
+    "max": torch.ops.aten.maximum.default,
+    "min": torch.ops.aten.minimum.default,
+    "or": torch.ops.aten.bitwise_or.Tensor,
+}
 _KIND = {function: kind for kind, function in NODES.items()}
 
 
