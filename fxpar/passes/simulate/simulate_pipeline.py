@@ -23,6 +23,7 @@ from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch
 from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Link, Mesh
@@ -102,7 +103,7 @@ class _Clocks:
 
     def _message(self, node: fx.Node) -> float:
         size = bytes_of(node)
-        seconds = self.link.latency + self.link.overhead + size / self.link.bandwidth
+        seconds = collectives.message(self.link, size)
         self.sent, self.calls = self.sent + size, self.calls + 1
         self.sending += seconds
         return seconds

@@ -134,21 +134,6 @@ def unlike_ranks(mesh: Mesh) -> list[tuple[int, float]]:
     return out
 
 
-def _idle(mesh: Mesh, axes: Sequence[str]) -> str:
-    """What equal shards on unlike ranks cost."""
-    ratio = math.prod(
-        sum(mesh.speeds_of(axis))
-        / len(mesh.speeds_of(axis))
-        / min(mesh.speeds_of(axis))
-        for axis in axes
-    )
-    return (
-        f"ranks along {', '.join(axes)} are unlike, but their shards are equal: "
-        f"all wait for the slowest, and computing takes up to {ratio:.3g} times as "
-        "long as with shards by speed (plan.ratios() says which)"
-    )
-
-
 def shares(alone: Sequence[float], largest: float = 0.0) -> tuple[float, ...]:
     """The shares x, of sum 1, that make ``max(x * alone) + largest * max(x)`` least.
 
