@@ -37,12 +37,15 @@ _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class UnequalDim:
-    """A dim of ``size`` that ``axes`` split: the sizes of its shards, major to minor,
-    and the names of values that have it."""
+    """A dim that axes of unlike ranks split."""
 
+    # Of the dim.
     size: int
+    # That split it.
     axes: tuple[str, ...]
+    # Sizes of its shards, major to minor.
     parts: tuple[int, ...]
+    # Names of values that have it.
     values: tuple[str, ...]
 
 
