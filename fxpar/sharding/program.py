@@ -33,16 +33,16 @@ PHASE = "fxpar_phase"
 
 @dataclass(frozen=True)
 class Input:
-    """One graph input. ``rest``: the spec it lies in; None lets the plan choose.
+    """One graph input."""
 
-    ``kind``: "input", "summand", "parameter", "buffer", "tangent" or "state".
-    ``use``: how the program should use the value, as a hint (entries per dim, or a
-    Spec); where it lies is no hint.
-    """
-
+    # Of the argument or parameter.
     name: str
+    # "input", "summand", "parameter", "buffer", "tangent" or "state".
     kind: str = "input"
+    # The spec it lies in; None lets the plan choose.
     rest: Spec | None = None
+    # How the program should use the value, as a hint (entries per dim, or a Spec);
+    # where it lies is no hint.
     use: Spec | Sequence[str] | None = None
     # The dim that an axis of stages splits too where it rests, as the minor axis.
     stage_dim: int | None = None
@@ -63,17 +63,20 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One graph output. ``kind``: "output", "gradient" or "mutation"; ``of``: the input
-    that the latter two belong to. ``rest``: the spec it must have; without one ``lie``
-    says: "open" as the plan has it, "even" the same but for dims whose shards are not
-    alike, "whole", "batch", split over the batch axes of the Signature on dim 0 if the
-    plan has it so, else whole, or "summand", a sum over them if the plan makes it so,
-    else whole."""
+    """One graph output."""
 
+    # Of the result, or of what it is the gradient or new value of.
     name: str
+    # "output", "gradient" or "mutation".
     kind: str = "output"
+    # The input that the latter two belong to.
     of: int | None = None
+    # The spec it must have; None: as ``lie`` says.
     rest: Spec | None = None
+    # "open" as the plan has it, "even" the same but for dims whose shards are not
+    # alike, "whole", "batch", split over the batch axes of the Signature on dim 0 if
+    # the plan has it so, else whole, or "summand", a sum over them if the plan makes it
+    # so, else whole.
     lie: str = "open"
     # As of an Input.
     stage_dim: int | None = None
@@ -95,16 +98,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the inputs and outputs of a graph are, in graph order.
+    """What the inputs and outputs of a graph are."""
 
-    ``tangents``: for each "tangent" input its index and the output it belongs to.
-    ``batch``: in local mode the axes over which ranks feed parts of the batch; what
-    crosses the border on them is scaled so that gradients are of the global mean.
-    """
-
+    # In graph order.
     inputs: tuple[Input, ...]
+    # In graph order.
     outputs: tuple[Output, ...]
+    # Of each "tangent" input its index and the output it belongs to.
     tangents: tuple[tuple[int, int], ...] = ()
+    # In local mode the axes over which ranks feed parts of the batch; what crosses the
+    # border on them is scaled so that gradients are of the global mean.
     batch: Axes = ()
 
 
@@ -135,18 +138,23 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """One call. ``operands``/``results``: indices of values, in order of the rule.
+    """One call."""
 
-    Without ``has_rule`` the table has none: ``rule`` then keeps all dims whole.
-    """
-
+    # In ``Program.ops``.
     index: int
+    # Of its node.
     name: str
+    # What it calls.
     target: Any
+    # Sized for this call.
     rule: Rule
+    # Values it reads, in order of the rule.
     operands: tuple[int, ...]
+    # Values it makes, in order of the rule.
     results: tuple[int, ...]
+    # Of the graph.
     node: fx.Node = field(repr=False)
+    # Without, the table has none: ``rule`` keeps all dims whole.
     has_rule: bool = True
 
     @property
@@ -164,22 +172,26 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All values and ops in topological order, and where each value is used.
+    """All values and ops in topological order, and where each value is used."""
 
-    ``inputs``: value index per tensor input (None: not a tensor). ``outputs``: value
-    index per output (None: not a tensor). ``uses[v]``: (op index, operand position).
-    ``reduce_here``: values whose dtype is the one to reduce in: what they are computed
-    from, one operand an op, is not reduced before.
-    """
-
+    # By index.
     values: list[Value]
+    # In order of the graph.
     ops: list[Op]
+    # Value of each input; None: not a tensor.
     inputs: list[int | None]
+    # Value of each output; None: not a tensor.
     outputs: list[int | None]
+    # Of the graph.
     signature: Signature
+    # By value (op index, position among its results).
     producers: dict[int, tuple[int, int]]
+    # By value (op index, operand position) of each reader.
     uses: list[list[tuple[int, int]]]
+    # By node and position among its results.
     value_of: dict[tuple[fx.Node, int], int]
+    # Values whose dtype is the one to reduce in: what they are computed from, one
+    # operand an op, is not reduced before.
     reduce_here: frozenset[int] = frozenset()
 
     def named(self, name: str) -> int | None:

@@ -24,6 +24,7 @@ from fxpar.passes.simulate.simulate_step import Event, Timeline, Traffic, launch
 from fxpar.passes.stages.pipeline_ops import EVERY
 from fxpar.passes.stages.program_at_place import program_at
 from fxpar.passes.stages.stage_kinds import BACKWARD, home_of
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware_table import Hardware
 from fxpar.sharding.cost.op import bytes_of
 from fxpar.sharding.mesh import Link, Mesh
@@ -116,10 +117,10 @@ class _Clocks:
         leaving = size * (len(targets) if node.target is ours.scatter.default else 1)
         free = [self.free_out[source], *(self.free_in[target] for target in targets)]
         start = max(self.now[source], *free)
-        self.free_out[source] = end = start + leaving / link.bandwidth
+        self.free_out[source] = start + leaving / link.bandwidth
         for target in targets:
             self.free_in[target] = start + size / link.bandwidth
-        self.arrivals[node] = end + link.latency + link.overhead
+        self.arrivals[node] = start + collectives.message(link, leaving)
         self.sent, self.calls = self.sent + leaving, self.calls + 1
         self.sending += self.arrivals[node] - start
 

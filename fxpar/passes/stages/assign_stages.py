@@ -71,8 +71,7 @@ class StageCosts:
     def crossing(self, nbytes: float) -> float:
         """To send so many bytes of a batch to the next stage, a part at a time."""
         link = self.mesh.link(self.pipeline.axis)
-        parts = nbytes / self.microbatches
-        return link.latency + link.overhead + parts / link.bandwidth
+        return collectives.message(link, nbytes / self.microbatches)
 
 
 def assign_stages(

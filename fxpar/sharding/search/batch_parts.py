@@ -40,13 +40,17 @@ class BatchCut:
 
 @dataclass(frozen=True, eq=False)
 class PartProgram:
-    """One of ``count`` parts of a program that runs in ``places`` stages, of which the
-    first holds ``in_flight`` parts at a time."""
+    """One of several parts of a program that runs in stages."""
 
+    # The program of the whole batch.
     whole: Program
+    # What of it follows the batch.
     cut: BatchCut
+    # Parts.
     count: int
+    # Stages.
     places: int = 1
+    # Parts that the first stage holds at a time.
     in_flight: int = 1
     # How inputs whose rest is open lie along the axis of stages.
     free_along_stages: str = "own"

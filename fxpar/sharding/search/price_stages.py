@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.sharding import pipeline_schedule as schedules
+from fxpar.sharding.cost import collectives
 from fxpar.sharding.cost.hardware import Hardware
 from fxpar.sharding.cut_stages import cut_chain, of_places
 from fxpar.sharding.hints import pins_unfit
@@ -88,10 +89,7 @@ def price_stages(
         return None
     cost = _costs(result.formulation, result.solution, chain)
     link = hardware.on(pipeline.mesh).link(pipeline.axis)
-    sent = [
-        link.latency + link.overhead + nbytes / link.bandwidth
-        for nbytes in chain.crossing(result)
-    ]
+    sent = [collectives.message(link, nbytes) for nbytes in chain.crossing(result)]
     trains = any(cost.backward)
     crossing = [(1 + trains) * x for x in sent]
     total = [a + b for a, b in zip(cost.forward, cost.backward, strict=True)]
