@@ -123,8 +123,10 @@ class Plan:
     bodies: tuple[int, ...] = ()
     near: tuple[str, ...] = field(default=(), compare=False)
     regions: tuple[str, ...] = field(default=(), compare=False)
-    # Of a mesh with an axis of stages, in the order of the forward.
+    # Of a mesh with an axis of stages, in the order of the forward, and parts that the
+    # batch goes through them in.
     stages: tuple[PipelineStage, ...] = ()
+    microbatches: int = 1
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -134,7 +136,7 @@ class Plan:
         bare = tuple((name, spec.without({axis})) for name, spec in self.values)
         nodes = tuple(replace(x, factors=_without(x.factors, axis)) for x in self.nodes)
         mesh = without_stages(self.mesh)
-        return replace(self, mesh=mesh, stages=(), values=bare, nodes=nodes)
+        return replace(self, mesh=mesh, values=bare, nodes=nodes)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -175,6 +177,7 @@ class Plan:
         data |= {"experts": list(self.experts)} if self.experts else {}
         data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
+            data["microbatches"] = self.microbatches
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
                 {k: v for k, v in stage.items() if not k.endswith("_seconds")}
