@@ -365,7 +365,8 @@ def _gathered_notes(program: Program, edges: Edges, mesh: Mesh) -> list[str]:
         pairs = zip(reshard.source.dims, reshard.target.dims, strict=True)
         for d, (before, after) in enumerate(pairs):
             is_whole = not dims[d] or not op.rule.whole.isdisjoint(dims[d])
-            if not before or after or not is_whole or value.shape[d] == 1:
+            exchanged = set(before) <= {*reshard.target.sharded_axes}
+            if not before or after or not is_whole or value.shape[d] == 1 or exchanged:
                 continue
             line = user_line(op.node)
             nbytes = value.nbytes * (1 - 1 / mesh.count(before))

@@ -132,9 +132,8 @@ def test_more_rows_are_asked_for_than_a_shard_has() -> None:
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: (x + 1).sort(0)[0],
-        lambda x: (x + 1).median(0)[0],
-        lambda x: (x + 1).mode(0)[0],
+        lambda x: (x + 1).unfold(0, 4, 2),
+        lambda x: sum((x + 1).unbind(0)),
     ],
 )
 def test_what_is_gathered_for_an_op_that_needs_the_dim_whole_is_noted(fn: Any) -> None:
@@ -176,3 +175,49 @@ def test_a_total_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     plan = planned(cumsum, x, mode="propagate", out_specs=[("tp", None)])
     with pytest.raises(AssertionError):
         torch.testing.assert_close(plan.simulate(x), cumsum(x))
+
+
+def middle(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.median(0))
+
+
+def most_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(x.topk(20, 0))
+
+
+def in_order(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple((x * 4).round().sort(dim=0, stable=True))
+
+
+@pytest.mark.parametrize("fn", [in_order, middle, most_rows])
+def test_what_needs_whole_rows_has_them_by_an_exchange(fn: Callable[..., Any]) -> None:
+    """Another dim is split instead; equal rows of a stable sort keep their places."""
+    spec = (None, "tp") if fn is not middle else ("tp",)
+    x = operand()
+    plan = planned(fn, x, mode="propagate", out_specs=[spec] * 2)
+    torch.testing.assert_close(plan.simulate(x), fn(x), rtol=0, atol=0)
+    assert sent(plan) == {"all_to_all": ROWS // 4 * COLUMNS * 8}
+    assert not [note for note in plan.notes if "reads dim" in note]
+
+
+def test_gradients_of_a_sort_are_exchanged_back() -> None:
+    x = operand().requires_grad_()
+    plan = planned(lambda x: x.sort(0)[0].sin(), x, mode="propagate", grad=True)
+    torch.testing.assert_close(plan.simulate(x), plan.reference(x))
+    kinds = [c.kind for c in plan.collectives]
+    assert kinds == ["all_to_all", "all_to_all"]
+
+
+@pytest.mark.parametrize("rows", [ROWS, 7])
+def test_a_sequence_that_is_searched_may_be_split(rows: int) -> None:
+    """Each rank counts its rows before an element."""
+    ordered = torch.linspace(-1, 1, rows).double()
+    x = torch.randn(5, dtype=torch.float64)
+
+    def searched(ordered: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.searchsorted(ordered, x, right=True)
+
+    plan = fxpar.plan(
+        searched, ordered, x, mesh="tp=4", in_specs=[("tp",), None], mode="propagate"
+    )
+    assert torch.equal(plan.simulate(ordered, x), searched(ordered, x))

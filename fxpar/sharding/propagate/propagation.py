@@ -12,7 +12,9 @@ and the sizes allow it. Work is done in order of trust, a lower level always fir
 2. contracted factors as well;
 3. conflicts: where two factors want one axis, the axis that came from a batch dim
    stays, else the larger tensor keeps its axis (the smaller one is cheaper to move);
-   small tensors may now push into large ones (broadcasts).
+   small tensors may now push into large ones (broadcasts);
+4. ops that go by the order of whole rows (sorts): an axis that splits such a dim goes
+   to another one, so that an all-to-all brings the rows together, and no gather.
 
 Seeds of a lower ``priority`` number propagate to their fixed point before the next ones
 are looked at. Axes are only ever added, so it ends. Sources: GSPMD section 3.5
@@ -29,12 +31,13 @@ from dataclasses import dataclass, field, replace
 from fxpar.sharding.factors import Axes, Dims
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.program import Op, Program
-from fxpar.sharding.shard_sizes import may_split
+from fxpar.sharding.rules.op_facts import op_facts_of
+from fxpar.sharding.shard_sizes import is_even, may_split
 from fxpar.sharding.spec import Spec
 from fxpar.sharding.strategy import expressible, project
 
-LEVELS = 4
-PASS, KEPT, ALL, RESOLVE = range(LEVELS)
+LEVELS = 5
+PASS, KEPT, ALL, RESOLVE, TURN = range(LEVELS)
 
 # The priority of seeds before all that are given.
 FIRST = -1
@@ -220,6 +223,9 @@ class Propagation:
         return [2 * size >= top for size in sizes]
 
     def _apply(self, op: Op, level: int) -> None:
+        if level == TURN:
+            self._turn(op)
+            return
         rule, state = op.rule, self.state
         tensors = op.tensors
         views: list[dict[str, Axes]] = [
@@ -243,6 +249,31 @@ class Propagation:
                 changed |= self._grow(op, i, factor, axes, source, views[i])
             if changed:
                 self._changed(v)
+
+    def _turn(self, op: Op) -> None:
+        """Axes of a dim that an op needs whole, for its order, on the largest of its
+        other dims that they divide."""
+        if not op_facts_of(op.target).orders or not op.operands:
+            return
+        rule, state, source = op.rule, self.state, op.operands[0]
+        pairs = zip(rule.operands[0], state.dims[source], strict=True)
+        whole_axes = [a for dim, axes in pairs if rule.whole & {*dim} for a in axes]
+        others = [f for f in rule.free if f not in rule.contracted | rule.exchanged]
+        for axis in whole_axes if state.active[source] else ():
+            for v, dims in zip(op.results, rule.results, strict=True):
+                fit = [
+                    (rule.size[dim[0]], d)
+                    for d, dim in enumerate(dims)
+                    if dim
+                    and dim[0] in others
+                    and not state.dims[v][d]
+                    and is_even(rule.size[dim[0]], self.mesh, (axis,))
+                ]
+                taken = axis in state.origins[v] or not state.active[v]
+                if fit and not taken:
+                    _, d = max(fit, key=lambda place: place[0])
+                    if self._extend(v, d, (axis,), source, op.name):
+                        self._changed(v)
 
     def _note_lost(self, op: Op, views: list[dict[str, Axes]]) -> None:
         """Remember axes that end at this op, since no factor takes them."""

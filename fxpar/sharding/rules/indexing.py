@@ -304,7 +304,7 @@ def _nll_backward(spatial: bool):
 
 def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> str:
     words = names(x.dim())
-    return text(words, ["k!"], results=[words])
+    return text(words, ["k"], results=[words])
 
 
 def _searchsorted(
@@ -314,8 +314,9 @@ def _searchsorted(
     sorter: torch.Tensor | None = None,
     **_: Any,
 ) -> str:
-    words = names(x.dim())
-    ordered = [*words[:-1], "k!"] if sequence.dim() > 1 else ["k!"]
+    """Shards of the sequence have so many rows each before an element of ``x``."""
+    words, rows = names(x.dim()), "k" if sorter is None else "k!"
+    ordered = [*words[:-1], rows] if sequence.dim() > 1 else [rows]
     sorters = [ordered] if sorter is not None else []
     return text(ordered, words, *sorters, results=[words])
 

@@ -48,6 +48,9 @@ class OpFacts:
     pointwise: bool = False
     # Along a free factor of its rule it makes rows one by one, wherever they lie.
     by_row: bool = False
+    # It goes by the order of rows along a dim that it needs whole: an axis that splits
+    # that dim splits another one instead.
+    orders: bool = False
     # Which of its results counts places along a dim.
     places: int | None = None
     # Of all that an operand holds it reads as much as it gives.
@@ -155,6 +158,7 @@ _ROWS: tuple[dict[str, dict], ...] = (
     _each("view.dtype", by_row=False),
     _each("own_expert_mm own_expert_outer", "fxpar", by_row=True),
     _each("sum.dim_IntList sum.default", by_row=True),
+    _each("sort argsort median nanmedian mode topk kthvalue", orders=True),
     _each("argmax argmin", places=0),
     _each("topk kthvalue sort max.dim min.dim", places=1),
     # Constants.

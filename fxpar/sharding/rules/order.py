@@ -3,7 +3,7 @@
 Along the dim, too, they may be split: each rank scans its own rows, or chooses among
 them, and ranks gather what stands for a shard (``Rule.gathered``): the total of a scan,
 the candidates of a choice. Local forms are in ``passes.local.local_order``. What cannot
-be put together so (sorts, medians) needs the dim whole.
+be put together so (sorts, medians, choices of half of the rows) needs the dim whole.
 """
 
 from __future__ import annotations
@@ -80,15 +80,19 @@ def _top_rows(
 ) -> Rule:
     """``count`` rows of a dim, or None where the results lack it. Every rank chooses
     among the ``candidates`` of all, by default as many of a shard."""
-    words = words_of(x)
-    mark = [f"~{words[dim]}"] if words[dim] != "_" else []
+    of_shard = candidates or count or 1
+    # Of half of the rows each of two ranks would give all that it has.
+    all_rows = of_shard > 1 and 2 * of_shard >= x.shape[dim]
+    words = words_of(x, {dim} if all_rows else ())
+    mark = [f"~{words[dim]}"] if words[dim] != "_" and not all_rows else []
     result = [
         "_" if i == dim else word
         for i, word in enumerate(words)
         if i != dim or count is not None
     ]
     rule = make([words], [[*result, *mark]] * results)
-    of_shard = candidates or count or 1
+    if all_rows:
+        return rule
     marks = GatheredRows(0, dim, of_shard), GatheredRows(0, dim, of_shard, _INDEX)
     return replace(rule, gathered=marks)
 
