@@ -29,8 +29,8 @@ from fxpar.fusion.verbs import (
     balance,
     fuse_nodes,
     gathers,
+    overlap_attention,
     reorder,
-    ring_attention,
     send_recv,
 )
 from fxpar.passes import writes_as_results
@@ -231,7 +231,7 @@ VERBS: dict[str, Callable[..., list[fx.Node]]] = {
     "reorder": reorder.reorder,
     "as_slice": gathers.as_slice,
     "fuse": fuse_nodes.fuse,
-    "overlap": ring_attention.overlap,
+    "overlap": overlap_attention.overlap,
     "bucket": fuse_nodes.bucket,
     "share": send_recv.share,
 }

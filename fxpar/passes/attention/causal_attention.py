@@ -1,4 +1,4 @@
-"""Causal attention of queries that begin at any place of the sequence, one set or two.
+"""Causal attention of queries that begin at any place of the sequence.
 
 ``fxpar::causal_attention(q, k, v, ahead, scale)``: query ``i`` sees keys up to
 ``i + ahead``, where ``ahead`` is the place of the first query minus that of the first
@@ -11,12 +11,6 @@ the square in which queries begin to see keys are attended apart, each by the fa
 kernel that the device has, and merged by their log-sum-exp. What nobody sees costs
 nothing. Tensors are [batch, heads, rows, features]; several query heads may share one
 key head.
-
-``fxpar::balanced_causal_attention(near, k, v, far, near_ahead, far_ahead, scale)`` is
-that of two sets of queries on the same keys, and gives both outputs and both
-log-sum-exps. Where the sets of a rank stand as far from the two ends of the sequence,
-all ranks have as much to do as if each saw all keys of one of its sets; that is what
-the call is priced as.
 """
 
 from __future__ import annotations
@@ -58,7 +52,7 @@ def blocks(rows: int, keys: int, ahead: int) -> list[VisibleBlock]:
     return [b for b in candidates if b.rows.start < b.rows.stop and b.keys.stop]
 
 
-def _laid_out(x: torch.Tensor, width: int) -> torch.Tensor:
+def rows_like(x: torch.Tensor, width: int) -> torch.Tensor:
     """An empty tensor of the rows of ``x``: in memory heads are inside of rows."""
     shape = (*x.shape[:3], width)
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
@@ -80,19 +74,19 @@ torch.library.define(
 @torch.library.register_fake("fxpar::causal_attention")
 def _(q, k, v, ahead, scale):
     lse = q.new_empty(q.shape[:3], dtype=_computed_in(q))
-    return _laid_out(q, v.shape[3]), lse
+    return rows_like(q, v.shape[3]), lse
 
 
 @torch.library.register_fake("fxpar::causal_attention_backward")
 def _(grad, q, k, v, out, logsumexp, ahead, scale):
-    return tuple(_laid_out(x, x.shape[3]) for x in (q, k, v))
+    return tuple(rows_like(x, x.shape[3]) for x in (q, k, v))
 
 
 @torch.library.impl("fxpar::causal_attention", "CompositeExplicitAutograd")
 def _forward(q, k, v, ahead, scale) -> Result:
     dtype = _computed_in(q)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    out = _laid_out(q, v.shape[3]).zero_()
+    out = rows_like(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
     attend = _kernel(q, k, v).forward
     covered = 0
@@ -116,7 +110,7 @@ def _backward(grad, q, k, v, out, logsumexp, ahead, scale) -> Gradients:
     differentiate = _kernel(q, k, v).backward
     all_blocks = blocks(q.shape[2], k.shape[2], ahead)
     # Two blocks have queries in common, or keys: what is added up keeps its digits.
-    sums = tuple(_laid_out(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
+    sums = tuple(rows_like(x, x.shape[3]).to(dtype).zero_() for x in (q, k, v))
     for block in all_blocks:
         rows, keys = block.rows, block.keys
         results = (x[:, :, rows] for x in (out, logsumexp))
@@ -265,47 +259,3 @@ def _kernel(q: Any, k: Any, v: Any) -> AttentionKernel:
         if cuda.can_use_efficient_attention(params):
             return _KERNELS["efficient"]
     return _KERNELS["math"]
-
-
-ours = torch.ops.fxpar
-
-Tensors = tuple[torch.Tensor, ...]
-
-_PLACES = "SymInt near_ahead, SymInt far_ahead, float? scale"
-torch.library.define(
-    "fxpar::balanced_causal_attention",
-    f"(Tensor near, Tensor k, Tensor v, Tensor far, {_PLACES}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "fxpar::balanced_causal_attention_backward",
-    "(Tensor near_grad, Tensor near, Tensor k, Tensor v, Tensor near_out, "
-    "Tensor near_lse, Tensor far_grad, Tensor far, Tensor far_out, Tensor far_lse, "
-    f"{_PLACES}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-def _balanced(near, k, v, far, near_ahead, far_ahead, scale) -> Tensors:
-    first = ours.causal_attention(near, k, v, near_ahead, scale)
-    return *first, *ours.causal_attention(far, k, v, far_ahead, scale)
-
-
-def _balanced_backward(
-    near_grad, near, k, v, near_out, near_lse,
-    far_grad, far, far_out, far_lse, near_ahead, far_ahead, scale,
-) -> Tensors:  # fmt: skip
-    """Gradients of both sets of queries, of keys and of values."""
-    differentiate = ours.causal_attention_backward
-    arguments = near_grad, near, k, v, near_out, near_lse, near_ahead, scale
-    near_dq, near_dk, near_dv = differentiate(*arguments)
-    arguments = far_grad, far, k, v, far_out, far_lse, far_ahead, scale
-    far_dq, far_dk, far_dv = differentiate(*arguments)
-    return near_dq, far_dq, near_dk + far_dk, near_dv + far_dv
-
-
-for _name, _function in (
-    ("fxpar::balanced_causal_attention", _balanced),
-    ("fxpar::balanced_causal_attention_backward", _balanced_backward),
-):
-    torch.library.impl(_name, "CompositeExplicitAutograd")(_function)
-    torch.library.register_fake(_name)(_function)

@@ -33,6 +33,7 @@ from fxpar.passes.graph_bodies import body_of, module_of, new_body
 from fxpar.passes.local import (
     local_custom_ops,
     local_indexing,
+    local_moves,
     local_order,
     local_reductions,
     local_slices,
@@ -137,6 +138,8 @@ def _local_form(call: LocalCall, args: Any, kwargs: Any) -> fx.Node:
         local = LOCAL.get(target.name())
     if local is None:
         local = LOCAL.get(_torch.aot.higher_order_name(target))
+    if call.rule.moves and local_moves.crosses(call):
+        return local_moves.local_moves(call, _operands(args, kwargs))
     if local is not None:
         return local(call, *args, **kwargs)
     row = row_of(target)

@@ -21,7 +21,15 @@ import torch
 from torch import fx
 
 from fxpar import _torch
-from fxpar.sharding.factors import LINEAR, MONOTONE, MOVEMENT, Passage, Rule
+from fxpar.sharding.factors import (
+    LINEAR,
+    MONOTONE,
+    MOVEMENT,
+    Passage,
+    RowMoves,
+    RowPiece,
+    Rule,
+)
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.rules.pointwise import broadcast
 from fxpar.sharding.rules.table import Row, make, names, row, whole, words_of
@@ -40,7 +48,14 @@ def _random(*args: Any) -> Rule:
 def _shift(x: torch.Tensor, dim: int, by: int, fill: float | None = None) -> Rule:
     """Every dim is free: ranks that split ``dim`` send rows to their neighbours."""
     reductions = ("avg", *MONOTONE) if fill else MOVEMENT
-    return replace(broadcast(x), passages=(Passage((0,), reductions),))
+    n, passages = x.shape[dim], (Passage((0,), reductions),)
+    if fill is None:
+        start = by % n
+        pieces = [RowPiece(0, 0, n - start, start), RowPiece(0, 0, start, at=n - start)]
+    else:
+        pieces = [RowPiece(0, 0, max(n - abs(by), 0), max(by, 0), at=max(-by, 0))]
+    moves = RowMoves(dim, (n,), (n,), tuple(x for x in pieces if x.count), fill or 0)
+    return replace(broadcast(x), passages=passages, moves=(moves,))
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> Rule:
@@ -167,7 +182,7 @@ ROWS: dict[Any, Row] = {
     "fxpar::randint": row(_random),
     "fxpar::orthogonal": row("m! n! -> m! n!"),
     "fxpar::constrain": row(broadcast, movement="0"),
-    "fxpar::shift": row(_shift, even=True),
+    "fxpar::shift": row(_shift),
     "fxpar::enter_region": row(_enter),
     "fxpar::leave_region": row(_leave),
     "fxpar::collective": row(_collective),
