@@ -54,6 +54,8 @@ class PipelineStage:
     bytes: int
     # That it sends to other stages for one microbatch.
     sent_bytes: int
+    # Name of the op of the one-device program that it begins at.
+    begin: str = ""
 
     @property
     def seconds(self) -> float:

@@ -149,8 +149,10 @@ class Plan:
     near: tuple[str, ...] = field(default=(), compare=False)
     # Of a compiled graph, what runs as generated kernels, how, and why so.
     regions: tuple[str, ...] = field(default=(), compare=False)
-    # Of a mesh with an axis of stages, in the order of the forward.
+    # Of a mesh with an axis of stages, in the order of the forward, and parts that the
+    # batch goes through them in.
     stages: tuple[PipelineStage, ...] = ()
+    microbatches: int = 1
 
     def of_one_stage(self) -> Plan:
         """The plan on the mesh that one stage runs on: its specs without the stages."""
@@ -160,7 +162,7 @@ class Plan:
         bare = tuple((name, spec.without({axis})) for name, spec in self.values)
         nodes = tuple(replace(x, factors=_without(x.factors, axis)) for x in self.nodes)
         mesh = without_stages(self.mesh)
-        return replace(self, mesh=mesh, stages=(), values=bare, nodes=nodes)
+        return replace(self, mesh=mesh, values=bare, nodes=nodes)
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
@@ -201,6 +203,7 @@ class Plan:
         data |= {"experts": list(self.experts)} if self.experts else {}
         data |= {"bodies": list(self.bodies)} if self.bodies else {}
         if self.stages:
+            data["microbatches"] = self.microbatches
             stages = [_plain(asdict_shallow(stage)) for stage in self.stages]
             data["stages"] = [
                 {k: v for k, v in stage.items() if not k.endswith("_seconds")}

@@ -2,7 +2,8 @@
 
 ``read_program`` makes one of an ATen graph. A value is one tensor: the result of a
 node, or one element of a tuple result (``getitem`` nodes are names for those, not ops).
-Also what nodes say of themselves: the user's line, whether they are of the backward.
+Also what nodes say of themselves: the user's line, whether they are of the backward,
+or of the update of a training step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from fxpar.sharding.spec import Spec
 # sizes that it stands for.
 OPEN = "fxpar_open"
 
+# Where in a training step a node is, in ``meta["custom"]``, which all passes keep.
+PHASE = "fxpar_phase"
+
 
 @dataclass(frozen=True)
 class Input:
@@ -47,6 +51,14 @@ class Input:
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of it only."""
         return self.rest is not None and not self.rest.is_whole
+
+    @property
+    def along_stages(self) -> str:
+        """How it lies along an axis of stages: "split" by it, "whole" at every place,
+        or, where the plan says how it lies, "own": at the places that read it."""
+        if self.stage_dim is not None:
+            return "split"
+        return "own" if self.rest is None else "whole"
 
 
 @dataclass(frozen=True)
@@ -262,6 +274,11 @@ def backward_of(graph: fx.Graph) -> set[fx.Node]:
     late_nodes = depending_on_tangents(graph)
     tagged = (n for n in graph.nodes if n.meta.get("partitioner_tag") == "is_backward")
     return late_nodes.union(n for n in tagged if n.op == "call_function")
+
+
+def phase_of(node: fx.Node) -> str | None:
+    """In the graph of a training step: "forward", "backward" or "update"."""
+    return (node.meta.get("custom") or {}).get(PHASE)
 
 
 def values_by_node(program: Program) -> dict[fx.Node, int]:

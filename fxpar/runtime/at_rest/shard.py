@@ -38,8 +38,15 @@ from fxpar.sharding.hints import (
 )
 from fxpar.sharding.mesh import Mesh
 from fxpar.sharding.pipeline_axis import pipeline_axis, without_stages
+from fxpar.sharding.pipeline_schedule import AUTO_APART
 from fxpar.sharding.plan import Plan
-from fxpar.sharding.plan_request import Request, choices, named_machine, plan_mode
+from fxpar.sharding.plan_request import (
+    Request,
+    choices,
+    named_machine,
+    plan_mode,
+    staged_choices,
+)
 from fxpar.sharding.program import Input
 from fxpar.sharding.search.mesh_candidates import read_auto
 from fxpar.sharding.search.run_search import SearchOptions
@@ -255,14 +262,16 @@ def _uses(
     mode: str | SearchOptions | Plan = "propagate"
     if options.plan == "search":
         mode = plan_mode(options.plan, options)
+    local = options.inputs == "local"
     request = Request(
         without_stages(ranks.mesh),
         read_signature(module.graph, declare),
         table,
         mode,
-        meshes=choices(ranks.mesh, mode, local=options.inputs == "local")
-        if ranks.open
-        else (),
+        meshes=choices(ranks.mesh, mode, local=local) if ranks.open else (),
+        staged=staged_choices(ranks.mesh, mode) if ranks.open and not local else (),
+        pipeline_schedule=AUTO_APART,
+        free_along_stages="split",
         cached=True,
         name="the sample's call",
         rank=ranks.rank,

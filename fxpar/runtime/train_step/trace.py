@@ -20,7 +20,6 @@ from torch import fx
 
 from fxpar import _torch
 from fxpar.errors import PlanError
-from fxpar.passes.order.bucket_collectives import PHASE
 from fxpar.runtime.tracing import raised_at
 from fxpar.runtime.train_step.forward import (
     Forward,
@@ -48,6 +47,7 @@ from fxpar.runtime.train_step.optimizer import (
     stand_in,
     step_of,
 )
+from fxpar.sharding.program import PHASE
 
 # Of a node, among what is kept of it: the number that autograd gave it.
 _NUMBER = "fxpar_number"
