@@ -54,19 +54,17 @@ class PipelineSchedule:
     rows: Callable[[int, int, int], list[list[tuple[int, str, int]]]]
     # Stages a place has.
     rounds: int
-    # Forward and backward take turns, so that they have to be one program.
-    mixes: bool
     # How stages go round the places, as of ``pipeline_axis.homes``.
     style: str = "loop"
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = {
-    "gpipe": PipelineSchedule(pipelining.gpipe, 1, False),
-    "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1, True),
-    "interleaved": PipelineSchedule(pipelining.interleaved, 2, True),
-    "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1, True),
-    "zbv": PipelineSchedule(pipelining.zbv, 2, True, "v"),
-    "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, True, "v"),
+    "gpipe": PipelineSchedule(pipelining.gpipe, 1),
+    "1f1b": PipelineSchedule(pipelining.one_f_one_b, 1),
+    "interleaved": PipelineSchedule(pipelining.interleaved, 2),
+    "zero_bubble": PipelineSchedule(pipelining.zero_bubble, 1),
+    "zbv": PipelineSchedule(pipelining.zbv, 2, "v"),
+    "dualpipev": PipelineSchedule(pipelining.dual_pipe_v, 2, "v"),
 }
 
 # What "auto" is, where forward and backward are one program, and where they are two.
