@@ -11,6 +11,12 @@ multiples of its even share, or 0 for all: of one device's numbers no concern. W
 ``room`` times as many as count. ``k`` and ``n`` may each be several dims, as where a
 gate and an up-projection share a weight.
 
+``fxpar::own_expert_mm`` and ``fxpar::own_expert_outer`` stand in local graphs: ``ids``
+says of each row which of a rank's own experts it belongs to; rows of any other number
+count nowhere. ``spread``: of so many rows one counts, if experts get alike many; of
+``room`` > 0 rows in multiples of that share no rank may have more, and ranks along
+``axes`` tell one another.
+
 ``fxpar::grouped_mm`` and ``fxpar::grouped_outer`` stand in local graphs: rows sorted by
 expert, and where each expert's end. Rows behind the last end belong to no expert; they
 are zero in results. ``rows``: how many count as they are priced, if experts get alike
@@ -88,6 +94,45 @@ def _(x, y, ids, experts, groups, room):
     return x.new_empty(experts, *x.shape[1:], *y.shape[1:])
 
 
+@torch.library.custom_op("fxpar::own_expert_mm", mutates_args=())
+def own_expert_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    spread: float,
+    room: float,
+    axes: str,
+) -> torch.Tensor:
+    """``x[i] @ weight[ids[i]]``: [rows, k], [own experts, k, n], [rows] -> [rows, n].
+    Zero where a row is of no own expert."""
+    return expert_mm(x, weight, ids, 1, 0.0)
+
+
+@own_expert_mm.register_fake
+def _(x, weight, ids, spread, room, axes):
+    return x.new_empty(x.shape[0], *weight.shape[x.dim() :])
+
+
+@torch.library.custom_op("fxpar::own_expert_outer", mutates_args=())
+def own_expert_outer(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    spread: float,
+    room: float,
+    axes: str,
+) -> torch.Tensor:
+    """``x[rows].T @ y[rows]`` for the rows of each own expert: [rows, k], [rows, n],
+    [rows] -> [experts, k, n]."""
+    return expert_outer(x, y, ids, experts, 1, 0.0)
+
+
+@own_expert_outer.register_fake
+def _(x, y, ids, experts, spread, room, axes):
+    return x.new_empty(experts, *x.shape[1:], *y.shape[1:])
+
+
 def _fits_torch(*operands: torch.Tensor) -> bool:
     """Whether torch's own kernel takes them: bfloat16, in rows of 16 bytes."""
     sizes = [n for x in operands for n in x.shape[-2:]]
@@ -151,15 +196,19 @@ def _(x, y, offs, rows):
 
 @torch.library.custom_op("fxpar::within", mutates_args=())
 def within(
-    ends: torch.Tensor, most: torch.Tensor, room: int, where: str
+    x: torch.Tensor, most: torch.Tensor, room: int, where: str, axes: str = ""
 ) -> torch.Tensor:
-    """``ends``, if ``most`` rows are no more than there is room for. Raises RoomError;
-    on a GPU its kernel stops the program, and nothing waits for it."""
+    """``x``, if ``most`` rows, [] or of each part, are no more than there is room for.
+    Raises RoomError; on a GPU its kernel stops the program, and nothing waits for it.
+    ``axes``, of a local graph: ranks along them tell one another how many there are, so
+    that all of them find the same, and none waits for one that has raised."""
     if most.is_cuda:
-        torch.ops.aten._assert_async.msg(most <= room, _FULL.format("more", room))
-    elif int(most) > room:
-        raise RoomError(_FULL.format(int(most), room), where=where, fix=_FIX)
-    return ends.clone()
+        fits = most.amax() <= room
+        torch.ops.aten._assert_async.msg(fits, _FULL.format("more", room))
+    elif int(most.amax()) > room:
+        rows = int(most.amax())
+        raise RoomError(_FULL.format(rows, room), where=where, fix=_FIX)
+    return x.clone()
 
 
 _FULL = "experts of one rank are chosen for {} rows, and expert_room leaves room for {}"
@@ -167,8 +216,8 @@ _FIX = "raise expert_room (FXPAR_EXPERT_ROOM), or unset it: then there is room f
 
 
 @within.register_fake
-def _(ends, most, room, where):
-    return torch.empty_like(ends)
+def _(x, most, room, where, axes=""):
+    return torch.empty_like(x)
 
 
 def _counting(x: Any, ids: Any, room: float) -> float:
@@ -184,6 +233,16 @@ def _(x, weight, ids, groups, room, **_) -> float:
 @register_flop_formula(torch.ops.fxpar.expert_outer)
 def _(x, y, ids, experts, groups, room, **_) -> float:
     return 2.0 * _counting(x, ids, room) * math.prod([*x[1:], *y[1:]])
+
+
+@register_flop_formula(torch.ops.fxpar.own_expert_mm)
+def _(x, weight, ids, spread, room, axes, **_) -> float:
+    return 2.0 * x[0] / spread * math.prod(weight[1:])
+
+
+@register_flop_formula(torch.ops.fxpar.own_expert_outer)
+def _(x, y, ids, experts, spread, room, axes, **_) -> float:
+    return 2.0 * x[0] / spread * math.prod([*x[1:], *y[1:]])
 
 
 @register_flop_formula(torch.ops.fxpar.grouped_mm)
@@ -205,8 +264,9 @@ def dispatch_slots(
     ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[rows] -> which row of its part is in each slot, [groups, sources, room]; in
-    which slot of its part, of ``groups * room``, each row is, [rows]; the most rows of
-    one part that choose one group, []. Rows of one group keep their order."""
+    which slot of its part, of ``groups * room``, each row is, [rows]; how many rows of
+    each part choose the same group at most, [sources]. Rows of one group keep their
+    order."""
     count, device = ids.shape[0] // sources, ids.device
     group = (ids // (experts // groups)).reshape(sources, 1, count)
     group_numbers = torch.arange(groups, device=device)[:, None]
@@ -222,7 +282,7 @@ def dispatch_slots(
     rows = ids.new_full((last + 1,), NONE).scatter(
         0, index.flatten(), numbers.flatten()
     )
-    most = chosen.sum(2).amax() if chosen.numel() else ids.new_zeros(())
+    most = chosen.sum(2).amax(1)
     return rows[:last].reshape(groups, sources, room), slots, most
 
 
@@ -231,7 +291,7 @@ def _(ids, experts, groups, sources, room):
     return (
         ids.new_empty(groups, sources, room),
         ids.new_empty(ids.shape[0]),
-        ids.new_empty(()),
+        ids.new_empty(sources),
     )
 
 

@@ -31,7 +31,13 @@ from torch import fx
 from fxpar import _torch
 from fxpar.passes.builder import Builder
 from fxpar.passes.custom_ops import register_lowering
-from fxpar.passes.order.bucket_collectives import FULL, bucket, from_inputs, region_of
+from fxpar.passes.order.bucket_collectives import (
+    FULL,
+    bucket,
+    bucket_sizes,
+    from_inputs,
+    region_of,
+)
 from fxpar.passes.order.sink_waits import WAIT, is_chunk, sink, sink_waits
 from fxpar.passes.simulate.launches import KINDS, PRODUCTS, WAITS
 from fxpar.passes.stages.stage_kinds import draws
@@ -191,9 +197,7 @@ def schedule(
 
 def join(phase: PhaseGraph) -> None:
     """Collectives in buckets of the sizes that the settings say."""
-    settings = phase.settings
-    most = FULL if settings.bucket is None else settings.bucket
-    gathers = most if settings.gathers is None else settings.gathers
+    most, gathers = _rooms(phase.settings)
     if phase.waits:
         bucket(
             phase.graph,
@@ -202,6 +206,28 @@ def join(phase: PhaseGraph) -> None:
             most=most,
             gathers=gathers,
         )
+
+
+def may_differ(graph: fx.Graph, before: Settings, after: Settings) -> bool:
+    """Whether forward and backward of a local graph may be ordered otherwise with other
+    settings: not if all that is joined is, and fits in one bucket, either way, and no
+    gathers could start earlier."""
+    reductions, gathers = bucket_sizes(graph)
+    if before.ahead != after.ahead and len(gathers) > 1:
+        return True
+    rooms = zip(_rooms(before), _rooms(after), (reductions, gathers), strict=True)
+    for one, other, sizes in rooms:
+        small, large = sorted((one, other))
+        joined = [size for size in sizes if size < large]
+        if small != large and joined and max(sum(joined), max(joined) + 1) > small:
+            return True
+    return False
+
+
+def _rooms(settings: Settings) -> tuple[int, int]:
+    """Bytes of a bucket of reductions, and of gathers."""
+    most = FULL if settings.bucket is None else settings.bucket
+    return most, most if settings.gathers is None else settings.gathers
 
 
 def drop_unread(graph: fx.Graph) -> None:

@@ -160,7 +160,10 @@ def _sources(request: Request, rows: int, copies: int, nbytes: int, groups: int)
     gathered = along("all_gather", priced, axes).seconds(part_bytes)
     gathered += along("reduce_scatter", priced, axes).seconds(part_bytes * groups)
     exchanged = 2 * along("all_to_all", priced, axes).seconds(slots)
-    return parts if exchange == "all_to_all" or exchanged < gathered else 0
+    if exchange == "auto" and exchanged >= gathered:
+        return 0
+    microbatches = parts * parts_of(request)
+    return parts if rows // copies % microbatches else microbatches
 
 
 def drop_dead(state: JointState) -> None:

@@ -289,14 +289,27 @@ def _expert_outer(
     return make(operands, [[experts, *k, *n]], sizes)
 
 
+def _own_expert_mm(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *_: Any
+) -> Rule:
+    k, n = _columns("k", x.dim() - 1), _columns("n", weight.dim() - x.dim())
+    return make([["s", *k], ["e!", *k, *n], ["s"]], [["s", *n]])
+
+
+def _own_expert_outer(
+    x: torch.Tensor, y: torch.Tensor, ids: torch.Tensor, *_: Any
+) -> Rule:
+    k, n = _columns("k", x.dim() - 1), _columns("n", y.dim() - 1)
+    return make([["s", *k], ["s", *n], ["s"]], [["e!", *k, *n]])
+
+
 def _dispatch_slots(
     ids: torch.Tensor, experts: int, groups: int, sources: int, room: int
 ) -> Rule:
-    """The most of all parts is the largest of theirs."""
     by_row: Word = ("s", "r!")
     sizes = {"s": sources, "r": ids.shape[0] // sources}
-    results: list[list[Word]] = [["g!", "s", "c!"], [by_row], []]
-    rule = make([[by_row]], results, sizes, reductions={"s": "max"})
+    results: list[list[Word]] = [["g!", "s", "c!"], [by_row], ["s"]]
+    rule = make([[by_row]], results, sizes)
     return replace(rule, evenly=frozenset("s"))
 
 
@@ -318,8 +331,10 @@ def _combine_rows(y: torch.Tensor, slots: torch.Tensor) -> Rule:
     return replace(rule, evenly=frozenset("s"))
 
 
-def _within(x: torch.Tensor, *_: Any) -> Rule:
-    return make([words_of(x), []], [words_of(x)])
+def _within(x: torch.Tensor, most: torch.Tensor, *_: Any) -> Rule:
+    """The most of each part lies as the dim 1 that parts are."""
+    words = words_of(x)
+    return make([words, words[1 : 1 + most.dim()]], [words])
 
 
 ROWS = {
@@ -349,6 +364,8 @@ ROWS = {
     ),
     **rows("expert_mm", _expert_mm, "fxpar", linear="0|1"),
     **rows("expert_outer", _expert_outer, "fxpar", linear="0|1"),
+    **rows("own_expert_mm", _own_expert_mm, "fxpar", linear="0|1"),
+    **rows("own_expert_outer", _own_expert_outer, "fxpar", linear="0|1"),
     **rows("dispatch_slots", _dispatch_slots, "fxpar"),
     **rows("dispatch_rows", _dispatch_rows, "fxpar"),
     **rows("combine_rows", _combine_rows, "fxpar", linear="0"),
