@@ -613,7 +613,7 @@ def _rearrange_samples() -> None:
     for k in (2, 3):
         x, grid = _image(k, 4), _f(4, *[4, 8, 2][:k], k)
         out = _add(f"grid_sampler_{k}d", x, grid, 0, 0, False)
-        for mask in ([True, True], [False, True]):
+        for mask in ([True, True], [False, True], [True, False]):
             grad = _f(*out.shape)
             _add(f"grid_sampler_{k}d_backward", grad, x, grid, 0, 0, False, mask)
 

@@ -340,9 +340,8 @@ def _grid_sampler_backward(
     k = x.dim() - 2
     places = names(k)
     image, at = ["n", "c", *["_"] * k], ["n", *places, "_"]
-    results = [
-        words for words, wanted in zip([image, at], args[3], strict=True) if wanted
-    ]
+    # The gradient of the grid is made whether it is asked for or not.
+    results = [image, at] if args[3][0] else [at]
     return text(["n", "c", *places], image, at, results=results)
 
 
